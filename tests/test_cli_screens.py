@@ -188,7 +188,7 @@ def test_the_progress_line_counts() -> None:
     totals.take(Token(0, None, "rest"))
     totals.take(finished(0, "xrest"))
     line = totals.line(2)
-    assert line.startswith("1/2 done · 1 tokens · ")
+    assert line.startswith("1/2 done · 1 token · ")
     assert line.endswith("tok/s · prompt 10/12 · reused 4 · computed 6")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import types
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,48 @@ def test_a_name_is_no_backend_and_an_array_no_tensor(cache: Any, numpy_backend: 
     cache.close()
     with pytest.raises(InvalidRangeError, match="PrefixCache: 'cache' is not a cache"):
         PrefixCache("cache")  # type: ignore[arg-type]
+
+
+def test_a_prefix_cache_takes_an_empty_cache(numpy_backend: ml.Backend) -> None:
+    cache = CausalCache()
+    cache.init(numpy_backend, ml.DType.F32, 2, 32, 32)
+    with numpy_backend.new_context() as ctx:
+        some = ctx.zeros((2, 1, 4), ml.DType.F32)
+        cache.start_forward(ctx, Batch([0, 1], [1, 1]))
+        cache.put(ctx, some, some)
+        with pytest.raises(
+            InvalidRangeError, match=r"sequence 1 holds tokens up to position 1;.*remove\(1, 0\)"
+        ):
+            PrefixCache(cache)
+        assert cache.positions(1).tolist() == [0, 1]
+        cache.remove(1, 0)
+        PrefixCache(cache).close()
+
+
+def test_snapshots_and_measurements_say_what_they_are(numpy_backend: ml.Backend) -> None:
+    cache = CausalCache()
+    cache.init(numpy_backend, ml.DType.F32, 2, 32, 32)
+    with numpy_backend.new_context() as ctx:
+        some = ctx.zeros((2, 1, 4), ml.DType.F32)
+        cache.start_forward(ctx, Batch([0, 1], [0, 0]))
+        cache.put(ctx, some, some)
+        snapshot = cache.snapshot(0)
+    assert repr(snapshot) == "<AttentionSnapshot of [0, 2), 64 bytes, in the cache>"
+    snapshot.detach()
+    assert repr(snapshot) == "<AttentionSnapshot of [0, 2), 64 bytes, copied out of the cache>"
+    even = kvcache.BreakEven(always=True)
+    assert repr(even) == "<BreakEven, always: not measured yet, stores measured: 0>"
+    even.computed(1000, 0.5)
+    even.sized(4096, 2)
+    assert repr(even).startswith("<BreakEven, always: 2,000 tokens of prompts/s, 2,048 bytes a token,")
+
+
+@pytest.mark.parametrize("name", ["transformers", "mlx_lm"])
+def test_completion_offers_what_an_integration_has(name: str) -> None:
+    pytest.importorskip(name)
+    module = importlib.import_module(f"kvcache.integrations.{name}")
+    assert dir(module) == sorted(module.__all__)
+    assert not [each for each in dir(module) if isinstance(getattr(module, each), types.ModuleType)]
 
 
 def test_stores_say_where_they_are(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from kvcache.stores.options import without_secrets
 from kvcache.views.pictures import Picture
 from kvcache.views.rendering import render
 from kvcache.views.terminal import Beneath
+from kvcache.views.words import counted
 
 __all__ = ["Chat", "chat"]
 
@@ -137,7 +138,9 @@ class Chat:
                 self._tell(Reply(f"\n{text}", {"error": text}))
 
     def _greeting(self) -> str:
-        found = f"continues after {self._tokens} tokens (/show prints them); " if self._tokens else ""
+        found = (
+            f"continues after {counted(self._tokens, 'token')} (/show prints them); " if self._tokens else ""
+        )
         names = [each.name for each in self.conversations if each is not self.conversations.current]
         others = f"; /switch goes to {', '.join(names)}" if names else ""
         return f"{self._name}: {found}type a text for the model to continue, or /help{others}"
@@ -210,7 +213,7 @@ class Chat:
                     break
         end = ""
         if stopped.is_set():
-            end = f"\n[stopped after {len(answer.tokens)} tokens]"
+            end = f"\n[stopped after {counted(len(answer.tokens), 'token')}]"
         elif answer.reason == "capacity":
             end = f"\n[{self._name} is full; {MORE_ROOM}]"
         return Reply(end, answer.record())
@@ -272,22 +275,24 @@ class Chat:
 
     def switch(self, name: str) -> Reply:
         new, tokens = self.conversations.switch(name), self._tokens
-        what = "a new conversation" if new else f"{tokens} tokens"
+        what = "a new conversation" if new else counted(tokens, "token")
         return Reply(f"{name}: {what}", {"new": new, "tokens": tokens})
 
     def fork(self, name: str) -> Reply:
         source = self._name
         self.conversations.fork(name)
-        text = f"{name}: continues from {source}, {self._tokens} tokens shared"
+        text = f"{name}: continues from {source}, {counted(self._tokens, 'token')} shared"
         return Reply(text, {"from": source, "tokens": self._tokens})
 
     def delete(self, name: str) -> Reply:
         count = self.conversations.delete(name)
-        return Reply(f"{name}: {count} tokens deleted", {"deleted": name, "tokens": count})
+        return Reply(f"{name}: {counted(count, 'token')} deleted", {"deleted": name, "tokens": count})
 
     def undo(self) -> Reply:
         count = self.conversations.undo()
-        return Reply(f"{self._name}: {count} tokens removed", {"taken_back": count, "tokens": self._tokens})
+        return Reply(
+            f"{self._name}: {counted(count, 'token')} removed", {"taken_back": count, "tokens": self._tokens}
+        )
 
     def save(self, file: str) -> Reply:
         saved = {"file": file, "tokens": self._tokens, "bytes": self.conversations.save(file)}
@@ -296,7 +301,9 @@ class Chat:
     def load(self, file: str, name: str = "") -> Reply:
         with bars_until_done(self._as_json) as bars:
             self.conversations.load(file, name or Path(file).stem, bars.reading)
-        return Reply(f"{self._name}: {self._tokens} tokens", {"file": file, "tokens": self._tokens})
+        return Reply(
+            f"{self._name}: {counted(self._tokens, 'token')}", {"file": file, "tokens": self._tokens}
+        )
 
     def show(self) -> Reply:
         text = self.conversations.text()

@@ -11,6 +11,7 @@ from kvcache.command.json_output import statistics_record
 from kvcache.runner.conversations import Conversation
 from kvcache.runner.engine import Engine
 from kvcache.storage.sizes import bytes_text
+from kvcache.views.words import counted
 
 __all__ = ["Reply", "aligned", "conversation_records", "conversation_rows", "engine_record",
            "engine_rows"]  # fmt: skip
@@ -27,7 +28,7 @@ class Reply:
 def conversation_rows(conversations: Iterable[Conversation], current: Conversation) -> list[tuple[str, str]]:
     """The current one is marked."""
     return [
-        (f"{'*' if each is current else ' '} {each.name}", f"{len(each.tokens)} tokens")
+        (f"{'*' if each is current else ' '} {each.name}", counted(len(each.tokens), "token"))
         for each in conversations
     ]
 

@@ -21,6 +21,7 @@ from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.speculative import SpeculativeGenerator
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.views.words import counted
 
 __all__ = ["continue_prompts"]
 
@@ -55,7 +56,9 @@ def continue_prompts(
         ):
             for event in events:
                 screen.event(event)
-                done = f"after {generator.statistics.generated_tokens} tokens; the cache is released"
+                done = (
+                    f"after {counted(generator.statistics.generated_tokens, 'token')}; the cache is released"
+                )
                 if isinstance(event, Finished):
                     answers.append(event)
             totals, cache_bytes = generator.statistics, generator.cache_bytes

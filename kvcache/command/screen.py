@@ -23,6 +23,7 @@ from kvcache.command.progress import Bars, bars_for, draws
 from kvcache.runner.requests import Event, Prefilled, Started, Statistics, Token
 from kvcache.runner.verification import Speculation
 from kvcache.storage.sizes import bytes_text
+from kvcache.views.words import counted
 
 __all__ = ["JsonScreen", "LiveScreen", "PlainScreen", "Screen", "Totals", "screen_for", "summary_rows"]
 
@@ -63,7 +64,7 @@ def summary_rows(
 
 
 def stopped(answer: Answer) -> str:
-    return f"[stopped after {len(answer.tokens)} tokens]"
+    return f"[stopped after {counted(len(answer.tokens), 'token')}]"
 
 
 def _lines(rows: Sequence[tuple[str, str]]) -> str:
@@ -102,7 +103,7 @@ class Totals:
         prompt = f"prompt {sum(self._done.values())}/{sum(self._total.values())}"
         done = f"{self.finished}/{requests} done · " if requests > 1 else ""
         counts = f"reused {self.reused} · computed {self.computed}"
-        return f"{done}{self.generated} tokens · {rate} · {prompt} · {counts}"
+        return f"{done}{counted(self.generated, 'token')} · {rate} · {prompt} · {counts}"
 
 
 class PlainScreen:

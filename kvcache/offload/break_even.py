@@ -139,6 +139,15 @@ class BreakEven:
         self._meters: dict[int, _Meter] = {}
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        speed, size = self.tokens_per_second, self.bytes_per_token
+        known = [
+            "not measured yet" if speed is None else f"{speed:,.0f} tokens of prompts/s",
+            *([] if size is None else [f"{size:,.0f} bytes a token"]),
+            f"stores measured: {len(self._meters)}",
+        ]
+        return f"<BreakEven{', always' if self.always else ''}: {', '.join(known)}>"
+
     # What is measured.
 
     @property

@@ -83,6 +83,12 @@ class Snapshot(Protocol):
         """Let go of the cells: nobody asks any more for what lies there."""
 
 
+def _shown(snapshot: Snapshot) -> str:
+    place = "in the cache" if snapshot.in_cache else "copied out of the cache"
+    size = f"{snapshot.nbytes:,} bytes"
+    return f"<{type(snapshot).__name__} of [{snapshot.begin}, {snapshot.end}), {size}, {place}>"
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSnapshot:
     """K, V and extras of one layer as they are stored.
@@ -171,6 +177,9 @@ class AttentionSnapshot:
         self.source = content if isinstance(content, InCache) else None
         self._layers: Layers = {} if isinstance(content, InCache) else content
 
+    def __repr__(self) -> str:
+        return _shown(self)
+
     @property
     def layers(self) -> Layers:
         self.detach()
@@ -245,6 +254,9 @@ class RecurrentSnapshot:
         self.attention = attention
         self.state = states if isinstance(states, HeldStates) else HeldStates(states)
 
+    def __repr__(self) -> str:
+        return _shown(self)
+
     @property
     def states(self) -> States:
         """(kind, layer) -> (1, *shape), copies; asking for them detaches the states."""
@@ -300,6 +312,9 @@ class EncoderSnapshot:
     length: int
     layers: Mapping[int, tuple[ml.Tensor, ml.Tensor]]
 
+    def __repr__(self) -> str:
+        return _shown(self)
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
@@ -334,6 +349,9 @@ class WrapperSnapshot:
     begin: int
     end: int
     parts: tuple[Snapshot, ...]
+
+    def __repr__(self) -> str:
+        return _shown(self)
 
     @property
     def nbytes(self) -> int:

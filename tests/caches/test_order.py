@@ -176,6 +176,7 @@ def test_a_batch_that_cannot_be_stored_is_refused_and_changes_nothing(
 BATCH = Batch([1], [0])
 CALLS: list[tuple[type[Exception], Call]] = [
     (kvcache.InvalidRangeError, lambda cache, ctx: cache.set_layer(-1)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.set_layer("0")),
     (kvcache.InvalidRangeError, lambda cache, ctx: cache.copy_prefix(0, 0, 1)),
     (kvcache.InvalidRangeError, lambda cache, ctx: cache.copy_prefix(0, 1, -1)),
     (kvcache.InvalidRangeError, lambda cache, ctx: cache.remove(0, -1)),
@@ -270,3 +271,33 @@ def test_an_overflow_says_what_was_asked_free_and_held_and_changes_nothing(rig: 
     assert r.forward(range(3, 3 + free), 0)
     assert r.cache.free_cells == 0
     r.drain()
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_a_context_that_is_not_of_the_caches_backend_or_closed_is_refused(
+    rig: MakeRig, reserve: bool
+) -> None:
+    r = rig()
+    r.forward(range(5), 0)
+    with ml.open_backend("numpy") as other, other.new_context() as foreign:
+        with pytest.raises(ml.DeviceError, match=r"start_forward: ctx=.* is not of .*, where the cache is"):
+            r.cache.start_forward(foreign, Batch([5], [0]), reserve)
+        rows = foreign.zeros((5, 1, 4), ml.DType.F32)
+        r.cache.set_layer(9)
+        with pytest.raises(ml.DeviceError, match="put: ctx="):
+            r.cache.put(foreign, rows, rows)
+    closed = r.cache.backend.new_context()
+    closed.close()
+    with pytest.raises(ml.ClosedError, match=r"start_forward: ctx=<closed context of .*, is closed"):
+        r.cache.start_forward(closed, Batch([5], [0]), reserve)
+    r.check_figures()
+    r.check_seen()
+
+
+def test_a_position_that_is_held_is_named(rig: MakeRig) -> None:
+    r = rig()
+    r.forward(range(5), 0)
+    with pytest.raises(
+        kvcache.InvalidBatchError, match=r"already holds position 3; call remove\(0, 3\) first"
+    ):
+        r.cache.start_forward(r.ctx, Batch([9, 3, 4], [0, 0, 0]))

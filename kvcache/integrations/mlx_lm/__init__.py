@@ -117,3 +117,7 @@ def rewind(prompt_cache: Sequence[Any], position: int) -> int:
     for entry in entries:
         entry.cut(target)
     return target
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,9 +5,9 @@ wanted; ``install()`` makes plain ``generate()`` use them. To import this packag
 ``attn_implementation="kvcache"``, with which attention reads the cache itself.
 """
 
-from kvcache.integrations.transformers import versions  # isort: split
+from kvcache.integrations.transformers import versions  # noqa: F401, I001  # first: it refuses what cannot work
 
-from kvcache.integrations.transformers import attention
+from kvcache.integrations.transformers import attention  # noqa: F401
 from kvcache.integrations.transformers.cache import HFCache
 from kvcache.integrations.transformers.install import Installation, install, uninstall
 from kvcache.integrations.transformers.prefixes import HFPrefixCache, HFSession
@@ -22,9 +22,11 @@ __all__ = [
     "HFSnapshot",
     "HFStaticCache",
     "Installation",
-    "attention",
     "install",
     "rope_shift",
     "uninstall",
-    "versions",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

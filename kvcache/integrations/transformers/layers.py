@@ -22,6 +22,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+_INSIDE = {"bind", "detach", "layer_class_to_replicate", "of", "offloading", "rows"}
+
+
 class RowsCache(TransformersCache):  # type: ignore[misc]
     """A cache of transformers' over ``rows``, whose layers :meth:`_attach` makes."""
 
@@ -36,6 +39,10 @@ class RowsCache(TransformersCache):  # type: ignore[misc]
 
     def _attach(self, rows: Any) -> None:
         raise NotImplementedError
+
+    def __dir__(self) -> list[str]:
+        """What a user, or a model, calls."""
+        return sorted(set(super().__dir__()) - _INSIDE)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
