@@ -144,8 +144,8 @@ def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
 
 
 def check_context(op: str, ctx: ml.Context, backend: ml.Backend) -> None:
-    """Raise DeviceError unless ``ctx`` is a context of ``backend``, where the cache is; ClosedError."""
-    if getattr(ctx, "backend", None) is not backend:
+    """Raise DeviceError if ``ctx`` says that it is of another backend than the cache; ClosedError."""
+    if getattr(ctx, "backend", backend) is not backend:
         raise ml.DeviceError(
             f"{op}: ctx={ctx!r:.80} is not of {backend!r}, where the cache is; make a context with "
             "cache.backend.new_context()"
