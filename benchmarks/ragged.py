@@ -21,7 +21,7 @@ import numpy as np
 
 import ml
 from benchmarks import ragged_hand as hand
-from benchmarks.counted import CountingBackend
+from benchmarks.counted import CountingBackend, CountingRaggedBackend
 from benchmarks.pages import DOCS, load, save
 from benchmarks.ragged_engine import engine, peers, summary
 from benchmarks.ragged_hand import DIM, GROWTH, HEADS, KV, SCALE, Case, Hand, Ops
@@ -30,7 +30,7 @@ from kvcache import Batch, CausalCache
 from kvcache.runner import bundled_model
 from kvcache.testing.bench.timing import Contender, Trial, interleave, machine
 
-__all__ = ["CASES", "Ours", "counts", "main"]
+__all__ = ["CASES", "Ours", "main"]
 
 RECORD = "ragged.json"
 CELLS = 1 << 19
@@ -237,29 +237,22 @@ def read(quick: bool) -> Iterator[Row]:
     """Bytes that a step reads of a layer beside those that are there, and calls, counted on NumPy."""
     for part in ("shared", "ragged"):
         for case in CASES[part](quick):
-            yield from counts(part, case)
+            for kind, who in ((CountingBackend, "ours, by calls"), (CountingRaggedBackend, "ours, by a kernel")):
+                with kind() as counting:
+                    yield from counts(f"{part}, {case.name}", case, counting, who)
 
 
-def counts(part: str, case: Case, backend: CountingBackend | None = None) -> Iterator[Row]:
+def counts(name: str, case: Case, backend: CountingBackend, who: str) -> Iterator[Row]:
     """Of the second layer: the first one also makes masks."""
-    with backend or CountingBackend() as counting:
-        ours = Ours(Ops(), counting, case, 2)
-        ours.give(*(np.ones((case.sequences, heads, DIM), np.float32) for heads in (HEADS, KV)))
-        ours.start()
-        ours.layer(0)
-        counting.count(ours.cache, lambda: ours.layer(1))
-        name, mib = f"{part}, {case.name}", counting.read / 2**20
-        note = f"distinct: {case.distinct / 2**20:.3g} MiB"
-        yield Row(
-            "counted",
-            f"{name}: read",
-            "ours",
-            mib,
-            ratio=counting.read / case.distinct,
-            unit="MiB",
-            note=note,
-        )
-        yield Row("counted", f"{name}: put and attend", "ours", counting.calls, unit="calls")
+    ours = Ours(Ops(), backend, case, 2)
+    ours.give(*(np.ones((case.sequences, heads, DIM), np.float32) for heads in (HEADS, KV)))
+    ours.start()
+    ours.layer(0)
+    backend.count(ours.cache, lambda: ours.layer(1))
+    read, ratio = backend.read / 2**20, backend.read / case.distinct
+    note = f"distinct: {case.distinct / 2**20:.3g} MiB"
+    yield Row("counted", f"{name}: read", who, read, ratio=ratio, unit="MiB", note=note)
+    yield Row("counted", f"{name}: put and attend", who, backend.calls, unit="calls")
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
