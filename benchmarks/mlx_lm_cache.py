@@ -1,7 +1,8 @@
 """Our prompt caches beside mlx-lm's own, inside mlx-lm: ``python -m benchmarks.mlx_lm_cache``.
 
-Milliseconds of a decoded token of a random Llama (F32, small but for its attention): of one conversation by ``generate_step``, after 1,024
-and 8,192 tokens, and of batches. Both caches take turns round by round on one thread; ratios are to mlx-lm's.
+Milliseconds of a decoded token of a random Llama (F32, small but for its attention): of one conversation by
+``generate_step``, after 1,024 and 8,192 tokens, and of batches. Both caches take turns round by round;
+ratios are to mlx-lm's.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ STEPS = 16
 
 def model_of(layers: int) -> Any:
     arguments = llama.ModelArgs(
-        model_type="llama", hidden_size=512, num_hidden_layers=layers, intermediate_size=256, num_attention_heads=16,
-        num_key_value_heads=4, head_dim=64, rms_norm_eps=1e-5, vocab_size=512, max_position_embeddings=32768,
+        model_type="llama", hidden_size=512, num_hidden_layers=layers, intermediate_size=256,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=64, rms_norm_eps=1e-5, vocab_size=512,
+        max_position_embeddings=32768,
     )  # fmt: skip
     mx.random.seed(1)
     model = llama.Model(arguments)
@@ -109,10 +111,11 @@ def main() -> None:
     for history in options.histories:
         compare(f"one conversation of {history:,} tokens", alone(history), rounds)
     lengths = np.random.default_rng(1).integers(100, 2001, 16).tolist()
+    tails = np.random.default_rng(2).integers(20, 61, 16).tolist()
     cases = {
         "16 rows of 512": ([512] * 16, 0),
         "16 rows of 100 to 2,000": (lengths, 0),
-        "16 rows that share 800, of 20 to 60 more": (np.random.default_rng(2).integers(20, 61, 16).tolist(), 800),
+        "16 rows that share 800, of 20 to 60 more": (tails, 800),
     }
     for name, (own, shared) in cases.items():
 

@@ -237,9 +237,9 @@ def read(quick: bool) -> Iterator[Row]:
     """Bytes that a step reads of a layer beside those that are there, and calls, counted on NumPy."""
     for part in ("shared", "ragged"):
         for case in CASES[part](quick):
-            for kind, who in ((CountingBackend, "ours, by calls"), (CountingRaggedBackend, "ours, by a kernel")):
+            for who, kind in {"by calls": CountingBackend, "by a kernel": CountingRaggedBackend}.items():
                 with kind() as counting:
-                    yield from counts(f"{part}, {case.name}", case, counting, who)
+                    yield from counts(f"{part}, {case.name}", case, counting, f"ours, {who}")
 
 
 def counts(name: str, case: Case, backend: CountingBackend, who: str) -> Iterator[Row]:
