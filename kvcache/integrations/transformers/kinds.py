@@ -76,7 +76,7 @@ _TRAITS = {
     Trait.BY_ONE: "falcon_mamba jamba mamba prophetnet recurrent_gemma zamba",
     Trait.INSIDE: "recurrent_gemma",
     Trait.UNEVEN: "cpmant doge moshi",
-    Trait.OWN_MASK: "cpmant gpt_neo inkling_text inkling2_text prophetnet",
+    Trait.OWN_MASK: "cpmant gpt_neo inkling_text inkling2_text inkling2_loop_text prophetnet",
     Trait.WHOLE: "minimax zaya",
     Trait.COMPRESSED: "deepseek_v4",
     Trait.OWN_CLASS: "minimax",
