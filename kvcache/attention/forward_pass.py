@@ -157,7 +157,7 @@ class ForwardPass:
             mask = self._rows(), self.table.cells if tables is None else tables[1]
             found = known[key] = FixedPass(self.tokens, mask, self.config.mask_dtype, tables)
         fixed = replace(self, fixed=found)
-        fixed._load()
+        fixed.load()
         return fixed
 
     def note_put(self, buffers: LayerBuffers) -> None:
@@ -232,7 +232,7 @@ class ForwardPass:
         if fixed is None:
             return
         if fixed.owner is not self or not self._loaded:
-            self._load()
+            self.load()
         if not fixed.brought:
             fixed.bring([ctx.input(), *map(ctx.layer, self.layers)])
 
@@ -265,8 +265,8 @@ class ForwardPass:
         self.note_put(buffers)
         return *buffers.read_as_configured(ctx, 0, self.table.cells), self.fixed.on(ctx.layer(layer))
 
-    def _load(self) -> None:
-        """What ``fill`` brings."""
+    def load(self) -> None:
+        """Put together what ``fill`` brings."""
         assert self.fixed is not None
         tables, padding = self.fixed.tables, self.config.mask_batch_padding
         first, host, cells = self.cells, self.uploads, []

@@ -88,7 +88,7 @@ class LayerBuffers:
 
         None: there is no such token.
         """
-        self.whole = self._parts(ctx)
+        self.whole = _whole_of(ctx, self.key, self.value)
         """Where all of K lies, and all of V, in parts (cells, heads, ...)."""
         self.rotated = None if slots else self._as_rotated(ctx)
         """These buffers as ``attend`` reads them where a format rotates: without turning back. Else None.
@@ -108,7 +108,7 @@ class LayerBuffers:
             return None
         found = copy.copy(self)
         found.key, found.value, found.rotated = key, value, None
-        found.whole = found._parts(ctx)
+        found.whole = _whole_of(ctx, key, value)
         return found
 
     def _find_store(self, ctx: ml.Context) -> ml.KVStore | None:
@@ -219,9 +219,6 @@ class LayerBuffers:
                       for part in (self.key, self.value))  # fmt: skip
         return key, value
 
-    def _parts(self, ctx: ml.Context) -> tuple[tuple[ml.Tensor, ...], tuple[ml.Tensor, ...]]:
-        return self.key.stored_views(ctx, 0, self.cells), self.value.stored_views(ctx, 0, self.cells)
-
     def read_batch(
         self, ctx: ml.Context, start: int, step: int, batch: int, count: int
     ) -> tuple[ml.Tensor, ml.Tensor]:
@@ -261,3 +258,10 @@ class LayerBuffers:
     def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
         """Where a run of cells lies, in the parts of ``read_stored``."""
         return tuple(part for one in self.stored for part in one.stored_views(ctx, start, count))
+
+
+def _whole_of(
+    ctx: ml.Context, *halves: Buffer | QuantizedBuffer
+) -> tuple[tuple[ml.Tensor, ...], tuple[ml.Tensor, ...]]:
+    key, value = (half.stored_views(ctx, 0, half.cells) for half in halves)
+    return key, value
