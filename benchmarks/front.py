@@ -10,9 +10,10 @@ from benchmarks.pages import DOCS
 __all__ = ["FILE", "drawn", "write"]
 
 FILE = DOCS / "first-token.svg"
-WIDTH, ROW, LEFT, RIGHT = 640, 58, 16, 110
+MODEL = "a random Llama of 0.3 billion parameters, one CPU core"
+WIDTH, ROW, TOP, LEFT, RIGHT = 640, 58, 74, 16, 110
 BARS = (("computed again", None), ("fetched from another host, 1 Gb/s", 1.0), ("fetched, 10 Gb/s", 10.0))
-STYLE = "text{font:20px system-ui,sans-serif;fill:#7d8590}.b{font-weight:600}"
+STYLE = "text{font:20px system-ui,sans-serif;fill:#7d8590}.b{font-weight:600}.s{font-size:16px}"
 """A grey that reads on white and on black, since a picture in a page does not know the page's scheme."""
 
 
@@ -22,18 +23,20 @@ def drawn(docs: Path = DOCS) -> str:
     point = two_hosts_report.points_of(record)[-1]
     seconds = [point.computed if link is None else point.restored[link] for _, link in BARS]
     scale = (WIDTH - LEFT - RIGHT) / max(seconds)
+    title = f"Time to the first token of a prompt of {point.tokens:,} tokens"
     lines = [
-        f'<text x="{LEFT}" y="30" class="b">Time to the first token, {point.tokens:,} tokens known</text>'
+        f'<text x="{LEFT}" y="30" class="b">{title}</text>',
+        f'<text x="{LEFT}" y="54" class="s">that another host has computed; {MODEL}</text>',
     ]
     for i, ((label, link), taken) in enumerate(zip(BARS, seconds, strict=True)):
-        y, width = 48 + i * ROW, max(4, taken * scale)
+        y, width = TOP + i * ROW, max(4, taken * scale)
         color = "#8b949e" if link is None else "#3b82f6"
         lines += [
             f'<text x="{LEFT}" y="{y + 18}">{label}</text>',
             f'<rect x="{LEFT}" y="{y + 26}" width="{width:.0f}" height="18" rx="3" fill="{color}"/>',
             f'<text x="{LEFT + width + 10:.0f}" y="{y + 42}" class="b">{taken:.2g} s</text>',
         ]
-    height = 48 + len(BARS) * ROW + 4
+    height = TOP + len(BARS) * ROW + 4
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="520" viewBox="0 0 {WIDTH} {height}" role="img">'
     return "\n".join([head, f"<style>{STYLE}</style>", *lines, "</svg>"]) + "\n"
 

@@ -97,7 +97,7 @@ class StoreTier:
         self.written = 0
         """Serialized snapshots written since the start."""
         self.failed = 0
-        """Parcels of which a serialized snapshot was written nowhere."""
+        """Writes of which a serialized snapshot was written nowhere."""
         self.errors = dict.fromkeys(("read", "write", "corrupt", "full"), 0)
         """Calls that failed, by kind; those that a store in an outage was spared are none."""
         self.outages = Outages()
@@ -128,7 +128,7 @@ class StoreTier:
         return not self.waiting or self.waiting + nbytes <= self.backlog
 
     def finished(self) -> Iterator[StoreWrite]:
-        """Parcels that were written, or failed, since the last call."""
+        """Writes that ended, or failed, since the last call."""
         while self._finished:
             yield self._finished.popleft()
 

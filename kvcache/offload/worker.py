@@ -104,17 +104,17 @@ class OffloadWorker:
         It is detached first: what the device refuses then is raised, and nothing is under way.
         """
         snapshot.detach()
-        transfer = OffloadJob(snapshot, owner)
+        job = OffloadJob(snapshot, owner)
         with self._changed:
-            self._changed.wait_for(lambda: not self.waiting or self.waiting + transfer.nbytes <= self.limit)
-        transfer.begun = self._begin(snapshot)
+            self._changed.wait_for(lambda: not self.waiting or self.waiting + job.nbytes <= self.limit)
+        job.begun = self._begin(snapshot)
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="kvcache-offload", daemon=True)
                 self._thread.start()
-            self.waiting += transfer.nbytes
-            self._sent.append(transfer)
-        return transfer
+            self.waiting += job.nbytes
+            self._sent.append(job)
+        return job
 
     def _begin(self, snapshot: Snapshot) -> tuple[SerializedSnapshot, ml.PageTransfer] | None:
         """Have the device copy by itself, if it does; else see to it that another thread may."""
@@ -140,21 +140,21 @@ class OffloadWorker:
 
     def _work(self) -> None:
         """Carry over what was sent, and end when there is no more: nothing has to be closed."""
-        while (transfer := self._next()) is not None:
+        while (job := self._next()) is not None:
             try:
-                assert transfer.snapshot is not None
-                if transfer.begun is None:
-                    transfer.serialized = serialize(self._backend, transfer.snapshot)
+                assert job.snapshot is not None
+                if job.begun is None:
+                    job.serialized = serialize(self._backend, job.snapshot)
                 else:
-                    transfer.begun[1].wait()
-                    transfer.serialized = transfer.begun[0]
-                transfer.snapshot = transfer.begun = None
+                    job.begun[1].wait()
+                    job.serialized = job.begun[0]
+                job.snapshot = job.begun = None
             except BaseException as error:  # counted by who sent it, whatever it is
-                transfer.error = error
-                log.exception("offload: %d bytes did not leave the device", transfer.nbytes)
-            self._finished.append(transfer)
+                job.error = error
+                log.exception("offload: %d bytes did not leave the device", job.nbytes)
+            self._finished.append(job)
             with self._changed:
-                self.waiting -= transfer.nbytes
+                self.waiting -= job.nbytes
                 self._changed.notify_all()
 
     def _next(self) -> OffloadJob | None:
