@@ -29,7 +29,7 @@ def plain(name: str, tokens: list[int], count: int) -> list[int]:
 
 
 def said(cache: MLXPrefixCache, tokens: list[int], count: int, **options: Any) -> list[int]:
-    return [token for token, _ in cache.generate(tokens, max_tokens=count, prefill_size=7, **options)]
+    return [token for token, _ in cache.generate(tokens, max_tokens=count, prefill_step_size=7, **options)]
 
 
 @pytest.fixture(params=models.MODELS)
@@ -65,7 +65,7 @@ def test_what_was_evicted_and_what_a_store_has_comes_back(name: str) -> None:
 def test_several_conversations_are_open_side_by_side(name: str) -> None:
     prompts = [[*FIRST[:20], *models.prompt_of(4, seed=i)] for i in (4, 5)]
     with MLXPrefixCache(models.shared(name), max_sequences=2, capacity=128, **OPTIONS) as cache:
-        running = [cache.generate(prompt, max_tokens=8, prefill_size=7) for prompt in prompts]
+        running = [cache.generate(prompt, max_tokens=8, prefill_step_size=7) for prompt in prompts]
         answers: list[list[int]] = [[], []]
         for _ in range(8):
             for answer, steps in zip(answers, running, strict=True):

@@ -164,7 +164,8 @@ class PrefixCache(Closing):
             raise InvalidRangeError("begin: the prompt is empty; it must contain at least one token")
         if not self._open.free:
             raise SessionLimitError(
-                f"begin: {len(self._open.sessions)} sessions are open, one per sequence; close one first"
+                f"begin: {len(self._open.sessions)} sessions are open, one per sequence; close one of "
+                "PrefixCache.sessions first"
             )
         self.tree.settle()
         session = self._open.begin(ids, tenant)

@@ -27,7 +27,7 @@ class SessionReplacedError(KVCacheError):
     """``copy_prefix`` replaced what the sequence of an open session held, behind the session's back."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class PrefixStats:
     """What was asked for and where it came from, in tokens, since the start."""
 
@@ -44,8 +44,17 @@ class PrefixStats:
     spared: int = 0
     """Tokens that stores were not asked for, since computing them is faster (``BreakEven``)."""
 
+    def __repr__(self) -> str:
+        parts = {name: getattr(self, name) for name in ("live", "device", "host", "store")}
+        told = ", ".join(f"{name}: {count}" for name, count in parts.items() if count)
+        rest = {name: getattr(self, name) for name in ("skipped", "spared")}
+        more = "".join(f"; {name}: {count}" for name, count in rest.items() if count)
+        reused = f"reused: {self.reused}{f' ({told})' if told else ''}"
+        return f"<PrefixStats, sessions: {self.sessions}; tokens: {self.tokens}, {reused}{more}>"
+
     @property
     def reused(self) -> int:
+        """Tokens of prompts that were not computed again."""
         return self.live + self.device + self.host + self.store
 
     def add(self, tokens: int, origins: Mapping[str, int]) -> None:

@@ -62,6 +62,7 @@ def make_prompt_cache(model: Any, **options: Any) -> list[Any]:
     One sequence of ``capacity`` tokens by default: a copy of it needs another as soon as one of the two goes
     on (``max_sequences=2``).
     """
+    _check_options("make_prompt_cache", options)
     return CachePool(model, **options).make_prompt_cache()
 
 
@@ -70,8 +71,10 @@ def install(model: Any, **options: Any) -> CachePool:
 
     ``generate``, ``BatchGenerator`` and the server ask the model for its caches (``make_cache``); this
     answers for it. In the server, requests wait until the pool has room for them, and what its
-    ``LRUPromptCache`` keeps gives way. Returns the pool; :func:`uninstall` takes it back.
+    ``LRUPromptCache`` keeps gives way. Returns the pool; :func:`uninstall` takes it back. Called again, it
+    makes another pool; prompt caches of the one before stay in theirs.
     """
+    _check_options("install", options)
     pool = CachePool(model, **options)
     guard()
     model.make_cache = pool.make_prompt_cache
@@ -81,6 +84,13 @@ def install(model: Any, **options: Any) -> CachePool:
 def uninstall(model: Any) -> None:
     """Let ``model`` make mlx-lm's own caches again; nothing where ``install`` was not called."""
     vars(model).pop("make_cache", None)
+
+
+def _check_options(op: str, options: dict[str, Any]) -> None:
+    known = [*inspect.signature(CachePool.__init__).parameters][2:]
+    for name in options:
+        if name not in known:
+            raise InvalidRangeError(f"{op}: no option {name!r}; known: {', '.join(known)}")
 
 
 for _function in (make_prompt_cache, install):

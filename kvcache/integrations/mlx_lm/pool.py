@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+
 import ml
 from kvcache.cache import CacheDType, InvalidRangeError, check_whole
 from kvcache.integrations.mlx_lm.attending import attend_by_entries
@@ -18,9 +20,12 @@ from kvcache.integrations.mlx_lm.lru import keep_prompt_caches
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
+from kvcache.integrations.mlx_lm.speculation import check_speculation
 from kvcache.integrations.mlx_lm.storage import Storage
 
 __all__ = ["CachePool"]
+
+_DTYPES = {mx.float32: ml.DType.F32, mx.float16: ml.DType.F16, mx.bfloat16: ml.DType.BF16}
 
 PREFILL = 2048
 """Tokens per row of the largest pass that is expected: mlx-lm's own ``prefill_step_size``."""
@@ -32,7 +37,8 @@ class CachePool:
     ``model`` is one of mlx-lm's, or the layers themselves. Up to ``max_sequences`` rows, copies and
     finished conversations live at once, of up to ``capacity`` tokens each. ``dtype`` is what K and V are
     stored in (None: what the model computes), as ``Cache.init`` takes it: ``ml.DType.Q8_0``, "AFFINE8_64"
-    or a pair, say. ``rollback`` is how many tokens can always be trimmed from sliding layers.
+    or a pair, say, or a dtype of MLX. ``rollback`` is how many tokens sliding layers keep beyond their windows,
+    so that they can be trimmed.
     ``checkpoints`` of the states of recurrent layers are kept per sequence, one every
     ``checkpoint_interval`` tokens, for :func:`rewind`. ``max_batch`` is the largest number of tokens in a
     pass, of all rows together (None: 2048 per sequence). ``max_kv_size`` is mlx-lm's, at least 5: a layer
@@ -88,12 +94,13 @@ class CachePool:
         ctx = self.backend.new_context()
         self.storage = Storage(layers, ctx, rollback, checkpoints, checkpoint_interval, one_length)
         largest = max_sequences * min(capacity, PREFILL) if max_batch is None else max_batch
-        self.storage.init(self.backend, dtype, max_sequences, capacity, largest)
+        self.storage.init(self.backend, _stored_dtype(dtype), max_sequences, capacity, largest)
         caches = self.storage.caches
         if self.storage.wants_calls and not listed:
             told_by(type(model))
             self.storage.calls_told = True
         keep_prompt_caches()
+        check_speculation()
         self.storage.asked = not listed and attend_by_entries(model)
         self.room = min((cache.cells for cache in caches.whole), default=math.inf)
         """How many tokens all prompt caches may hold together; infinity where only windows are kept."""
@@ -136,6 +143,16 @@ class CachePool:
         self.cache.close()
         if self._owns_backend:
             self.backend.close()
+
+
+def _stored_dtype(dtype: Any) -> CacheDType | None:
+    """With dtypes of MLX by what they are called here."""
+    if isinstance(dtype, tuple):
+        given: Any = tuple(_stored_dtype(one) for one in dtype)
+    else:
+        given = _DTYPES.get(dtype, dtype) if isinstance(dtype, mx.Dtype) else dtype
+    found: CacheDType | None = given
+    return found
 
 
 def _kind(layer: Layer) -> type[LayerCache]:

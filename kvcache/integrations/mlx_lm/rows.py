@@ -19,6 +19,9 @@ from kvcache.integrations.mlx_lm.sequences import SequencePool, SharedSequence
 
 __all__ = ["BatchRows"]
 
+MOST_DRAFTS = 32
+"""Drafted tokens behind the last one of a prompt that are taken for drafts."""
+
 
 class BatchRows:
     """Rows of ``pool``: their sequences, how many tokens each holds, and the padding that is announced."""
@@ -47,6 +50,8 @@ class BatchRows:
         """Columns of left padding to come."""
         self.left: list[int] | None = None
         """Tokens to come before right padding, where some was announced."""
+        self.prompt = 0
+        """Tokens of the prompt that one row was begun with (``MLXSession``); 0: not known."""
         self._derived: dict[str, tuple[Any, weakref.ref[BatchRows], set[int]]] = {}
 
     @classmethod
@@ -183,6 +188,7 @@ class BatchRows:
                 f"update: rows that are padded, new or of other lengths, which {_ALL_ALIKE}"
             )
         one = ForwardPass(tokens, list(self.lengths), begins, counts)
+        self._check_prompt(one)
         self._check_room(one)
         self.pool.reclaim()
         for row, count in enumerate(counts):
@@ -194,6 +200,16 @@ class BatchRows:
         self.before, self.lengths, self.last = one.before, one.after, one
         self.events += 1
         return one
+
+    def _check_prompt(self, one: ForwardPass) -> None:
+        """Refuse what is stored already: a pass may end the prompt, and drafts may follow its last token."""
+        before, count, prompt = one.before[0], one.counts[0], self.prompt
+        most = MOST_DRAFTS + 1 if before == prompt - 1 else prompt - before
+        if before < prompt and count > most:
+            raise OrderError(
+                f"update: {count} tokens from position {before} on, in a conversation of {prompt} tokens; give "
+                "the model only what is missing, session.remaining"
+            )
 
     def _check_room(self, one: ForwardPass) -> None:
         longest = self.pool.storage.longest
@@ -418,5 +434,5 @@ _ALL_ALIKE = (
 )
 _LEFT_BEHIND = (
     "update: this entry did not take part in what the other entries of its prompt cache did (a pass that "
-    "failed half way, or something done to some of the entries only); make a new prompt cache"
+    "failed half way, or something done to some of the entries only); rewind(prompt_cache, position) repairs it"
 )

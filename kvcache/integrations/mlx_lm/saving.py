@@ -15,6 +15,7 @@ import numpy as np
 
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
 from kvcache.caches.windows import SlidingWindowCache
+from kvcache.integrations.mlx_lm.layer_cache import LayerCache
 from kvcache.integrations.mlx_lm.layers import (
     Attention,
     Layer,
@@ -105,6 +106,11 @@ class _Content:
 def _contents(i: int, entry: Any, layer: Layer, storage: Storage) -> _Content:
     kind = type(entry)
     recurrent = kind is mlx_caches.ArraysCache or is_compressed(entry)
+    if isinstance(entry, LayerCache):
+        raise NotSupportedError(
+            f"adopt: entry {i} is of a CachePool already; copy.deepcopy copies it within its pool, and "
+            "save_prompt_cache and load_prompt_cache(file, pool) take it to another"
+        )
     if not recurrent and kind not in _WITH_KEYS:
         raise NotSupportedError(
             f"adopt: entry {i} is {kind.__name__}; KVCache, QuantizedKVCache, RotatingKVCache, "

@@ -7,6 +7,7 @@ shares the cells (``copy_prefix``). A sequence that nobody holds any more is emp
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -15,6 +16,19 @@ from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.storage import Storage
 
 __all__ = ["SequencePool", "SequencesTakenError", "SharedSequence"]
+
+_FULL = (
+    "a cell holds a token of a sequence: trim, rewind or drop a prompt cache, or make the pool with a larger "
+    "capacity"
+)
+_TOO_LARGE = (
+    "a pass is too large for the sliding layers: set a smaller prefill_step_size, or make the pool with a "
+    "larger max_batch"
+)
+_IN_TRACEBACK = (
+    ". The last exception of this interactive session holds what its frames name: del sys.last_traceback, "
+    "sys.last_value, sys.last_exc"
+)
 
 
 class SequencesTakenError(KVCacheError, RuntimeError):
@@ -99,10 +113,11 @@ class SequencePool:
     def _take(self) -> int:
         self.reclaim()
         if not self._free:
+            held = "" if getattr(sys, "last_traceback", None) is None else _IN_TRACEBACK
             raise SequencesTakenError(
                 f"start_forward: all {self.max_sequences} sequences of the pool are held; drop a prompt "
                 "cache, or make the pool with a larger max_sequences (rows of batches, copies that are "
-                "written, and prompt caches that are kept take one each)"
+                f"written, and prompt caches that are kept take one each){held}"
             )
         return self._free.pop()
 
@@ -135,9 +150,11 @@ class SequencePool:
             try:
                 self.storage.cache.start_forward(self.storage.ctx, batch)
                 break
-            except CacheFullError:
-                if (limit is not None and len(batch) > limit) or not self.relieve():
-                    raise
+            except CacheFullError as error:
+                large = limit is not None and len(batch) > limit
+                if large or not self.relieve():
+                    remedy = _TOO_LARGE if large else _FULL
+                    raise CacheFullError(error.asked, error.free, error.held, "update", remedy) from error
         self.current = new
 
     def undo_unwritten(self) -> None:
