@@ -47,11 +47,14 @@ class SequenceEditor:
         if source.lost:
             raise lost_error("copy_prefix", src_seq)
 
+        count = source.index(length)
+        cut_off = source.cut_off or self._cut_off(source.positions[:count], min(length, source.last + 1))
+
         def commit() -> None:
             table.drop(dst_seq, 0, len(target))
-            target.lost = False
+            target.lost, target.cut_off = False, cut_off
             self.snapshots.schedule.replace(dst_seq)
-            table.share(src_seq, dst_seq, source.index(length))
+            table.share(src_seq, dst_seq, count)
 
         return commit
 
@@ -104,9 +107,18 @@ class SequenceEditor:
     def _drop(self, seq: int, begin: int, start: int, stop: int) -> None:
         self.snapshots.schedule.cut(seq, begin)
         table = self.snapshots.storage.table
-        table.drop(seq, start, stop)
         row = table.rows[seq]
+        if stop == len(row) and stop > start:
+            row.cut_off = self._cut_off(row.positions[:start], begin)
+        elif not begin:
+            row.cut_off = 0
+        table.drop(seq, start, stop)
         row.lost = row.lost and len(row) > 0
+
+    def _cut_off(self, positions: np.ndarray, resume: int) -> int:
+        """``resume``, if a window cannot go on from there with these positions; else 0."""
+        window = self.snapshots.window
+        return resume if window is not None and resume and not window.reaches(positions, resume) else 0
 
     def _check_shift(self, seq: int, stop: int, distance: int) -> None:
         """Refuse to move entries ``stop`` and up where their keys cannot be changed."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from kvcache.attention.batch import SequenceTokens
+from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.read_plan import LowerBound
 from kvcache.cache import CacheFullError, ExtraShiftFunction, ShiftFunction, check_whole
 from kvcache.caches.causal import CausalCache
 from kvcache.snapshots.attention import Window
 
 __all__ = ["ChunkedCache", "SlidingWindowCache"]
+
+log = logging.getLogger("kvcache")
 
 
 class SlidingWindowCache(CausalCache):
@@ -47,7 +51,7 @@ class SlidingWindowCache(CausalCache):
         check_whole("SlidingWindowCache", "memory", window if memory is None else memory, least=window)
         self.window, self.keep = window, keep
         self.memory = window if memory is None else memory
-        self._unlimited = False
+        self._unlimited = self._warned = False
         self._kept = self.memory
 
     def _cells(self) -> int:
@@ -75,6 +79,20 @@ class SlidingWindowCache(CausalCache):
             if begin < len(row) and row.positions[begin] < limit:
                 found.append((seq, self.keep, limit))
         return found
+
+    def _go_on_to(self, forward: ForwardPass) -> None:
+        super()._go_on_to(forward)
+        for group in () if forward.read_only else forward.groups:
+            row = self._table.rows[group.seq]
+            if row.cut_off and group.lowest and not self._warned:
+                self._warned = True
+                log.warning(
+                    "start_forward: sequence %d goes on at position %d, and tokens that its window sees "
+                    "are no longer stored since it was cut at %d (can_resume gave False): results are not "
+                    "those of the whole text. Call remove(%d, 0) and compute it again, or keep more by memory=",
+                    group.seq, group.lowest, row.cut_off, group.seq,
+                )  # fmt: skip
+            row.cut_off = 0
 
     def _full(self, tokens: int) -> CacheFullError:
         if self._unlimited or tokens <= self._max_batch:

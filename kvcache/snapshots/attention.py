@@ -210,7 +210,7 @@ class AttentionSnapshots:
         for begin, end in self.schedule.due(seq, self.storage.table.rows[seq].last + 1):
             try:
                 self.schedule.taken(seq, self.snapshot(seq, begin, end))
-            except NotSupportedError:  # a window with gaps: nothing of this position can be resumed
+            except (NotSupportedError, OrderError):  # a window with gaps, tokens of a pass that failed
                 self.schedule.skip(seq, end)
 
     # Restoring.
@@ -246,7 +246,7 @@ class AttentionSnapshots:
                     self._check_room(seq, snapshot.begin, some.size)
                 self._put_back(seq, snapshot, some)
             self.schedule.cut(seq, snapshot.begin)
-            row.lost = False
+            row.lost, row.cut_off = False, 0
 
         return commit
 

@@ -39,7 +39,7 @@ class Row:
     append or a cut makes new buffers, so a saved (buffers, head, tail) brings a row back exactly.
     """
 
-    __slots__ = ("_cells", "_head", "_positions", "_tail", "contiguous", "lost")
+    __slots__ = ("_cells", "_head", "_positions", "_tail", "contiguous", "cut_off", "lost")
 
     def __init__(self) -> None:
         self._positions = _EMPTY
@@ -48,6 +48,8 @@ class Row:
         self._tail = 0
         self.contiguous = True
         """The cells are c, c+1, c+2, ... in the order of positions."""
+        self.cut_off = 0
+        """Where the sequence stands, if what a window sees there is no longer stored; 0: it is."""
         self.lost = False
         """The device failed while this sequence's data was being moved."""
 

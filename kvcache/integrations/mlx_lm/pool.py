@@ -37,8 +37,8 @@ class CachePool:
     ``model`` is one of mlx-lm's, or the layers themselves. Up to ``max_sequences`` rows, copies and
     finished conversations live at once, of up to ``capacity`` tokens each. ``dtype`` is what K and V are
     stored in (None: what the model computes), as ``Cache.init`` takes it: ``ml.DType.Q8_0``, "AFFINE8_64"
-    or a pair, say, or a dtype of MLX. ``rollback`` is how many tokens sliding layers keep beyond their windows,
-    so that they can be trimmed.
+    or a pair, say, or a dtype of MLX. ``rollback`` is how many tokens sliding layers keep beyond their
+    windows, so that they can be trimmed.
     ``checkpoints`` of the states of recurrent layers are kept per sequence, one every
     ``checkpoint_interval`` tokens, for :func:`rewind`. ``max_batch`` is the largest number of tokens in a
     pass, of all rows together (None: 2048 per sequence). ``max_kv_size`` is mlx-lm's, at least 5: a layer

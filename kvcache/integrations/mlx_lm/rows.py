@@ -207,8 +207,8 @@ class BatchRows:
         most = MOST_DRAFTS + 1 if before == prompt - 1 else prompt - before
         if before < prompt and count > most:
             raise OrderError(
-                f"update: {count} tokens from position {before} on, in a conversation of {prompt} tokens; give "
-                "the model only what is missing, session.remaining"
+                f"update: {count} tokens from position {before} on, in a conversation of {prompt} tokens; "
+                "give the model only what is missing, session.remaining"
             )
 
     def _check_room(self, one: ForwardPass) -> None:
@@ -434,5 +434,5 @@ _ALL_ALIKE = (
 )
 _LEFT_BEHIND = (
     "update: this entry did not take part in what the other entries of its prompt cache did (a pass that "
-    "failed half way, or something done to some of the entries only); rewind(prompt_cache, position) repairs it"
+    "failed half way, or something done to some of the entries only); rewind(prompt_cache, n) repairs it"
 )

@@ -40,8 +40,8 @@ def _check(prompt_cache: Any) -> None:
     storage = found[0].pool.storage
     if len(prompt_cache) <= len(storage.entries):
         raise InvalidRangeError(
-            f"speculative_generate_step: prompt_cache has {len(prompt_cache)} entries, which are those of the "
-            "model alone; pass make_prompt_cache(model) + make_prompt_cache(draft_model)"
+            f"speculative_generate_step: prompt_cache has {len(prompt_cache)} entries, those of the model "
+            "alone; pass make_prompt_cache(model) + make_prompt_cache(draft_model)"
         )
     for rows in found:
         storage = rows.pool.storage
