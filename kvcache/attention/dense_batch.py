@@ -47,10 +47,13 @@ class DenseBatch:
     the next change of one of the sequences; tensors that it gave alias the cache where
     ``is_view``, and are gathered copies else.
 
-    Raises InvalidRangeError where the sequences do not end together or lack a position.
+    ``unwritten`` lets ``read`` give what nothing was put into, too. Raises InvalidRangeError where the
+    sequences do not end together or lack a position.
     """
 
-    def __init__(self, cache: HasCells, sequences: Sequence[int], begin: int = 0) -> None:
+    def __init__(
+        self, cache: HasCells, sequences: Sequence[int], begin: int = 0, unwritten: bool = False
+    ) -> None:
         self._storage = cache.storage
         self._table = self._storage.table
         if not sequences:
@@ -58,7 +61,7 @@ class DenseBatch:
         for seq in sequences:
             check_sequence("DenseBatch", seq, len(self._table.rows))
         rows = [self._table.rows[seq] for seq in sequences]
-        self.sequences = len(rows)
+        self.sequences, self._checked = len(rows), () if unwritten else rows
         self.begin, self.end = begin, rows[0].last + 1
         self.tokens = self.end - begin
         cells = [_cells(seq, row, begin, self.end) for seq, row in zip(sequences, rows, strict=True)]
@@ -99,10 +102,7 @@ class DenseBatch:
         Quantized storage is read back as the dtype of what was put. A strided view is read-only where
         sequences share cells.
         """
-        try:
-            buffers = self._storage.buffers[layer]
-        except KeyError:
-            raise OrderError(f"DenseBatch: layer {layer} stores nothing yet; call put first") from None
+        buffers = self._storage.readable("DenseBatch", layer, self._checked, self.begin)
         if self._overlay is None:
             key = self._tensor(ctx, buffers.key)
             if buffers.shape.is_latent:

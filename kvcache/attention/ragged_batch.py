@@ -110,10 +110,7 @@ class RaggedBatch:
 
     def read(self, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor]:
         """K (sequences, length, kv_heads, head_dim) and V likewise; what lies past an end is unspecified."""
-        try:
-            buffers = self._storage.buffers[layer]
-        except KeyError:
-            raise OrderError(f"RaggedBatch: layer {layer} stores nothing yet; call put first") from None
+        buffers = self._storage.readable("RaggedBatch", layer, self._rows)
         if self._step:
             return buffers.read_batch(ctx, self._start, self._step, self.sequences, self.length)
         if self._cells is None:

@@ -89,7 +89,7 @@ class SlidingWindowCache(CausalCache):
                 log.warning(
                     "start_forward: sequence %d goes on at position %d, and tokens that its window sees "
                     "are no longer stored since it was cut at %d (can_resume gave False): results are not "
-                    "those of the whole text. Call remove(%d, 0) and compute it again, or keep more by memory=",
+                    "those of the whole text. Call remove(%d, 0) and compute it again, or set memory=",
                     group.seq, group.lowest, row.cut_off, group.seq,
                 )  # fmt: skip
             row.cut_off = 0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 import ml
-from kvcache.cache import check_context
-from kvcache.storage.cell_table import CellTable
+from kvcache.cache import OrderError, check_context
+from kvcache.storage.cell_table import CellTable, Row
 from kvcache.storage.exact_slots import ExactSlots
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_buffers import LayerBuffers
@@ -49,6 +49,22 @@ class CellStorage:
         if owned.size:
             made.lack(taken, owned)
         return made
+
+    def readable(self, op: str, layer: int, rows: Iterable[Row], begin: int = 0) -> LayerBuffers:
+        """What a layer stores; OrderError where it lacks a token of ``rows`` from position ``begin`` on."""
+        found = self.buffers.get(layer)
+        if found is None:
+            raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
+        for row in rows if found.absent is not None else ():
+            start = row.index(begin)
+            lacking = found.lacks(self.table.taken, row.cells[start:])
+            if lacking is not None:
+                raise OrderError(
+                    f"{op}: layer {layer} lacks position {row.positions[start:][lacking][0]}, which was not "
+                    "put in the pass that stored the token, or is not in what was restored; remove the "
+                    "tokens from there on, and evaluate them in all layers"
+                )
+        return found
 
     def missing(self, cells: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """By layer which of the tokens in ``cells`` it lacks, of layers that lack any."""

@@ -190,7 +190,7 @@ class StaticBatchRows(BatchRows):
 
     def _whole(self, layer: int, kind: Kind) -> Pair:
         pool, cache = self.pool, self.pool.family.caches[kind]
-        reading = DenseBatch(cache, self.sequences)
+        reading = DenseBatch(cache, self.sequences, unwritten=True)
         if not reading.is_view:
             raise NotSupportedError(
                 "HFStaticCache: the rows do not lie at even distances, which fixed shapes need"
