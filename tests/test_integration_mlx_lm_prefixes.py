@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+from mlx_lm.generate import generate_step
 
 import ml
-from kvcache import HostTier
+from kvcache import HostTier, InvalidRangeError, OrderError
 from kvcache.integrations.mlx_lm import MLXPrefixCache
 from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
@@ -111,13 +112,44 @@ def test_a_loop_of_ones_own_goes_on_from_the_session() -> None:
             assert session.cached == 30
 
 
-def test_an_error_in_the_middle_keeps_nothing_of_the_turn() -> None:
+def test_after_an_error_the_prompt_that_was_evaluated_is_kept() -> None:
     with MLXPrefixCache(models.shared("llama"), capacity=128, **OPTIONS) as cache:
         with pytest.raises(RuntimeError, match="stop"), cache.begin(FIRST) as session:
             session.prefill()
             raise RuntimeError("stop")
         with cache.begin(FIRST) as session:
-            assert session.cached == 0
+            assert session.cached == len(FIRST) - 1
+            assert session.remaining == FIRST[-1:]
+
+
+def test_what_the_prompt_cache_has_is_not_evaluated_twice() -> None:
+    model = models.shared("llama")
+    with MLXPrefixCache(model, capacity=128, **OPTIONS) as cache:
+        expected = [token for token, _ in cache.generate(FIRST, max_tokens=4)]
+        with cache.begin(FIRST) as session:
+            session.prefill()
+            last = session.prefill()
+            steps = generate_step(last, model, prompt_cache=session.prompt_cache, max_tokens=4)
+            assert [int(token) for token, _ in steps] == expected
+        whole = mx.array(FIRST)
+        for begun in (False, True):  # the whole prompt, where some of it, or all but its last token, is there
+            with pytest.raises(OrderError, match=r"session\.remaining"), cache.begin(FIRST) as session:
+                if begun:
+                    session.prefill()
+                list(generate_step(whole, model, prompt_cache=session.prompt_cache, max_tokens=1))
+        with cache.begin(FIRST) as session:
+            rest = mx.array(session.remaining)
+            steps = generate_step(rest, model, prompt_cache=session.prompt_cache, max_tokens=4)
+            assert [int(token) for token, _ in steps] == expected
+
+
+@pytest.mark.parametrize("option", [{"kv_bits": 8}, {"max_kv_size": 64}, {"prompt_cache": []}])
+def test_options_of_prompt_caches_are_refused_where_they_come_too_late(option: dict[str, Any]) -> None:
+    with MLXPrefixCache(models.shared("llama"), capacity=64, **OPTIONS) as cache:
+        with pytest.raises(InvalidRangeError, match=next(iter(option))):
+            next(cache.generate(FIRST, **option))
+        with pytest.raises(InvalidRangeError, match=r"room for 256"):
+            cache.begin([*range(2, 99)] * 3)
 
 
 def test_repr_says_what_it_is_of() -> None:

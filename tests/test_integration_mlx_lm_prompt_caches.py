@@ -360,3 +360,31 @@ def test_what_does_not_fit_is_refused_when_loaded(tmp_path: Path) -> None:
         adopt(theirs, pool)
     prompt_cache = pool.make_prompt_cache()
     assert models.greedy(model, [5, 6, 7], 4, prompt_cache) == own_greedy(model, [5, 6, 7], 4)
+
+
+def test_speculation_is_refused_where_drafts_could_not_be_taken_back() -> None:
+    """mlx-lm asks only before it starts, when the window is not full yet."""
+    from mlx_lm.generate import speculative_generate_step as checked
+
+    model, draft = models.shared("gemma"), models.make_llama()
+    drafts = make_prompt_cache(draft, capacity=64)
+    prompt = mx.array(models.prompt_of(8))
+    without = make_prompt_cache(model, capacity=64, rollback=0)
+    with pytest.raises(kvcache.NotSupportedError, match="make it with rollback=1 or more"):
+        list(checked(prompt, model, draft, prompt_cache=without + drafts, max_tokens=4))
+    alone = make_prompt_cache(model, capacity=64)
+    with pytest.raises(kvcache.InvalidRangeError, match=r"make_prompt_cache\(draft_model\)"):
+        list(checked(prompt, model, draft, prompt_cache=alone, max_tokens=4))
+    with_it = make_prompt_cache(model, capacity=64, rollback=1)
+    assert list(checked(prompt, model, draft, prompt_cache=with_it + drafts, max_tokens=4))
+
+
+def test_dtypes_of_mlx_and_unknown_options_are_understood() -> None:
+    model = models.make_llama()
+    pool = CachePool(model, capacity=16, dtype=(mx.float16, mx.bfloat16))
+    assert "F16/BF16" in repr(pool)
+    with pytest.raises(kvcache.InvalidRangeError, match=r"make_prompt_cache: no option 'max_size'; known"):
+        make_prompt_cache(model, max_size=16)
+    other = CachePool(model, capacity=16)
+    with pytest.raises(kvcache.NotSupportedError, match=r"of a CachePool already; copy\.deepcopy"):
+        adopt(pool.make_prompt_cache(), other)

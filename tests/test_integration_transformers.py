@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterator
@@ -268,3 +269,13 @@ def test_the_page_runs_as_written(dynamo: Any, tmp_path: Path, monkeypatch: pyte
     assert blocks
     for number, block in enumerate(blocks):
         exec(compile(block, f"{PAGE.name}, block {number}", "exec"), session)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_gradients_are_refused_instead_of_given_in_part(name: str) -> None:
+    made, prompt = copy.deepcopy(hf.model(name)).requires_grad_(True), torch.arange(3, 9).reshape(1, -1)
+    cache = HFCache(made.config, capacity=32)
+    with torch.enable_grad():
+        logits = made(prompt, past_key_values=cache).logits
+        with pytest.raises(NotSupportedError, match="gradients do not flow through a cache"):
+            logits.sum().backward()

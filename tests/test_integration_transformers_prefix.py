@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from kvcache import InvalidRangeError, InvalidSequenceError, NotSupportedError
+from kvcache import CacheFullError, InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError
 from kvcache.integrations.transformers import HFPrefixCache
 from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
@@ -124,3 +124,68 @@ def test_what_it_is_not_for() -> None:
         pytest.raises(InvalidRangeError, match="tokens"),
     ):
         prefix.generate(hf.tokens(2))
+
+
+def test_what_was_evaluated_before_an_error_is_kept() -> None:
+    """A client that is gone, say: its next request goes on behind the prompt."""
+    made, ids = hf.model("llama"), hf.tokens(1, 30)
+
+    class Gone:
+        def put(self, value: Any) -> None:
+            if value.numel() == 1:
+                raise ConnectionResetError
+
+        def end(self) -> None: ...
+
+    with HFPrefixCache(made, capacity=100) as prefix:
+        with pytest.raises(ConnectionResetError):
+            prefix.generate(ids, streamer=Gone(), **OPTIONS)
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        assert prefix.stats.reused == 29
+        assert repr(prefix.stats) == "<PrefixStats, sessions: 2; tokens: 60, reused: 29 (device: 29)>"
+
+
+def test_what_a_model_of_other_layers_has_stored_is_not_taken_for_its_own() -> None:
+    import transformers
+
+    store, options = MemoryStore(), {"capacity": 100, "identity": {"model": "same"}, "block_size": 8}
+    made = [
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+                num_attention_heads=4, num_key_value_heads=2, eos_token_id=None,
+            )
+        ).eval()
+        for layers in (1, 2)
+    ]  # fmt: skip
+    ids = hf.tokens(1, 40)
+    with HFPrefixCache(made[0], tiers=[store], **options) as first:
+        first.generate(ids, **OPTIONS)
+    with HFPrefixCache(made[1], tiers=[store], **options) as second:
+        with pytest.raises(OrderError, match="layer 1 lacks position 0"):
+            second.generate(ids, **OPTIONS)
+        assert torch.equal(second.generate(ids, **OPTIONS), plain(made[1], ids))
+
+
+def test_mistakes_are_named() -> None:
+    made, ids = hf.model("llama"), hf.tokens(1, 8)
+    with pytest.raises(TypeError, match="no option 'max_cache_len'; it is called capacity here"):
+        HFPrefixCache(made, max_cache_len=64)
+    with pytest.raises(TypeError, match=r"no option 'capcity'; known: max_sequences, capacity, .* tiers"):
+        HFPrefixCache(made, capcity=64)
+    with HFPrefixCache(made, max_sequences=1, capacity=12) as prefix:
+        with pytest.raises(TypeError, match="call generate of the HFPrefixCache itself"):
+            made.generate(ids, past_key_values=prefix, **OPTIONS)
+        with pytest.raises(CacheFullError, match=r"pass a larger capacity=$"):
+            prefix.generate(ids, **OPTIONS)
+
+
+def test_stores_are_written_when_asked_while_conversations_go_on() -> None:
+    made, ids, store = hf.model("llama"), hf.tokens(1, 30), MemoryStore()
+    options: dict[str, Any] = {"tiers": [store], "identity": {"model": "llama"}, "block_size": 8}
+    with HFPrefixCache(made, capacity=100, **options) as prefix:
+        prefix.generate(ids, **OPTIONS)
+        assert not store.usage().entries
+        prefix.flush()
+        assert store.usage().entries
+        assert not prefix.write_through()

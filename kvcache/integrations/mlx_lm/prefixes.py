@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -57,6 +58,7 @@ class MLXSession:
             if end > begin:
                 self._owner.model(mx.array([tokens[begin:end]]), cache=self.prompt_cache)
                 self._owner.pool.storage.ctx.compute()
+        self._session.extend([])  # all of that is whole, whatever comes next
         return mx.array(tokens[-1:])
 
     @property
@@ -72,8 +74,13 @@ class MLXSession:
 
     def close(self, keep: bool = True) -> None:
         """End the conversation; what the cache holds of it stays for others, unless ``keep`` is False."""
+        with self._ending():
+            self._session.close(keep)
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
         self._owner.pool.sequences.undo_unwritten()
-        self._session.close(keep)
+        yield
         self._owner.pool.sequences.current = None
         self._rows.leave()
 
@@ -83,7 +90,9 @@ class MLXSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(keep=error is None)
+        """Left by an exception, it keeps what was evaluated by ``prefill``, or before an ``extend``."""
+        with self._ending():
+            self._session.__exit__(kind, error, trace)
 
 
 class MLXPrefixCache(Closing):
@@ -163,23 +172,26 @@ class MLXPrefixCache(Closing):
         for name, remedy in _OF_CACHES.items():
             if options.get(name) is not None:
                 raise InvalidRangeError(f"generate: {name}={options[name]!r:.40}; {remedy}")
-        session, keep = self.begin(tokens, salt, shared), False
         said: list[int] = []
-        try:
+        with self.begin(tokens, salt, shared) as session:
             last = session.prefill(prefill_step_size)
-            for token, logprobs in generate_step(
-                last, self.model, prompt_cache=session.prompt_cache, **options
-            ):
-                said.append(int(token))
-                yield int(token), logprobs
-            keep = True
-        except GeneratorExit:  # the caller has heard enough
-            keep = True
-            raise
-        finally:
-            if keep:
+            steps = generate_step(last, self.model, prompt_cache=session.prompt_cache, **options)
+            try:
+                for token, logprobs in steps:
+                    said.append(int(token))
+                    yield int(token), logprobs
+            except GeneratorExit:  # the caller has heard enough
                 session.extend(said)
-            session.close(keep)
+                raise
+            session.extend(said)
+
+    def flush(self) -> None:
+        """Write what is kept to the stores, and wait for that."""
+        self.prefix.flush()
+
+    def write_through(self, nbytes: int | None = None) -> bool:
+        """Have a thread write what no store has yet: see ``PrefixCache.write_through``."""
+        return self.prefix.write_through(nbytes)
 
     def close(self) -> None:
         """Close all conversations, write what is kept to the stores, and drop the caches."""

@@ -19,7 +19,7 @@ from kvcache.integrations.mlx_lm.sequences import SequencePool, SharedSequence
 
 __all__ = ["BatchRows"]
 
-MOST_DRAFTS = 32
+MOST_DRAFTS = 16
 """Drafted tokens behind the last one of a prompt that are taken for drafts."""
 
 

@@ -10,9 +10,17 @@ import ml
 from kvcache import InvalidRangeError
 from kvcache.cache import check_whole
 
-__all__ = ["ArgumentError", "check_model", "check_names", "check_options", "check_type", "signature_of"]
+__all__ = [
+    "THEIRS",
+    "ArgumentError",
+    "check_model",
+    "check_names",
+    "check_options",
+    "check_type",
+    "signature_of",
+]
 
-_THEIRS = {"max_cache_len": "capacity", "max_batch_size": "max_sequences", "device": "backend"}
+THEIRS = {"max_cache_len": "capacity", "max_batch_size": "max_sequences", "device": "backend"}
 """Options of transformers' own caches, and what they are called here."""
 
 
@@ -29,7 +37,7 @@ def check_names(op: str, init: Callable[..., Any], args: tuple[Any, ...], option
         )
     for name in options:
         if name not in known:
-            other = _THEIRS.get(name)
+            other = THEIRS.get(name)
             remedy = f"it is called {other} here" if other in known else f"known: {', '.join(known)}"
             raise ArgumentError(f"{op}: no option {name!r}; {remedy}")
 

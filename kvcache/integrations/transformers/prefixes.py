@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +13,7 @@ import torch
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError
-from kvcache.integrations.transformers.arguments import ArgumentError, check_model, check_names, check_type
+from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
 from kvcache.integrations.transformers.cache import HFCache, cache_argument
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
@@ -52,6 +53,7 @@ class HFSession:
                     part, attention_mask=torch.ones_like(part), **owner.named(self.cache), use_cache=True,
                     max_new_tokens=1, do_sample=False, num_beams=1,
                 )  # fmt: skip
+        self._session.extend([])  # all of that is whole, whatever comes next
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tell what was generated, or is said next: later conversations may share it once it is evaluated."""
@@ -68,7 +70,9 @@ class HFSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(keep=error is None)
+        """Left by an exception, it keeps what was evaluated by ``prefill``, or before an ``extend``."""
+        self._session.__exit__(kind, error, trace)
+        self.cache.detach()
 
 
 @contextlib.contextmanager
@@ -111,10 +115,21 @@ def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
             raise ArgumentError(f"generate: {name} is given; the HFPrefixCache passes its own")
 
 
+def _check_options(options: dict[str, Any]) -> None:
+    own = [*inspect.signature(HFPrefixCache.__init__).parameters][2:-1]
+    theirs = [*inspect.signature(PrefixCache.__init__).parameters][2:]
+    for name in options:
+        if name not in theirs:
+            other = THEIRS.get(name)
+            remedy = f"it is called {other} here" if other else f"known: {', '.join([*own, *theirs])}"
+            raise ArgumentError(f"HFPrefixCache: no option {name!r}; {remedy}")
+
+
 class HFPrefixCache(Closing):
     """A ``kvcache.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
 
-    Every conversation is a batch of one row, without padding; as many as ``max_sequences`` may be open.
+    Every conversation is a batch of one row, without padding; as many as ``max_sequences`` may be open, and
+    they share ``max_sequences * capacity`` cells with what is kept of others.
     """
 
     def __init__(
@@ -128,7 +143,11 @@ class HFPrefixCache(Closing):
         lookback: int = 64,
         **options: Any,
     ) -> None:
-        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``interval``, ..."""
+        """``max_sequences`` conversations of ``capacity`` tokens; ``dtype`` and ``backend`` as in HFCache.
+
+        ``lookback`` is how many tokens sliding windows keep beyond what they show, as in HFCache. ``options``
+        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, ``interval``, ...
+        """
         check_model("HFPrefixCache", model)
         if model.config.is_encoder_decoder:
             raise NotSupportedError(
@@ -140,7 +159,7 @@ class HFPrefixCache(Closing):
                 f"HFPrefixCache: {type(model).__name__}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
-        check_names("HFPrefixCache", PrefixCache.__init__, (), options)
+        _check_options(options)
         for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED):
             plan.refuse("HFPrefixCache", trait, "prefixes cannot be shared")
         self.by_one = Trait.BY_ONE in plan.traits
@@ -160,6 +179,14 @@ class HFPrefixCache(Closing):
 
     def __repr__(self) -> str:
         return f"<HFPrefixCache of a {type(self.model).__name__}; {self.prefix!r}>"
+
+    @property
+    def is_compileable(self) -> bool:
+        """What ``generate`` asks first of a cache that it is given."""
+        raise ArgumentError(
+            "HFPrefixCache: model.generate takes the cache of one conversation; call generate of the "
+            "HFPrefixCache itself, or pass begin(tokens).cache"
+        )
 
     @property
     def stats(self) -> PrefixStats:
@@ -205,6 +232,14 @@ class HFPrefixCache(Closing):
             sequences = out if isinstance(out, torch.Tensor) else out.sequences
             session.extend(sequences[0, count:].tolist())
         return out
+
+    def flush(self) -> None:
+        """Write what is kept to the stores, and wait for that."""
+        self.prefix.flush()
+
+    def write_through(self, nbytes: int | None = None) -> bool:
+        """Have a thread write what no store has yet: see ``PrefixCache.write_through``."""
+        return self.prefix.write_through(nbytes)
 
     def close(self) -> None:
         """Close all conversations, and write what is kept to the stores."""

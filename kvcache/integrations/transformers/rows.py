@@ -28,6 +28,7 @@ from kvcache import (
 )
 from kvcache.attention.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.model_caches import SLIDING, Kind, batch_of_rows
+from kvcache.integrations.transformers.gradients import without_gradients
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
@@ -212,8 +213,9 @@ class BatchRows:
             if isinstance(error, CacheFullError):
                 capacity, count = self.pool.options.capacity, self.pool.max_sequences
                 remedy = (
-                    f"{count} rows share {count} x capacity={capacity} cells, and padding takes cells too: "
-                    "pass a larger capacity=, or grow=True"
+                    f"{f'{count} rows share' if count > 1 else 'one row has'} {count} x capacity={capacity} "
+                    "cells, and padding takes cells too: pass a larger capacity="
+                    f"{'' if self.pool.given_away else ', or grow=True'}"
                 )
                 raise CacheFullError(error.asked, error.free, error.held, "HFCache", remedy) from error
             raise
@@ -267,6 +269,7 @@ class BatchRows:
                 current.aside[layer] = keys, values
             self._put(cache, layer, key[:, :, -kept:], value[:, :, -kept:])
             self.reached(layer)
+            keys, values = without_gradients((keys, values), key, value)
             keys.stored = None  # type: ignore[attr-defined]
             return keys, values
         self._put(cache, layer, key, value)
@@ -275,7 +278,7 @@ class BatchRows:
             reading = current.readings[kind] = self.reading(kind, current.begin)
         if defer and pool.plan.attends:
             return Stored(pool, layer, kind, current, reading).pair(key, value)
-        return pool.read(reading, layer, key, value)
+        return without_gradients(pool.read(reading, layer, key, value), key, value)
 
     def _put(
         self, cache: CausalCache | EncoderCache, layer: int, key: torch.Tensor, value: torch.Tensor
