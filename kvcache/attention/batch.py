@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,14 +57,20 @@ def check_sequence(op: str, seq: object, max_sequences: int) -> None:
         raise InvalidSequenceError(f"{op}: sequence {seq!r}; it must be in 0 to {max_sequences - 1}")
 
 
-def check_tensors(op: str, **tensors: object) -> None:
-    """Refuse what is no tensor of a backend: an array of NumPy or of a framework, say."""
+def check_tensors(op: str, backend: ml.Backend | None = None, /, **tensors: object) -> None:
+    """Refuse what is no tensor, an array of NumPy or of a framework, say, and tensors of other backends."""
     for name, tensor in tensors.items():
         if not hasattr(tensor, "set_rows"):
             kind = f"{type(tensor).__module__}.{type(tensor).__name__}"
             raise ml.DTypeError(
                 f"{op}: {name} is a {kind}; it must be a tensor of the cache's backend: "
                 "ctx.from_numpy(array), or ctx.from_native for an array of the backend's own framework"
+            )
+        owner = getattr(tensor, "backend", None)
+        if backend is not None and owner is not None and owner is not backend:
+            raise ml.DeviceError(
+                f"{op}: {name} is a tensor of {owner!r}, and the cache is on {backend!r}; copy it there "
+                "by ctx.from_numpy(tensor.to_numpy())"
             )
 
 
@@ -85,6 +92,12 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
         raise InvalidBatchError(
             f"start_forward: batch={batch!r:.60}; it must be a kvcache.Batch(positions, sequences)"
         )
+    for name in ("positions", "sequences"):
+        if not isinstance(getattr(batch, name), Sized):
+            raise InvalidBatchError(
+                f"start_forward: {name}={getattr(batch, name)!r:.40}; they must be a sequence of integers, "
+                "one for each token"
+            )
     count = len(batch.positions)
     if count != len(batch.sequences):
         raise InvalidBatchError(

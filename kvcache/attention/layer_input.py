@@ -29,9 +29,9 @@ def put_layer(
 ) -> None:
     """What ``CausalCache.put`` does where the backend has no store of its own for it."""
     buffers = fresh = storage.buffers.get(layer)
-    check_tensors("put", key=key)
+    check_tensors("put", storage.backend, key=key)
     if value is not None:
-        check_tensors("put", value=value)
+        check_tensors("put", storage.backend, value=value)
     fits = False
     if buffers is not None and value is not None and v_dim is None and not extra:
         fits = buffers.fits(forward.tokens, key.shape, value.shape)
@@ -109,7 +109,7 @@ def _extra(tokens: int, name: object, tensor: ml.Tensor) -> ExtraSpec:
         raise InvalidRangeError(
             f"put: extra {name!r:.40}; its name must be a string of at least one character"
         )
-    check_tensors("put", **{f"extra {name}": tensor})
+    check_tensors("put", None, **{f"extra {name}": tensor})
     shape = tensor.shape
     if shape[:1] != (tokens,) or not math.prod(shape[1:]):
         raise InvalidRangeError(

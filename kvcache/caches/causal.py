@@ -464,7 +464,7 @@ class CausalCache(
         """
         forward = self._pass or self._started("attend")
         buffers = forward.readable("attend", self._layer)
-        check_tensors("attend", query=query)
+        check_tensors("attend", self._backend, query=query)
         if query.shape[0] != forward.tokens:
             raise InvalidRangeError(f"attend: query {query.shape} for a batch of {forward.tokens} tokens")
         if select is not None:

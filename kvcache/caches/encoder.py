@@ -164,7 +164,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         current = self._started("put")
         if current.read_only:
             raise OrderError("put: this pass is read-only; call start_forward without read_only to store")
-        check_tensors("put", key=key, value=value)
+        check_tensors("put", self._bound("put"), key=key, value=value)
         if len(key.shape) != 3 or len(value.shape) != 3 or key.shape[:2] != value.shape[:2]:
             raise InvalidRangeError(
                 f"put: key {key.shape} and value {value.shape}; they are (total, kv_heads, head_dim) and "
@@ -236,7 +236,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         An output that several sequences share (``copy_prefix``) is read once, by the queries of all of them.
         """
         current = self._started("attend")
-        check_tensors("attend", query=query)
+        check_tensors("attend", self._bound("attend"), query=query)
         if query.shape[0] != current.tokens:
             raise InvalidRangeError(f"attend: query {query.shape} for a batch of {current.tokens} tokens")
         readers: dict[int, list[int]] = {}

@@ -90,9 +90,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return self.caches[self._type]
 
     def set_layer_type(self, i: int) -> None:
-        """Which of the wrapped caches the next layers use, by its place in the constructor."""
-        if not 0 <= i < len(self.caches):
-            raise InvalidRangeError(f"set_layer_type: {i}; types must be in 0 to {len(self.caches) - 1}")
+        """Which of the wrapped caches the next layers use, by its place in the constructor; 0 at first."""
+        if i not in range(len(self.caches)):
+            kinds = ", ".join(f"{j}: {type(cache).__name__}" for j, cache in enumerate(self.caches))
+            raise InvalidRangeError(f"set_layer_type: {i!r:.40}; it must be the place of a cache ({kinds})")
         self._type = i
 
     def init(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +66,14 @@ class Alphabet:
         return found
 
     def _plain(self, tokens: Tokens) -> np.ndarray:
+        shape = getattr(tokens, "shape", None)
+        if shape is not None and (not len(shape) or (len(shape) > 1 and shape[0] != 1)):
+            raise InvalidRangeError(
+                f"tokens: {type(tokens).__name__} of shape {tuple(shape)}; tokens must be one sequence of ids"
+            )
+        if shape is not None and not isinstance(tokens, np.ndarray):  # a framework's
+            given: Any = tokens
+            tokens = np.asarray(given.tolist())
         if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
             found = tokens.astype(np.int64, copy=True).reshape(-1)
         elif isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Sized):

@@ -102,7 +102,7 @@ class PrefixCache(Closing):
         for name, (value, lowest) in {**least, "budget": (budget or 0, 0)}.items():
             if value < lowest:
                 raise InvalidRangeError(f"PrefixCache: {name}={value}; it must be at least {lowest}")
-        _check_given(tiers, identity)
+        _check_given(tiers, identity, layers)
         keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, block_size)
         if not isinstance(cache, SupportsOffset):
             raise InvalidRangeError(
@@ -387,12 +387,22 @@ def _limits(
     return budget
 
 
-def _check_given(tiers: object, identity: object) -> None:
-    """Refuse tiers that are no list, an identity that is no dict, and a store without one."""
-    if isinstance(tiers, (str, PathLike, HostTier, SnapshotStore)) or not isinstance(tiers, Sequence):
+def _check_given(tiers: object, identity: object, layers: object) -> None:
+    """Refuse tiers that are no list, an identity or layers that are no dict, a store without identity."""
+    if layers is not None and not isinstance(layers, Mapping):
         raise InvalidRangeError(
-            f"PrefixCache: tiers={tiers!r:.60}; it must be a list, such as [HostTier('1GiB')]"
+            f"PrefixCache: layers={layers!r:.60}; it must be a dict, {{layer: ((heads, dim) of K, (heads, "
+            "dim) of V)}"
         )
+    if isinstance(tiers, (str, PathLike, HostTier, SnapshotStore)) or not isinstance(tiers, Sequence):
+        one = "HostTier('1GiB')" if not isinstance(tiers, (str, PathLike)) else repr(tiers)
+        raise InvalidRangeError(f"PrefixCache: tiers={tiers!r:.60}; it must be a list, such as [{one:.60}]")
+    for tier in tiers:
+        if not isinstance(tier, (HostTier, str, PathLike, SnapshotStore)):
+            raise InvalidRangeError(
+                f"PrefixCache: {tier!r:.60} is not a tier; it must be a HostTier, a store, or the path or "
+                "URL of a store"
+            )
     if identity is not None and not isinstance(identity, Mapping):
         raise InvalidRangeError(
             f"PrefixCache: identity={identity!r:.60}; it must be a dict that names the model and its "
@@ -414,12 +424,6 @@ def _sorted_tiers(
         raise InvalidRangeError("PrefixCache: tiers must be at most one HostTier, followed by stores")
     stores: list[SnapshotStore] = []
     opened: list[SnapshotStore] = []
-    for tier in tiers[len(hosts) :]:
-        if not isinstance(tier, (str, PathLike, SnapshotStore)):
-            raise InvalidRangeError(
-                f"PrefixCache: {tier!r} is not a tier; it must be a HostTier, a store, or the path or "
-                "URL of a store"
-            )
     try:
         for tier in tiers[len(hosts) :]:
             if isinstance(tier, SnapshotStore):

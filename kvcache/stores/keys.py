@@ -54,7 +54,7 @@ class Keys:
         try:
             text = strict_json.encode(record, canonical=True)
         except ValueError as error:
-            raise StoreValueError(f"Keys: the identity is {error}") from error
+            raise StoreValueError(f"identity: {error}; give the names of the model and of its weights, as strings and numbers") from error
         self.block_size = block_size
         self._root = hashlib.sha256(text.encode("ascii")).digest()
 

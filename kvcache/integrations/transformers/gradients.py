@@ -16,7 +16,7 @@ def without_gradients(found: Pair, key: torch.Tensor, value: torch.Tensor) -> Pa
     """``found``, whose ``backward`` raises NotSupportedError where gradients of ``key`` are recorded."""
     if not torch.is_grad_enabled() or not (key.requires_grad or value.requires_grad):
         return found
-    apply: Any = _Stored.apply  # type: ignore[no-untyped-call]
+    apply: Any = _Stored.apply
     keys, values = (apply(x, key, value) for x in found)
     return keys, values
 
