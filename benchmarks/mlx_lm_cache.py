@@ -28,11 +28,11 @@ STEPS = 16
 """Tokens of a round."""
 
 
-def model_of(layers: int) -> Any:
+def model_of(layers: int, hidden: int = 512, heads: int = 16) -> Any:
     arguments = llama.ModelArgs(
-        model_type="llama", hidden_size=512, num_hidden_layers=layers, intermediate_size=256,
-        num_attention_heads=16, num_key_value_heads=4, head_dim=64, rms_norm_eps=1e-5, vocab_size=512,
-        max_position_embeddings=32768,
+        model_type="llama", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=256,
+        num_attention_heads=heads, num_key_value_heads=heads // 4, head_dim=64, rms_norm_eps=1e-5,
+        vocab_size=512, max_position_embeddings=32768,
     )  # fmt: skip
     mx.random.seed(1)
     model = llama.Model(arguments)
@@ -40,16 +40,16 @@ def model_of(layers: int) -> Any:
     return model
 
 
-def fill(cache: list[Any], tokens: int) -> None:
+def fill(cache: list[Any], tokens: int, kv_heads: int = 4) -> None:
     """Store random keys and values in place of a prompt's."""
     for entry in cache:
-        entry.update_and_fetch(*mx.random.normal((2, 1, 4, tokens, 64)))
+        entry.update_and_fetch(*mx.random.normal((2, 1, kv_heads, tokens, 64)))
         mx.eval(entry.state)
 
 
 def conversation(model: Any, history: int, cache: list[Any]) -> Contender:
     """A round continues the conversation by ``STEPS`` tokens, and the next one takes them back."""
-    fill(cache, history)
+    fill(cache, history, model.args.num_key_value_heads)
 
     def step() -> None:
         for _ in generate_step(mx.array([1]), model, max_tokens=STEPS, prompt_cache=cache):
@@ -103,13 +103,14 @@ def main() -> None:
     print(f"{machine()}, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}")
     print("| | mlx-lm, ms | ours, ms | ours / mlx-lm |\n|---|---|---|---|")
 
-    def alone(history: int) -> Callable[[bool], Contender]:
+    def alone(history: int, model: Any) -> Callable[[bool], Contender]:
         capacity = history + 2 * STEPS
         pool = lambda: CachePool(model, capacity=capacity).make_prompt_cache()  # noqa: E731
         return lambda ours: conversation(model, history, pool() if ours else make_prompt_cache(model))
 
+    compare("one conversation of 100 tokens, 32 layers of 64", alone(100, model_of(32, 64, 4)), rounds)
     for history in options.histories:
-        compare(f"one conversation of {history:,} tokens", alone(history), rounds)
+        compare(f"one conversation of {history:,} tokens", alone(history, model), rounds)
     lengths = np.random.default_rng(1).integers(100, 2001, 16).tolist()
     tails = np.random.default_rng(2).integers(20, 61, 16).tolist()
     cases = {

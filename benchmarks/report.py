@@ -39,8 +39,8 @@ _AIMS = {
 """What rows of ours named so may be at most, in times of the floor."""
 _INTRODUCTION = """# Benchmarks
 
-Written by `make bench` (`python -m benchmarks`); the figures are in [results.json](results.json), from which
-the site has its tables and plots, and what was tried on the way is in the [log](log.md). Every part runs in a
+Written by `make bench` (`python -m benchmarks`); all figures are in [results.json](results.json), from which
+`make docs` fills in tables and plots, and what was tried on the way is in the [log](log.md). Every part runs in a
 process of its own on one thread. Contenders take turns round by round; a round in which the process lost its
 core is dropped and counted. Times are medians [10th, 90th percentile]; a ratio is the median of the rounds'
 own ratios to the floor, which is the faster one where there are two. The machine is shared: ratios count,
@@ -115,7 +115,8 @@ def _version(package: str) -> str | None:
 def page(results: Mapping[str, Any]) -> str:
     """Everything but the tables of the parts, which stand between marks."""
     packages = ", ".join(f"{name} {found}" for name, found in results["packages"].items())
-    lines = [_INTRODUCTION, f"{results['machine']}; {packages}.\n", "## Targets\n", _targets(results)]
+    lines = [_INTRODUCTION, f"{results['machine']}; {packages}.\n"]
+    lines += [_front(results), "## Targets\n", _targets(results)]
     shown = plots(results, draw=False)
     for name, part in results["parts"].items():
         load = part["foreign_cores"]
@@ -130,6 +131,18 @@ def page(results: Mapping[str, Any]) -> str:
 
 def _rows(part: Mapping[str, Any]) -> list[Row]:
     return [Row(*row) for row in part["rows"]]
+
+
+def _front(results: Mapping[str, Any]) -> str:
+    """The figures of README's row, which are read where no site is built."""
+    rows = _rows(results["parts"].get("put_get_torch", {"rows": []}))
+    found = [
+        (row.contender, f"{row.median:,.1f}", str(row.rounds))
+        for row in rows
+        if (row.group, row.measurement) == ("torch float32", "put + get, 1 token, 32768")
+    ]
+    text = "One token after 32,768 others, one layer of 8 KV heads of 128, PyTorch F32, put and get:"
+    return f"## On the front page\n\n{text}\n\n{table(('', 'us', 'rounds'), found)}\n" if found else ""
 
 
 def _targets(results: Mapping[str, Any]) -> str:

@@ -36,9 +36,21 @@ def model_identity(model: Any) -> dict[str, str]:
     return {**found, "mtp": "yes"} if getattr(model, "mtp", None) is not None else found
 
 
-def identity_of(path: Path, dtype: ml.DType, share: Share | None = None) -> dict[str, str]:
-    """``model_identity`` of what ``load_model(path, ..., dtype)`` gives: a model, or a ``share`` of it."""
-    found = {"files": files_digest(path), "dtype": dtype.name}
+def identity_of(path: Path | str, dtype: ml.DType | str, share: Share | None = None) -> dict[str, str]:
+    """``model_identity`` of what ``load_model(path, ..., dtype)`` gives: a model, or a ``share`` of it.
+
+    ``path`` is a folder with config.json and weights, or a .gguf file; ModelError where there is none.
+    ``dtype``, or its name, is what the model computes in; DTypeError for an unknown one.
+    """
+    path, name = Path(path), dtype if isinstance(dtype, str) else dtype.name
+    if name not in ("F32", "F16", "BF16"):
+        raise ml.DTypeError(f"identity_of: dtype={dtype!r}; it must be F32, F16 or BF16")
+    if not path.is_file() and not (path / "config.json").is_file():
+        raise ModelError(
+            f"identity_of: {path} has no config.json; give the folder that the model was loaded from "
+            "(huggingface_hub.snapshot_download(name) returns that of a model on the Hub)"
+        )
+    found = {"files": files_digest(path), "dtype": name}
     return found if share is None else {**found, "tensor_parallel": share.name}
 
 

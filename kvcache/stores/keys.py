@@ -54,7 +54,9 @@ class Keys:
         try:
             text = strict_json.encode(record, canonical=True)
         except ValueError as error:
-            raise StoreValueError(f"identity: {error}; give the names of the model and of its weights, as strings and numbers") from error
+            raise StoreValueError(
+                f"identity: {error}; it must name the model and its weights by strings and numbers"
+            ) from error
         self.block_size = block_size
         self._root = hashlib.sha256(text.encode("ascii")).digest()
 
