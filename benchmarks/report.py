@@ -40,11 +40,11 @@ _AIMS = {
 _INTRODUCTION = """# Benchmarks
 
 Written by `make bench` (`python -m benchmarks`); all figures are in [results.json](results.json), from which
-`make docs` fills in tables and plots, and what was tried on the way is in the [log](log.md). Every part runs in a
-process of its own on one thread. Contenders take turns round by round; a round in which the process lost its
-core is dropped and counted. Times are medians [10th, 90th percentile]; a ratio is the median of the rounds'
-own ratios to the floor, which is the faster one where there are two. The machine is shared: ratios count,
-absolute times do not.
+`make docs` fills in tables and plots, and what was tried on the way is in the [log](log.md). Every part runs
+in a process of its own on one thread. Contenders take turns round by round; a round in which the process lost
+its core is dropped and counted. Times are medians [10th, 90th percentile]; a ratio is the median of the
+rounds' own ratios to the floor, which is the faster one where there are two. The machine is shared: compare
+ratios, not absolute times.
 
 **put + get** stores K and V of one layer and hands back native views of what a query reads, 8 KV heads of
 128. The first layer of a step is not timed (there the mask is made, see *start_forward*), the others are, and
