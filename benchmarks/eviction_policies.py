@@ -27,7 +27,7 @@ import kvcache
 import ml
 from benchmarks.scale_simulation import Host
 from benchmarks.scale_traffic import Traffic, requests
-from kvcache.prefix.eviction_policy import GDSF, LRU, EvictionPolicy, Use
+from kvcache.prefix.eviction_policy import GDSF, LRU, PrefixEvictionPolicy, Use
 from kvcache.testing.bench.timing import machine
 
 __all__ = ["LFU", "POLICIES", "Found", "furthest", "main", "run", "synthetic", "trace"]
@@ -46,7 +46,7 @@ class LFU:
         return use.count + use.time / (1 << 40)
 
 
-POLICIES: dict[str, EvictionPolicy] = {"lru": LRU(), "lfu": LFU(), "gdsf": GDSF(_DOUBLED)}
+POLICIES: dict[str, PrefixEvictionPolicy] = {"lru": LRU(), "lfu": LFU(), "gdsf": GDSF(_DOUBLED)}
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ def synthetic(count: int = 4000, seed: int = 0) -> list[np.ndarray]:
     return found
 
 
-def run(prompts: Prompts, budget: int, policy: EvictionPolicy) -> Found:
+def run(prompts: Prompts, budget: int, policy: PrefixEvictionPolicy) -> Found:
     """Through a PrefixCache that keeps ``budget`` blocks."""
     found = Found()
     longest = max(prompt.size for prompt in prompts) + 1

@@ -19,7 +19,7 @@ import kvcache
 import ml
 from benchmarks.scale_traffic import Request, Traffic, requests, system_prompts
 from kvcache import Batch, PrefixCache
-from kvcache.prefix.eviction_policy import EvictionPolicy
+from kvcache.prefix.eviction_policy import PrefixEvictionPolicy
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.stores import MemoryStore
@@ -85,7 +85,7 @@ class Host:
         budget: int | None,
         room: int,
         stores: Sequence[Any] = (),
-        policy: EvictionPolicy | None = None,
+        policy: PrefixEvictionPolicy | None = None,
     ) -> None:
         self.cache = kvcache.CausalCache()
         self.cache.init(backend, ml.DType.F32, max_sequences=1, capacity=room, max_batch=_LONGEST)

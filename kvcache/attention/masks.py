@@ -1,8 +1,9 @@
-"""Large masks, made where the backend keeps its tensors: what is filled is not written by the host first.
+"""Masks of a pass: ``ReadPlan.mask`` writes those of up to 1 MiB on the host, larger ones are made here.
 
-A mask of 512 tokens over 32k cells is 64 MiB, of which all but a triangle at its right edge is one
-value. Here the one value comes from ``full``, and the host writes the triangle, which goes to the device with
-all else that the pass needs::
+They are made where the backend keeps its tensors: what is filled is not written by the host first. A mask of
+512 tokens over 32k cells is 64 MiB, of which all but a triangle at its right edge is one value. Here the one
+value comes from ``full``, and the host writes the triangle, which goes to the device with all else that the
+pass needs::
 
     0 0 0 0 0 0 0 | 0 - - -
     0 0 0 0 0 0 0 | 0 0 - -      what every query sees, and the rim that some of them see

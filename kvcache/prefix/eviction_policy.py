@@ -1,4 +1,8 @@
-"""Which of the snapshots that a tier keeps is worth the least, and goes first."""
+"""Which of the snapshots that a tier keeps is worth the least, and goes first.
+
+``PrefixTree`` asks for scores, ``kvcache.offload.eviction`` has the queue that they order, ``Evictor`` takes
+from it. (Policies that take single tokens out of a sequence are ``kvcache.EvictionPolicy``.)
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Protocol
 
 from kvcache.cache import InvalidRangeError
 
-__all__ = ["GDSF", "LRU", "EvictionPolicy", "Use", "policy_of"]
+__all__ = ["GDSF", "LRU", "PrefixEvictionPolicy", "Use", "policy_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Use:
     """Whether what goes from this tier is computed again; else a further tier has it."""
 
 
-class EvictionPolicy(Protocol):
+class PrefixEvictionPolicy(Protocol):
     """The order in which what has the same priority (``Retention``) goes."""
 
     def score(self, use: Use) -> float:
@@ -78,7 +82,7 @@ class GDSF:
 _POLICIES: dict[str, type[LRU | GDSF]] = {"lru": LRU, "gdsf": GDSF}
 
 
-def policy_of(policy: str | EvictionPolicy) -> EvictionPolicy:
+def policy_of(policy: str | PrefixEvictionPolicy) -> PrefixEvictionPolicy:
     """The policy of that name, "lru" or "gdsf", or the policy itself."""
     if hasattr(policy, "score"):
         return policy

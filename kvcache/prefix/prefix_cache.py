@@ -26,7 +26,7 @@ from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.events import BlockEvents, EventBatch
-from kvcache.prefix.eviction_policy import EvictionPolicy, policy_of
+from kvcache.prefix.eviction_policy import PrefixEvictionPolicy, policy_of
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.ownership import check_empty, check_unowned, disown, own
@@ -65,8 +65,8 @@ class PrefixCache(Closing):
     unused cache learns from the first serialized snapshot that it restores.
 
     ``eviction_policy`` is "lru", "gdsf" (``kvcache.prefix.eviction_policy.GDSF``: what is dear to compute and
-    often used stays longer), or any other EvictionPolicy. ``tenant_budget`` limits what is kept for each
-    tenant (the ``salt`` of ``begin``): one TenantBudget for all, or a function of the salt.
+    often used stays longer), or any other PrefixEvictionPolicy. ``tenant_budget`` limits what is kept for
+    each tenant (the ``salt`` of ``begin``): one TenantBudget for all, or a function of the salt.
 
     ``break_even`` says when a store is not asked, as computing is faster (None: a new one, which asks as long
     as nobody tells it by ``break_even.computed`` how long passes over prompts take). ``read_ahead`` limits
@@ -88,7 +88,7 @@ class PrefixCache(Closing):
         backlog: int = 256 << 20,
         in_flight: int = 256 << 20,
         layers: Layers | None = None,
-        eviction_policy: str | EvictionPolicy = "lru",
+        eviction_policy: str | PrefixEvictionPolicy = "lru",
         tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None,
         break_even: BreakEven | None = None,
         read_ahead: int = 256 << 20,

@@ -24,7 +24,7 @@ from kvcache.offload.tiers import HostTier, StoreTier, StoreWrite
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.events import BlockEvents
-from kvcache.prefix.eviction_policy import LRU, EvictionPolicy, Use
+from kvcache.prefix.eviction_policy import LRU, PrefixEvictionPolicy, Use
 from kvcache.prefix.radix_tree import Node, RadixTree
 from kvcache.prefix.retention import DEFAULT_PRIORITY
 from kvcache.prefix.tenant_budget import TenantBudget, TenantQueue
@@ -58,7 +58,7 @@ class PrefixTree:
         store: StoreTier | None,
         keys: Keys,
         worker: OffloadWorker | None = None,
-        policy: EvictionPolicy | None = None,
+        policy: PrefixEvictionPolicy | None = None,
         limits: Callable[[str], TenantBudget] | None = None,
     ) -> None:
         """``worker``: copies what leaves the device; None: it is copied by who offloads it.

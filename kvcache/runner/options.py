@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import ml
 from kvcache.cache import CacheDType
-from kvcache.prefix.eviction_policy import EvictionPolicy
+from kvcache.prefix.eviction_policy import PrefixEvictionPolicy
 from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
@@ -44,7 +44,7 @@ class EngineOptions:
     budget: int | None = None
     interval: int = 512
     block_size: int = 128
-    eviction_policy: str | EvictionPolicy = "lru"
+    eviction_policy: str | PrefixEvictionPolicy = "lru"
     tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None
     fetch: Fetch = "measured"
     read_ahead: int = 256 << 20

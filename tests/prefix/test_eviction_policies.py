@@ -11,7 +11,7 @@ import pytest
 
 import ml
 from kvcache import HostTier, InvalidRangeError
-from kvcache.prefix.eviction_policy import GDSF, LRU, EvictionPolicy, Use, policy_of
+from kvcache.prefix.eviction_policy import GDSF, LRU, PrefixEvictionPolicy, Use, policy_of
 from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.stores import MemoryStore
 
@@ -128,7 +128,7 @@ def test_whatever_the_policy_says_answers_are_right_and_what_leads_somewhere_sta
     talk: Talk, cache: str, seed: int
 ) -> None:
     rnd = random.Random(seed)
-    policy: EvictionPolicy = GDSF(rnd.choice((1, 30))) if seed % 3 == 0 else Anything(rnd)
+    policy: PrefixEvictionPolicy = GDSF(rnd.choice((1, 30))) if seed % 3 == 0 else Anything(rnd)
     tiers = [[], [HostTier(rnd.choice((200, 2000)) * TOKEN)], [HostTier(500 * TOKEN), MemoryStore()]][
         seed % 3
     ]
