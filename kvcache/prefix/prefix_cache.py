@@ -15,6 +15,8 @@ session has::
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -44,6 +46,8 @@ from kvcache.stores import Keys, SnapshotStore, open_store
 from kvcache.stores.closing import Closing
 
 __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]
+
+log = logging.getLogger("kvcache")
 
 
 class PrefixCache(Closing):
@@ -129,6 +133,7 @@ class PrefixCache(Closing):
         lookup = StoreLookup(self.tree, shapes, self._prefetcher)
         self._open = OpenSessions(self.tree, self.evictor, lookup, interval, self.stats)
         self._closed = False
+        self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
         cache.on_pressure = self.evictor.relieve
         own(cache, self._open)
 
@@ -260,6 +265,8 @@ class PrefixCache(Closing):
         """Close open sessions, write what is kept to the stores (``flush``), and release the cache."""
         if self._closed:
             return
+        if self._finalizer is not None:
+            self._finalizer.detach()
         for session in list(self._open.sessions.values()):
             session.close()
         if self._prefetcher is not None:
@@ -385,6 +392,20 @@ def _limits(
             f"PrefixCache: tenant_budget={budget!r:.60}; it must be a TenantBudget, or a function of the salt"
         )
     return budget
+
+
+def _warn_of_loss(tree: PrefixTree) -> None:
+    """Of a PrefixCache that nobody closed, or at the end of the process."""
+    try:
+        lost = tree.unwritten
+    except Exception:  # in the middle of a change, or half made
+        return
+    if lost:
+        log.warning(
+            "a PrefixCache ended without close(): %s that it kept are not in its stores; call close(), or "
+            "flush() while it is in use",
+            bytes_text(lost),
+        )
 
 
 def _check_given(tiers: object, identity: object, layers: object) -> None:

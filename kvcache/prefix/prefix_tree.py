@@ -512,6 +512,12 @@ class PrefixTree:
                 self._submit(node, serialized)
         return False
 
+    @property
+    def unwritten(self) -> int:
+        """Bytes that are kept and that no store has, where there are stores."""
+        kept = (node.data for node in self.radix_tree) if self.store is not None else ()
+        return sum(held.nbytes for held in kept if held and not held.stored and held.store_write is None)
+
     def _has_room(self, held: TreeEntry) -> bool:
         """Whether a node's content can be handed to the stores' thread without a wait."""
         source = held.serialized or held.snapshot
