@@ -19,6 +19,7 @@ HFDType: TypeAlias = (
 
 _DTYPES = {torch.float32: ml.DType.F32, torch.float16: ml.DType.F16, torch.bfloat16: ml.DType.BF16}
 _TORCH = {ours: theirs for theirs, ours in _DTYPES.items()}
+_NAMES = ("float32", "float16", "bfloat16")
 
 
 class Bridge(Protocol):
@@ -125,7 +126,8 @@ def stored_dtype(dtype: HFDType | None) -> CacheFormat | None:
     if isinstance(dtype, ResidualWindow):
         return CacheFormat.of(dtype)
     given = dtype if isinstance(dtype, tuple) else (dtype,)
-    found: Any = tuple(dtype_of(one) if isinstance(one, torch.dtype) else one for one in given)
+    named = (getattr(torch, one) if one in _NAMES else one for one in given)
+    found: Any = tuple(dtype_of(one) if isinstance(one, torch.dtype) else one for one in named)
     try:
         return CacheFormat.of(found if isinstance(dtype, tuple) else found[0])
     except ml.DTypeError as error:
