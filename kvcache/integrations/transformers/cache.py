@@ -256,7 +256,9 @@ class HFCache(RowsCache):
         """Hold what ``save`` stored; ``device`` is the model's. False, and nothing changed, without the key.
 
         The weights are not compared: give another model's caches other keys. InvalidRangeError for a model
-        with another number of layers; other heads are refused by the next pass. Of a model that is split over devices ``device_map`` is its ``hf_device_map``. Without it all lies on
+        with another number of layers; other heads are refused by the next pass.
+
+        ``device_map`` is the ``hf_device_map`` of a model that is split over devices. Without it all lies on
         ``device`` until the model has brought keys from the devices of its layers.
         """
         _check_store("load", store)
