@@ -231,3 +231,28 @@ class TestRefusals:
             nn.attention(ctx, q.cast(ctx, DType.I32), k, v)
         with pytest.raises(ml.DTypeError, match="additive"):
             nn.attention(ctx, q, k, v, ctx.zeros((2, 3), DType.I32))
+
+
+@pytest.mark.skipif(len(BACKENDS) < 2, reason="torch is not installed")
+@pytest.mark.parametrize("at", [1, 7, 23])
+def test_a_history_in_two_places_is_attended_to_where_it_lies(at: int) -> None:
+    """K and V stay on their backends; what crosses is (tokens, heads, ...), however long the history is."""
+    with (
+        ml.open_backend("numpy") as far,
+        ml.open_backend("torch", device="cpu") as near,
+        far.new_context() as there,
+        near.new_context() as here,
+    ):
+        q, k, v = tensors(here, 3, 24)
+        old = [there.from_numpy(x.to_numpy()) for x in (q, k.slice(here, 0, 0, at), v.slice(here, 0, 0, at))]
+        parts = []
+        for ctx, (query, *rest) in (
+            (there, old),
+            (here, (q, k.slice(here, 0, at, 24), v.slice(here, 0, at, 24))),
+        ):
+            one = [x.reshape(ctx, 1, *x.shape) for x in (query, *rest)]
+            out, lse = nn.partial_attention(ctx, *one, None, 0.3)
+            parts.append((here.from_numpy(out.to_numpy()[0]), here.from_numpy(lse.to_numpy()[0])))
+        found = nn.merge_attention(here, parts)
+        wanted = reference(*host(q, k, v), np.zeros((3, 24)), 0.3)
+        np.testing.assert_allclose(found.to_numpy(), wanted, rtol=1e-5, atol=1e-6)
