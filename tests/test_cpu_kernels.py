@@ -311,3 +311,22 @@ def test_vectors_of_the_other_length_give_the_same(tmp_path: Path, monkeypatch: 
     for seed, kinds in enumerate([("F32", "F32"), ("F16", "BF16"), CODES]):
         case = Case(seed, 9, 300, (15, 3), (96, 32), kinds, sunk=True)
         np.testing.assert_allclose(case.attend(), case.right(), rtol=0, atol=2e-5)
+
+
+WARM = """
+import sys, ml
+from kvcache.runner.warm_up import warm_up
+for name in ("numpy", "mlx"):
+    with ml.open_backend(name) as backend:
+        warm_up(backend)
+        assert ("backends.cpu_kernels" in sys.modules) is BLOCKED
+"""
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+def test_kernels_are_ready_before_anyone_waits_for_an_answer(blocked: bool) -> None:
+    pytest.importorskip("mlx")
+    text = WARM.replace("BLOCKED", str(not blocked))
+    if blocked:
+        text = 'import sys\nsys.modules["numba"] = None\n' + text
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=120)

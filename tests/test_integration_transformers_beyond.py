@@ -115,8 +115,11 @@ class TestStorage:
         same = HFCache(made.config, capacity=64, dtype=ml.DType.F16)
         hf.feed(made, same, ids)
         assert cache.nbytes == same.nbytes
-        with pytest.raises(ml.DTypeError, match=r"dtype='float16'.*ml.DType.*torch.dtype"):
-            HFCache(made.config, dtype="float16")  # type: ignore[arg-type]
+        named = HFCache(made.config, capacity=64, dtype="float16")
+        hf.feed(made, named, ids)
+        assert named.nbytes == same.nbytes
+        with pytest.raises(ml.DTypeError, match=r"dtype='half'.*ml.DType.*torch.dtype"):
+            HFCache(made.config, dtype="half")
 
     def test_conversations_share_prefixes_in_a_pair_of_formats(self) -> None:
         made, ids = hf.model("llama", head_dim=32), hf.tokens(1, 20)

@@ -42,6 +42,7 @@ from kvcache.runner.kept import KeptConversations
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.requests import GenerationOptions, Token
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.runner.warm_up import warm_up
 from kvcache.storage.sizes import bytes_text
 from kvcache.stores.builtin import path_of
 from kvcache.stores.options import without_secrets
@@ -97,6 +98,7 @@ def chat(
         with place.open(config) as opened:
             with bars_until_done(as_json) as bars:
                 loaded = load_model(path, opened, dtypes.weights, bars.loading)
+                warm_up(opened)
             with Engine(loaded, tokenizer, options, tiers) as engine:
                 kept = _kept(store, engine) if store else None
                 Chat(Conversations(engine, tokenizer, kept=kept), settings, as_json, live).run()

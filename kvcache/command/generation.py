@@ -21,6 +21,7 @@ from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.speculative import SpeculativeGenerator
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.runner.warm_up import warm_up
 from kvcache.views.words import counted
 
 __all__ = ["continue_prompts"]
@@ -48,6 +49,7 @@ def continue_prompts(
     done = "while loading the model"
     try:
         model = load_model(path, backend, dtype, screen.loading, group, drafting.mtp)
+        warm_up(backend)
         with (
             drafting.opened(model, dtype, options) as draft,
             _generator(model, tokenizer, options, draft) as generator,

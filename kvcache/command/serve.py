@@ -28,6 +28,7 @@ from kvcache.runner.engine import Engine, EngineOptions, Tier
 from kvcache.runner.errors import RequestError
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.runner.warm_up import warm_up
 from kvcache.storage.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -247,6 +248,7 @@ def _opened(place: Place, dtypes: Dtypes, room: Room, events: Events, drafting: 
     tiers: list[Tier] = [HostTier(room.host_memory), *map(named_store, room.store or ())]
     with place.open(load_config(path)) as backend:
         model = load_model(path, backend, dtypes.weights, mtp=drafting.mtp)
+        warm_up(backend)
         options = drafting.options(room.engine_options(dtypes))
         with (
             drafting.opened(model, dtypes.weights, options) as draft,

@@ -1,0 +1,25 @@
+"""What is compiled or loaded when it is first used, before anyone waits for an answer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import ml
+
+__all__ = ["warm_up"]
+
+
+def warm_up(backend: ml.Backend) -> None:
+    """Have the backend make its kernels of attention ready: on CPUs that takes seconds, once per machine.
+
+    Later processes load what was compiled in about a second. Without such kernels, nothing.
+    """
+    if not isinstance(backend, ml.SupportsRaggedAttention):
+        return
+    segments, readers = np.array([[0, 0, 1, 0, 1]]), np.array([[0, 0, 1]])
+    plan = ml.RaggedPlan(1, segments, readers, np.empty(0, np.int32))
+    with backend.new_context() as ctx:
+        one = ctx.zeros((1, 1, 32), ml.DType.F32)
+        found = backend.ragged_attention(ctx, one, one, one, plan, 1.0)
+        if found is not None:
+            ctx.compute(found)
