@@ -10,7 +10,7 @@ from benchmarks.pages import DOCS
 __all__ = ["FILE", "drawn", "write"]
 
 FILE = DOCS / "first-token.svg"
-MODEL = "a random Llama of 0.3 billion parameters, one CPU core"
+MODEL = "random Llama of 0.3 billion parameters, one CPU core"
 WIDTH, ROW, TOP, LEFT, RIGHT = 640, 58, 74, 16, 110
 BARS = (("computed again", None), ("fetched from another host, 1 Gb/s", 1.0), ("fetched, 10 Gb/s", 10.0))
 STYLE = "text{font:20px system-ui,sans-serif;fill:#7d8590}.b{font-weight:600}.s{font-size:16px}"
@@ -23,10 +23,10 @@ def drawn(docs: Path = DOCS) -> str:
     point = two_hosts_report.points_of(record)[-1]
     seconds = [point.computed if link is None else point.restored[link] for _, link in BARS]
     scale = (WIDTH - LEFT - RIGHT) / max(seconds)
-    title = f"Time to the first token of a prompt of {point.tokens:,} tokens"
+    title = f"Time to the first token, {point.tokens:,} tokens known"
     lines = [
         f'<text x="{LEFT}" y="30" class="b">{title}</text>',
-        f'<text x="{LEFT}" y="54" class="s">that another host has computed; {MODEL}</text>',
+        f'<text x="{LEFT}" y="54" class="s">{MODEL}</text>',
     ]
     for i, ((label, link), taken) in enumerate(zip(BARS, seconds, strict=True)):
         y, width = TOP + i * ROW, max(4, taken * scale)
