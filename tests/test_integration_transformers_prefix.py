@@ -174,7 +174,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(TypeError, match=r"no option 'capcity'; known: max_sequences, capacity, .* tiers"):
         HFPrefixCache(made, capcity=64)
     with HFPrefixCache(made, max_sequences=1, capacity=12) as prefix:
-        with pytest.raises(TypeError, match="call generate of the HFPrefixCache itself"):
+        with pytest.raises(AttributeError, match="call generate of the HFPrefixCache itself"):
             made.generate(ids, past_key_values=prefix, **OPTIONS)
         with pytest.raises(CacheFullError, match=r"pass a larger capacity=$"):
             prefix.generate(ids, **OPTIONS)

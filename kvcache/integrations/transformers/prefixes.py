@@ -183,7 +183,7 @@ class HFPrefixCache(Closing):
     @property
     def is_compileable(self) -> bool:
         """What ``generate`` asks first of a cache that it is given."""
-        raise ArgumentError(
+        raise AttributeError(
             "HFPrefixCache: model.generate takes the cache of one conversation; call generate of the "
             "HFPrefixCache itself, or pass begin(tokens).cache"
         )
