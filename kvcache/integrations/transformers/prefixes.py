@@ -180,6 +180,10 @@ class HFPrefixCache(Closing):
     def __repr__(self) -> str:
         return f"<HFPrefixCache of a {type(self.model).__name__}; {self.prefix!r}>"
 
+    def __dir__(self) -> list[str]:
+        """What a user calls."""
+        return sorted(set(super().__dir__()) - {"by_one", "is_compileable", "longest_pass", "named"})
+
     @property
     def is_compileable(self) -> bool:
         """What ``generate`` asks first of a cache that it is given."""
