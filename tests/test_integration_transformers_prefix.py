@@ -178,6 +178,8 @@ def test_mistakes_are_named() -> None:
             made.generate(ids, past_key_values=prefix, **OPTIONS)
         with pytest.raises(CacheFullError, match=r"pass a larger capacity=$"):
             prefix.generate(ids, **OPTIONS)
+        with pytest.raises(InvalidRangeError, match="a prompt of 13 tokens; there is room for 12"):
+            prefix.generate(hf.tokens(1, 13), **OPTIONS)
 
 
 def test_stores_are_written_when_asked_while_conversations_go_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -174,6 +175,8 @@ class HFPrefixCache(Closing):
         pool.give_away()
         self.longest_pass = min((family.kept(kind) or capacity for kind in family.caches), default=capacity)
         """Tokens that windows keep: a longer pass would leave them no snapshots inside."""
+        self.room = min((cache.cells for cache in family.whole), default=math.inf)
+        """Tokens that all conversations may have together; infinity where only windows are kept."""
         whole: Any = family.all
         self.prefix = PrefixCache(whole, **options)
 
@@ -182,7 +185,7 @@ class HFPrefixCache(Closing):
 
     def __dir__(self) -> list[str]:
         """What a user calls."""
-        return sorted(set(super().__dir__()) - {"by_one", "is_compileable", "longest_pass", "named"})
+        return sorted(set(super().__dir__()) - {"by_one", "is_compileable", "longest_pass", "named", "room"})
 
     @property
     def is_compileable(self) -> bool:
@@ -206,6 +209,11 @@ class HFPrefixCache(Closing):
 
         ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``.
         """
+        if len(tokens) > self.room:
+            raise InvalidRangeError(
+                f"begin: a prompt of {len(tokens)} tokens; there is room for {self.room}, answers included: "
+                "make the HFPrefixCache with a larger capacity or max_sequences"
+            )
         return HFSession(self, self.prefix.begin(tokens, salt, shared))
 
     def generate(
