@@ -279,3 +279,7 @@ def test_gradients_are_refused_instead_of_given_in_part(name: str) -> None:
         logits = made(prompt, past_key_values=cache).logits
         with pytest.raises(NotSupportedError, match="gradients do not flow through a cache"):
             logits.sum().backward()
+        made.set_attn_implementation("kvcache")
+        logits = made(prompt, past_key_values=HFCache(made.config, capacity=32)).logits
+        with pytest.raises(NotSupportedError, match="gradients do not flow through a cache"):
+            logits.sum().backward()

@@ -191,3 +191,46 @@ def test_stores_are_written_when_asked_while_conversations_go_on() -> None:
         prefix.flush()
         assert store.usage().entries
         assert not prefix.write_through()
+
+
+def test_what_the_cache_has_is_not_evaluated_twice() -> None:
+    made, ids = hf.model("llama"), hf.tokens(1, 30)
+    prompt = ids[0].tolist()
+    with HFPrefixCache(made, capacity=100) as prefix, torch.no_grad():
+        for begun in (True, False):
+            with pytest.raises(OrderError, match=r"session\.remaining"), prefix.begin(prompt) as session:
+                if begun:
+                    session.prefill()
+                made(ids, past_key_values=session.cache)
+        with prefix.begin(prompt) as session:
+            assert session.cached == 29
+            rest = torch.tensor([session.remaining])
+            assert rest.tolist() == [prompt[-1:]]
+            found = made(rest, past_key_values=session.cache).logits[:, -1]
+            torch.testing.assert_close(found, made(ids).logits[:, -1])
+            session.extend([5])
+            assert session.remaining == [5]
+
+
+def test_what_a_model_of_more_layers_has_stored_is_refused() -> None:
+    import transformers
+
+    store = MemoryStore()
+    options: dict[str, Any] = {"capacity": 100, "identity": {"model": "same"}, "block_size": 8}
+    made = [
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+                num_attention_heads=4, num_key_value_heads=2, eos_token_id=None,
+            )
+        ).eval()
+        for layers in (2, 1)
+    ]  # fmt: skip
+    ids = hf.tokens(1, 40)
+    with HFPrefixCache(made[0], tiers=[store], **options) as first:
+        first.generate(ids, **OPTIONS)
+    with (
+        HFPrefixCache(made[1], tiers=[store], **options) as second,
+        pytest.raises(InvalidRangeError, match=r"has layers \[1\], and the model has 1 layers"),
+    ):
+        second.generate(ids, **OPTIONS)

@@ -42,13 +42,15 @@ def identity_of(path: Path | str, dtype: ml.DType | str, share: Share | None = N
     ``path`` is a folder with config.json and weights, or a .gguf file; ModelError where there is none.
     ``dtype``, or its name, is what the model computes in; DTypeError for an unknown one.
     """
-    path, name = Path(path), dtype if isinstance(dtype, str) else dtype.name
+    path, name = Path(path), dtype if isinstance(dtype, str) else getattr(dtype, "name", "")
     if name not in ("F32", "F16", "BF16"):
         raise ml.DTypeError(f"identity_of: dtype={dtype!r}; it must be F32, F16 or BF16")
-    if not path.is_file() and not (path / "config.json").is_file():
+    weights = [path / "config.json", path / SINGLE, path / INDEX]
+    found_all = path.is_file() and path.suffix != ".json"
+    if not found_all and not (weights[0].is_file() and (weights[1].is_file() or weights[2].is_file())):
         raise ModelError(
-            f"identity_of: {path} has no config.json; give the folder that the model was loaded from "
-            "(huggingface_hub.snapshot_download(name) returns that of a model on the Hub)"
+            f"identity_of: {path} has no config.json, or no weights beside it; give the folder that the "
+            "model was loaded from (of a model on the Hub: huggingface_hub.snapshot_download(name))"
         )
     found = {"files": files_digest(path), "dtype": name}
     return found if share is None else {**found, "tensor_parallel": share.name}

@@ -31,6 +31,7 @@ from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.saving import adopt, load_prompt_cache
 from kvcache.integrations.mlx_lm.sequences import SequencesTakenError
 from kvcache.integrations.mlx_lm.serving import guard
+from kvcache.integrations.mlx_lm.speculation import check_speculation
 
 __all__ = [
     "ArraysCache",
@@ -54,6 +55,9 @@ __all__ = [
     "rewind",
     "uninstall",
 ]
+
+
+check_speculation()  # now: who imports mlx-lm's loop by name later gets the one that checks
 
 
 def make_prompt_cache(model: Any, **options: Any) -> list[Any]:

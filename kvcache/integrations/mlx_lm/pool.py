@@ -20,7 +20,6 @@ from kvcache.integrations.mlx_lm.lru import keep_prompt_caches
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
-from kvcache.integrations.mlx_lm.speculation import check_speculation
 from kvcache.integrations.mlx_lm.storage import Storage
 
 __all__ = ["CachePool"]
@@ -100,7 +99,6 @@ class CachePool:
             told_by(type(model))
             self.storage.calls_told = True
         keep_prompt_caches()
-        check_speculation()
         self.storage.asked = not listed and attend_by_entries(model)
         self.room = min((cache.cells for cache in caches.whole), default=math.inf)
         """How many tokens all prompt caches may hold together; infinity where only windows are kept."""

@@ -120,7 +120,10 @@ class MLXPrefixCache(Closing):
         known = [*inspect.signature(PrefixCache.__init__).parameters][2:]
         for name in options:
             if name not in known:
-                raise InvalidRangeError(f"MLXPrefixCache: no option {name!r}; known: {', '.join(known)}")
+                own = [*inspect.signature(MLXPrefixCache.__init__).parameters][2:-1]
+                raise InvalidRangeError(
+                    f"MLXPrefixCache: no option {name!r}; known: {', '.join([*own, *known])}"
+                )
         self.model = model
         self.pool = CachePool(
             model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,

@@ -9,12 +9,17 @@ import torch
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers.passes import Pair
 
-__all__ = ["without_gradients"]
+__all__ = ["is_recorded", "without_gradients"]
+
+
+def is_recorded(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether gradients of new keys and values are being recorded."""
+    return torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
 
 
 def without_gradients(found: Pair, key: torch.Tensor, value: torch.Tensor) -> Pair:
     """``found``, whose ``backward`` raises NotSupportedError where gradients of ``key`` are recorded."""
-    if not torch.is_grad_enabled() or not (key.requires_grad or value.requires_grad):
+    if not is_recorded(key, value):
         return found
     apply: Any = _Stored.apply
     keys, values = (apply(x, key, value) for x in found)

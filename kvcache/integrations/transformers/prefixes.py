@@ -26,12 +26,19 @@ __all__ = ["HFPrefixCache", "HFSession"]
 
 
 class HFSession:
-    """One conversation: ``cache`` is its HFCache, and holds ``cached`` of the prompt's tokens."""
+    """One conversation: ``cache`` is its HFCache, and holds ``cached`` of the prompt's tokens.
+
+    In a loop of your own, give the model ``remaining``, the tokens that the cache lacks, and nothing twice;
+    tell what was sampled by ``extend``. (``generate`` of transformers takes all tokens, and finds out by
+    itself.) If other tokens are evaluated than the session is told, nobody can notice, and later
+    conversations start from the wrong keys and values.
+    """
 
     def __init__(self, owner: HFPrefixCache, session: Session) -> None:
         self._owner, self._session = owner, session
         self.cached = session.cached
         self.cache = type(owner.cache).of(owner.cache.rows.adopt(session.seq, session.cached))
+        self.cache.rows.prompt = len(session.tokens)
 
     def __repr__(self) -> str:
         return f"<HFSession; {self._session!r}>"
@@ -59,6 +66,13 @@ class HFSession:
     def extend(self, tokens: Sequence[int]) -> None:
         """Tell what was generated, or is said next: later conversations may share it once it is evaluated."""
         self._session.extend(tokens)
+        self.cache.rows.prompt = len(self._session.tokens)
+
+    @property
+    def remaining(self) -> list[int]:
+        """The tokens to evaluate next: of the prompt, and of ``extend``, what the cache lacks."""
+        tokens: list[Any] = list(self._session.tokens)
+        return tokens[self.cache.get_seq_length() :]
 
     def close(self, keep: bool = True) -> None:
         """End the conversation; what the cache holds of it stays for others, unless ``keep`` is False."""
@@ -173,6 +187,9 @@ class HFPrefixCache(Closing):
         pool = self.cache.rows.pool
         pool.know(layer_devices(getattr(model, "hf_device_map", {})))
         pool.give_away()
+        self._family, self._layers = family, len(plan.layers)
+        if plan.indexed or plan.compressed:  # which store more, by numbers of their own
+            self._layers = plan.numbers
         self.longest_pass = min((family.kept(kind) or capacity for kind in family.caches), default=capacity)
         """Tokens that windows keep: a longer pass would leave them no snapshots inside."""
         self.room = min((cache.cells for cache in family.whole), default=math.inf)
@@ -214,7 +231,16 @@ class HFPrefixCache(Closing):
                 f"begin: a prompt of {len(tokens)} tokens; there is room for {self.room}, answers included: "
                 "make the HFPrefixCache with a larger capacity or max_sequences"
             )
-        return HFSession(self, self.prefix.begin(tokens, salt, shared))
+        session = self.prefix.begin(tokens, salt, shared)
+        stored = {i for cache in self._family.caches.values() for i in cache.storage.buffers}
+        strange = sorted(i for i in stored if i >= self._layers)
+        if strange:
+            session.close(keep=False)
+            raise InvalidRangeError(
+                f"begin: what is stored under this identity= has layers {strange}, and the model has "
+                f"{self._layers} layers; it is another model's: give this one an identity of its own"
+            )
+        return HFSession(self, session)
 
     def generate(
         self,
@@ -234,6 +260,7 @@ class HFPrefixCache(Closing):
         count = input_ids.shape[1]
         with self.begin(input_ids[0].tolist(), salt, shared) as session:
             session.prefill(prefill_size)
+            session.cache.rows.prompt = 0  # what assistants draft behind it may be of any length
             with _given_the_rest(self.model, session.cache):
                 out = self.model.generate(
                     input_ids,

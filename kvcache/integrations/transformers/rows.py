@@ -28,7 +28,7 @@ from kvcache import (
 )
 from kvcache.attention.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.model_caches import SLIDING, Kind, batch_of_rows
-from kvcache.integrations.transformers.gradients import without_gradients
+from kvcache.integrations.transformers.gradients import is_recorded, without_gradients
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
@@ -38,6 +38,8 @@ from kvcache.storage.state_slots import Checkpoint
 
 __all__ = ["BatchRows", "cannot_crop", "untraced"]
 
+MOST_DRAFTS = 64
+"""Drafted tokens behind the last one of a prompt that are taken for drafts."""
 PREFILL = 16
 """Tokens of a prefill, of which windows keep the end alone, that drafting may take back."""
 
@@ -65,6 +67,8 @@ class BatchRows:
         """Tokens of every row, those of the pass under way included."""
         self.seen = [0] * pool.plan.numbers
         """How many of them each layer has had; behind these, what is beside K and V (``Plan.part``)."""
+        self.prompt = 0
+        """Tokens of the prompt that one row was begun with (``HFSession``); 0: not known."""
         self.settled: int | None = None
         """While passes are recorded, where a crop may go back to, however small windows are."""
         self.inputs: dict[tuple[int, str], torch.Tensor] = {}
@@ -81,6 +85,7 @@ class BatchRows:
         """
         seen = self.seen[layer]
         if seen == self.length:
+            self._check_prompt(tokens)
             current = self._begin(tokens, batch, like)
         else:
             current = self.current(layer)
@@ -90,6 +95,16 @@ class BatchRows:
                 f"{current.tokens} tokens of {len(self.sequences)} rows"
             )
         return current
+
+    def _check_prompt(self, tokens: int) -> None:
+        """Refuse what is stored already: a pass may end the prompt, and drafts may follow its last token."""
+        rest = self.prompt - self.length
+        last = rest == 1 and tokens <= MOST_DRAFTS + 1 and tokens != self.prompt
+        if rest > 0 and tokens > rest and not last:
+            raise OrderError(
+                f"HFCache: {tokens} tokens from position {self.length} on, in a conversation of "
+                f"{self.prompt} tokens; give the model only what is missing, session.remaining"
+            )
 
     def reached(self, layer: int) -> None:
         """``layer`` has had its share of the pass under way."""
@@ -276,7 +291,7 @@ class BatchRows:
         self.reached(layer)
         if reading is None:
             reading = current.readings[kind] = self.reading(kind, current.begin)
-        if defer and pool.plan.attends:
+        if defer and pool.plan.attends and not is_recorded(key, value):
             return Stored(pool, layer, kind, current, reading).pair(key, value)
         return without_gradients(pool.read(reading, layer, key, value), key, value)
 
