@@ -123,21 +123,21 @@ def test_after_an_error_the_prompt_that_was_evaluated_is_kept() -> None:
 
 
 def test_what_the_prompt_cache_has_is_not_evaluated_twice() -> None:
-    model = models.shared("llama")
-    with MLXPrefixCache(model, capacity=128, **OPTIONS) as cache:
-        expected = [token for token, _ in cache.generate(FIRST, max_tokens=4)]
-        with cache.begin(FIRST) as session:
+    model, prompt = models.shared("llama"), models.prompt_of(90)
+    with MLXPrefixCache(model, capacity=200, **OPTIONS) as cache:
+        expected = [token for token, _ in cache.generate(prompt, max_tokens=4)]
+        with cache.begin(prompt) as session:
             session.prefill()
             last = session.prefill()
             steps = generate_step(last, model, prompt_cache=session.prompt_cache, max_tokens=4)
             assert [int(token) for token, _ in steps] == expected
-        whole = mx.array(FIRST)
+        whole = mx.array(prompt)
         for begun in (False, True):  # the whole prompt, where some of it, or all but its last token, is there
-            with pytest.raises(OrderError, match=r"session\.remaining"), cache.begin(FIRST) as session:
+            with pytest.raises(OrderError, match=r"session\.remaining"), cache.begin(prompt) as session:
                 if begun:
                     session.prefill()
                 list(generate_step(whole, model, prompt_cache=session.prompt_cache, max_tokens=1))
-        with cache.begin(FIRST) as session:
+        with cache.begin(prompt) as session:
             rest = mx.array(session.remaining)
             steps = generate_step(rest, model, prompt_cache=session.prompt_cache, max_tokens=4)
             assert [int(token) for token, _ in steps] == expected

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
 import torch
+import transformers
 
 from kvcache import CacheFullError, InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError
 from kvcache.integrations.transformers import HFPrefixCache
@@ -24,6 +25,14 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 def plain(made: Any, ids: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = made.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
     return found
+
+
+def llama(layers: int) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen3-next"])
@@ -146,18 +155,8 @@ def test_what_was_evaluated_before_an_error_is_kept() -> None:
 
 
 def test_what_a_model_of_other_layers_has_stored_is_not_taken_for_its_own() -> None:
-    import transformers
-
     store, options = MemoryStore(), {"capacity": 100, "identity": {"model": "same"}, "block_size": 8}
-    made = [
-        transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
-                num_attention_heads=4, num_key_value_heads=2, eos_token_id=None,
-            )
-        ).eval()
-        for layers in (1, 2)
-    ]  # fmt: skip
+    made = llama(1), llama(2)
     ids = hf.tokens(1, 40)
     with HFPrefixCache(made[0], tiers=[store], **options) as first:
         first.generate(ids, **OPTIONS)
@@ -194,16 +193,16 @@ def test_stores_are_written_when_asked_while_conversations_go_on() -> None:
 
 
 def test_what_the_cache_has_is_not_evaluated_twice() -> None:
-    made, ids = hf.model("llama"), hf.tokens(1, 30)
+    made, ids = hf.model("llama"), hf.tokens(1, 90)
     prompt = ids[0].tolist()
-    with HFPrefixCache(made, capacity=100) as prefix, torch.no_grad():
+    with HFPrefixCache(made, capacity=200) as prefix, torch.no_grad():
         for begun in (True, False):
             with pytest.raises(OrderError, match=r"session\.remaining"), prefix.begin(prompt) as session:
                 if begun:
                     session.prefill()
                 made(ids, past_key_values=session.cache)
         with prefix.begin(prompt) as session:
-            assert session.cached == 29
+            assert session.cached == 89
             rest = torch.tensor([session.remaining])
             assert rest.tolist() == [prompt[-1:]]
             found = made(rest, past_key_values=session.cache).logits[:, -1]
@@ -213,24 +212,14 @@ def test_what_the_cache_has_is_not_evaluated_twice() -> None:
 
 
 def test_what_a_model_of_more_layers_has_stored_is_refused() -> None:
-    import transformers
-
     store = MemoryStore()
     options: dict[str, Any] = {"capacity": 100, "identity": {"model": "same"}, "block_size": 8}
-    made = [
-        transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
-                num_attention_heads=4, num_key_value_heads=2, eos_token_id=None,
-            )
-        ).eval()
-        for layers in (2, 1)
-    ]  # fmt: skip
+    made = llama(2), llama(1)
     ids = hf.tokens(1, 40)
     with HFPrefixCache(made[0], tiers=[store], **options) as first:
         first.generate(ids, **OPTIONS)
     with (
         HFPrefixCache(made[1], tiers=[store], **options) as second,
-        pytest.raises(InvalidRangeError, match=r"has layers \[1\], and the model has 1 layers"),
+        pytest.raises(InvalidRangeError, match=r"has layers \[1\], and those of the model are below 1"),
     ):
         second.generate(ids, **OPTIONS)

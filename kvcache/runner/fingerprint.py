@@ -45,9 +45,8 @@ def identity_of(path: Path | str, dtype: ml.DType | str, share: Share | None = N
     path, name = Path(path), dtype if isinstance(dtype, str) else getattr(dtype, "name", "")
     if name not in ("F32", "F16", "BF16"):
         raise ml.DTypeError(f"identity_of: dtype={dtype!r}; it must be F32, F16 or BF16")
-    weights = [path / "config.json", path / SINGLE, path / INDEX]
-    found_all = path.is_file() and path.suffix != ".json"
-    if not found_all and not (weights[0].is_file() and (weights[1].is_file() or weights[2].is_file())):
+    whole = (path / "config.json").is_file() and any((path / name).is_file() for name in (SINGLE, INDEX))
+    if not whole and (not path.is_file() or path.suffix == ".json"):
         raise ModelError(
             f"identity_of: {path} has no config.json, or no weights beside it; give the folder that the "
             "model was loaded from (of a model on the Hub: huggingface_hub.snapshot_download(name))"

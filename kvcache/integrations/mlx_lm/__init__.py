@@ -32,6 +32,7 @@ from kvcache.integrations.mlx_lm.saving import adopt, load_prompt_cache
 from kvcache.integrations.mlx_lm.sequences import SequencesTakenError
 from kvcache.integrations.mlx_lm.serving import guard
 from kvcache.integrations.mlx_lm.speculation import check_speculation
+from kvcache.integrations.session_rules import names_of, unknown_option
 
 __all__ = [
     "ArraysCache",
@@ -91,10 +92,8 @@ def uninstall(model: Any) -> None:
 
 
 def _check_options(op: str, options: dict[str, Any]) -> None:
-    known = [*inspect.signature(CachePool.__init__).parameters][2:]
-    for name in options:
-        if name not in known:
-            raise InvalidRangeError(f"{op}: no option {name!r}; known: {', '.join(known)}")
+    if (wrong := unknown_option(op, options, names_of(CachePool.__init__))) is not None:
+        raise InvalidRangeError(wrong)
 
 
 for _function in (make_prompt_cache, install):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -15,6 +14,7 @@ import ml
 from kvcache.cache import CacheDType, InvalidRangeError
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
+from kvcache.integrations.session_rules import names_of, unknown_option
 from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
 from kvcache.stores.closing import Closing
 
@@ -117,13 +117,9 @@ class MLXPrefixCache(Closing):
 
         Raises NotSupportedError for layers that there is no cache for, as CachePool does.
         """
-        known = [*inspect.signature(PrefixCache.__init__).parameters][2:]
-        for name in options:
-            if name not in known:
-                own = [*inspect.signature(MLXPrefixCache.__init__).parameters][2:-1]
-                raise InvalidRangeError(
-                    f"MLXPrefixCache: no option {name!r}; known: {', '.join([*own, *known])}"
-                )
+        known = names_of(MLXPrefixCache.__init__, PrefixCache.__init__)
+        if (wrong := unknown_option("MLXPrefixCache", options, known)) is not None:
+            raise InvalidRangeError(wrong)
         self.model = model
         self.pool = CachePool(
             model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,

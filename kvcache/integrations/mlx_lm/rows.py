@@ -16,11 +16,9 @@ from typing import Any
 from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, OrderError
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.sequences import SequencePool, SharedSequence
+from kvcache.integrations.session_rules import check_missing
 
 __all__ = ["BatchRows"]
-
-MOST_DRAFTS = 16
-"""Drafted tokens behind the last one of a prompt that are taken for drafts."""
 
 
 class BatchRows:
@@ -188,7 +186,7 @@ class BatchRows:
                 f"update: rows that are padded, new or of other lengths, which {_ALL_ALIKE}"
             )
         one = ForwardPass(tokens, list(self.lengths), begins, counts)
-        self._check_prompt(one)
+        check_missing("update", self.prompt, one.before[0], one.counts[0])
         self._check_room(one)
         self.pool.reclaim()
         for row, count in enumerate(counts):
@@ -200,16 +198,6 @@ class BatchRows:
         self.before, self.lengths, self.last = one.before, one.after, one
         self.events += 1
         return one
-
-    def _check_prompt(self, one: ForwardPass) -> None:
-        """Refuse what is stored already: a pass may end the prompt, and drafts may follow its last token."""
-        before, count, prompt = one.before[0], one.counts[0], self.prompt
-        most = MOST_DRAFTS + 1 if before == prompt - 1 else prompt - before
-        if before < prompt and count > most:
-            raise OrderError(
-                f"update: {count} tokens from position {before} on, in a conversation of {prompt} tokens; "
-                "give the model only what is missing, session.remaining"
-            )
 
     def _check_room(self, one: ForwardPass) -> None:
         longest = self.pool.storage.longest

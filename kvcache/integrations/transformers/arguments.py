@@ -9,6 +9,7 @@ from typing import Any
 import ml
 from kvcache import InvalidRangeError
 from kvcache.cache import check_whole
+from kvcache.integrations.session_rules import names_of, unknown_option
 
 __all__ = [
     "THEIRS",
@@ -30,16 +31,13 @@ class ArgumentError(InvalidRangeError, TypeError):
 
 def check_names(op: str, init: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     """Refuse options without a name, and names that ``init`` does not have behind its first two."""
-    known = [*inspect.signature(init).parameters][2:]
+    known = names_of(init)
     if args:
         raise ArgumentError(
             f"{op}: {len(args) + 1} positional arguments; options go by name: {', '.join(known)}"
         )
-    for name in options:
-        if name not in known:
-            other = THEIRS.get(name)
-            remedy = f"it is called {other} here" if other in known else f"known: {', '.join(known)}"
-            raise ArgumentError(f"{op}: no option {name!r}; {remedy}")
+    if (wrong := unknown_option(op, options, known, THEIRS)) is not None:
+        raise ArgumentError(wrong)
 
 
 def signature_of(init: Callable[..., Any]) -> inspect.Signature:

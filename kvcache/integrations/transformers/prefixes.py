@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -14,6 +13,7 @@ import torch
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError
+from kvcache.integrations.session_rules import names_of, unknown_option
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
 from kvcache.integrations.transformers.cache import HFCache, cache_argument
@@ -130,16 +130,6 @@ def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
             raise ArgumentError(f"generate: {name} is given; the HFPrefixCache passes its own")
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    own = [*inspect.signature(HFPrefixCache.__init__).parameters][2:-1]
-    theirs = [*inspect.signature(PrefixCache.__init__).parameters][2:]
-    for name in options:
-        if name not in theirs:
-            other = THEIRS.get(name)
-            remedy = f"it is called {other} here" if other else f"known: {', '.join([*own, *theirs])}"
-            raise ArgumentError(f"HFPrefixCache: no option {name!r}; {remedy}")
-
-
 class HFPrefixCache(Closing):
     """A ``kvcache.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
 
@@ -174,7 +164,9 @@ class HFPrefixCache(Closing):
                 f"HFPrefixCache: {type(model).__name__}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
-        _check_options(options)
+        known = names_of(HFPrefixCache.__init__, PrefixCache.__init__)
+        if (wrong := unknown_option("HFPrefixCache", options, known, THEIRS)) is not None:
+            raise ArgumentError(wrong)
         for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED):
             plan.refuse("HFPrefixCache", trait, "prefixes cannot be shared")
         self.by_one = Trait.BY_ONE in plan.traits
@@ -237,8 +229,8 @@ class HFPrefixCache(Closing):
         if strange:
             session.close(keep=False)
             raise InvalidRangeError(
-                f"begin: what is stored under this identity= has layers {strange}, and the model has "
-                f"{self._layers} layers; it is another model's: give this one an identity of its own"
+                f"begin: what is stored under this identity= has layers {strange}, and those of the model "
+                f"are below {self._layers}; it is another model's: give this one an identity of its own"
             )
         return HFSession(self, session)
 

@@ -28,6 +28,7 @@ from kvcache import (
 )
 from kvcache.attention.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.model_caches import SLIDING, Kind, batch_of_rows
+from kvcache.integrations.session_rules import check_missing
 from kvcache.integrations.transformers.gradients import is_recorded, without_gradients
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
@@ -38,8 +39,6 @@ from kvcache.storage.state_slots import Checkpoint
 
 __all__ = ["BatchRows", "cannot_crop", "untraced"]
 
-MOST_DRAFTS = 64
-"""Drafted tokens behind the last one of a prompt that are taken for drafts."""
 PREFILL = 16
 """Tokens of a prefill, of which windows keep the end alone, that drafting may take back."""
 
@@ -85,7 +84,7 @@ class BatchRows:
         """
         seen = self.seen[layer]
         if seen == self.length:
-            self._check_prompt(tokens)
+            check_missing("HFCache", self.prompt, self.length, tokens)
             current = self._begin(tokens, batch, like)
         else:
             current = self.current(layer)
@@ -95,16 +94,6 @@ class BatchRows:
                 f"{current.tokens} tokens of {len(self.sequences)} rows"
             )
         return current
-
-    def _check_prompt(self, tokens: int) -> None:
-        """Refuse what is stored already: a pass may end the prompt, and drafts may follow its last token."""
-        rest = self.prompt - self.length
-        last = rest == 1 and tokens <= MOST_DRAFTS + 1 and tokens != self.prompt
-        if rest > 0 and tokens > rest and not last:
-            raise OrderError(
-                f"HFCache: {tokens} tokens from position {self.length} on, in a conversation of "
-                f"{self.prompt} tokens; give the model only what is missing, session.remaining"
-            )
 
     def reached(self, layer: int) -> None:
         """``layer`` has had its share of the pass under way."""
