@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from backends.torch import store
+from backends.torch import ragged, store
 
 __all__ = ["DeviceTensor", "Transfer", "Transfers", "cuda_double"]
 
@@ -328,6 +328,18 @@ def _need(*held: bool) -> None:
 
 
 @contextlib.contextmanager
+def _no_kernels() -> Iterator[None]:
+    """Where there is a GPU, Triton's would be run on the host's memory."""
+    asked = ragged.kernels_on, ragged._multiprocessors
+    with mock.patch.object(torch.version, "cuda", None):
+        for cached in asked:
+            getattr(cached, "cache_clear", lambda: None)()
+        yield
+    for cached in asked:
+        getattr(cached, "cache_clear", lambda: None)()
+
+
+@contextlib.contextmanager
 def cuda_double(count: int = 1) -> Iterator[Transfers]:
     """``count`` CUDA devices; what goes to and from them is noted. Backends are opened and used inside."""
     properties = types.SimpleNamespace(multi_processor_count=2, total_memory=1 << 34, name="double")
@@ -346,6 +358,7 @@ def cuda_double(count: int = 1) -> Iterator[Transfers]:
     with contextlib.ExitStack() as stack:
         for name, body in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, body))
+        stack.enter_context(_no_kernels())
         # It makes a view past every dispatch.
         stack.enter_context(mock.patch.object(store, "_alias", store._strided))
         devices = stack.enter_context(_Devices())

@@ -258,6 +258,8 @@ def made(array: Any) -> ndarray:
 
 
 def check_cast(source: np.dtype, target: np.dtype) -> None:
+    if target == np.dtype(bool) and (source == BF16 or source.kind == "f"):
+        raise TypeError(f"{source} to bool: with -ftz=true subnormal numbers would be false")
     pair = {source, target}
     if len(pair) > 1 and pair & {BF16, np.dtype(np.float16)} and np.dtype(np.float32) not in pair:
         raise TypeError(f"{source} to {target}: the backend has to go by way of float32")
@@ -501,7 +503,7 @@ def get_default_memory_pool() -> Pool:
 UFUNCS = (
     "add", "subtract", "multiply", "true_divide", "equal", "not_equal", "less", "less_equal", "greater",
     "greater_equal", "negative", "exp", "log", "sqrt", "sin", "cos", "tanh", "maximum", "minimum", "abs",
-    "rint",
+    "rint", "left_shift",
 )  # fmt: skip
 FUNCTIONS = (
     take, arange, concatenate, tile, where, take_along_axis, argsort, argmax, copyto, asarray,

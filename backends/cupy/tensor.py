@@ -103,7 +103,13 @@ class CupyTensor(ArrayTensor):
         return self.wide()
 
     def _bridge(self, array: Any, source: DType, target: DType) -> Any:
-        """CuPy's narrow floats are C++ classes: nothing is left to how they convert but from and to F32."""
+        """CuPy's narrow floats are C++ classes: nothing is left to how they convert but from and to F32.
+
+        Its kernels are compiled with ``-ftz=true``, for which subnormal numbers are 0: what is true of floats
+        are their bits but for the sign.
+        """
+        if target is DType.BOOL and source.is_float:
+            return cupy.left_shift(array.view(np.uint32 if source is DType.F32 else _BITS), 1)
         narrow = (DType.F16, DType.BF16)
         via = source is not target and DType.F32 not in (source, target)
         return array.astype(np.float32) if via and (source in narrow or target in narrow) else array

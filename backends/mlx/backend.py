@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,6 +58,8 @@ class MlxBackend(BaseBackend):
         layers: int | None = None,
     ) -> None:
         target = _device(only_device("mlx", device, devices, layers))
+        if target.type == mx.gpu:  # MLX looks when it first multiplies; what the contract says is F32
+            os.environ.setdefault("MLX_ENABLE_TF32", "0")
         super().__init__("mlx", (_device_info(target),), dtype)
         memory = _total_memory(self.devices[0].kind) or sys.maxsize
         self.work = MlxWork(target.type == mx.gpu, memory)

@@ -35,9 +35,11 @@ def quantized_attention(
 
     The queries of a segment, and those of a KV head, are rows of one product; the softmax is in F32.
     """
+    work = query.storage.work
     if any(name not in AFFINE for name in formats) or len(plan.segments) > MOST:
         return None
-    work = query.storage.work
+    if not (work.widens or mx.metal.is_available()):
+        return None  # MLX's products of quantized matrices take no views on CUDA
     with work.lock, work.on_stream:
         keys, values = _Groups(key, formats[0]), _Groups(value, formats[1])
         tokens, heads, size = query.shape

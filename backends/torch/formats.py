@@ -42,9 +42,14 @@ def decoded(ctx: Placement, parts: Sequence[TorchTensor], name: str) -> TorchTen
     return TorchTensor.own(ctx, found, DType.F32)
 
 
+def _scalar(like: torch.Tensor, number: float) -> torch.Tensor:
+    """On the device: CUDA does not divide by a number of the host, but multiplies by 1 / number, rounded."""
+    return torch.full((), number, dtype=like.dtype, device=like.device)
+
+
 def _to_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True).div_(F8_LARGEST)
+    scale = wide.abs().amax(-1, keepdim=True).div_(_scalar(wide, F8_LARGEST))
     empty = scale < F8_LEAST_SCALE
     scale.masked_fill_(empty, 0)
     scaled = (wide / scale.masked_fill(empty, 1)).masked_fill_(empty, 0).clamp_(-F8_LARGEST, F8_LARGEST)
@@ -54,7 +59,7 @@ def _to_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _to_groups(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     groups = x.float().reshape(*x.shape[:-1], -1, group)
     low, high = groups.aminmax(dim=-1, keepdim=True)
-    step = (high - low).div_(2**bits - 1).clamp_(min=AFFINE_LEAST_STEP)
+    step = (high - low).div_(_scalar(low, 2**bits - 1)).clamp_(min=AFFINE_LEAST_STEP)
     below = low.abs() > high.abs()
     step, edge = torch.where(below, step, -step), torch.where(below, low, high)
     at = (edge / step).round_()

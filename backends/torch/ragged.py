@@ -26,8 +26,8 @@ from ml.ragged import RaggedPlan
 
 __all__ = ["attend_on_cpu", "attend_ragged", "kernels_on", "launch", "stored_of", "work_of"]
 
-PROGRAMS = 4
-"""Programs per multiprocessor that a pass is divided into, where it is long enough."""
+PROGRAMS = 2
+"""Programs that a multiprocessor runs at once: see SHARED_BYTES of ragged_work.py."""
 OLDEST = (8, 0)
 """The compute capability from which on tensor cores take BF16."""
 

@@ -19,8 +19,10 @@ __all__ = ["HEADER", "Tile", "Work", "choose_tile", "divide", "padded"]
 
 HEADER = 8
 """Integers at the front of ``Work.packed``."""
-SHORTEST_CHUNK = 256
+SHORTEST_CHUNK = 128
 """Keys under which a chunk is not worth the merging."""
+STARTING = 128
+"""To start a program takes about as long as to read so many keys."""
 READING = 64
 """To read a key from memory takes about as long as to compute with it for so many rows of a tile."""
 SHARED_BYTES = 96 << 10
@@ -100,7 +102,7 @@ def _cost(plan: RaggedPlan, group: int, rows: int) -> int:
 def divide(plan: RaggedPlan, tile: Tile, programs: int, copies: int) -> Work:
     """The work of a plan in tiles like ``tile``; chunks are of whole blocks of keys.
 
-    ``programs``: how many programs the device is to be filled with; each item is run ``copies`` times.
+    ``programs``: how many programs the device runs at once; each item is run ``copies`` times.
     """
     first, counts, segment = _tiles(plan, tile.readers)
     members = _ranges(first, counts)
@@ -170,13 +172,35 @@ def _chunks(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The tile of each item and the places that it is over; only the last chunk of a tile is shorter."""
     lengths = (high - low).astype(np.int64)
-    longest = max(SHORTEST_CHUNK, -(-int(lengths.sum()) * copies // programs))
+    longest = _longest(lengths, programs, copies)
     pieces = -(-lengths // longest)
     piece = -(-lengths // (pieces * block)) * block
     pieces = -(-lengths // piece)
     tile = np.repeat(np.arange(len(low)), pieces)
     item_low = low[tile] + _ranges(np.zeros_like(pieces), pieces) * piece[tile]
     return tile, item_low, np.minimum(item_low + piece[tile], high[tile])
+
+
+def _longest(lengths: np.ndarray, programs: int, copies: int) -> int:
+    """Keys per chunk with which the last program ends soonest: of tiles of equal length in one or two waves.
+
+    A device that runs ``programs`` at once takes two waves for one more. Tiles of unequal length do not run
+    in waves; there it counts that no chunk is much longer than the others.
+    """
+    total, tiles = int(lengths.sum()), len(lengths)
+    shares = [-(-total * copies // (2 * programs))]
+    # Each tile is rounded up by less than one chunk: there are no more than ``most``.
+    waves = (programs // copies, 2 * programs // copies)
+    shares += [-(-total // (most - tiles + 1)) for most in waves if most >= tiles]
+
+    def end(longest: int) -> float:
+        pieces = -(-lengths // longest)
+        items, chunk = int(pieces.sum()) * copies, int((-(-lengths // pieces)).max())
+        in_waves = -(-items // programs) * (chunk + STARTING)
+        return min(in_waves, (total * copies + items * STARTING) / programs + chunk)
+
+    choices = sorted({max(SHORTEST_CHUNK, share) for share in shares}, reverse=True)
+    return choices[0] if len(choices) == 1 else min(choices, key=end)
 
 
 def _slots(queries: np.ndarray, seen: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 
 from backends.torch.ragged_work import Work, padded
+from backends.torch.triton_launch import INTERPRETED, launch
 
 __all__ = ["attend", "attend_items", "merge_parts"]
 
 MERGED_AT_ONCE = 8
 """Parts of a query that the merging reads together."""
 LOG2_E = tl.constexpr(1.4426950408889634)
-INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether TRITON_INTERPRET was set when this module was imported: the kernels then run on the host."""
 
 
 @triton.jit
@@ -242,17 +241,22 @@ def attend(
     given = [out if one is None else one for one in scales]
     steps = [stride for x in (q, k, v, *given) for stride in x.stride()]
     with torch.cuda.device_of(q):
-        attend_items[work.items, kv_heads * -(-group // tile.heads)](
-            q, k, v, *given, packed, sink, out, scratch, scale, *steps, step,
-            GROUP=group, HEADS_PER_TILE=tile.heads, HEADS=heads, HEAD_DIM=head_dim, V_DIM=v_dim,
-            PAD=padded(head_dim), V_PAD=padded(v_dim), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-            INDEXED=work.indexed, WIDEN=INTERPRETED and q.dtype is torch.bfloat16, SINKS=sinks is not None,
-            K_BITS=bits[0], V_BITS=bits[1],
-            num_warps=tile.warps, num_stages=tile.stages,
+        launch(
+            attend_items, (work.items, kv_heads * -(-group // tile.heads)),
+            (q, k, v, *given, packed, sink, out, scratch), (scale,), (*steps, step),
+            dict(  # noqa: C408
+                GROUP=group, HEADS_PER_TILE=tile.heads, HEADS=heads, HEAD_DIM=head_dim, V_DIM=v_dim,
+                PAD=padded(head_dim), V_PAD=padded(v_dim), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+                INDEXED=work.indexed, WIDEN=INTERPRETED and q.dtype is torch.bfloat16,
+                SINKS=sinks is not None, K_BITS=bits[0], V_BITS=bits[1],
+            ), tile.warps, tile.stages,
         )  # fmt: skip
         if work.merges:
-            merge_parts[work.merges, heads](
-                packed, sink, out, scratch, step, HEADS=heads, V_DIM=v_dim, V_PAD=padded(v_dim),
-                BLOCK=MERGED_AT_ONCE, SINKS=sinks is not None, num_warps=1 if v_dim <= 128 else 4,
+            launch(
+                merge_parts, (work.merges, heads), (packed, sink, out, scratch), (), (step,),
+                dict(  # noqa: C408
+                    HEADS=heads, V_DIM=v_dim, V_PAD=padded(v_dim), BLOCK=MERGED_AT_ONCE,
+                    SINKS=sinks is not None,
+                ), 1 if v_dim <= 128 else 4, 3,
             )  # fmt: skip
     return out

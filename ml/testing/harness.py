@@ -254,16 +254,18 @@ _TOLERANCE = {
 }
 
 
-def assert_close(tensor: Tensor, expected: np.ndarray, dtype: DType, slack: float = 1.0) -> None:
-    """Within ``slack`` times the tolerance of ``dtype`` of a float64 reference."""
+def assert_close(
+    tensor: Tensor, expected: np.ndarray, dtype: DType, slack: float = 1.0, absolute: float = 0.0
+) -> None:
+    """Within ``slack`` times the tolerance of ``dtype`` of a float64 reference, or within ``absolute``."""
     actual = tensor.to_numpy()
     assert tensor.dtype is dtype
     assert tuple(tensor.shape) == actual.shape == expected.shape
-    relative, absolute = _TOLERANCE[dtype]
+    relative, least = _TOLERANCE[dtype]
     with np.errstate(all="ignore"):
         rounded = expected.astype(dtype.numpy).astype(np.float64)  # overflows to inf as the result does
     np.testing.assert_allclose(
-        actual.astype(np.float64), rounded, rtol=relative * slack, atol=absolute * slack
+        actual.astype(np.float64), rounded, rtol=relative * slack, atol=max(least * slack, absolute)
     )
 
 

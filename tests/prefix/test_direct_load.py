@@ -5,6 +5,8 @@ What every query sees of them is checked bit by bit (rigs/conversing.py).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,6 +33,19 @@ ENDS = (8, 16, 24, 30)
 
 Backends = Callable[[str], ml.Backend]
 every_backend = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    """On the CPU: bytes are read straight to where the host may write."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def get(name: str) -> ml.Backend:
+            device = {} if name == "numpy" else {"device": "cpu"}
+            return stack.enter_context(ml.open_backend(name, **device))
+
+        yield get
 
 
 @pytest.fixture(params=["runs", "crumbs"])

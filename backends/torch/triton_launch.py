@@ -1,0 +1,53 @@
+"""Triton kernels, launched again without Triton looking at their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+
+__all__ = ["INTERPRETED", "launch"]
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether TRITON_INTERPRET was set when this module was imported: kernels then run on the host."""
+COMPILED_LIMIT = 1024
+_compiled: dict[Hashable, CompiledKernel] = {}
+"""By all that Triton compiles a kernel for."""
+
+
+def launch(
+    function: Any,
+    grid: tuple[int, int],
+    tensors: Sequence[torch.Tensor],
+    floats: Sequence[float],
+    integers: Sequence[int],
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+) -> None:
+    """``function[grid](*tensors, *floats, *integers, **constants)`` on the current device.
+
+    What Triton compiled for arguments like these is launched by itself: to find it, Triton looks at each
+    argument, which takes some 50 us of the host. It compiles anew for other dtypes and constants, for integers
+    that are 1, multiples of 16 or wider than 32 bits, and for memory that is not aligned to 16 bytes.
+    """
+    key: Hashable = None
+    if not INTERPRETED:
+        places = [tensor.data_ptr() for tensor in tensors]
+        key = (
+            id(function), tensors[0].device.index, tuple([tensor.dtype for tensor in tensors]),
+            tuple([place % 16 for place in places]), tuple(integers), tuple(constants.values()), warps,
+            stages,
+        )  # fmt: skip
+        found = _compiled.get(key)
+        if found is not None:
+            found[*grid, 1](*places, *floats, *integers, *constants.values())
+            return
+    kernel = function[grid](*tensors, *floats, *integers, **constants, num_warps=warps, num_stages=stages)
+    if key is not None and isinstance(kernel, CompiledKernel):
+        if len(_compiled) >= COMPILED_LIMIT:
+            _compiled.clear()
+        _compiled[key] = kernel
