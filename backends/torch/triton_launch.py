@@ -31,8 +31,8 @@ def launch(
     """``function[grid](*tensors, *floats, *integers, **constants)`` on the current device.
 
     What Triton compiled for arguments like these is launched by itself: to find it, Triton looks at each
-    argument, which takes some 50 us of the host. It compiles anew for other dtypes and constants, for integers
-    that are 1, multiples of 16 or wider than 32 bits, and for memory that is not aligned to 16 bytes.
+    argument, which takes some 50 us of the host. It compiles anew for other dtypes and constants, for
+    integers that are 1, multiples of 16 or wider than 32 bits, and for memory not aligned to 16 bytes.
     """
     key: Hashable = None
     if not INTERPRETED:

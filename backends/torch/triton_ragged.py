@@ -243,7 +243,7 @@ def attend(
     with torch.cuda.device_of(q):
         launch(
             attend_items, (work.items, kv_heads * -(-group // tile.heads)),
-            (q, k, v, *given, packed, sink, out, scratch), (scale,), (*steps, step),
+            (q, k, v, *given, packed, sink, out, scratch), (float(scale),), (*steps, step),
             dict(  # noqa: C408
                 GROUP=group, HEADS_PER_TILE=tile.heads, HEADS=heads, HEAD_DIM=head_dim, V_DIM=v_dim,
                 PAD=padded(head_dim), V_PAD=padded(v_dim), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
