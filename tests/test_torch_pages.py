@@ -116,6 +116,21 @@ def test_cells_are_written_in_one_copy_for_each_run(backend: TorchBackend) -> No
         np.testing.assert_array_equal(shape.to_numpy(), page)
 
 
+def test_the_beginning_of_each_heads_tokens_is_copied_from_where_it_lies(backend: TorchBackend) -> None:
+    ctx = backend.new_context()
+    page = np.random.default_rng(2).random((4, 512, 128), np.float32)
+    cells = ctx.zeros((4, 2048, 128), DType.F32)
+    for count, pieces in ((64, 4), (8, 1)):
+        part, place = page[:, :count], cells.slice(ctx, 1, 512, 512 + count)
+        arriving = backend.page_in(ctx, [part], [place])
+        assert arriving is not None
+        ((_, source),) = arriving._kept  # type: ignore[attr-defined]
+        assert source.data_ptr() == page.ctypes.data
+        assert sum(callable(one) for one in CUDA.streams[-1].queue) == pieces
+        arriving.wait()
+        np.testing.assert_array_equal(place.to_numpy(), part)
+
+
 def test_what_is_under_way_is_kept_until_it_is_done(backend: TorchBackend) -> None:
     ctx = backend.new_context()
     target = ctx.zeros((16,), DType.F32)

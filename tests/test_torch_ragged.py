@@ -267,9 +267,7 @@ def test_codes_of_formats_that_the_kernels_do_not_read_and_wrong_shapes(ctx: Any
 
 
 def test_two_launches_do_however_many_sequences(ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[str] = []
-    for name in ("attend_items", "merge_parts"):
-        monkeypatch.setattr(kernels, name, Recorded(launched, name, getattr(kernels, name)))
+    launched = _noted(monkeypatch, kernels.launch)
     for readers in (1, 6):
         _attend(ctx, _case(6, readers, 64 + 3 * readers, (1, 1), (16, 16)), _shared_prefix(readers, 64))
         assert launched == ["attend_items", "merge_parts"]
@@ -278,16 +276,17 @@ def test_two_launches_do_however_many_sequences(ctx: Any, monkeypatch: pytest.Mo
     assert launched == ["attend_items"]
 
 
-class Recorded:
-    """A kernel whose launches are noted; without one, a device that does nothing."""
+def _noted(monkeypatch: pytest.MonkeyPatch, launch: Any) -> list[str]:
+    """The names of the kernels that are launched from now on, by ``launch``."""
+    launched: list[str] = []
 
-    def __init__(self, launched: list[str], name: str, kernel: Any = None) -> None:
-        self.launched, self.name, self.kernel = launched, name, kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+    def note(function: Any, grid: tuple[int, ...], *given: Any) -> None:
         assert all(type(size) is int for size in grid)
-        self.launched.append(self.name)
-        return (lambda *_, **__: None) if self.kernel is None else self.kernel[grid]
+        launched.append(function.fn.__name__)
+        launch(function, grid, *given)
+
+    monkeypatch.setattr(kernels, "launch", note)
+    return launched
 
 
 class Operations(TorchDispatchMode):
@@ -302,12 +301,9 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels take no tensors without memory")
 def test_layers_share_one_upload_and_none_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without memory of a device that is not there."""
-    done: list[str] = []
-    for name in ("attend_items", "merge_parts"):
-        monkeypatch.setattr(kernels, name, Recorded(done, name))
+    done = _noted(monkeypatch, lambda *_: None)
     monkeypatch.setattr(torch_backend, "fill_from_host", lambda *_: done.append("upload"))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     plan = _shared_prefix(3, 80)

@@ -82,7 +82,7 @@ class CupyPages:
         return self.pinned_memory(tensor.place, tensor.nbytes).view(tensor.dtype.numpy).reshape(tensor.shape)
 
     def page_in(self, arrays: Sequence[np.ndarray], tensors: Sequence[CupyTensor]) -> StreamTransfer:
-        sources = [np.ascontiguousarray(array) for array in arrays]
+        sources = [_source(array, tensor) for array, tensor in zip(arrays, tensors, strict=True)]
         copies: list[tuple[Place, Callable[[], None]]] = [
             (tensor.place, partial(_in, source, tensor))
             for source, tensor in zip(sources, tensors, strict=True)
@@ -108,6 +108,15 @@ def _in(array: np.ndarray, tensor: CupyTensor) -> None:
     cupy.copyto(target, whole)
 
 
+def _source(array: np.ndarray, tensor: CupyTensor) -> np.ndarray:
+    """The array, or a copy without gaps where its rows are not those of the tensor."""
+    if array.flags.c_contiguous:
+        return array
+    ours, theirs = _rows(tensor.bits()), _rows(array) if min(array.strides, default=0) >= 0 else None
+    alike = ours is not None and theirs is not None and ours[:2] == theirs[:2]
+    return array if alike else np.ascontiguousarray(array)
+
+
 def _rows(array: Any) -> tuple[int, int, int] | None:
     """(rows, bytes of each, bytes from one to the next) of an array that lies in rows at even distances."""
     size = array.dtype.itemsize
@@ -122,13 +131,14 @@ def _rows(array: Any) -> tuple[int, int, int] | None:
 
 
 def _copy(device: Any, host: np.ndarray, out: bool) -> None:
-    """One copy between a device's rows and a host array without gaps."""
+    """One copy between a device's rows and a host array, without gaps or of rows like these."""
     found = _rows(device)
     if found is None:
         raise DeviceError(f"page: {device.shape} with strides {device.strides} lies in no rows")
     rows, width, pitch = found
     runtime = cupy.cuda.runtime
-    ours, theirs = (device.data.ptr, pitch), (host.ctypes.data, width)
+    apart = width if host.flags.c_contiguous else _rows(host)[2]  # type: ignore[index]
+    ours, theirs = (device.data.ptr, pitch), (host.ctypes.data, apart)
     kind = runtime.memcpyDeviceToHost if out else runtime.memcpyHostToDevice
     stream = cupy.cuda.get_current_stream().ptr
     to, source = (theirs, ours) if out else (ours, theirs)

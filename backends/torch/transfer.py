@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.page_streams import PageStreams, StreamTransfer, runs
+from backends.page_streams import RUN, PageStreams, StreamTransfer, runs
 from backends.torch.convert import TO_TORCH, translated, write
 from backends.torch.tensor import TorchTensor
 from ml.dtypes import DType
 from ml.errors import DeviceError
 
 __all__ = ["TorchPages"]
+
+SHORT_RUN = 16 << 10
+"""Bytes."""
 
 
 class _Queue:
@@ -114,16 +117,24 @@ def _array(host: torch.Tensor, dtype: DType) -> np.ndarray:
 
 
 def _source(array: np.ndarray) -> torch.Tensor:
-    """The array's own memory where torch takes it: not what is read-only or has gaps."""
+    """The array's own memory where torch takes it: not what is read-only or runs backwards.
+
+    Only from there, page-locked, is it copied at the speed of the bus: a copy of it is not.
+    """
     dtype = DType.from_numpy(array.dtype)
-    whole = np.ascontiguousarray(array) if array.flags.writeable else np.array(array, order="C")
+    taken = array.flags.writeable and all(s >= 0 and s % array.itemsize == 0 for s in array.strides)
+    whole = array if taken else np.array(array, order="C")
     bits = whole.view(np.int16) if dtype is DType.BF16 else whole
     return torch.from_numpy(bits).view(TO_TORCH[dtype])
 
 
 def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[Callable[[], None]]:
-    """Copies of one run each, straight to where it will lie; else one that torch does in two steps."""
-    outer = runs(tuple(target.shape), target.stride(), target.element_size()) or 0
+    """Copies of one run each, straight to where it will lie; else one that torch does in two steps.
+
+    A source with gaps torch would first gather, in memory that is not page-locked: there shorter runs do.
+    """
+    least = RUN if source.is_contiguous() else SHORT_RUN
+    outer = runs(tuple(target.shape), target.stride(), target.element_size(), least) or 0
     for where in product(*map(range, target.shape[:outer])):
         piece = target[where]
         yield partial(write, piece, piece.copy_, source[where], True)

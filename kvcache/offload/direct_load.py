@@ -32,6 +32,7 @@ import ml
 from kvcache.cache import SupportsParts, SupportsReservation
 from kvcache.offload.tiers import StoreTier
 from kvcache.snapshots.check_serialized import check_meta
+from kvcache.snapshots.cut import part_before
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
 from kvcache.snapshots.serialize import deserialize
 from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot
@@ -88,7 +89,7 @@ def load_back(
 def restore_serialized(
     cache: Any, seq: int, serialized: SerializedSnapshot, target: int | None = None, lent: bool = False
 ) -> bool:
-    """``cache.restore`` of what was checked; what is whole as far as it goes, whatever ``target``.
+    """``cache.restore`` of what was checked, up to ``target``; what is whole as far as it goes.
 
     A device may still be reading the arrays when this returns, unless they are ``lent``.
 
@@ -96,8 +97,9 @@ def restore_serialized(
     """
     snapshot: Snapshot | None = None
     waiting: list[ml.PageTransfer] = []
-    if target in (None, serialized.meta["snapshot"]["end"]):
-        approach = _Approach.find(cache, seq, [_HeldEntry(serialized)])
+    held = _HeldEntry.of(serialized, target)
+    if held is not None:
+        approach = _Approach.find(cache, seq, [held])
         if approach is not None:
             snapshot = approach.take(approach.fill())
             waiting = approach.transfers
@@ -132,14 +134,22 @@ class _Source(Protocol):
 
 
 class _HeldEntry:
-    """A serialized snapshot in host memory."""
+    """A serialized snapshot in host memory, or the beginning of one."""
 
-    def __init__(self, serialized: SerializedSnapshot) -> None:
-        self.arrays = serialized.arrays
-        self.meta = serialized.meta["snapshot"]
-        self.tensors = {
-            name: StoredTensor(array.shape, array.dtype) for name, array in serialized.arrays.items()
-        }
+    def __init__(self, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        self.meta, self.arrays = meta, arrays
+        self.tensors = {name: StoredTensor(array.shape, array.dtype) for name, array in arrays.items()}
+
+    @classmethod
+    def of(cls, serialized: SerializedSnapshot, target: int | None) -> _HeldEntry | None:
+        """Up to ``target``; None where it is not to be had up to there alone."""
+        meta = serialized.meta["snapshot"]
+        if target in (None, meta["end"]):
+            return cls(meta, serialized.arrays)
+        try:
+            return cls(*part_before(serialized, target))
+        except SnapshotCorrupt:
+            return None
 
     def positions(self, name: str) -> np.ndarray:
         return self.arrays[name]

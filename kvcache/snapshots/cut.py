@@ -5,7 +5,7 @@ Only what is divisible can be: attention over all of the past, encoders' outputs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from kvcache.stores.errors import SnapshotCorrupt
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
-__all__ = ["cut_serialized"]
+__all__ = ["cut_serialized", "part_before"]
 
 Meta = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -29,21 +29,43 @@ def cut_serialized(
 
     Raises SnapshotCorrupt for what is no serialized snapshot, or one that cannot be cut.
     """
-    try:
-        cut = _Cut(serialized.arrays, at, own)
-        first, second = cut.meta(serialized.meta["snapshot"], "")
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise SnapshotCorrupt(
-            f"cut_serialized: at {at}: not a serialized snapshot that is divisible ({error!r})"
-        ) from error
+    cut, first, second = _cut("cut_serialized", serialized, at, _copied if own else np.ascontiguousarray)
     return SerializedSnapshot({"snapshot": first}, cut.first), SerializedSnapshot(
         {"snapshot": second}, cut.second
     )
 
 
+def part_before(serialized: SerializedSnapshot, at: int) -> tuple[Meta, Arrays]:
+    """What a serialized snapshot of ``[begin, at)`` would say, and its arrays as views, gaps and all.
+
+    Raises SnapshotCorrupt as :func:`cut_serialized`.
+    """
+    cut, first, _ = _cut("part_before", serialized, at, np.asarray)
+    return first, cut.first
+
+
+def _cut(
+    op: str, serialized: SerializedSnapshot, at: int, taken: Callable[[np.ndarray], np.ndarray]
+) -> tuple[_Cut, Meta, Meta]:
+    """``taken`` makes an array of a view of half of one."""
+    try:
+        cut = _Cut(serialized.arrays, at, taken)
+        return cut, *cut.meta(serialized.meta["snapshot"], "")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise SnapshotCorrupt(
+            f"{op}: at {at}: not a serialized snapshot that is divisible ({error!r})"
+        ) from error
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    return array.copy()
+
+
 class _Cut:
-    def __init__(self, arrays: Mapping[str, np.ndarray], at: int, own: bool) -> None:
-        self.arrays, self.at, self.own = arrays, at, own
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], at: int, taken: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        self.arrays, self.at, self.taken = arrays, at, taken
         self.first: Arrays = {}
         self.second: Arrays = {}
 
@@ -76,8 +98,7 @@ class _Cut:
             for _, _, tensors in meta["layers"]:
                 for array, axes in tensors:
                     where = (*[slice(None)] * axes.index(0), part)
-                    found = self.arrays[array][where]
-                    arrays[array] = found.copy() if self.own else np.ascontiguousarray(found)
+                    arrays[array] = self.taken(self.arrays[array][where])
 
     def _encoder(self, meta: Mapping[str, Any], halves: tuple[Meta, Meta]) -> None:
         """The output goes with the token that it came with."""

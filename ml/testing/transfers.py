@@ -44,6 +44,8 @@ class PageTransferTests(BackendCase):
             lambda values: values[::-1],
             lambda values: np.frombuffer(values.tobytes(), values.dtype).reshape(values.shape),
             lambda values: np.asfortranarray(values),
+            lambda values: np.concatenate([values, values], 1)[:, : values.shape[1]],
+            lambda values: np.repeat(values, 3, axis=0)[::3],
         )
     )
     def test_any_array_comes_in(

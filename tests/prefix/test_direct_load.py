@@ -309,6 +309,19 @@ def test_snapshots_in_host_memory_go_straight_too(backends: Backends, name: str)
 
 
 @every_backend
+def test_the_beginning_of_a_snapshot_in_host_memory_goes_straight_too(
+    backends: Backends, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = over(backends(name), HostTier(), dtype=DType.F16)
+    r.keep(TOKENS)
+    r.prefix.evict()
+    monkeypatch.setattr(direct_load, "deserialize", None)
+    assert r.keep(TOKENS) == r.prefix.stats.host == 29
+    r.prefix.evict()
+    assert r.keep([*TOKENS[:20], 99]) == 20
+
+
+@every_backend
 def test_a_snapshot_is_restored_behind_what_is_there_or_in_its_place(backends: Backends, name: str) -> None:
     r, fresh = over(backends(name)), over(backends(name))
     fresh.evaluate(0, [], TOKENS)
