@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from backends.torch import backend as torch_backend  # noqa: E402
-from backends.torch import ragged, ragged_work  # noqa: E402
+from backends.torch import ragged, ragged_work, triton_launch  # noqa: E402
 from backends.torch import triton_ragged as kernels  # noqa: E402
 from backends.torch.quantized import attend_codes_on  # noqa: E402
 
@@ -287,6 +287,56 @@ def _noted(monkeypatch: pytest.MonkeyPatch, launch: Any) -> list[str]:
 
     monkeypatch.setattr(kernels, "launch", note)
     return launched
+
+
+class Compiling:
+    """A kernel whose launches are noted: whether Triton was asked, and what the compiled kernel was given."""
+
+    def __init__(self) -> None:
+        self.asked, self.given = 0, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def ask(*args: Any, **options: Any) -> Compiling:
+            self.asked += 1
+            return self
+
+        return ask if len(grid) == 2 else lambda *args: self.given.append((grid, *args))
+
+
+CHANGES = {
+    "nothing": {},
+    "floats": {"floats": (0.5,)},
+    "the grid": {"grid": (9, 9)},
+    "an integer": {"integers": (1, 48)},
+    "a dtype": {"tensors": (torch.zeros(8), torch.zeros(8, dtype=torch.float16))},
+    "what memory is aligned to": {"tensors": (torch.zeros(8), torch.zeros(9)[1:])},
+    "a constant": {"constants": {"HEADS": 4}},
+    "warps": {"warps": 8},
+    "stages": {"stages": 2},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_kernel_is_launched_again_unless_triton_would_compile_another(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(triton_launch, "CompiledKernel", Compiling)
+    monkeypatch.setattr(triton_launch, "_compiled", {})
+    kernel = Compiling()
+    call: dict[str, Any] = {
+        "function": kernel, "grid": (3, 2), "tensors": (torch.zeros(8), torch.zeros(8)), "floats": (0.25,),
+        "integers": (1, 64), "constants": {"HEADS": 2}, "warps": 4, "stages": 3,
+    }  # fmt: skip
+    triton_launch.launch(**call)
+    call |= CHANGES[change]
+    triton_launch.launch(**call)
+    if change not in ("nothing", "floats", "the grid"):
+        assert (kernel.asked, kernel.given) == (2, [])
+        return
+    places = [tensor.data_ptr() for tensor in call["tensors"]]
+    assert kernel.asked == 1
+    assert kernel.given == [((*call["grid"], 1), *places, *call["floats"], 1, 64, 2)]
 
 
 class Operations(TorchDispatchMode):
