@@ -110,10 +110,10 @@ def _in(array: np.ndarray, tensor: CupyTensor) -> None:
 
 def _source(array: np.ndarray, tensor: CupyTensor) -> np.ndarray:
     """The array, or a copy without gaps where its rows are not those of the tensor."""
-    if array.flags.c_contiguous:
-        return array
-    ours, theirs = _rows(tensor.bits()), _rows(array) if min(array.strides, default=0) >= 0 else None
-    alike = ours is not None and theirs is not None and ours[:2] == theirs[:2]
+    if array.flags.c_contiguous or any(s < 0 or s % array.itemsize for s in array.strides):
+        return np.ascontiguousarray(array)
+    ours, theirs = _rows(tensor.bits()), _rows(array)
+    alike = ours is not None and theirs is not None and (ours[0] == 1 or ours[:2] == theirs[:2])
     return array if alike else np.ascontiguousarray(array)
 
 
@@ -136,8 +136,12 @@ def _copy(device: Any, host: np.ndarray, out: bool) -> None:
     if found is None:
         raise DeviceError(f"page: {device.shape} with strides {device.strides} lies in no rows")
     rows, width, pitch = found
+    there = None if host.flags.c_contiguous else _rows(host)
+    apart = width if there is None else there[2]
+    if rows == 1 and there is not None:  # what lies in one row is as many as the host has
+        rows, width, _ = there
+        pitch = width
     runtime = cupy.cuda.runtime
-    apart = width if host.flags.c_contiguous else _rows(host)[2]  # type: ignore[index]
     ours, theirs = (device.data.ptr, pitch), (host.ctypes.data, apart)
     kind = runtime.memcpyDeviceToHost if out else runtime.memcpyHostToDevice
     stream = cupy.cuda.get_current_stream().ptr

@@ -39,7 +39,7 @@ def quantized_attention(
     if any(name not in AFFINE for name in formats) or len(plan.segments) > MOST:
         return None
     if not (work.widens or mx.metal.is_available()):
-        return None  # MLX's products of quantized matrices take no views on CUDA
+        return None  # MLX 0.32 has no product of quantized matrices for some of these shapes on CUDA
     with work.lock, work.on_stream:
         keys, values = _Groups(key, formats[0]), _Groups(value, formats[1])
         tokens, heads, size = query.shape

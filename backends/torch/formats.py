@@ -57,7 +57,7 @@ def _to_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _to_groups(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    groups = x.float().reshape(*x.shape[:-1], -1, group)
+    groups = x.float().reshape(*x.shape[:-1], x.shape[-1] // group, group)
     low, high = groups.aminmax(dim=-1, keepdim=True)
     step = (high - low).div_(_scalar(low, 2**bits - 1)).clamp_(min=AFFINE_LEAST_STEP)
     below = low.abs() > high.abs()

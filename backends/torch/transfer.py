@@ -134,7 +134,8 @@ def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[Callable[[],
     A source with gaps torch would first gather, in memory that is not page-locked: there shorter runs do.
     """
     least = RUN if source.is_contiguous() else SHORT_RUN
-    outer = runs(tuple(target.shape), target.stride(), target.element_size(), least) or 0
+    both = [runs(tuple(x.shape), x.stride(), x.element_size(), least) for x in (target, source)]
+    outer = 0 if None in both else max(axes for axes in both if axes is not None)
     for where in product(*map(range, target.shape[:outer])):
         piece = target[where]
         yield partial(write, piece, piece.copy_, source[where], True)

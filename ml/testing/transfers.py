@@ -19,6 +19,13 @@ __all__ = ["PageTransferTests"]
 MANY = 24
 
 
+def _in_records(values: np.ndarray) -> np.ndarray:
+    """The same in memory whose steps are no multiples of the item size."""
+    found: np.ndarray = np.zeros(values.shape, [("value", values.dtype), ("flag", np.uint8)])["value"]
+    found[...] = values
+    return found
+
+
 class PageTransferTests(BackendCase):
     """What :class:`ml.SupportsPageTransfer` promises; without it, what :mod:`ml.transfer` does instead."""
 
@@ -46,6 +53,7 @@ class PageTransferTests(BackendCase):
             lambda values: np.asfortranarray(values),
             lambda values: np.concatenate([values, values], 1)[:, : values.shape[1]],
             lambda values: np.repeat(values, 3, axis=0)[::3],
+            lambda values: _in_records(values),
         )
     )
     def test_any_array_comes_in(
