@@ -25,6 +25,7 @@ from kvcache import CacheFullError, NotSupportedError
 from kvcache.integrations.transformers import HFCache, HFStaticCache
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.places import layer_devices
+from kvcache.integrations.transformers.stored import decode_over_views
 from kvcache.integrations.transformers.versions import check_version
 from kvcache.stores import MemoryStore
 
@@ -39,6 +40,28 @@ def split() -> Iterator[ml.Backend]:
     """Layer 0 and 3 lie on the second of two devices."""
     with ml.open_backend("torch", devices=["cpu:0", "cpu:1"], layers=[1, 0, 0, 1]) as backend:
         yield backend
+
+
+def test_a_token_on_cuda_is_not_left_to_cudnn_which_plans_at_every_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+
+    def attention(query: Any, *_: Any, **__: Any) -> Any:
+        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        if len(asked) == 3:
+            raise RuntimeError("out of memory")
+        return query
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    with cuda_double(1):
+        for device in ("cpu", "cuda:0"):
+            x = torch.zeros(1, 2, 1, 8, device=device)
+            assert decode_over_views(x, x, x, 1.0, None).shape == (1, 1, 2, 8)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            decode_over_views(x, x, x, 1.0, None)
+    assert asked == [True, False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def made(name: str) -> Any:

@@ -44,10 +44,12 @@ class Loop:
         self.device, self.new = stage.device, 8 if stage.quick else 64
         prompt = torch.arange(3, 3 + PROMPT, device=self.device.torch).unsqueeze(0)
         self.token = self._next(model, prompt)
+        self.prompted = self.logits.float()
+        """The logits behind the prompt."""
 
     def _next(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        found = model(tokens, past_key_values=self.cache, logits_to_keep=1).logits
-        return found[:, -1:].argmax(-1)
+        self.logits = model(tokens, past_key_values=self.cache, logits_to_keep=1).logits[:, -1]
+        return self.logits.argmax(-1, keepdim=True)
 
     def step(self) -> None:
         self.token.copy_(self._next(self.call, self.token))
@@ -69,27 +71,49 @@ class Loop:
 
 
 def eager(stage: Stage) -> None:
-    """Each cache, and attention by the cache: tokens are those of transformers' own, in F32."""
+    """Each cache, and attention by the cache: tokens are those of transformers' own, in F32.
+
+    In BF16 the logits behind the prompt are compared with those in F32, and what a step launches is counted.
+    """
     ways = {f"{name}, sdpa": (make, "sdpa") for name, make in CACHES.items()}
     ways["HFCache, kvcache"] = CACHES["HFCache"], "kvcache"
+    exact: torch.Tensor | None = None
     for dtype in (torch.float32, torch.bfloat16):
         model = model_of(stage, dtype)
-        wanted = Loop(model, transformers.DynamicCache(config=model.config), stage).run()[0]
+        reference = Loop(model, transformers.DynamicCache(config=model.config), stage)
+        exact = reference.prompted if exact is None else exact
+        wanted = reference.run()[0]
         for way, (make, attention) in ways.items():
             name = f"{way}, {dtype}"
             model.set_attn_implementation(attention)
-            stage.attempt(name, functools.partial(_one, stage, name, wanted, model, make))
+            stage.attempt(name, functools.partial(_one, stage, name, wanted, exact, model, make))
 
 
-def _one(stage: Stage, name: str, wanted: list[int], model: Any, make: Callable[[Any, int], Any]) -> None:
-    _note(stage, name, wanted, Loop(model, make(model.config, 256), stage).run())
+def _one(
+    stage: Stage,
+    name: str,
+    wanted: list[int],
+    exact: torch.Tensor,
+    model: Any,
+    make: Callable[[Any, int], Any],
+) -> None:
+    loop = Loop(model, make(model.config, 256), stage)
+    found = loop.run()
+    kernels, waits = stage.device.kernels(loop.step)
+    spent = sum(map(sum, kernels.values()))
+    error = ((loop.prompted - exact).norm() / exact.norm()).item()
+    further = {"kernel_us": spent, "launches": sum(map(len, kernels.values())), "waits": waits}
+    _note(stage, name, wanted, found, further | {"error_of_prompt": error})
 
 
-def _note(stage: Stage, name: str, wanted: list[int], found: tuple[list[int], float]) -> None:
+def _note(
+    stage: Stage, name: str, wanted: list[int], found: tuple[list[int], float],
+    further: dict[str, float] | None = None,
+) -> None:  # fmt: skip
     """In BF16 ways that round differently may say different things: only F32 is held to it."""
     tokens, spent = found
     same = sum(a == b for a, b in zip(wanted, tokens, strict=True))
-    stage.note(name, {"ms_per_token": spent, "tokens": len(tokens), "tokens_alike": same})
+    stage.note(name, {"ms_per_token": spent, "tokens": len(tokens), "tokens_alike": same} | (further or {}))
     assert tokens == wanted or "bfloat16" in name, f"{name}: {tokens}; with DynamicCache {wanted}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from kvcache.integrations.transformers.passes import ForwardPass, Pair, Shown
 from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.shown import goes_on, hide
 
-__all__ = ["Stored", "tokens_of"]
+__all__ = ["Stored", "decode_over_views", "tokens_of"]
 
 CALLS = 4
 """Hidden tokens are left out where they are so many calls' worth in each row: it takes more calls."""
@@ -78,7 +79,7 @@ class Stored:
         if shown.dense and not plain:  # this layer has sinks, and the first of the kind has none
             return None
         if shown.dense:
-            return _decode(query, *pair, scale, None if shown.rows is None else mask)
+            return decode_over_views(query, *pair, scale, None if shown.rows is None else mask)
         ctx, bridge = self.pool.ctx.layer(self.layer), self.pool.bridge
         cache.set_layer(self.layer)
         logits = None if sinks is None else bridge.to_backend(ctx, sinks)
@@ -123,14 +124,26 @@ def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is not None and other is not None and torch.equal(one, other)
 
 
-def _decode(
+def decode_over_views(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """One token of each row, over views of the cache. Queries that share keys are rows of one product."""
+    """One token of each row, over views of the cache. Queries that share keys are rows of one product.
+
+    Not by cuDNN, which PyTorch prefers on some devices from 2.10 on: it plans anew, for tens of milliseconds,
+    at every length.
+    """
     rows, heads, _, dim = query.shape
     stacked = query.reshape(rows, key.shape[1], -1, dim)
     shown = None if mask is None else mask[:, None, None, -key.shape[2] :].to(query.device)
-    out = torch.nn.functional.scaled_dot_product_attention(stacked, key, value, shown, scale=scale)
+    switch: Any = torch.backends.cuda
+    by_cudnn = query.is_cuda and switch.cudnn_sdp_enabled()
+    try:
+        if by_cudnn:
+            switch.enable_cudnn_sdp(False)
+        out = torch.nn.functional.scaled_dot_product_attention(stacked, key, value, shown, scale=scale)
+    finally:
+        if by_cudnn:
+            switch.enable_cudnn_sdp(True)
     return out.reshape(rows, 1, heads, -1)
 
 
