@@ -85,7 +85,11 @@ def choose_tile(plan: RaggedPlan, group: int, head_dim: int, v_dim: int, itemsiz
     """
     width = padded(head_dim) + padded(v_dim)
     most = max(16, 2 * 128 * 128 // (width * itemsize // 2))
-    rows = min((r for r in (16, 32, 64, 128) if r <= most), key=lambda r: _cost(plan, group, r))
+    counts = _reader_counts(plan)
+    rows = 16
+    if group > rows or counts.max(initial=0) > rows // group:  # else one tile of these holds all readers
+        sizes = [r for r in (16, 32, 64, 128) if r <= most]
+        rows = min(sizes, key=lambda r: _cost(counts, plan.segments[:, 2], group, r))
     keys = max(16, min(64, SHARED_BYTES // (2 * width * itemsize)))
     keys = 1 << (keys.bit_length() - 1)
     stages = 3 if 3 * keys * width * itemsize <= SHARED_BYTES else 2
@@ -93,10 +97,10 @@ def choose_tile(plan: RaggedPlan, group: int, head_dim: int, v_dim: int, itemsiz
     return Tile(rows, min(group, rows), keys, warps, stages)
 
 
-def _cost(plan: RaggedPlan, group: int, rows: int) -> int:
+def _cost(counts: np.ndarray, lengths: np.ndarray, group: int, rows: int) -> int:
     heads = min(group, rows)
-    tiles = -(-_reader_counts(plan) // (rows // heads)) * -(-group // heads)
-    return int((tiles * plan.segments[:, 2]).sum()) * (rows + READING)
+    tiles = -(-counts // (rows // heads)) * -(-group // heads)
+    return int((tiles * lengths).sum()) * (rows + READING)
 
 
 def divide(plan: RaggedPlan, tile: Tile, programs: int, copies: int) -> Work:
@@ -141,6 +145,8 @@ def _reader_counts(plan: RaggedPlan) -> np.ndarray:
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """``[starts[i], starts[i] + counts[i])`` for all i, one behind the other."""
+    if counts.size and counts.min() == counts.max() == 1:
+        return starts
     before = np.cumsum(counts) - counts
     together: np.ndarray = np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
     return together
@@ -149,6 +155,8 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def _tiles(plan: RaggedPlan, readers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The first reader of each tile, how many it has, and its segment."""
     counts = _reader_counts(plan)
+    if counts.max(initial=0) <= readers:
+        return plan.segments[:, 3], counts, np.arange(len(counts))
     tiles = -(-counts // readers)
     segment = np.repeat(np.arange(len(tiles)), tiles)
     first = plan.segments[segment, 3] + _ranges(np.zeros_like(tiles), tiles) * readers
