@@ -211,9 +211,11 @@ class ForwardPass:
             lacking = buffers.lacks(self.table.taken, row.cells)
             if lacking is not None:
                 first = int(row.positions[lacking][0])
+                # What a window no longer has, the tokens from there on would lack.
+                begin = first if self.lower is None else f"resume_point({group.seq}, {first})"
                 raise OrderError(
                     f"{op}: layer {layer} lacks position {first} of sequence {group.seq}, as it was not put "
-                    f"in the pass that stored the token; call remove({group.seq}, {first}), and evaluate the "
+                    f"in the pass that stored the token; call remove({group.seq}, {begin}), and evaluate the "
                     "tokens from there on in all layers"
                 )
 

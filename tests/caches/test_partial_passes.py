@@ -155,6 +155,30 @@ def test_a_layer_that_was_skipped_says_so_instead_of_showing_what_the_cells_held
         p.check(layer)
 
 
+def test_behind_a_window_a_failed_pass_is_taken_back_to_where_the_sequence_can_continue(
+    backend: ml.Backend,
+) -> None:
+    p = Passes(backend, SlidingWindowCache(2))
+    for position in range(6):
+        fail(p, [(0, position)], LAYERS)
+    fail(p, [(0, 6)], 1)
+    p.start([(0, 7)])
+    for layer in range(LAYERS):
+        p.put(layer)
+    p.cache.set_layer(1)
+    with pytest.raises(OrderError, match=r"lacks position 6 .* call remove\(0, resume_point\(0, 6\)\)"):
+        p.cache.attend(p.ctx, p.ctx.zeros((1, 1, 4), ml.DType.F32), 1.0)
+    begin = p.cache.resume_point(0, 6)
+    p.forget(0, begin)
+    for position in range(begin, 9):
+        p.start([(0, position)])
+        for layer in range(LAYERS):
+            p.put(layer)
+            found = p.cache.attend(p.ctx, p.ctx.zeros((1, 1, 4), ml.DType.F32), 1.0).to_numpy()
+            seen = [p.stored[layer][0, at] for at in range(max(0, position - 2), position + 1)]
+            np.testing.assert_allclose(found[0, 0], np.mean(seen), rtol=1e-5)
+
+
 def test_tokens_count_as_computed_when_the_last_layer_has_them(backend: ml.Backend) -> None:
     p = Passes(backend, CausalCache())
     fail(p, [(0, 0), (0, 1)], LAYERS)
