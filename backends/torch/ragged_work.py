@@ -22,7 +22,7 @@ HEADER = 8
 SHORTEST_CHUNK = 128
 """Keys under which a chunk is not worth the merging."""
 STARTING = 128
-"""To start a program takes about as long as to read so many keys."""
+"""To start a program takes about as long as to read so many keys: an estimate."""
 READING = 64
 """To read a key from memory takes about as long as to compute with it for so many rows of a tile."""
 SHARED_BYTES = 96 << 10

@@ -30,6 +30,8 @@ def launch(
 ) -> None:
     """``function[grid](*tensors, *floats, *integers, **constants)`` on the current device.
 
+    All of them are in the order of its parameters.
+
     What Triton compiled for arguments like these is launched by itself: to find it, Triton looks at each
     argument, which takes some 50 us of the host. It compiles anew for other dtypes and constants, for
     integers that are 1, multiples of 16 or wider than 32 bits, and for memory not aligned to 16 bytes.

@@ -244,19 +244,20 @@ def attend(
         launch(
             attend_items, (work.items, kv_heads * -(-group // tile.heads)),
             (q, k, v, *given, packed, sink, out, scratch), (float(scale),), (*steps, step),
-            dict(  # noqa: C408
-                GROUP=group, HEADS_PER_TILE=tile.heads, HEADS=heads, HEAD_DIM=head_dim, V_DIM=v_dim,
-                PAD=padded(head_dim), V_PAD=padded(v_dim), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-                INDEXED=work.indexed, WIDEN=INTERPRETED and q.dtype is torch.bfloat16,
-                SINKS=sinks is not None, K_BITS=bits[0], V_BITS=bits[1],
-            ), tile.warps, tile.stages,
+            {
+                "GROUP": group, "HEADS_PER_TILE": tile.heads, "HEADS": heads, "HEAD_DIM": head_dim,
+                "V_DIM": v_dim, "PAD": padded(head_dim), "V_PAD": padded(v_dim), "BLOCK_M": tile.rows,
+                "BLOCK_N": tile.keys, "INDEXED": work.indexed,
+                "WIDEN": INTERPRETED and q.dtype is torch.bfloat16, "SINKS": sinks is not None,
+                "K_BITS": bits[0], "V_BITS": bits[1],
+            }, tile.warps, tile.stages,
         )  # fmt: skip
         if work.merges:
             launch(
                 merge_parts, (work.merges, heads), (packed, sink, out, scratch), (), (step,),
-                dict(  # noqa: C408
-                    HEADS=heads, V_DIM=v_dim, V_PAD=padded(v_dim), BLOCK=MERGED_AT_ONCE,
-                    SINKS=sinks is not None,
-                ), 1 if v_dim <= 128 else 4, 3,
+                {
+                    "HEADS": heads, "V_DIM": v_dim, "V_PAD": padded(v_dim), "BLOCK": MERGED_AT_ONCE,
+                    "SINKS": sinks is not None,
+                }, 1 if v_dim <= 128 else 4, 3,
             )  # fmt: skip
     return out

@@ -29,7 +29,9 @@ def cut_serialized(
 
     Raises SnapshotCorrupt for what is no serialized snapshot, or one that cannot be cut.
     """
-    cut, first, second = _cut("cut_serialized", serialized, at, _copied if own else np.ascontiguousarray)
+    cut, first, second = _cut(
+        "cut_serialized", serialized, at, np.ndarray.copy if own else np.ascontiguousarray
+    )
     return SerializedSnapshot({"snapshot": first}, cut.first), SerializedSnapshot(
         {"snapshot": second}, cut.second
     )
@@ -55,10 +57,6 @@ def _cut(
         raise SnapshotCorrupt(
             f"{op}: at {at}: not a serialized snapshot that is divisible ({error!r})"
         ) from error
-
-
-def _copied(array: np.ndarray) -> np.ndarray:
-    return array.copy()
 
 
 class _Cut:

@@ -44,26 +44,13 @@ class LayerBuffers:
         """Where K and V are not plain numbers of one dtype, both are read back as ``activations``, and a
         residual window has ``slots``.
         """
-        order = (1, 0, 2) if config.layout == ml.Layout.HEAD_MAJOR else (0, 1, 2)
         self.permuted_v = config.permuted_v
         self.activations, self.cells = activations, cells
         self.shape = shape
         self.key: Buffer | QuantizedBuffer
         self.value: Buffer | QuantizedBuffer
+        self._allocate(ctx, stored, config)
         key, value, plain = shape.key, shape.value, stored.plain
-        if plain is None:
-            stored.check(
-                key[1], None if shape.is_latent else value[1], activations
-            )  # before any is allocated
-            self.key = QuantizedBuffer(ctx, stored.key, cells, *key, order, activations)
-        else:
-            self.key = Buffer(ctx, plain, cells, *key, order)
-        if shape.is_latent:
-            self.value = self.key.narrowed(value[1])
-        elif plain is None:
-            self.value = QuantizedBuffer(ctx, stored.value, cells, *value, order, activations)
-        else:
-            self.value = Buffer(ctx, plain, cells, *value, (1, 2, 0) if self.permuted_v else order)
         self.extra = {one.name: Buffer(ctx, one.dtype, cells, 1, one.size, (0, 1, 2)) for one in shape.extra}
         """By name, one head of all numbers of a token."""
         self.stored = (self.key, *(() if shape.is_latent else (self.value,)), *self.extra.values())
@@ -99,6 +86,23 @@ class LayerBuffers:
         """The backend's own way for a run of cells, asked first; None where it has none."""
         self.row_store = self.store if isinstance(self.store, ml.KVRowStore) else None
         """The same for cells that lie apart."""
+
+    def _allocate(self, ctx: ml.Context, stored: CacheFormat, config: ml.CacheConfig) -> None:
+        """K, and V where it is of its own."""
+        order = (1, 0, 2) if config.layout == ml.Layout.HEAD_MAJOR else (0, 1, 2)
+        (key, value), cells = (self.shape.key, self.shape.value), self.cells
+        plain, latent = stored.plain, self.shape.is_latent
+        if plain is None:
+            stored.check(key[1], None if latent else value[1], self.activations)  # before any is allocated
+            self.key = QuantizedBuffer(ctx, stored.key, cells, *key, order, self.activations)
+        else:
+            self.key = Buffer(ctx, plain, cells, *key, order)
+        if latent:
+            self.value = self.key.narrowed(value[1])
+        elif plain is None:
+            self.value = QuantizedBuffer(ctx, stored.value, cells, *value, order, self.activations)
+        else:
+            self.value = Buffer(ctx, plain, cells, *value, (1, 2, 0) if self.permuted_v else order)
 
     def _as_rotated(self, ctx: ml.Context) -> LayerBuffers | None:
         if not isinstance(self.key, QuantizedBuffer) or not isinstance(self.value, QuantizedBuffer):
