@@ -9,7 +9,11 @@ import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CTRL_C = "\x03"
@@ -17,38 +21,59 @@ CTRL_D = "\x04"
 SILENCE_S = 30
 
 
+def drawn(arguments: Sequence[object], stdout: Path | None = None, **env: str) -> tuple[int, str]:
+    """As ``drive``, in this process and with nothing typed; ``stdout``: a file in place of the terminal."""
+    import pty
+
+    from typer.main import get_command
+
+    from kvcache.command.main import app
+
+    leader, follower = pty.openpty()
+    settings = {"TERM": "xterm", "COLUMNS": "70", **env}
+    with (
+        ThreadPoolExecutor(1) as reader,
+        open(follower, "w") as terminal,
+        contextlib.nullcontext(terminal) if stdout is None else stdout.open("w") as out,
+        mock.patch.multiple(sys, stdout=out, stderr=terminal),
+        mock.patch.dict(os.environ, settings),
+    ):
+        sent = reader.submit(_typed, leader, [])
+        with pytest.raises(SystemExit) as ended:
+            get_command(app).main(list(map(str, arguments)), prog_name="kvcache")
+        terminal.close()
+        text = sent.result()
+    os.close(leader)
+    return int(ended.value.code or 0), text
+
+
 def drive(
     arguments: Sequence[object],
     keys: Sequence[tuple[str, str]] = (),
-    columns: int = 70,
     env: dict[str, str] | None = None,
-    stdout: Path | None = None,
 ) -> tuple[int, str]:
     """Exit code, and all that the terminal was sent.
 
-    ``keys``: pairs in order, what is typed once the text before it has been shown. ``stdout``: a file in
-    place of the terminal.
+    ``keys``: pairs in order, what is typed once the text before it has been shown.
     """
     import fcntl
     import pty
     import termios
 
     leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 70, 0, 0))
     environment = {**os.environ, "TERM": "xterm", **(env or {})}
     environment.pop("COLUMNS", None)
-    with contextlib.ExitStack() as stack:
-        out = stack.enter_context(stdout.open("wb")) if stdout else follower
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvcache", *map(str, arguments)],
-            stdin=follower,
-            stdout=out,
-            stderr=follower,
-            cwd=ROOT,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvcache", *map(str, arguments)],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
     os.close(follower)
     try:
         shown = _typed(leader, list(keys))

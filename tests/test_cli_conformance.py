@@ -25,7 +25,7 @@ from kvcache.command import conformance
 from kvcache.command.conformance import Suite, counted, record
 from ml.testing.results import Result, Run, Selection, load, run_suites
 
-from .cli_terminal import drive
+from .cli_terminal import drawn
 
 FEW = "casts or results_are_exact or any_walk"
 
@@ -246,7 +246,7 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.Mon
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals on Windows")
 def test_a_bar_counts_the_tests_on_a_terminal(tmp_path: Path) -> None:
     line = ["conformance", "--backend", "numpy", "-k", "casts", "--suite", "ml"]
-    code, shown = drive(line, stdout=tmp_path / "out")
+    code, shown = drawn(line, tmp_path / "out", PYTEST_ADDOPTS="")
     assert code == 0
     assert "collecting" in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")

@@ -19,13 +19,13 @@ from kvcache.command.progress import Bars, draws
 from kvcache.command.screen import LiveScreen, PlainScreen, Totals
 from kvcache.runner.requests import Event, Finished, Prefilled, Started, Statistics, Token
 
-from .cli_terminal import CTRL_C, CTRL_D, drive
+from .cli_terminal import CTRL_C, CTRL_D, drawn, drive
 
 terminal = pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals on Windows")
 
 PROMPT = "And God said unto Noah,"
 HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
-COLOUR = re.compile(r"\x1b\[(?:3|4|9)\d(?:;|m)")
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*[349]\d[;m]")
 
 
 def console(width: int = 70) -> Console:
@@ -206,10 +206,13 @@ def test_bars_and_text_on_a_terminal() -> None:
     assert COLOUR.search(shown)
 
 
+FEW = ["generate", "--prompt", PROMPT, "--max-tokens", 4]
+
+
 @terminal
 def test_bars_go_to_stderr_where_stdout_is_a_file(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    code, shown = drive(["generate", "--prompt", PROMPT, "--max-tokens", 4], stdout=out)
+    code, shown = drawn(FEW, out)
     assert code == 0
     assert "loading" in shown
     text = out.read_text(encoding="utf-8")
@@ -221,24 +224,23 @@ def test_bars_go_to_stderr_where_stdout_is_a_file(tmp_path: Path) -> None:
 @terminal
 @pytest.mark.parametrize("option", ["--json", "--quiet"])
 def test_no_bars_with(option: str, tmp_path: Path) -> None:
-    line = ["generate", "--prompt", PROMPT, "--max-tokens", 4, option]
-    assert drive(line, stdout=tmp_path / "out") == (0, "")
+    assert drawn([*FEW, option], tmp_path / "out") == (0, "")
 
 
 @terminal
-def test_no_color_is_honoured() -> None:
-    code, shown = drive(["generate", "--prompt", PROMPT, "--max-tokens", 4], env={"NO_COLOR": "1"})
-    assert code == 0
-    assert "loading" in shown
-    assert not COLOUR.search(shown)
-    code, shown = drive(["--help"], env={"NO_COLOR": "1"})
-    assert code == 0
-    assert not COLOUR.search(shown)
+@pytest.mark.parametrize("line", [FEW, ["--help"]], ids=["generate", "help"])
+def test_no_color_is_honoured(line: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for settings, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+        code, shown = drawn(line, **settings)
+        assert code == 0
+        assert ("loading" in shown) is (line is FEW)
+        assert bool(COLOUR.search(shown)) is coloured
 
 
 @terminal
 def test_a_dumb_terminal_is_sent_text_alone() -> None:
-    code, shown = drive(["generate", "--prompt", PROMPT, "--max-tokens", 4], env={"TERM": "dumb"})
+    code, shown = drawn(FEW, TERM="dumb")
     assert code == 0
     assert "\x1b" not in shown
     assert shown.startswith(PROMPT)
@@ -263,40 +265,32 @@ def test_ctrl_c_from_the_keyboard_leaves_the_terminal_as_it_was() -> None:
 
 @terminal
 def test_a_chat_at_the_keyboard() -> None:
-    """Ctrl-C at the prompt leaves nothing, tab completes commands and names, Ctrl-D ends it."""
+    """Ctrl-C at the prompt leaves nothing, tab completes commands and names, Ctrl-D ends it.
+
+    Ctrl-C stops an answer, and the chat goes on.
+    """
     pytest.importorskip("readline")
-    code, shown = drive(
-        ["chat", "--max-tokens", "4"],
-        keys=[
-            ("main> ", CTRL_C),
-            ("leaves\r\nmain> ", "/fo\ttwo\n"),
-            ("tokens shared\r\ntwo> ", "/swi\tma\t\n"),
-            ("main: 0 tokens\r\nmain> ", "/lisst\n"),
-            ("did you mean /list?", ""),
-            ("main> ", CTRL_D),
-        ],
-        env={"INPUTRC": "/dev/null"},
-    )
-    assert code == 0
-    assert "/fork two" in shown
-    assert "/switch main" in shown
-
-
-@terminal
-def test_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
     for _ in range(5):  # on a busy machine the answer may be whole before the key comes
         code, shown = drive(
             ["chat", "--max-tokens", "400"],
             keys=[
-                ("main> ", f"{PROMPT}\n"),
+                ("main> ", CTRL_C),
+                ("leaves\r\nmain> ", "/fo\ttwo\n"),
+                ("tokens shared\r\ntwo> ", "/swi\tma\t\n"),
+                ("main: 0 tokens\r\nmain> ", f"{PROMPT}\n"),
                 (f"{PROMPT}\r\n", ""),
                 (" the ", CTRL_C),
                 ("\r\nmain> ", "/undo\n"),
-                ("tokens removed\r\nmain> ", "/quit\n"),
+                ("tokens removed\r\nmain> ", "/lisst\n"),
+                ("did you mean /list?", ""),
+                ("main> ", CTRL_D),
             ],
+            env={"INPUTRC": "/dev/null"},
         )
         if "[stopped after " in shown:
             break
     assert code == 0
     assert "[stopped after " in shown
     assert "Traceback" not in shown
+    assert "/fork two" in shown
+    assert "/switch main" in shown
