@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -54,7 +55,8 @@ def main() -> None:
                 rank.wait()
             return
         for name in imports.split(","):
-            importlib.import_module(name)
+            with contextlib.suppress(ImportError):  # of what is optional, or fails in the ranks as well
+                importlib.import_module(name)
         body = body_of(command)
         pids = [forked(body, own) for own in variables]
         for pid in pids:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -34,11 +35,12 @@ from kvcache.runner.ranks import run_ranks
 from ml.distributed import free_ports, launched
 
 from . import local_launcher, small_models
+from .parallel_ranks import Rank, collectives, greedy
 
 PROGRAM = Path(__file__).with_name("parallel_ranks.py")
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 ENGINES = ("torch", "mlx")
-TEXTS = "And God said", "In the beginning"
+TEXT = "And God said"
 
 
 @dataclass(frozen=True)
@@ -201,16 +203,25 @@ def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+Alone = Callable[[Path, Sequence[int], int], list[int]]
+
+
+@pytest.fixture
+def mlx() -> None:
+    """Ranks of MLX start in less time than those of torch."""
+    if not next(info for info in ml.available_backends() if info.name == "mlx").available:
+        pytest.skip("mlx cannot run here")
+
+
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Callable[[Path, str, int], tuple[list[int], list[int]]]]:
-    """(prompt, greedy answer) as token ids of a model on one rank, by NumPy."""
+def alone() -> Iterator[Alone]:
+    """The greedy answer of a model on one rank, by NumPy, to a prompt of so many tokens."""
     with ml.open_backend("numpy") as backend:
 
-        def answer(path: Path, text: str, count: int) -> tuple[list[int], list[int]]:
-            prompt = Tokenizer.load(path).encode(text)
+        def answer(path: Path, prompt: Sequence[int], count: int) -> list[int]:
             with Generator(load_model(path, backend), None, options=EngineOptions(capacity=96)) as g:
                 (found,) = g.complete([prompt], GenerationOptions(max_new_tokens=count, ignore_eos=True))
-            return prompt, list(found.tokens)
+            return list(found.tokens)
 
         yield answer
 
@@ -219,20 +230,22 @@ def start(engine: str, size: int, checks: Sequence[str], **job: Any) -> None:
     record = {"backend": engine, "size": size, "timeout": 60.0, "checks": list(checks), **job}
     command = [sys.executable, "-P", str(PROGRAM)]
     try:
-        launcher = local_launcher.launcher(size, *local_launcher.IMPORTS[engine])
+        kernels = ["backends.cpu_kernels"] if engine == "torch" else []
+        launcher = local_launcher.launcher(size, *local_launcher.IMPORTS[engine], *kernels)
         run_ranks(launcher, command, size, json.dumps(record).encode(), 60.0)
     except RanksError as error:
         print("\n".join(error.told))  # pytest shows it where the test fails
         raise
 
 
-def greedy_jobs(alone: Any, size: int, count: int = 10) -> list[tuple[str, list[int], list[int], int]]:
-    """The bundled model, and stories260K where it lies beside the repository."""
+def greedy_jobs(
+    alone: Alone, size: int, count: int, *paths: Path
+) -> list[tuple[str, list[int], list[int], int]]:
     jobs = []
-    for path in (bundled_model(), STORIES):
-        if path.is_dir():
-            prompt, tokens = alone(path, TEXTS[0], count)
-            jobs.append((str(path), prompt, tokens, max(1, load_config(path).kv_heads // size)))
+    for path in (bundled_model(), *paths):
+        prompt = Tokenizer.load(path).encode(TEXT)
+        kv_heads = max(1, load_config(path).kv_heads // size)
+        jobs.append((str(path), prompt, alone(path, prompt, count), kv_heads))
     return jobs
 
 
@@ -264,52 +277,45 @@ def logit_jobs(make_model: Callable[..., Path], size: int, *kinds: Any) -> list[
 
 
 def test_two_ranks_compute_what_one_does_and_keep_pages_of_their_own(
-    engine: str, alone: Any, make_model: Callable[..., Path], tmp_path: Path
+    engine: str, alone: Alone, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Collectives, greedy text, logits of every divided family, memory, stores and saved conversations.
 
     What ranks agree on that find and evict different things is tried by ``test_engine_ranks.py``: here are
-    other processes and stores.
+    other processes and stores, which know no engine. Those of torch start slowly, so they start once.
     """
+    greedy = greedy_jobs(alone, 2, 4, *([STORIES] if STORIES.is_dir() else []))
+    path, prompt, tokens, _ = greedy[0]
     job = {
-        "greedy": greedy_jobs(alone, 2),
+        "greedy": greedy,
+        "turn": alone(Path(path), [*prompt, *tokens, 5], len(tokens)),
         "logits": logit_jobs(make_model, 2, *DIVIDED.values()),
         "store": str(tmp_path / "store"),
         "again": False,
         "part": part_job(),
-        "forgetful": [forgetful_job(make_model, {"torch": "full", "mlx": "sliding"}[engine])],
+        "forgetful": [forgetful_job(alone, make_model, {"torch": "full", "mlx": "sliding"}[engine])],
     }
-    checks = (
-        "collectives",
-        "lazy_work",
-        "refusals",
-        "joined_anew",
-        "greedy",
-        "logits",
-        "own_part_only",
-        "out_of_step",
-    )
-    start(engine, 2, (*checks, "lost_by_one", "conversations", "forgetful", "stored"), **job)
-    if engine == "mlx" or "ML_LONG" in os.environ:  # the store knows no engine, and torch starts slowly
+    checks = "collectives lazy_work refusals joined_anew greedy logits own_part_only out_of_step forgetful"
+    own = {"torch": "lost_by_one conversations", "mlx": "stored"}[engine]
+    start(engine, 2, [*checks.split(), *own.split()], **job)
+    if engine == "mlx":
         start(engine, 2, ["stored"], **job | {"again": True})  # other processes: nothing is computed again
 
 
-def test_four_ranks_compute_what_one_does(engine: str, alone: Any, make_model: Callable[..., Path]) -> None:
+def test_four_ranks_compute_what_one_does(alone: Alone, make_model: Callable[..., Path], mlx: None) -> None:
     """The bundled model has 2 KV heads: each is on two ranks, which share its 3 query heads unevenly."""
-    if engine == "torch" and "ML_LONG" not in os.environ:
-        pytest.skip("the division knows no engine, and four processes of torch start slowly: set ML_LONG=1")
-    job = {
-        "greedy": greedy_jobs(alone, 4, 3),
-        "logits": logit_jobs(make_model, 4, DIVIDED["qwen3"]),
-    }
-    start(engine, 4, ["collectives", "greedy", "logits"], **job)
+    job = {"greedy": greedy_jobs(alone, 4, 3), "logits": logit_jobs(make_model, 4, DIVIDED["qwen3"])}
+    start("mlx", 4, ["collectives", "greedy", "logits"], **job)
 
 
-def forgetful_job(make_model: Callable[..., Path], kind: str) -> tuple[str, list[list[int]], int]:
-    """(model, prompts that begin alike, how many come at a time)."""
+def forgetful_job(
+    alone: Alone, make_model: Callable[..., Path], kind: str
+) -> tuple[str, list[list[int]], int, list[list[int]]]:
+    """(model, prompts that begin alike, how many come at a time, their answers)."""
     shared = np.random.default_rng(5).integers(3, 200, 30).tolist()
     prompts = [[*shared[:end], *range(20 + end, 32 + end)] for end in (30, 24, 30, 9, 17, 30, 24, 12)]
-    return str(make_model(**{**small_models.KINDS[kind], "num_key_value_heads": 2})), prompts, 4
+    path = make_model(**{**small_models.KINDS[kind], "num_key_value_heads": 2})
+    return str(path), prompts, 4, [alone(path, prompt, 4) for prompt in prompts]
 
 
 def part_job() -> tuple[str, int, int]:
@@ -321,12 +327,18 @@ def part_job() -> tuple[str, int, int]:
     return str(path), 4 * parameter_count(config), 4 * kept
 
 
-def test_what_one_rank_fails_with_ends_all_and_is_told() -> None:
-    if not next(info for info in ml.available_backends() if info.name == "mlx").available:
-        pytest.skip("mlx, whose ranks start in less time than those of torch, cannot run here")
+def test_what_one_rank_fails_with_ends_all_and_is_told(mlx: None) -> None:
     with pytest.raises(RanksError, match=r"^rank 1 of 2: last_one_raises: ValueError: no such luck$"):
         start("mlx", 2, ["last_one_raises"])
 
 
-def test_a_launcher_may_start_a_single_rank(engine: str, alone: Any) -> None:
-    start(engine, 1, ["collectives", "greedy"], greedy=greedy_jobs(alone, 1, 4))
+def test_a_launcher_may_start_a_single_rank(engine: str, alone: Alone) -> None:
+    with (
+        local_launcher.local_ranks(1) as (variables,),
+        patch.dict(os.environ, variables),
+        ml.open_backend(engine) as backend,
+    ):
+        rank = Rank(backend, {"size": 1, "timeout": 60.0, "greedy": greedy_jobs(alone, 1, 4)})
+        collectives(rank)
+        greedy(rank)
+        rank.group.close()
