@@ -171,11 +171,11 @@ def refusals(rank: Rank) -> None:
 
 
 def joined_anew(rank: Rank) -> None:
-    """In the second round, rank 1 comes while rank 0 still serves the group that both are leaving."""
-    for late in (0, 0.3):
-        if rank.rank == 0:
-            time.sleep(late)
+    """Rank 1 comes while rank 0 still serves the group that both are leaving, or before it serves again."""
+    for leaves, comes in ((0, 0), (0.3, 0), (0, 0.3)):
+        time.sleep(leaves * (rank.rank == 0))
         rank.group.close()
+        time.sleep(comes * (rank.rank == 0))
         with pytest.raises(ml.ClosedError, match="join again"):
             rank.group.barrier()
         rank.group = join(rank.backend, rank.size, rank.job["timeout"])

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -140,36 +141,67 @@ def test_a_call_that_waits_is_interrupted_and_the_alarm_of_others_is_put_back() 
         os.close(writer)
 
 
-# Processes of MLX, and of torch, which has a wait of its own.
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("engine", ["torch", "mlx"])
+def test_a_rank_whose_other_never_starts_waits_no_longer_than_its_limit(engine: str, rank: int) -> None:
+    """torch has a wait of its own."""
+    skip_without(engine)
+    told = rf"^distributed: rank {rank} .*within 0.3 s.*rank {1 - rank} "
+    with (
+        local_ranks(2) as variables,
+        patch.dict(os.environ, variables[rank]),
+        ml.open_backend(engine) as backend,
+        pytest.raises(
+            ml.GroupError, match=rf"^distributed: rank {rank} .*within 0.3 s.*rank {1 - rank} "
+        ) as it,
+    ):
+        backend.distributed(timeout=0.3)  # type: ignore[attr-defined]
+    assert raised.value.late
+
+
+# Processes of MLX.
 
 JOINS = """
 import os, sys
 import ml
-with ml.open_backend(sys.argv[1]) as backend:
+from backends.mlx import distributed
+distributed.JOINING, limit = map(float, sys.argv[1:])
+with ml.open_backend("mlx") as backend:
     try:
-        group = backend.distributed(timeout=float(sys.argv[2]))
+        group = backend.distributed(timeout=limit)
     except ml.GroupError as error:
         print("late" if error.late else "lost", error, flush=True)
         os._exit(3)
     group.barrier()
     print("joined", group.rank, flush=True)
 """
+ARRIVES = """
+import os, sys
+from backends.mlx.rendezvous import rendezvous
+from ml.distributed import ring_hosts
+print("comes", flush=True)
+rendezvous(ring_hosts(), int(os.environ["MLX_RANK"]), 30.0)
+sys.stdin.read()
+"""
 
 
-@pytest.fixture(params=["torch", "mlx"])
-def engine(request: pytest.FixtureRequest) -> str:
-    infos = {info.name: info for info in ml.available_backends()}
-    if not infos[request.param].available:
-        pytest.skip(f"{request.param} cannot run here: {infos[request.param].reason}")
-    return str(request.param)
+@pytest.fixture
+def mlx() -> None:
+    skip_without("mlx")
 
 
-def joining(engine: str, seconds: float, variables: dict[str, str]) -> subprocess.Popen[str]:
+def skip_without(engine: str) -> None:
+    info = next(info for info in ml.available_backends() if info.name == engine)
+    if not info.available:
+        pytest.skip(f"{engine} cannot run here: {info.reason}")
+
+
+def started(program: str, variables: dict[str, str], *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", JOINS, engine, str(seconds)],
+        [sys.executable, "-P", "-c", program, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
     )
 
@@ -182,63 +214,31 @@ def told(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, words
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_whose_other_never_starts_waits_no_longer_than_its_limit(engine: str, rank: int) -> None:
+def test_ranks_that_start_one_after_the_other_join(mlx: None) -> None:
+    """Later than MLX itself would wait for is not tried here: that is 15 s."""
     with local_ranks(2) as variables:
-        code, words = told(joining(engine, 0.5, variables[rank]))
-    assert code == 3
-    assert words.startswith(f"late distributed: rank {rank} ")
-    assert "within 0.5 s" in words
-    assert f"rank {1 - rank} " in words
-
-
-def test_ranks_that_start_one_after_the_other_join(engine: str) -> None:
-    """Later than MLX itself would wait for is not tried here: that is 15 s. torch waits by itself."""
-    if engine == "torch" and "ML_LONG" not in os.environ:
-        pytest.skip("torch's own wait, in processes that start slowly: set ML_LONG=1")
-    with local_ranks(2) as variables:
-        first = joining(engine, 60, variables[1])
+        first = started(JOINS, variables[1], "5", "60")
         time.sleep(1.5)
-        second = joining(engine, 60, variables[0])
+        second = started(JOINS, variables[0], "5", "60")
         found = [told(process) for process in (first, second)]
     assert found == [(0, "joined 1\n"), (0, "joined 0\n")]
 
 
-ARRIVES = """
-import os, sys, time
-from backends.mlx.rendezvous import rendezvous
-from ml.distributed import ring_hosts
-rendezvous(ring_hosts(), int(os.environ["MLX_RANK"]), 30.0)
-print("met", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_rank_that_came_and_goes_no_further_does_not_hold_up_mlx() -> None:
+def test_a_rank_that_came_and_goes_no_further_does_not_hold_up_mlx(mlx: None) -> None:
     """It has met the others and does not join: MLX itself waits for that without a limit."""
-    if not next(info for info in ml.available_backends() if info.name == "mlx").available:
-        pytest.skip("mlx cannot run here")
-    with local_ranks(2) as variables:
-        arrives = subprocess.Popen(
-            [sys.executable, "-P", "-c", ARRIVES],
-            env={**os.environ, **variables[1]},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    with local_ranks(2) as variables, started(ARRIVES, variables[1]) as arrives:
         try:
-            code, words = told(joining("mlx", 3.0, variables[0]))
+            assert arrives.stdout is not None
+            assert arrives.stdout.readline() == "comes\n"
+            code, words = told(started(JOINS, variables[0], "1", "2"))
         finally:
             arrives.kill()
-            arrives.communicate()
     assert code == 3
     assert words.startswith("late distributed: MLX could not join rank 0 to the others (")
 
 
-def test_the_command_ends_in_one_line_where_mlx_launch_has_lost_a_rank(tmp_path: Path) -> None:
+def test_the_command_ends_in_one_line_where_mlx_launch_has_lost_a_rank(mlx: None, tmp_path: Path) -> None:
     pytest.importorskip("typer")
-    if not next(info for info in ml.available_backends() if info.name == "mlx").available:
-        pytest.skip("mlx cannot run here")
     file = tmp_path / "hosts.json"
     file.write_text(json.dumps(hosts(2)), encoding="utf-8")
     done = subprocess.run(
