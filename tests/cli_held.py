@@ -18,6 +18,7 @@ import importlib, signal, sys, time
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
+sys.modules["numba"] = None  # as where it is not installed: half of what a start takes
 marker, module, path, call, *arguments = sys.argv[1:]
 owner = importlib.import_module(module)
 *parents, name = path.split(".")

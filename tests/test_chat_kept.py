@@ -42,30 +42,22 @@ Make = Callable[..., Path]
 
 
 def words(store: object, *options: object) -> list[str]:
-    found = ["chat", "--max-tokens", 12, *(["--store", store] if store else []), *options]
-    return [sys.executable, "-m", "kvcache", *map(str, found)]
+    return [*map(str, ("chat", "--max-tokens", 12, *(["--store", store] if store else []), *options))]
 
 
-def ran(line: Sequence[str], text: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    pipes: Any = {"input": text, "capture_output": True, "text": True}
-    return subprocess.run(line, cwd=ROOT, check=False, timeout=120, **pipes, **options)
-
-
-def chat(
-    store: object, *lines: str, rc: int = 0, told: str = "", options: Sequence[object] = (), **run: Any
-) -> str:
-    """What is printed, in a process of its own where ``run`` says how; on stderr what is ``told``."""
+def ran(store: object, *lines: str, options: Sequence[object] = ()) -> Any:
+    """Exit code, stdout and stderr of a chat."""
     text = "".join(f"{line}\n" for line in lines)
-    if run:
-        ended: Any = ran(words(store, *options), text, **run)
-        found, out, errors = ended.returncode, ended.stdout, ended.stderr
-    else:
-        ended = CliRunner().invoke(kvcache.command.main.app, words(store, *options)[3:], input=text)
-        found, out, errors = ended.exit_code, ended.stdout, ended.stderr
-    assert found == rc, errors
-    assert errors.count("\n") == bool(told), errors
-    assert told in errors
-    return str(out)
+    return CliRunner().invoke(kvcache.command.main.app, words(store, *options), input=text)
+
+
+def chat(store: object, *lines: str, told: str = "", options: Sequence[object] = ()) -> str:
+    """What is printed; on stderr what is ``told``."""
+    ended = ran(store, *lines, options=options)
+    assert ended.exit_code == 0, ended.stderr
+    assert ended.stderr.count("\n") == bool(told), ended.stderr
+    assert told in ended.stderr
+    return str(ended.stdout)
 
 
 @contextlib.contextmanager
@@ -191,7 +183,7 @@ def test_what_ends_the_process_costs_the_running_answer_at_most(
 def test_two_at_once_lose_nothing_of_each_other(store: Path) -> None:
     """The one that writes second goes on under another name."""
     with subprocess.Popen(
-        words(store),
+        [sys.executable, "-m", "kvcache", *words(store)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -216,18 +208,25 @@ def test_two_at_once_lose_nothing_of_each_other(store: Path) -> None:
 def test_a_full_device_is_told_and_the_exit_code_says_so(store: Path) -> None:
     """The limit of a file's size, as ``ulimit -f`` sets it: none of 100 bytes can be written."""
 
-    def limited(count: int) -> Callable[[], None]:
-        return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (count, count))
+    @contextlib.contextmanager
+    def limited(count: int) -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     chat(store, "/list")
-    told = "kvcache: not kept completely: main (File too large)"
-    ended = ran(words(store), f"{NOAH}\n", preexec_fn=limited(100))
+    with limited(100):
+        ended = ran(store, NOAH)
     assert ended.stdout == chat(None, NOAH)
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1] == told
+    assert ended.exit_code == 1
+    assert ended.stderr.splitlines()[-1] == "kvcache: not kept completely: main (File too large)"
     assert "kvcache: a store is full: " in ended.stderr
     assert ended.stderr.count("\n") == 3, ended.stderr
-    shown = chat(store, NOAH, told="kvcache: a store is full: put: ", preexec_fn=limited(4000))
+    with limited(4000):
+        shown = chat(store, NOAH, told="kvcache: a store is full: put: ")
     assert shown == ended.stdout, "the text is kept, the pages are not"
     assert "and he" in chat(store, "and he", "/show")
 
@@ -244,8 +243,8 @@ def test_a_real_device_that_takes_nothing(mounted: str, store: Path) -> None:
             with contextlib.suppress(OSError), (store / "filler").open("wb", buffering=0) as filler:
                 while filler.write(bytes(4096)):
                     pass
-            ended = ran(words(store), "and he went\n")
-            assert ended.returncode == 1
+            ended = ran(store, "and he went")
+            assert ended.exit_code == 1
             assert ended.stderr.endswith("main (No space left on device)\n")
             (store / "filler").unlink()
         else:
