@@ -24,13 +24,10 @@ from kvcache.stores.file import FileStore
 from ml import DType
 
 from .model_passes import close, prompt
-from .test_runner_models import LENGTH, expected_logits, expected_tokens, feed, new_cache, peer
+from .test_runner_models import BACKENDS, LENGTH, expected_logits, expected_tokens, feed, new_cache, peer
 
 pytest.importorskip("transformers")
 
-BACKENDS = [
-    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch", "mlx")
-]
 NAMES = ("deepseek-v2", "deepseek-v3", "deepseek-v3.2")
 STORED, RANK, LAYERS, INDEX = 32, 24, 3, 14
 

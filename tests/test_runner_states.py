@@ -24,15 +24,13 @@ from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.speculative import SpeculativeGenerator
 from ml import DType
 
+from .model_passes import close, prompt, run
 from .test_runner_delta import inputs, recurrence
-from .test_runner_models import close, expected_logits, expected_tokens, new_cache, peer, prompt, run
+from .test_runner_models import BACKENDS, expected_logits, expected_tokens, new_cache, peer
 from .test_speculative import Oracle, random_prompts
 
 pytest.importorskip("transformers")
 HYBRIDS = ("qwen3-next", "qwen3.5")
-BACKENDS = [
-    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch", "mlx")
-]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
