@@ -7,7 +7,6 @@ and chunks are of 8 tokens, and answers go on for several of them. Their tokens 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,9 @@ from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.speculative import SpeculativeGenerator
 from kvcache.runner.tokenizer import Tokenizer
 
-COUNT = 26
+COUNT = 20
 PROMPT = 13
 HYBRID = ("gemma3", "gpt-oss", "llama4", "qwen3-next")
-
-
-on_both = pytest.mark.parametrize("backend", ["numpy", "torch"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +60,13 @@ def hybrids(backend: ml.Backend, tmp_path_factory: pytest.TempPathFactory) -> An
 
 def plain(model: Any, prompts: Sequence[Any], settings: GenerationOptions) -> list[tuple[int, ...]]:
     """Each prompt alone in a cache of its own, one token per pass."""
-    answers = []
-    for prompt in prompts:
-        with Generator(model, None, options=EngineOptions(max_sequences=1, capacity=96)) as generator:
-            answers.append(generator.complete([prompt], settings)[0].tokens)
-    return answers
+    return [_alone(model, tuple(prompt), settings) for prompt in prompts]
+
+
+@functools.cache
+def _alone(model: Any, prompt: tuple[int, ...], settings: GenerationOptions) -> tuple[int, ...]:
+    with Generator(model, None, options=EngineOptions(max_sequences=1, capacity=96)) as generator:
+        return generator.complete([prompt], settings)[0].tokens
 
 
 def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
@@ -153,7 +151,10 @@ def speculate(
 @pytest.mark.parametrize(
     ("backend", "kind", "width"),
     [
-        *(("numpy", kind, width) for kind, width in [*itertools.product(KINDS, [1]), ("partly", 3)]),
+        *(
+            ("numpy", kind, width)
+            for kind, width in (("right", 1), ("partly", 1), ("random", 1), ("partly", 3))
+        ),
         ("torch", "partly", 3),
     ],
     indirect=["backend"],
@@ -201,22 +202,26 @@ def test_the_bundled_model_with_every_kind_of_draft(tiny: Any, kind: str, width:
     check_counts(generator, kind, len(prompts))
 
 
-@on_both
-@pytest.mark.parametrize("draft", ["lookup", "branches of itself"])
+@pytest.mark.parametrize(
+    ("backend", "draft", "count", "most"),
+    [("numpy", "lookup", 200, 377), ("numpy", "branches of itself", 100, 42), ("torch", "lookup", 200, 377)],
+    indirect=["backend"],
+)
 def test_stories_says_what_its_authors_check(
-    backend: ml.Backend, stories: Path, stories_text: str, draft: str
+    backend: ml.Backend, stories: Path, stories_text: str, draft: str, count: int, most: int
 ) -> None:
+    """In at most so many passes for two texts."""
     model, tokenizer = load_model(stories, backend), Tokenizer.load(stories)
     options = SpeculativeOptions(max_sequences=2, capacity=256, width=3 if "branches" in draft else 1)
     with ModelDraft(model, sequences=2, width=3) as same:
         guess: Draft = prompt_lookup if "lookup" in draft else same
         with SpeculativeGenerator(model, tokenizer, guess, options=options) as generator:
-            answers = generator.complete(["", "Tim had a big dog. The dog"], GenerationOptions(200))
+            answers = generator.complete(["", "Tim had a big dog. The dog"], GenerationOptions(count))
             counts = generator.speculation
-    assert answers[0].text == stories_text
-    assert len(answers[0].tokens) == 200
-    assert counts.accepted > (350 - counts.passes if "itself" in draft else 20)
-    assert counts.passes + counts.accepted == 398
+    assert len(answers[0].tokens) == count
+    assert answers[0].text == stories_text if count == 200 else stories_text.startswith(answers[0].text)
+    assert counts.passes + counts.accepted == 2 * (count - 1)
+    assert counts.passes <= most
 
 
 @pytest.mark.parametrize(("name", "width"), [("gemma3", 2), ("qwen3-next", 1)])
