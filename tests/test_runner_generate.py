@@ -66,14 +66,19 @@ def reference(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
 def test_stories_says_what_its_authors_check(
     stories_model: Any, stories_tokenizer: Tokenizer, stories_text: str
 ) -> None:
+    """Token by token too, where text that a stop string holds back is let go at the end."""
     with generator_of(stories_model, stories_tokenizer) as generator:
-        (answer,) = generator.complete([""], GenerationOptions(200))
-    assert answer.text == stories_text
-    assert answer.reason == "length"
-    assert len(answer.tokens) == 200
+        *events, answer = generator.generate([""], GenerationOptions(200, stop=["mom, so she said"]))
+    assert isinstance(answer, Finished)
+    assert (answer.text, answer.reason, len(answer.tokens)) == (stories_text, "length", 200)
+    assert "".join(event.text for event in events if isinstance(event, Token)) == stories_text
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize(
+    ("runner_backend", "chunk"),
+    [("numpy", 1), ("numpy", 7), ("numpy", 64), ("torch", 7), ("mlx", 7)],
+    indirect=["runner_backend"],
+)
 def test_stories_with_its_beginning_prefilled_in_chunks(
     stories_model: Any, stories_tokenizer: Tokenizer, stories_text: str, chunk: int
 ) -> None:
@@ -161,13 +166,6 @@ def test_stop_strings_end_the_text_before_them(stories_model: Any, stories_token
     assert answer.text == "Once upon a time, there was a little girl named"
     assert answer.reason == "stop"
     assert "".join(event.text for event in events if isinstance(event, Token)) == answer.text
-
-
-def test_the_stream_is_the_text(stories_model: Any, stories_tokenizer: Tokenizer, stories_text: str) -> None:
-    """Text that a stop string holds back is let go at the end."""
-    with generator_of(stories_model, stories_tokenizer) as generator:
-        events = list(generator.generate([""], GenerationOptions(200, stop=["mom, so she said"])))
-    assert "".join(event.text for event in events if isinstance(event, Token)) == stories_text
 
 
 def test_an_eos_token_ends_the_text_and_is_no_part_of_it(make_model: Make, numpy_backend: ml.Backend) -> None:
