@@ -130,7 +130,7 @@ def test_pinned_system_prompts_stay_where_they_would_have_gone() -> None:
     assert (unpinned, pinned) == (0, size)
 
 
-def test_a_shared_store_makes_up_for_turns_that_move() -> None:
+def test_a_shared_store_makes_up_for_turns_that_move_and_a_small_one_for_fewer() -> None:
     hits, _ = ideal(list(requests(SMALL)))
     alone, shared, home = (
         serve(SMALL, fleet) for fleet in (Fleet(store=0), Fleet(), Fleet(stays=1.0, store=0))
@@ -141,13 +141,9 @@ def test_a_shared_store_makes_up_for_turns_that_move() -> None:
     assert shared.remote > 0
     assert shared.nbytes > 0
     assert serve(SMALL, Fleet()) == shared
-
-
-def test_a_small_shared_store_finds_less() -> None:
-    full = serve(SMALL, Fleet())
-    part = serve(SMALL, Fleet(store=full.nbytes // 5))
-    assert part.nbytes <= full.nbytes // 5
-    assert part.remote < full.remote
+    part = serve(SMALL, Fleet(store=shared.nbytes // 5))
+    assert part.nbytes <= shared.nbytes // 5
+    assert part.remote < shared.remote
 
 
 # Arithmetic.

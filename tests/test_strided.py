@@ -16,7 +16,7 @@ from ml import strided
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 FILLED = st.lists(st.integers(1, 5), max_size=4).map(tuple)
-fast = settings(max_examples=300, derandomize=True, database=None, deadline=None)
+fast = settings(max_examples=150, derandomize=True, database=None, deadline=None)
 
 
 def positions(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:

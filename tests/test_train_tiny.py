@@ -20,21 +20,7 @@ from tokenizers import Tokenizer
 from examples.train_tiny import card, text, train
 
 BUNDLED = Path(__file__).resolve().parents[1] / "kvcache" / "runner" / "tiny"
-WORDS = [
-    "and",
-    "the",
-    "LORD",
-    "said",
-    "unto",
-    "Moses",
-    "speak",
-    "children",
-    "of",
-    "Israel",
-    "bread",
-    "day",
-    "holy",
-]
+WORDS = ["and", "the", "LORD", "said", "unto", "Moses", "speak", "children", "of", "Israel", "bread", "day"]
 
 
 @pytest.fixture(scope="module", autouse=True)
