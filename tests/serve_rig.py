@@ -74,15 +74,17 @@ class Serving:
 
 @contextlib.contextmanager
 def served(
-    engine: EngineOptions, options: ServeOptions | None = None, tiers: Sequence[Tier] = ()
+    engine: EngineOptions, options: ServeOptions | None = None, keep_alive: int = 5
 ) -> Iterator[Serving]:
-    """The bundled model over loopback."""
+    """The bundled model over loopback; connections that ask nothing are closed after so many seconds."""
     options = options or ServeOptions()
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # who does not read is noticed soon
-    with Worker(lambda: opened(engine, tiers), options) as worker, listening:
+    with Worker(lambda: opened(engine), options) as worker, listening:
         app = make_app(worker, NAME, template_of(bundled_model()), options)
-        config = uvicorn.Config(app, ws="none", log_level="critical", lifespan="off")
+        config = uvicorn.Config(
+            app, ws="none", log_level="critical", lifespan="off", timeout_keep_alive=keep_alive
+        )
         http = Server(config, worker, options.shutdown_timeout, lambda: None)
         thread = threading.Thread(target=http.run, kwargs={"sockets": [listening]})
         thread.start()

@@ -28,7 +28,7 @@ ENDLESS = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": 
 @pytest.fixture(scope="module")
 def hurried() -> Iterator[Serving]:
     """A request has two tenths of a second."""
-    with served(OPTIONS, ServeOptions(request_timeout=0.2, max_body=1000)) as serving:
+    with served(OPTIONS, ServeOptions(request_timeout=0.2, max_body=1000), keep_alive=1) as serving:
         yield serving
         assert serving.worker.idle.wait(timeout=60)
         assert serving.ask(lambda engine: (len(engine.prefix.sessions), engine.busy)) == (0, False)
