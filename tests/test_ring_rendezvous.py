@@ -151,9 +151,7 @@ def test_a_rank_whose_other_never_starts_waits_no_longer_than_its_limit(engine: 
         local_ranks(2) as variables,
         patch.dict(os.environ, variables[rank]),
         ml.open_backend(engine) as backend,
-        pytest.raises(
-            ml.GroupError, match=rf"^distributed: rank {rank} .*within 0.3 s.*rank {1 - rank} "
-        ) as it,
+        pytest.raises(ml.GroupError, match=told) as raised,
     ):
         backend.distributed(timeout=0.3)  # type: ignore[attr-defined]
     assert raised.value.late
