@@ -9,9 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["held"]
+__all__ = ["KVCACHE", "held"]
 
 ROOT = Path(__file__).resolve().parents[1]
+KVCACHE = (
+    sys.executable,
+    "-c",
+    "import sys; sys.modules['numba'] = None; from kvcache.command.main import main; main()",
+)
+"""The command as where numba is not installed, the import of which is half of what a start takes."""
 
 HELD = """
 import importlib, signal, sys, time

@@ -97,8 +97,9 @@ class Shell:
         }
 
     def _bash(self, text: str) -> tuple[int, str, str]:
+        # Of a last command bash makes itself that, and then no shell is found to complete for.
         ended = subprocess.run(
-            ["bash", "--norc", "-c", f"(exit {self.code}); {text}\n"],
+            ["bash", "--norc", "-c", f"(exit {self.code}); {text}\nexit $?\n"],
             cwd=self.folder,
             env={key: value for key, value in os.environ.items() if key not in _UNSET} | self._settings,
             stdin=subprocess.DEVNULL,

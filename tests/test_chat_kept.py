@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from kvcache.runner.loading import load_model
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
-from .cli_held import held
+from .cli_held import KVCACHE, held
 from .small_models import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -183,7 +182,7 @@ def test_what_ends_the_process_costs_the_running_answer_at_most(
 def test_two_at_once_lose_nothing_of_each_other(store: Path) -> None:
     """The one that writes second goes on under another name."""
     with subprocess.Popen(
-        [sys.executable, "-m", "kvcache", *words(store)],
+        [*KVCACHE, *words(store)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,18 @@ from kvcache.runner.engine import EngineOptions
 from kvcache.runner.requests import GenerationOptions
 from kvcache.stores import open_store
 
+from .cli_held import KVCACHE
 from .serve_rig import PROMPT, opened, until
 
-SERVE = (sys.executable, "-m", "kvcache", "serve")
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no signals to send to one process")
 
 
 @contextlib.contextmanager
-def command(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
+def command(
+    *arguments: object, program: Sequence[str] = (sys.executable, "-m", "kvcache")
+) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
     """The server as a process, and a client."""
-    line = [*SERVE, "--port", 0, "--name", "it", "--capacity", 64, *arguments]
+    line = [*program, "serve", "--port", 0, "--name", "it", "--capacity", 64, *arguments]
     words = [*map(str, line)]
     with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         try:
@@ -54,7 +56,8 @@ def test_the_next_server_finds_what_one_kept_whatever_signal_ended_it(tmp_path: 
     store, said, known = tmp_path / "kept", PROMPT, 0
     for name in ("SIGKILL", "SIGINT", "SIGTERM", "SIGHUP"):
         killed = name == "SIGKILL"
-        with command("--store", store.as_uri(), *["--write-interval", 0.05] * killed) as (process, client):
+        options = ["--store", store.as_uri(), *["--write-interval", 0.05] * killed]
+        with command(*options, program=KVCACHE) as (process, client):
             found = client.completions.create(model="it", prompt=said, max_tokens=3, temperature=0)
             assert found.usage is not None
             assert found.usage.prompt_tokens_details is not None
