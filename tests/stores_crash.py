@@ -11,6 +11,7 @@ import fcntl
 import functools
 import importlib
 import itertools
+import json
 import os
 import random
 import shutil
@@ -300,7 +301,7 @@ def stepping(step: Callable[[str], None]) -> Iterator[None]:
         def call(*args: Any, **options: Any) -> Any:
             step(name)
             if name == "writev":
-                args = (args[0], [bytes(args[1][0][: max(1, len(args[1][0]) // 2)])])
+                args = (args[0], [bytes(args[1][0][: max(UNIT // 4, len(args[1][0]) // 2)])])
             result = original(*args, **options)
             step(f"after {name}")
             return result
@@ -315,7 +316,7 @@ def stepping(step: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def killed_at_each_call(url: str) -> None:
+def killed_at_each_call(url: str, first: str = "1") -> None:
     """SIGKILL before and after each single call to the system of a put that evicts."""
     folder, budget = folder_of(url), 3 * UNIT
     other = FileStore(folder, budget, durable=False)  # open all the time: it has to notice what the dead did
@@ -335,7 +336,7 @@ def killed_at_each_call(url: str) -> None:
             assert store.put(f"new{at}", [content(f"new{at}", UNIT)])
             begun = False
 
-    for at in itertools.count(1):
+    for at in itertools.count(int(first)):
         for key in ("a", "b", "c"):
             other.put(key, [content(key, UNIT)])
             read(other, key)
@@ -540,10 +541,14 @@ IN_FOLDERS: dict[str, tuple[Callable[[], None], Callable[..., None], tuple[str, 
     "say nothing of changes": (
         _set(HeldLock, "announce", lambda self, stems: self.changes),
         killed_at_each_call,
-        (),
+        ("40",),
     ),
-    "say not what changes": (_say_not_what_changes, killed_at_each_call, ()),
-    "forget the halves": (_set(Catalog, "_clear", lambda self, stem, foreign: None), killed_at_each_call, ()),
+    "say not what changes": (_say_not_what_changes, killed_at_each_call, ("40",)),
+    "forget the halves": (
+        _set(Catalog, "_clear", lambda self, stem, foreign: None),
+        killed_at_each_call,
+        ("40",),
+    ),
     "sweep the living": (_set(Folder, "_sweep", _sweep_the_living), sharing, ("2", "2", "delete")),
     "lock nothing": (_set(fcntl, "flock", lambda fd, operation: None), sharing, ("2", "2", "delete")),
 }
@@ -578,19 +583,22 @@ def bugs(url: str) -> None:
         print(number, "noticed" if noticed else "not noticed")
 
 
-def import_once(kind: str) -> None:
-    """What a child that opens the store would import, each for itself."""
-    if kind == "valkey":
-        importlib.import_module("kvcache.stores.valkey.store")
-    elif kind == "mooncake":
+def main() -> None:
+    """Each line of the input: the arguments of ``run``; of the output: how it ended, and what it printed."""
+    importlib.import_module("kvcache.stores.valkey.store")  # what children would import, each for itself
+    with contextlib.suppress(StoreUnavailable):
         load()
+    for line in sys.stdin:
+        pid, source = child(functools.partial(run, *json.loads(line)))
+        with os.fdopen(source) as pipe:
+            said = pipe.read()
+        print(json.dumps([ended(pid), said]), flush=True)
+
+
+def run(url: str, scenario: str, numbers: list[str], sink: int) -> None:
+    os.dup2(sink, 1)
+    globals()[scenario](url, *numbers)
 
 
 if __name__ == "__main__":
-    import_once(kind_of(sys.argv[1]))
-    try:
-        globals()[sys.argv[2]](sys.argv[1], *sys.argv[3:])
-    except SnapshotCorrupt as error:
-        raise AssertionError(f"torn: {error}") from error
-    sys.stdout.flush()
-    os._exit(0)
+    main()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import select
 import shutil
 import socket
 import subprocess
@@ -13,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from .stores_rig import MIB, pool, posix, server
 __all__ = ["pool", "server"]
 
 pytestmark = posix
+Passes = Callable[..., str]
 PROGRAM = Path(__file__).with_name("stores_crash.py")
 KILLS = 30
 PERSISTENT_KILLS = 6
@@ -45,15 +48,33 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def passes(url: str, scenario: str, *numbers: object) -> str:
+@pytest.fixture(scope="module")
+def passes() -> Iterator[Passes]:
+    """``passes(url, scenario, *numbers)`` is what a scenario printed that ended well."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), url, scenario, *map(str, numbers)],
-        capture_output=True, text=True, check=False, timeout=200,
-        env={**kept, "PYTHONPATH": str(PROGRAM.parents[1])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    environ = {**kept, "PYTHONPATH": str(PROGRAM.parents[1])}
+    with (
+        tempfile.TemporaryFile("a+") as told,
+        subprocess.Popen(
+            [sys.executable, PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told,
+            text=True, env=environ,
+        ) as program,
+    ):  # fmt: skip
+        assert program.stdin is not None
+        assert program.stdout is not None
+
+        def run(url: str, scenario: str, *numbers: object) -> str:
+            told.truncate(0)
+            print(json.dumps([url, scenario, [*map(str, numbers)]]), file=program.stdin, flush=True)
+            in_time, _, _ = select.select([program.stdout], [], [], 200)
+            assert in_time, f"{scenario} has not ended"
+            ended, said = json.loads(program.stdout.readline())
+            told.seek(0)
+            assert ended == 0, told.read()[-4000:]
+            return str(said)
+
+        yield run
+        program.stdin.close()
 
 
 def in_folder(folder: Path, budget: int | None = None) -> str:
@@ -67,13 +88,15 @@ def in_pool(pool: MooncakePool) -> str:
 # Processes that are killed.
 
 
-def test_killed_before_and_after_every_call_to_the_system_only_whole_entries_remain(folder: Path) -> None:
+def test_killed_before_and_after_every_call_to_the_system_only_whole_entries_remain(
+    passes: Passes, folder: Path
+) -> None:
     assert int(passes(in_folder(folder), "killed_at_each_call").split()[0]) > 60
 
 
 @pytest.mark.parametrize(("kills", "budget"), [(18, None), (12, 40_000)])
 def test_killed_at_any_moment_what_was_acknowledged_is_there(
-    folder: Path, kills: int, budget: int | None
+    passes: Passes, folder: Path, kills: int, budget: int | None
 ) -> None:
     """Where there is a budget only the oldest have made room."""
     assert int(passes(in_folder(folder, budget), "killed_while_writing", kills).split()[2]) > kills
@@ -81,27 +104,29 @@ def test_killed_at_any_moment_what_was_acknowledged_is_there(
 
 @pytest.mark.parametrize("budget", [None, 40_000])
 def test_killed_beside_another_process_whatever_becomes_of_the_index(
-    folder: Path, budget: int | None
+    passes: Passes, folder: Path, budget: int | None
 ) -> None:
     assert int(passes(in_folder(folder, budget), "killed_beside_another", 8).split()[0]) == 16
 
 
-def test_killed_at_any_moment_what_a_server_acknowledged_is_whole(server: ValkeyServer) -> None:
+def test_killed_at_any_moment_what_a_server_acknowledged_is_whole(
+    passes: Passes, server: ValkeyServer
+) -> None:
     assert int(passes(server.url, "killed_while_writing", 12).split()[2]) > 12
 
 
-def test_killed_at_any_moment_what_a_pool_acknowledged_is_whole(pool: MooncakePool) -> None:
+def test_killed_at_any_moment_what_a_pool_acknowledged_is_whole(passes: Passes, pool: MooncakePool) -> None:
     assert int(passes(in_pool(pool), "killed_while_writing", 3).split()[0]) == 3
 
 
 @pytest.mark.parametrize("scenario", ["orphans_are_taken_over", "late_writers_are_told", "a_fork_is_noticed"])
 def test_a_writer_to_a_pool_that_died_hands_over_and_one_that_was_given_up_or_forked_is_told(
-    pool: MooncakePool, scenario: str
+    passes: Passes, pool: MooncakePool, scenario: str
 ) -> None:
     passes(in_pool(pool), scenario)
 
 
-def test_nobody_waits_for_a_frozen_master() -> None:
+def test_nobody_waits_for_a_frozen_master(passes: Passes) -> None:
     if reason := MooncakePool.missing():
         pytest.skip(reason)
     with MooncakePool() as own:
@@ -112,12 +137,14 @@ def test_nobody_waits_for_a_frozen_master() -> None:
 # Processes that share.
 
 
-def test_two_writers_and_two_readers_share_a_folder_with_eviction(folder: Path) -> None:
+def test_two_writers_and_two_readers_share_a_folder_with_eviction(passes: Passes, folder: Path) -> None:
     assert passes(in_folder(folder, 64_000), "sharing", 2, 2, "delete") == "4 processes\n"
 
 
 @pytest.mark.parametrize("mode", ["keep", "delete", "evict"])
-def test_writers_and_readers_of_a_server_nothing_is_torn_and_nothing_is_lost(mode: str) -> None:
+def test_writers_and_readers_of_a_server_nothing_is_torn_and_nothing_is_lost(
+    passes: Passes, mode: str
+) -> None:
     if ValkeyServer.program() is None:
         pytest.skip("neither valkey-server nor redis-server is installed")
     with ValkeyServer(
@@ -126,20 +153,22 @@ def test_writers_and_readers_of_a_server_nothing_is_torn_and_nothing_is_lost(mod
         assert passes(own.url, "sharing", 6, 2, mode) == "8 processes\n"
 
 
-def test_of_many_processes_that_put_one_key_into_a_pool_one_writes(pool: MooncakePool) -> None:
+def test_of_many_processes_that_put_one_key_into_a_pool_one_writes(
+    passes: Passes, pool: MooncakePool
+) -> None:
     assert passes(in_pool(pool), "sharing", 4, 0, "keep") == "4 processes\n"
 
 
-def test_a_folder_that_may_only_be_read_is_served_and_not_touched(folder: Path) -> None:
+def test_a_folder_that_may_only_be_read_is_served_and_not_touched(passes: Passes, folder: Path) -> None:
     passes(in_folder(folder), "reading_only")
 
 
-def test_the_scenarios_notice_what_they_are_for_in_folders(folder: Path) -> None:
+def test_the_scenarios_notice_what_they_are_for_in_folders(passes: Passes, folder: Path) -> None:
     found = passes(in_folder(folder, 64_000), "bugs")
     assert (found.count(" noticed"), found.count(" not ")) == (len(IN_FOLDERS), 0), found
 
 
-def test_the_scenarios_notice_what_they_are_for_on_servers(server: ValkeyServer) -> None:
+def test_the_scenarios_notice_what_they_are_for_on_servers(passes: Passes, server: ValkeyServer) -> None:
     found = passes(server.url[:-1], "bugs")
     assert (found.count(" noticed"), found.count(" not ")) == (len(ON_SERVERS), 0), found
 
@@ -324,7 +353,7 @@ def test_a_call_that_is_cut_off_anywhere_does_all_or_nothing(
     data, done, failed = content("a", 3000), 0, 0
     with valkey_store(server.url) as direct, Valkey(port=server.port) as client:
         for limit in cuts(
-            {"putup": 3700, "putdown": 150, "get_intoup": 300, "get_intodown": 3600}[call + way], 40
+            {"putup": 3700, "putdown": 150, "get_intoup": 300, "get_intodown": 3600}[call + way], 20
         ):
             client.flushall()
             assert call == "put" or direct.put("a", [data])
