@@ -32,9 +32,9 @@ SAMPLE = {
     "bamba": {"fork": "="},
     "blenderbot with encoder": {"crop": "=", "copy": "="},
     "cpmant": {"static": "refused"},
-    "deepseek_v32": dict.fromkeys(("batch", "beams", "crop", "interrupt", "static", "prefix"), "="),
-    "deepseek_v4": {"batch": "theirs", "beams": "=", "crop": "right", "save": "=", "interrupt": "="},
-    "falcon_h1": dict.fromkeys(("batch", "chunked", "beams", "copy", "save", "static", "prefix"), "="),
+    "deepseek_v32": dict.fromkeys(("batch", "crop", "interrupt", "static", "prefix"), "="),
+    "deepseek_v4": {"batch": "theirs", "crop": "right", "save": "="},
+    "falcon_h1": dict.fromkeys(("batch", "save", "static", "prefix"), "="),
     "gemma3_text": {"interrupt": "=", "prefix, lookup": "="},
     "gemma3n_text": {"copy": "="},
     "gemma4_text": {"fork": "=", "save": "=", "prefix": "="},
@@ -42,9 +42,8 @@ SAMPLE = {
     "gpt_neo": {"static": "refused"},
     "gpt_neox_japanese": {"batch": "=", "static": "="},
     "hrm_text": {"interrupt": "="},
-    "inkling_text": {"single": "=", "lookup": "=", "crop": "=", "prefix": "=", "static": "refused"},
+    "inkling_text": {"lookup": "=", "crop": "=", "static": "refused"},
     "jamba": {"chunked": "refused", "prefix": "="},
-    "lfm2": {"lookup": "="},
     "lfm2_moe": {"assisted": "="},
     "lfm3": {"lookup": "=", "crop": "="},
     "mamba": {"beams": "=", "prefix": "refused"},
@@ -53,45 +52,38 @@ SAMPLE = {
     "moshi": {"chunked": "theirs", "prefix": "refused"},
     "nemotron_h": {"save": "theirs"},
     "prophetnet": {"static": "refused"},
-    "qwen4_exp_text": dict.fromkeys(("batch", "fork", "save", "static", "prefix"), "="),
+    "qwen4_exp_text": {"fork": "=", "save": "=", "prefix": "="},
     "recurrent_gemma": {"single": "=", "fork": "refused", "interrupt": "="},
     "roberta": {"prefix": "="},
     "t5gemma": {"fork": "right"},
     "t5gemma2": {"install": "=", "static": "="},
     "zamba": {"chunked": "refused", "fork": "="},
-    "zaya": dict.fromkeys(
-        ("batch", "chunked", "beams", "copy", "save", "interrupt", "static", "prefix"), "="
-    ),
+    "zaya": dict.fromkeys(("chunked", "beams", "copy", "save", "interrupt", "static"), "="),
 }
 """What became of some of transformers' types in the modes that were hard for them."""
-NO_TRIM = {**dict.fromkeys(of_mlx_lm.MODES, "="), "trim": "right"}
-"""mlx-lm trims neither states nor windows that have wrapped; ours goes back to what it keeps."""
 OF_MLX_LM = {
-    "baichuan_m1": {"alone": "=", "batch": "=", "save": "="},  # states beside a window
-    "deepseek_v32": dict.fromkeys(of_mlx_lm.MODES, "="),  # an indexer's keys, whose values are set to 0
-    "falcon_h1": NO_TRIM,  # attention and states in one layer
-    "gear": NO_TRIM,  # full, sliding and recurrent layers
-    "mamba2": NO_TRIM,  # nothing but recurrent layers
+    "baichuan_m1": {"batch": "=", "save": "="},  # states beside a window
+    "deepseek_v32": dict.fromkeys(("batch", "trim", "other's files", "exception"), "="),  # an indexer's keys
+    "falcon_h1": dict.fromkeys(("batch", "copy", "save"), "="),  # attention and states in one layer
+    # Full, sliding and recurrent layers. mlx-lm trims neither states nor windows that have wrapped; ours goes
+    # back to what it keeps.
+    "gear": {**dict.fromkeys(of_mlx_lm.MODES, "="), "trim": "right"},
     "gemma2": {"batch": "right"},  # has no room for a mask of each row
-    "gpt_oss": {"alone": "=", "batch": "="},
-    "iquestloopcoder": {"batch": "=", "save": "="},  # two entries for each layer
-    "kimi_linear": NO_TRIM,  # four states in a layer, of several shapes
-    "lfm2": {"alone": "=", "batch": "="},
-    "llama4": {"batch": "right", "chunks": "=", "trim": "=", "other's files": "="},  # chunks, one position
-    "longcat_flash_ngram": {"batch": "=", "save": "=", "trim": "right"},  # a state that grows, of integers
-    "longcat_flash": {"batch": "=", "trim": "=", "save": "="},  # attention twice in a layer
-    "minimax_m3_vl": {
-        "alone": "=",
-        "batch": "right",
-        "trim": "=",
-        "other's files": "=",
-    },  # keys of an indexer, values of width 0
-    "nemotron-nas": {"batch": "right", "trim": "=", "exception": "="},  # wants an entry that it never uses
-    "plamo3": {"chunks": "right", "save": "right", "other's files": "theirs"},  # sees more than its window
+    "gpt_oss": {"batch": "="},
+    "iquestloopcoder": {"batch": "="},  # two entries for each layer
+    "kimi_linear": {"batch": "=", "trim": "right", "save": "="},  # four states in a layer, of several shapes
+    "lfm2": {"batch": "="},
+    "llama4": {"batch": "right", "trim": "=", "other's files": "="},  # chunks, one position
+    "longcat_flash": {"batch": "=", "save": "="},  # attention twice in a layer
+    "longcat_flash_ngram": {"save": "=", "trim": "right"},  # a state that grows, of integers
+    "mamba2": {"alone": "=", "other's files": "=", "exception": "="},  # nothing but recurrent layers
+    "minimax_m3_vl": {"batch": "right", "other's files": "="},  # an indexer's keys, values of width 0
+    "nemotron-nas": {"batch": "right", "exception": "="},  # wants an entry that it never uses
+    "plamo3": {"chunks": "right", "other's files": "theirs"},  # sees more than its window
     "recurrent_gemma": {"batch": "right", "copy": "="},  # takes no notice of padding
-    "rwkv7": {"alone": "=", "batch": "=", "other's files": "=", "exception": "="},  # asks for no mask
+    "rwkv7": {"batch": "=", "other's files": "=", "exception": "="},  # asks for no mask
     # A window, latents of groups, an open group; mlx-lm neither batches nor loads its entries.
-    "deepseek_v41": NO_TRIM | {"batch": "right", "save": "cannot", "other's files": "cannot"},
+    "deepseek_v41": {"batch": "right", "save": "cannot", "exception": "="},
 }
 CASES = [
     (library, name, mode, kind)
