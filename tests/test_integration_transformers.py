@@ -25,7 +25,12 @@ from . import hf_models as hf
 LOOKBACK = {"prompt lookup": 8, "assisted": 24}
 """Tokens that windows keep besides what they show: few, so that they evict and wrap."""
 MODES = [(name, mode) for name in hf.MODELS for mode in hf.MODES if hf.applies(name, mode)]
-FIXED = [case for case in MODES if case[1] in ("beams", "left padding", "chat", "chunked prefill")]
+FIXED = [
+    (name, mode)
+    for name, mode in MODES
+    if mode in ("beams", "left padding", "chat", "chunked prefill") and name not in ("qwen3", "gpt-oss")
+]
+"""Layers of Qwen3 are those of Llama, layers of gpt-oss those of Gemma 3."""
 FLEX = [("gemma3", "left padding"), ("llama4", "beams"), ("t5", "prompt lookup")]
 """gpt-oss and Qwen3-Next have none on a CPU; T5's fails with padding and beams on transformers' own cache."""
 SCALED = [(name, "left padding") for name in ("gemma3", "t5")] + [
@@ -107,16 +112,18 @@ def test_embeddings_instead_of_tokens() -> None:
 
 
 class TestCompiled:
-    @pytest.mark.parametrize("name", ["qwen3-next", "t5"])
-    def test_generate_compiles_one_graph_without_breaks(self, name: str, dynamo: Any) -> None:
+    @pytest.mark.parametrize(("name", "changes"), [("qwen3-next", {}), ("t5", {"num_decoder_layers": 1})])
+    def test_generate_compiles_one_graph_without_breaks(
+        self, name: str, changes: dict[str, int], dynamo: Any
+    ) -> None:
         """``generate`` compiles the decoding step for it, as for its own static cache."""
-        made = hf.model(name)
+        made = hf.model(name, **changes)
         settings = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
         settings._compile_all_devices = True
         batch = hf.inputs(name, 3, 5)
         cache = HFStaticCache(made.config, capacity=48)
         found = hf.generate(made, batch, cache, compile_config=settings)
-        assert found.distance(hf.expected(name, "left padding")) <= 1e-5
+        assert found.distance(hf.generate(made, batch)) <= 1e-5
         assert dynamo["stats"]["unique_graphs"] == 1
         assert not dynamo["graph_break"]
 
