@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -43,23 +44,34 @@ if not Path("/dev/nvidiactl").exists():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where a class says ``checkered``, each kind of cache meets every second arrangement, in turn."""
-    sides: tuple[list[pytest.Item], list[pytest.Item]] = [], []
+    """Of a class that says ``checkered``, each table of parameters runs on the squares of one colour."""
+    tables: dict[tuple[Any, str], dict[pytest.Item, dict[str, object]]] = {}
     for item in items:
-        sides[_off_the_board(item)].append(item)
-    items[:], left_out = sides
-    config.hook.pytest_deselected(items=left_out)
+        if isinstance(item, pytest.Function) and getattr(item.cls, "checkered", False):
+            given = item.callspec.params if hasattr(item, "callspec") else {}
+            tables.setdefault((item.cls, item.originalname), {})[item] = given
+    left_out = {item for table in tables.values() for item in _off_the_board(table)}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
-def _off_the_board(item: Any) -> bool:
-    if not getattr(getattr(item, "cls", None), "checkered", False) or not hasattr(item, "callspec"):
-        return False
-    from kvcache.testing.harness import ARRANGEMENTS, KINDS
+COLOURS = 4
+"""Of a board, at most: one in so many tests runs."""
 
-    given, of = item.callspec.params, {"arranged": ARRANGEMENTS, "kind": KINDS}
-    if not of.keys() <= given.keys():
-        return False
-    return sum(list(choices.values()).index(given[name]) for name, choices in of.items()) % 2 == 1
+
+def _off_the_board(table: dict[pytest.Item, dict[str, object]]) -> Iterator[pytest.Item]:
+    """What a table of all combinations can do without, each value of each parameter still being met."""
+    axes: dict[str, list[int]] = {}
+    for given in table.values():
+        for name, value in given.items():
+            axes.setdefault(name, []).append(id(value))
+    places = {name: list(dict.fromkeys(values)) for name, values in axes.items()}
+    sizes = [len(place) for place in places.values() if len(place) > 1]
+    if len(sizes) < 2 or math.prod(sizes) != len(table):
+        return
+    for item, given in table.items():
+        if sum(places[name].index(id(value)) for name, value in given.items()) % min(COLOURS, *sizes):
+            yield item
 
 
 def pytest_collection_finish() -> None:

@@ -30,6 +30,7 @@ def compiled() -> Iterator[ml.Backend]:
 
 class TestNumpyByKernels(AttendingTests, ExtrasTests, PropertyTests, AttentionTests):
     backend_name = "numpy"
+    checkered = True
     traces = 60
     state_traces = 2
     encoder_traces = 2
@@ -41,6 +42,7 @@ class TestNumpyByKernels(AttendingTests, ExtrasTests, PropertyTests, AttentionTe
 
 class TestTorchByCalls(AttendingTests, ExtrasTests, PropertyTests):
     backend_name = "torch"
+    checkered = True
     traces = 60
     state_traces = 2
     encoder_traces = 2

@@ -17,10 +17,10 @@ from ml.capabilities import COMPUTE_OPERATIONS
 
 class TestNumpy(CacheTests):
     backend_name = "numpy"
-    traces = 400
-    state_traces = 100
+    traces = 240
+    state_traces = 48
     quantized_traces = 60
-    encoder_traces = 100
+    encoder_traces = 48
 
 
 class StoringOnly(Plan):
@@ -37,9 +37,9 @@ class TestStorageOnly(CacheTests):
 
     features = ml.Features(absent=frozenset({"compute"}))
     checkered = True
-    traces = 40
-    state_traces = 8
-    encoder_traces = 8
+    traces = 24
+    state_traces = 4
+    encoder_traces = 4
     fault_stride = 9
     long_run = 500
 

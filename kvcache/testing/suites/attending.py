@@ -39,8 +39,7 @@ class AttendingTests(CacheCase):
         for seed, (positions, sequences) in enumerate(batches):
             assert r.start(positions, sequences)
             r.put()
-            for sinks in (False, True):
-                r.check_attend(seed, sinks=sinks)
+            r.check_attend(seed, sinks=seed % 2 == 1)
 
     @attends
     @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])

@@ -68,8 +68,7 @@ class ExtrasTests(CacheCase):
         for seed, (positions, sequences) in enumerate(BATCHES):
             assert r.start(positions, sequences)
             r.put()
-            for sinks in (False, True):
-                r.check_selected(seed, sinks)
+            r.check_selected(seed, sinks=seed % 2 == 1)
             r.check_seen()
         r.copy_prefix(0, 2, 3)
         r.forward([3, 4, 12], [2, 2, 0])
