@@ -86,7 +86,7 @@ class Passes:
         return max((p + 1 for s, p in self.stored[0] if s == seq), default=0)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_passes_of_some_layers_never_show_what_was_not_put(data: Any) -> None:
     with ml.open_backend("numpy") as backend:

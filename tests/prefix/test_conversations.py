@@ -469,8 +469,8 @@ def run_machine(
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_sessions_see_what_computing_from_nothing_would_store(backend: ml.Backend, cache: str) -> None:
-    run_machine(backend, 120 if "ML_LONG" in os.environ else 12, cache=cache)
+    run_machine(backend, 120 if "ML_LONG" in os.environ else 8, cache=cache)
 
 
 def test_on_other_backends_too(other: ml.Backend) -> None:
-    run_machine(other, 12)
+    run_machine(other, 6)
