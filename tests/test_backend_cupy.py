@@ -46,6 +46,8 @@ def ctx(backend: Any) -> Any:
 
 
 class TestDouble(BackendTests):
+    case_stride = 5
+
     @pytest.fixture
     def open_backend(self) -> Iterator[Callable[[], Any]]:
         opened: list[Any] = []

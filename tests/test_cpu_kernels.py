@@ -219,53 +219,51 @@ def test_a_step_takes_no_more_memory_than_a_block() -> None:
     assert peak < 2 * 8192 * 4 * 64 * 4 / 16
 
 
-BLOCKED = """
+ATTENDING = """
 import sys
-sys.modules["numba"] = None
 import numpy as np, ml
 from kvcache import Batch, CausalCache
+x, outs = np.random.default_rng(0).standard_normal((40, 2, 32)).astype(np.float32), []
 with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
-    cache = CausalCache()
-    cache.init(backend, ml.DType.Q4_0, 1, 40, 40)
-    x = np.random.default_rng(0).standard_normal((40, 2, 32)).astype(np.float32)
-    for start, stop in ((0, 39), (39, 40)):
-        cache.start_forward(ctx, Batch(range(start, stop), [0] * (stop - start)))
-        new = ctx.from_numpy(x[start:stop])
-        cache.put(ctx, new, new)
-        out = cache.attend(ctx, new, 0.2)
-    assert "backends.cpu_kernels" not in sys.modules
-    np.save(sys.argv[1], out.to_numpy())
+    for dtype in (ml.DType.F32, ml.DType.Q4_0):
+        cache = CausalCache()
+        cache.init(backend, dtype, 1, 40, 40)
+        for start, stop in ((0, 39), (39, 40)):
+            cache.start_forward(ctx, Batch(range(start, stop), [0] * (stop - start)))
+            new = ctx.from_numpy(x[start:stop])
+            cache.put(ctx, new, new)
+            cache.get(ctx)
+            assert outs or not [name for name in ("numba", "llvmlite") if sys.modules.get(name)]
+            outs.append(cache.attend(ctx, new, 0.2).to_numpy()[-1])
+            assert ("backends.cpu_kernels" in sys.modules) is FREE
+np.save(sys.argv[1], outs)
+"""
+WARM = """
+import importlib.util, sys, ml
+from kvcache.runner.warm_up import warm_up
+for name in ("numpy", "mlx")[: 1 + bool(importlib.util.find_spec("mlx"))]:
+    with ml.open_backend(name) as backend:
+        warm_up(backend)
+        assert ("backends.cpu_kernels" in sys.modules) is FREE
 """
 
 
-def test_without_numba_a_cache_gives_the_same(tmp_path: Path) -> None:
-    outs = []
-    free = BLOCKED.replace('sys.modules["numba"] = None', "").replace("not in", "in")
-    for number, text in enumerate((BLOCKED, free)):
-        file = tmp_path / f"{number}.npy"
-        subprocess.run([sys.executable, "-c", text, file], check=True, timeout=120)
-        outs.append(np.load(file))
-    np.testing.assert_allclose(outs[0], outs[1], rtol=0, atol=1e-5)
+def _run(text: str, free: bool, *args: Path) -> None:
+    """In a process of its own, where numba is installed or not."""
+    blocked = "" if free else 'import sys\nsys.modules["numba"] = None\n'
+    text = blocked + text.replace("FREE", str(free))
+    subprocess.run([sys.executable, "-c", text, *args], check=True, timeout=120)
 
 
-PLAIN = """
-import sys, ml
-from kvcache import Batch, CausalCache
-backend = ml.open_backend("numpy")
-ctx, cache = backend.new_context(), CausalCache()
-cache.init(backend, ml.DType.F32, 1, 8, 8)
-cache.start_forward(ctx, Batch([0], [0]))
-x = ctx.zeros((1, 1, 32), ml.DType.F32)
-cache.put(ctx, x, x)
-cache.get(ctx)
-assert not {"numba", "llvmlite"} & sys.modules.keys()
-cache.attend(ctx, x, 1.0)
-assert "backends.cpu_kernels" in sys.modules
-"""
+def test_numba_is_imported_by_attention_and_without_it_a_cache_gives_the_same(tmp_path: Path) -> None:
+    files = tmp_path / "without.npy", tmp_path / "with.npy"
+    for free, file in enumerate(files):
+        _run(ATTENDING if free else ATTENDING + WARM, bool(free), file)
+    np.testing.assert_allclose(*map(np.load, files), rtol=0, atol=1e-5)
 
 
-def test_numba_is_imported_when_attention_is_first_asked_for_and_not_before() -> None:
-    subprocess.run([sys.executable, "-c", PLAIN], check=True, timeout=120)
+def test_kernels_are_ready_before_anyone_waits_for_an_answer() -> None:
+    _run(WARM, True)
 
 
 # Bugs in the kernels.
@@ -311,22 +309,3 @@ def test_vectors_of_the_other_length_give_the_same(tmp_path: Path, monkeypatch: 
     for seed, kinds in enumerate([("F32", "F32"), ("F16", "BF16"), CODES]):
         case = Case(seed, 9, 300, (15, 3), (96, 32), kinds, sunk=True)
         np.testing.assert_allclose(case.attend(), case.right(), rtol=0, atol=2e-5)
-
-
-WARM = """
-import sys, ml
-from kvcache.runner.warm_up import warm_up
-for name in ("numpy", "mlx"):
-    with ml.open_backend(name) as backend:
-        warm_up(backend)
-        assert ("backends.cpu_kernels" in sys.modules) is BLOCKED
-"""
-
-
-@pytest.mark.parametrize("blocked", [True, False])
-def test_kernels_are_ready_before_anyone_waits_for_an_answer(blocked: bool) -> None:
-    pytest.importorskip("mlx")
-    text = WARM.replace("BLOCKED", str(not blocked))
-    if blocked:
-        text = 'import sys\nsys.modules["numba"] = None\n' + text
-    subprocess.run([sys.executable, "-c", text], check=True, timeout=120)
