@@ -71,15 +71,14 @@ def devices_of(tensors: Sequence[Any]) -> list[str]:
 # Weights and caches.
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_the_bundled_model_says_the_same_on_one_device_and_on_several(count: int) -> None:
+def test_the_bundled_model_says_the_same_on_one_device_and_on_several() -> None:
     config, tokenizer = load_config(bundled_model()), Tokenizer.load(bundled_model())
     prompts = [tokenizer.encode(text) for text in ("And the LORD said unto", "In the beginning")]
     said = []
-    for names in (["cpu"], [f"cpu:{i}" for i in range(count)]):
+    for names in (["cpu"], *([f"cpu:{i}" for i in range(count)] for count in (2, 3, 4))):
         with open_torch(names, config.layers) as backend:
-            said.append(texts(load_model(bundled_model(), backend), prompts, 24))
-    assert said[0] == said[1]
+            said.append(texts(load_model(bundled_model(), backend), prompts, 12))
+    assert said == said[:1] * 4
 
 
 def test_each_device_holds_the_weights_and_the_cache_of_its_own_layers() -> None:
@@ -117,7 +116,7 @@ def test_every_kind_of_cache_says_the_same_on_devices_that_refuse_each_others_te
     said = []
     for count in (1, 2):
         with open_double(count, layers) as backend:
-            said.append(texts(load_model(folder, backend), prompts, 12, prefill_chunk=8, cache_dtype=dtype))
+            said.append(texts(load_model(folder, backend), prompts, 6, prefill_chunk=8, cache_dtype=dtype))
             rows = allocated(backend)
     assert said[0] == said[1]
     assert len(rows) == 2
@@ -167,7 +166,7 @@ def test_a_pass_moves_as_much_between_devices_however_many_layers_there_are(
     What is written and read is a plan that each device gets from the host.
     """
     moved = []
-    for layers in (2, 4, 8):
+    for layers in (2, 6):
         types = {} if kind == "full" else {"layer_types": ["sliding_attention"] * layers}
         folder = make_model(**{**KINDS[kind], "num_hidden_layers": layers, **types})
         with open_double(2, layers) as backend:
@@ -181,7 +180,7 @@ def test_a_pass_moves_as_much_between_devices_however_many_layers_there_are(
             with cupy_double.double.logged() as log:
                 step(model, cache, *zip(*places, strict=True))
         moved.append(collections.Counter(device for op, device, _ in log if op == "copy_from_device"))
-    assert moved[0] == moved[1] == moved[2]
+    assert moved[0] == moved[1]
     assert (moved[0][1], moved[0][0]) == (3, 1)
 
 
@@ -232,11 +231,11 @@ def test_snapshots_restores_pages_and_shifts_keep_each_layer_on_its_device(make_
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sessions_are_paged_out_and_restored_on_their_devices(kind: str, make_model: Make) -> None:
-    """Three conversations in turn, in a cache that has room for one: what is left goes to host memory."""
+    """Two conversations in turn, in a cache that has room for one: what is left goes to host memory."""
     folder = make_model(**KINDS[kind])
     layers = load_config(folder).layers
     random = np.random.default_rng(2)
-    prompts = [random.integers(3, 259, 30).tolist() for _ in range(3)]
+    prompts = [random.integers(3, 259, 30).tolist() for _ in range(2)]
     said, reused = [], []
     for opened in (open_torch(["cpu"], layers), open_torch(TWO, layers), open_double(2, layers)):
         with opened as backend:

@@ -351,8 +351,8 @@ def one_call(
 def test_a_reply_of_another_kind_or_with_a_flipped_bit_is_an_error_of_the_store_or_a_miss(
     store: ValkeyStore, open_here: Open, call: str
 ) -> None:
-    rng, behind = random.Random(call), open_here(connections=1, timeout=0.1)
-    for at in range(one_call(behind, store, call, lambda number, data: data)):
+    rng, behind = random.Random(call), open_here(connections=1, timeout=0.03)
+    for at in range(one_call(open_here(connections=1), store, call, lambda number, data: data)):
         for wrong in WRONG:
             one_call(behind, store, call, lambda number, data: wrong if number == at else data)  # noqa: B023
         for bit in rng.sample(range(1 << 20), 10):

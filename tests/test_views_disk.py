@@ -125,7 +125,7 @@ def test_a_flipped_bit_anywhere_in_an_entry_is_told(folder: Path) -> None:
     entries = sorted((folder / "pages").glob("*.safetensors"))
     assert not any(entry.problem for entry in look_at_store(folder).entries)
     size = entries[0].stat().st_size
-    for at in (*range(0, size, size // 40), size - 1):
+    for at in (*range(0, size, size // 20), size - 1):
         flip(entries[0], at)
         picture = look_at_store(folder)
         problems = {entry.key: entry.problem for entry in picture.entries}
@@ -291,7 +291,7 @@ def test_inspect_a_saved_conversation(make_model: Make, tmp_path: Path) -> None:
     assert "begins  1 " in run(out).stdout, "of another model than the bundled one: ids"
     assert "digest  holds, sha256 " in result.stdout
     size = out.stat().st_size
-    for at in (*range(0, size, size // 60), size - 1):
+    for at in (*range(0, size, size // 15), size - 1):
         flip(out, at)
         damaged = run(out, "--model", model)
         assert (damaged.exit_code, damaged.stdout) == (1, ""), at
