@@ -437,7 +437,7 @@ def test_a_model_in_a_pipeline_of_processes_is_refused() -> None:
         make_prompt_cache(model)
 
 
-@pytest.mark.parametrize("name", ["recurrent_gemma", "llama4", "longcat_flash_ngram", "gemma2"])
+@pytest.mark.parametrize("name", ["recurrent_gemma", "longcat_flash_ngram"])
 def test_rows_that_a_model_does_not_tell_apart_are_computed_apart(name: str) -> None:
     """mlx-lm's own caches let padding, and the zeros of a row that begins, spoil the states."""
     model, prompts = mlx_lm_types.build(name), [models.prompt_of(n, seed=n) for n in (1, 5, 5, 7)]

@@ -36,13 +36,12 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 # mlx-lm's own loops.
 
 
-@pytest.mark.parametrize("least", [None, -1], ids=["rows padded", "by attend"])
+@pytest.mark.parametrize("least", [storage.WORTH, -1], ids=["rows padded", "by attend"])
 def test_batch_generation_gives_the_tokens_and_logits_of_mlx_lms_own_caches(
-    model: Any, least: int | None, monkeypatch: pytest.MonkeyPatch
+    model: Any, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five prompts of different lengths in batches of three, rows leaving and joining."""
-    if least is not None:
-        monkeypatch.setattr(storage, "WORTH", least)
+    monkeypatch.setattr(storage, "WORTH", least)
     prompts = prompts_of(5, 19, 12, 3, 9)
     theirs = models.run_batch(model, prompts, None, 9, **SMALL)
     pool = CachePool(model, capacity=64, max_sequences=6)
@@ -91,7 +90,7 @@ def test_rows_read_their_own_cells_where_that_is_less(
 
 def test_no_sequence_is_leaked(model: Any) -> None:
     pool = CachePool(model, capacity=64, max_sequences=5)
-    for _ in range(3):
+    for _ in range(2):
         caches = [pool.make_prompt_cache() for _ in range(4)]
         found = models.run_batch(model, prompts_of(4, 9, 2, 7), caches, 5, **SMALL)
         del caches

@@ -169,8 +169,8 @@ def test_conversations_that_are_kept_give_way_the_oldest_first(
     """Prompts grow out of one another or begin alike: some find what is kept, all get the same answers."""
     with serving(config, capacity=96, max_sequences=3) as running:
         for prompt in (
-            *prompts(5),
-            *[f"{prompt} and" for prompt in prompts(5)],
+            *prompts(4),
+            *(f"{prompt} and" for prompt in prompts(4)),
             "aaa",
             "aaa once",
             "aaa once",

@@ -249,11 +249,8 @@ class TestOtherWays:
         assert "output_attentions" in caplog.text
 
     def test_sinks_are_never_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made, eager, ids = (
-            hf.model("gpt-oss", attention.ATTENTION),
-            hf.model("gpt-oss", "eager"),
-            hf.tokens(2),
-        )
+        made, eager = (hf.model("gpt-oss", way) for way in (attention.ATTENTION, "eager"))
+        ids = hf.tokens(2)
         hf.close(hf.feed(made, None, ids), hf.feed(eager, None, ids))
         monkeypatch.setattr(attention, "_eager", lambda module: None)
         with pytest.raises(NotSupportedError, match="GptOssAttention has sinks"):

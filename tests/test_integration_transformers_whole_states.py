@@ -96,8 +96,7 @@ def test_forks_copies_and_what_is_saved_go_on_alike(layers: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(("at", "tokens"), [(0, 3), (1, 1), (1, 3)])
 def test_after_an_exception_the_advice_works(layers: str, at: int, tokens: int) -> None:
     """It is raised in the attention of one of the layers, behind what the layer has fetched."""
     made, ids = build(layers), hf.tokens(2)[:, :10]

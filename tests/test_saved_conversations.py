@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -26,6 +27,7 @@ from kvcache.runner.saved import ConversationError, SavedConversation, adopt, ca
 from kvcache.runner.tokenizer import Tokenizer
 from ml import DType
 
+from .conftest import one_torch_thread
 from .small_models import KINDS
 
 Make = Callable[..., Path]
@@ -37,19 +39,11 @@ FIRST, SECOND = 5, 6
 @pytest.fixture(scope="module")
 def backends() -> Iterator[dict[str, ml.Backend]]:
     """All that can run here, torch on one thread."""
-    found = {info.name for info in ml.available_backends() if info.available}
-    opened = {name: ml.open_backend(name) for name in BACKENDS if name in found}
-    threads = 0
-    if "torch" in opened:
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-    yield opened
-    for backend in opened.values():
-        backend.close()
-    if threads:
-        torch.set_num_threads(threads)
+    found = [info.name for info in ml.available_backends() if info.available and info.name in BACKENDS]
+    with contextlib.ExitStack() as stack:
+        for name in found:
+            stack.enter_context(one_torch_thread(name))
+        yield {name: stack.enter_context(ml.open_backend(name)) for name in found}
 
 
 def engine_of(model: Any, dtype: DType = DType.F32, **options: Any) -> Engine:
