@@ -15,7 +15,7 @@ import ml.base
 import ml.strided
 import ml.testing
 
-from .conftest import QUICK_TO_COMPILE
+from .kept_programs import kept_programs
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "writing-a-backend.md"
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -94,10 +94,9 @@ def test_the_guide_leads_from_nothing_to_green(project: Path, plugins: Any) -> N
     ids=["the quick part", "what is compiled"],
 )
 def test_the_recipe_for_frameworks_that_compile_is_green(
-    project: Path, plugins: Any, monkeypatch: pytest.MonkeyPatch, chosen: tuple[str, ...]
+    project: Path, plugins: Any, tmp_path: Path, chosen: tuple[str, ...]
 ) -> None:
     pytest.importorskip("jax")
-    monkeypatch.setenv("XLA_FLAGS", QUICK_TO_COMPILE)
     (plugins.path / "test_compiled.py").write_text(TAKEN_OVER, encoding="utf-8")
     record = plugins.path / "ml_backend_mine" / "__init__.py"
     text = record.read_text(encoding="utf-8")
@@ -105,7 +104,8 @@ def test_the_recipe_for_frameworks_that_compile_is_green(
     assert changed != text
     record.write_text(changed, encoding="utf-8")
     try:
-        assert " passed" in plugins.run([sys.executable, "-m", "pytest", *chosen])
+        with kept_programs(tmp_path):
+            assert " passed" in plugins.run([sys.executable, "-m", "pytest", *chosen])
     finally:
         record.write_text(text, encoding="utf-8")
 

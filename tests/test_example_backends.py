@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import QUICK_TO_COMPILE
+from .kept_programs import kept_programs
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PUBLIC = {"ml", "ml.base", "ml.strided", "ml.testing"}
@@ -120,17 +120,17 @@ def test_lists_pass_the_suite(installed: Any, suite: str, sample: int) -> None:
     assert " passed" in installed.run(command, sample)
 
 
-def test_jax_passes_a_sample_of_both_suites(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_passes_a_sample_of_both_suites(installed: Any, tmp_path: Path) -> None:
     """Every 25th case of those tables: each shape is compiled, so all of it takes minutes (``ML_LONG=1``).
 
     And what the suites do not ask: into a large cache a token is written where it is.
     """
     pytest.importorskip("jax")
-    monkeypatch.setenv("XLA_FLAGS", QUICK_TO_COMPILE)
     (installed.path / "test_jax.py").write_text(SHORTER, encoding="utf-8")
     chosen = [f"test_jax.py::{area}::test_{name}" for area, names in SAMPLE.items() for name in names]
     chosen.append("test_jax.py::test_a_write_leaves_the_buffer_where_it_is_while_views_are_held")
-    assert f"{len(chosen)} passed" in installed.run([sys.executable, "-m", "pytest", *chosen])
+    with kept_programs(tmp_path):
+        assert f"{len(chosen)} passed" in installed.run([sys.executable, "-m", "pytest", *chosen])
 
 
 @long
