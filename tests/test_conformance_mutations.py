@@ -35,6 +35,7 @@ from ml.testing.refusals import RefusalTests
 from ml.testing.stores import KVStoreTests
 from ml.testing.transfers import PageTransferTests
 
+from .planting import UNUSED
 from .quantized_mutants import MUTANTS
 
 NUMBERS = itertools.count()
@@ -138,17 +139,17 @@ LEFT_TO_THE_WHOLE = {
     RefusalTests,
 }  # fmt: skip
 """Areas of which the quick part has nothing, or little."""
-UNSEEN = ("-pno:unraisableexception", "-pno:threadexception")
-"""Whose end of a session collects all garbage, for warnings that change nothing of a failure."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_bug_is_caught_by_its_area_and_already_by_the_quick_part_of_it(
-    mutant: Any, copy: ModuleType, run_suite: Any
+    mutant: Any, copy: ModuleType, run_suite: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is in the quick part is in the whole, and so is each seventh case, tried before all."""
     mutant.plant(copy)
-    options = UNSEEN if mutant.area in LEFT_TO_THE_WHOLE else (*UNSEEN, "--ml-quick")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    quick = [] if mutant.area in LEFT_TO_THE_WHOLE else ["--ml-quick"]
+    options = ["-pml_kvcache.pytest_plugin", *UNUSED, *quick]
     found = any(run_suite(copy, mutant.area, None, *options, stride=stride).failed for stride in (7, 1))
     assert found
 
