@@ -183,7 +183,7 @@ def test_what_is_checked_is_a_snapshot_that_the_cache_takes_or_refuses(
 ) -> None:
     page = [*stored(backend, cache, dtype).values()][-1]
     judge(backend, cache, dtype, page)
-    for forge in random.Random(2).sample([*forgeries(page)], 60):
+    for forge in random.Random(2).sample([*forgeries(page)], 100):
         judge(backend, cache, dtype, forge())
 
 
@@ -218,7 +218,7 @@ any_json = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(
     data=st.data(), cache=st.sampled_from([*CACHES]), dtype=st.sampled_from(["F32", "Q8_0", "F16/AFFINE4_32"])
 )
@@ -232,7 +232,7 @@ def test_any_description_is_that_of_a_snapshot_or_corrupt(
     judge(backend, cache, dtype, page)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(data=st.data(), cache=st.sampled_from([*CACHES]))
 def test_any_bytes_are_a_snapshots_or_corrupt(backend: ml.Backend, data: st.DataObject, cache: str) -> None:
     packed = bytearray(b"".join(pack([*stored(backend, cache).values()][-1])))

@@ -47,7 +47,7 @@ def test_extent_is_from_the_first_to_the_last_element(view: Any) -> None:
     assert strided.extent(*view) == max(positions(0, *view), default=-1) + 1
 
 
-@fast
+@settings(fast, max_examples=300)
 @given(views(SHAPES, largest=8))
 def test_overlaps_itself_says_whether_an_element_is_shown_twice(view: Any) -> None:
     where = positions(0, *view)
