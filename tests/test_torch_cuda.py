@@ -81,9 +81,11 @@ class Loop:
             None if self.sinks is None else ctx.layer(i).from_numpy(self.sinks, self.dtype)
             for i in range(LAYERS)
         ]
-        history = np.arange(self.chosen)[None] * np.ones((count, 1), np.int64)
-        chosen = [ctx.layer(i).from_numpy(history, ml.DType.I32) for i in range(LAYERS)]
-        index = self.made(count, 1) if self.chosen else []
+        options: list[dict[str, Any]] = [{}] * LAYERS
+        if self.chosen:
+            history = np.tile(np.arange(self.chosen), (count, 1))
+            options = [{"select": ctx.layer(i).from_numpy(history, ml.DType.I32)} for i in range(LAYERS)]
+            index = self.made(count, 1)
         if log is not None:
             log.clear()
         cache.start_forward(ctx, Batch([p for _, p in places], [s for s, _ in places]))
@@ -100,9 +102,8 @@ class Loop:
                 cache.put(here, key, v_dim=self.latent)
             else:
                 cache.put(here, key, value)
-            select = {"select": chosen[layer]} if self.chosen else {}
             if not get:
-                found.append(cache.attend(here, query, DIM**-0.5, sinks[layer], **select))
+                found.append(cache.attend(here, query, DIM**-0.5, sinks[layer], **options[layer]))
             elif not self.chosen:
                 found.append(cache.get(here))
         return found
