@@ -42,7 +42,7 @@ SAMPLE = {
     "gpt_neo": {"static": "refused"},
     "gpt_neox_japanese": {"batch": "=", "static": "="},
     "hrm_text": {"interrupt": "="},
-    "inkling_text": {"lookup": "=", "crop": "=", "static": "refused"},
+    "inkling_text": {"crop": "=", "static": "refused"},
     "jamba": {"chunked": "refused", "prefix": "="},
     "lfm2_moe": {"assisted": "="},
     "lfm3": {"lookup": "=", "crop": "="},
@@ -52,36 +52,35 @@ SAMPLE = {
     "moshi": {"chunked": "theirs", "prefix": "refused"},
     "nemotron_h": {"save": "theirs"},
     "prophetnet": {"static": "refused"},
-    "qwen4_exp_text": {"fork": "=", "save": "=", "prefix": "="},
+    "qwen4_exp_text": {"fork": "=", "save": "="},
     "recurrent_gemma": {"single": "=", "fork": "refused", "interrupt": "="},
     "roberta": {"prefix": "="},
     "t5gemma": {"fork": "right"},
     "t5gemma2": {"install": "=", "static": "="},
     "zamba": {"chunked": "refused", "fork": "="},
-    "zaya": dict.fromkeys(("chunked", "beams", "copy", "save", "interrupt", "static"), "="),
+    "zaya": dict.fromkeys(("beams", "copy", "save", "interrupt", "static"), "="),
 }
 """What became of some of transformers' types in the modes that were hard for them."""
 OF_MLX_LM = {
     "baichuan_m1": {"batch": "=", "save": "="},  # states beside a window
-    "deepseek_v32": dict.fromkeys(("batch", "trim", "other's files", "exception"), "="),  # an indexer's keys
-    "falcon_h1": dict.fromkeys(("batch", "copy", "save"), "="),  # attention and states in one layer
+    "deepseek_v32": {"batch": "=", "trim": "=", "exception": "="},  # an indexer's keys
+    "falcon_h1": {"copy": "="},  # attention and states in one layer
     # Full, sliding and recurrent layers. mlx-lm trims neither states nor windows that have wrapped; ours goes
     # back to what it keeps.
     "gear": {**dict.fromkeys(of_mlx_lm.MODES, "="), "trim": "right"},
     "gemma2": {"batch": "right"},  # has no room for a mask of each row
     "gpt_oss": {"batch": "="},
     "iquestloopcoder": {"batch": "="},  # two entries for each layer
-    "kimi_linear": {"batch": "=", "trim": "right", "save": "="},  # four states in a layer, of several shapes
-    "lfm2": {"batch": "="},
+    "kimi_linear": {"batch": "=", "save": "="},  # four states in a layer, of several shapes
     "llama4": {"batch": "right", "trim": "=", "other's files": "="},  # chunks, one position
-    "longcat_flash": {"batch": "=", "save": "="},  # attention twice in a layer
+    "longcat_flash": {"batch": "="},  # attention twice in a layer
     "longcat_flash_ngram": {"save": "=", "trim": "right"},  # a state that grows, of integers
     "mamba2": {"alone": "=", "other's files": "=", "exception": "="},  # nothing but recurrent layers
     "minimax_m3_vl": {"batch": "right", "other's files": "="},  # an indexer's keys, values of width 0
     "nemotron-nas": {"batch": "right", "exception": "="},  # wants an entry that it never uses
     "plamo3": {"chunks": "right", "other's files": "theirs"},  # sees more than its window
     "recurrent_gemma": {"batch": "right", "copy": "="},  # takes no notice of padding
-    "rwkv7": {"batch": "=", "other's files": "=", "exception": "="},  # asks for no mask
+    "rwkv7": {"batch": "=", "exception": "="},  # asks for no mask
     # A window, latents of groups, an open group; mlx-lm neither batches nor loads its entries.
     "deepseek_v41": {"batch": "right", "save": "cannot", "exception": "="},
 }

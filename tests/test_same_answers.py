@@ -169,14 +169,7 @@ def on_numpy(case: Case, shifts: bool = False) -> list[tuple[str, np.ndarray]]:
 def opened(open_any: OpenAny) -> Iterator[Callable[[str], ml.Backend]]:
     """Every backend once."""
     with ExitStack() as stack:
-        backends: dict[str, ml.Backend] = {}
-
-        def get(name: str) -> ml.Backend:
-            if name not in backends:
-                backends[name] = stack.enter_context(open_any(name))
-            return backends[name]
-
-        yield get
+        yield functools.cache(lambda name: stack.enter_context(open_any(name)))
 
 
 Opened = Callable[[str], ml.Backend]
