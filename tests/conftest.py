@@ -50,28 +50,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(item, pytest.Function) and getattr(item.cls, "checkered", False):
             given = item.callspec.params if hasattr(item, "callspec") else {}
             tables.setdefault((item.cls, item.originalname), {})[item] = given
-    left_out = {item for table in tables.values() for item in _off_the_board(table)}
+    left_out = set[pytest.Item]().union(*map(_off_the_board, tables.values()))
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
 
 
-COLOURS = 4
-"""Of a board, at most: one in so many tests runs."""
-
-
-def _off_the_board(table: dict[pytest.Item, dict[str, object]]) -> Iterator[pytest.Item]:
-    """What a table of all combinations can do without, each value of each parameter still being met."""
-    axes: dict[str, list[int]] = {}
-    for given in table.values():
-        for name, value in given.items():
-            axes.setdefault(name, []).append(id(value))
-    places = {name: list(dict.fromkeys(values)) for name, values in axes.items()}
-    sizes = [len(place) for place in places.values() if len(place) > 1]
-    if len(sizes) < 2 or math.prod(sizes) != len(table):
-        return
-    for item, given in table.items():
-        if sum(places[name].index(id(value)) for name, value in given.items()) % min(COLOURS, *sizes):
-            yield item
+def _off_the_board(table: dict[pytest.Item, dict[str, object]]) -> set[pytest.Item]:
+    """Up to three of four combinations, where a table has all; each value of each parameter is still met."""
+    axes: dict[str, dict[int, int]] = {}
+    for name, value in (pair for given in table.values() for pair in given.items()):
+        axis = axes.setdefault(name, {})
+        axis.setdefault(id(value), len(axis))
+    sizes = [len(axis) for axis in axes.values() if len(axis) > 1]
+    step = min(4, *sizes) if len(sizes) > 1 and math.prod(sizes) == len(table) else 1
+    return {item for item, given in table.items() if sum(axes[n][id(v)] for n, v in given.items()) % step}
 
 
 def pytest_collection_finish() -> None:

@@ -70,13 +70,10 @@ def without(owner: str, name: str) -> Plant:
 
 SLIPS = (AttributeError, TypeError, NameError)
 """What a bug raises that does not fit the code; it is not noticed then."""
-UNUSED = [
-    f"-pno:{plugin}"
-    for plugin in (
-        *("cacheprovider", "unraisableexception", "threadexception", "doctest", "junitxml", "pastebin"),
-        *("stepwise", "setuponly", "setupplan", "legacypath", "faulthandler", "logging", "debugging"),
-    )
-]
+UNUSED = [f"-pno:{name}" for name in (
+    "cacheprovider", "unraisableexception", "threadexception", "doctest", "junitxml", "pastebin", "stepwise",
+    "setuponly", "setupplan", "legacypath", "faulthandler", "logging", "debugging",
+)]  # fmt: skip
 """Plugins of pytest; two collect all garbage for warnings when a session ends."""
 RANDOM = 10
 """How often a test may pass: some only fail as threads happen to meet."""

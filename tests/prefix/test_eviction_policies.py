@@ -15,8 +15,8 @@ from kvcache.prefix.eviction_policy import GDSF, LRU, PrefixEvictionPolicy, Use,
 from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.stores import MemoryStore
 
-from .models.digests import shared as common
 from .rigs.conversing import SOME, ConversationSetup, Rig
+from .test_tenants import visible
 
 Talk = Callable[..., Rig]
 ONE, TWO, THREE = ([base + i for i in range(20)] for base in (100, 200, 300))
@@ -279,7 +279,7 @@ def test_tenants_find_what_is_theirs_and_stay_within_budgets(talk: Talk, cache: 
         tokens = [1, 2, 3, 4, 5, *rnd.choices((6, 7), k=rnd.randint(1, 9))]
         salt = rnd.choice(["", "a", "b"])
         whose: dict[str, Any] = {"salt": salt, "shared": rnd.choice([0, 5])} if salt else {}
-        most = max((_seen(tokens, whose, *other) for other in done), default=0)
+        most = max((visible(tokens, whose, *other) for other in done), default=0)
         assert r.keep(tokens, **whose) <= min(most, len(tokens) - 1)
         done.append((tokens, whose))
         r.prefix.tree.drain()
@@ -292,9 +292,3 @@ def test_tenants_find_what_is_theirs_and_stay_within_budgets(talk: Talk, cache: 
                 parts = [held.snapshot if queue is r.prefix.tree.device else held.serialized for held in own]
                 assert sum(part.nbytes for part in parts if part is not None) <= most
     r.prefix.close()
-
-
-def _seen(tokens: list[int], whose: dict[str, Any], other: list[int], others: dict[str, Any]) -> int:
-    agreed = common(tokens, other)
-    own = [each.get("shared", 0) for each in (whose, others) if each.get("salt")]
-    return agreed if whose == others else min([agreed, *own])
