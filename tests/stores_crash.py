@@ -536,19 +536,13 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return lambda: setattr(owner, name, value)
 
 
+LATE = killed_at_each_call, ("40",)
+"""From the call on at which all parts of an entry are written."""
 IN_FOLDERS: dict[str, tuple[Callable[[], None], Callable[..., None], tuple[str, ...]]] = {
     "sweep nothing": (_set(Folder, "sweep", lambda self: 0), killed_at_each_call, ()),
-    "say nothing of changes": (
-        _set(HeldLock, "announce", lambda self, stems: self.changes),
-        killed_at_each_call,
-        ("40",),
-    ),
-    "say not what changes": (_say_not_what_changes, killed_at_each_call, ("40",)),
-    "forget the halves": (
-        _set(Catalog, "_clear", lambda self, stem, foreign: None),
-        killed_at_each_call,
-        ("40",),
-    ),
+    "say nothing of changes": (_set(HeldLock, "announce", lambda self, stems: self.changes), *LATE),
+    "say not what changes": (_say_not_what_changes, *LATE),
+    "forget the halves": (_set(Catalog, "_clear", lambda self, stem, foreign: None), *LATE),
     "sweep the living": (_set(Folder, "_sweep", _sweep_the_living), sharing, ("2", "2", "delete")),
     "lock nothing": (_set(fcntl, "flock", lambda fd, operation: None), sharing, ("2", "2", "delete")),
 }

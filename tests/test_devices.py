@@ -116,7 +116,7 @@ def test_every_kind_of_cache_says_the_same_on_devices_that_refuse_each_others_te
     said = []
     for count in (1, 2):
         with open_double(count, layers) as backend:
-            said.append(texts(load_model(folder, backend), prompts, 6, prefill_chunk=8, cache_dtype=dtype))
+            said.append(texts(load_model(folder, backend), prompts, 12, prefill_chunk=8, cache_dtype=dtype))
             rows = allocated(backend)
     assert said[0] == said[1]
     assert len(rows) == 2

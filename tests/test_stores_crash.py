@@ -51,13 +51,12 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def passes() -> Iterator[Passes]:
     """``passes(url, scenario, *numbers)`` is what a scenario printed that ended well."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
-    environ = {**kept, "PYTHONPATH": str(PROGRAM.parents[1])}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
     with (
         tempfile.TemporaryFile("a+") as told,
         subprocess.Popen(
             [sys.executable, PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told,
-            text=True, env=environ,
+            text=True, env={**environ, "PYTHONPATH": str(PROGRAM.parents[1])},
         ) as program,
     ):  # fmt: skip
         assert program.stdin is not None

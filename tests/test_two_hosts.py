@@ -125,9 +125,7 @@ def test_it_goes_on_in_another_network_namespace_and_its_pages_come_over_the_wir
         Process("--backend", there[0], "--store", url, inside=near) as first,
         Process("--backend", there[0], "--store", url, inside=far) as second,
     ):
-        first.ready()
-        second.ready()
-        answers = talk([first, second])
+        answers = talk([first.ready(), second.ready()])
         check(answers, alone)
         restored, computed = (
             second.ask(tokens=answers[-1]["tokens"], max_tokens=1, keep=False, **how)
