@@ -24,10 +24,9 @@ from . import hf_models as hf
 CASES = [
     *(("gemma3", mode) for mode in hf.MODES if mode != "sampling"),
     *((name, mode) for name in ("llama", "gpt-oss") for mode in ("chat", "padded beams", "assisted")),
-    ("llama", "chunked prefill"),
-    ("qwen3", "left padding"), ("mistral", "left padding"),
+    ("llama", "chunked prefill"), ("gpt-oss", "prompt lookup"), ("qwen3", "left padding"),
     *((name, mode) for name in ("llama4", "qwen3-next") for mode in ("padded beams", "chat")),
-    ("gemma2", "left padding"), ("t5", "left padding"), ("whisper", "beams"),
+    ("mistral", "left padding"), ("gemma2", "left padding"), ("t5", "left padding"), ("whisper", "beams"),
 ]  # fmt: skip
 OTHER_WAY = {"gemma2": "softcap", "t5": "position_bias"}
 """Models that ask for what a cache does not do."""
