@@ -136,10 +136,8 @@ def test_a_turn_that_is_refused_or_fails_was_none(
     before = list(talk.current.tokens)
     with pytest.raises(TextTooLongError, match="301 tokens or more, and the maximum is 256; shorten it"):
         talk.say("x" * 300)
-    with pytest.raises(
-        ConversationFullError,
-        match="main has 10 tokens and the text 251: more than the 256 that fit",
-    ):
+    full = "main has 10 tokens and the text 251: more than the 256 that fit"
+    with pytest.raises(ConversationFullError, match=full):
         talk.say("x" * 250)
 
     def broken(*_: object) -> Any:

@@ -113,15 +113,9 @@ def test_an_output_that_lacks_letters_gets_them_escaped(tmp_path: Path) -> None:
 
 
 def test_tables_of_a_chat_go_on_below_in_their_column_where_a_terminal_is_narrow() -> None:
-    rows = [
-        ("/live", "draw them below each answer as it arrives; again: stop"),
-        ("/quit", "leave"),
-        ("", ""),
-    ]
-    assert (
-        aligned(rows)
-        == "/live  draw them below each answer as it arrives; again: stop\n/quit  leave\n       "
-    )
+    long = "draw them below each answer as it arrives; again: stop"
+    rows = [("/live", long), ("/quit", "leave"), ("", "")]
+    assert aligned(rows) == f"/live  {long}\n/quit  leave\n       "
     assert aligned(rows, 40).splitlines() == [
         "/live  draw them below each answer as it",
         "       arrives; again: stop",

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -182,12 +183,7 @@ def test_what_ends_the_process_costs_the_running_answer_at_most(
 def test_two_at_once_lose_nothing_of_each_other(store: Path) -> None:
     """The one that writes second goes on under another name."""
     with subprocess.Popen(
-        [*KVCACHE, *words(store)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
+        [*KVCACHE, *words(store)], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -26,8 +26,6 @@ import kvcache.command.main
 import ml
 from kvcache.command.backends import Surveyed, listing, plain, survey
 from kvcache.runner.engine import Engine
-from kvcache.runner.errors import ModelError
-from kvcache.runner.loading import bundled_model
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,16 +128,6 @@ def test_the_backend_may_come_from_the_environment(make_model: Make) -> None:
     result = run("generate", "--model", make_model(), "--prompt", "a", env={"ML_BACKEND": "nothing"})
     assert result.exit_code == 1
     assert "no backend 'nothing'" in result.stderr
-
-
-def test_the_bundled_model_is_the_default() -> None:
-    try:
-        bundled_model()
-    except ModelError as error:
-        pytest.skip(str(error))
-    result = run("generate", "--prompt", "And the LORD said unto", "--max-tokens", 8)
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("And the LORD said unto ")
 
 
 def test_without_the_bundled_model_another_is_asked_for(

@@ -31,13 +31,9 @@ def run(*arguments: object, text: str = "") -> Any:
     [
         ([*SAVE, "."], "kvcache: .: is a folder; give a file"),
         ([*SAVE, "no/such.kv"], "kvcache: no/such.kv: there is no folder no to write it to"),
-        (
-            ["inspect", "valkey://localhost"],
-            "valkey://localhost: only a store in a folder can",
-        ),
+        (["inspect", "valkey://localhost"], "valkey://localhost: only a store in a folder can"),
         (["inspect", "{file}"], "{file}: damaged, or not a saved conversation"),
         (["load", "{file}"], "{file}: damaged, or not a saved conversation"),
-        (["generate", "--prompt", "x", "--stop", ""], "--stop must not be empty"),
         (["load", "."], ".: cannot be read (Is a directory)"),
         (["chat", "--store", "{file}"], "--store {file}: is a file; --store must be a folder"),
         (["generate", "--model", "{file}", "--prompt", "x"], "{file}: a model must be a folder"),
@@ -97,10 +93,7 @@ CUT = "the model supports up to 256"
     ("arguments", "told"),
     [
         (["--capacity", 40], f"the text was cut short; --capacity is 40 tokens, and {CUT}"),
-        (
-            ["--capacity", 40, "--prompt", "y", "--json"],
-            "texts that were cut short: 1; --capacity is 40",
-        ),
+        (["--capacity", 40, "--prompt", "y", "--json"], "texts that were cut short: 1; --capacity is 40"),
         ([], f"the text was cut short; {CUT} tokens"),
     ],
 )

@@ -24,28 +24,18 @@ STEPS = {
     "a": ["versions", "properties", "chosen attention", "bandwidth", "decode profile"],
     "b": ["shipped suites", "test files"],
     "c": ["shipped suites", "test files"],
-    "d": [
-        "bundled, torch",
-        "bundled, cupy",
-        "known text, torch",
-        "known text, cupy",
-        "layers over CPU and device",
-    ],
+    "d": ["bundled, torch", "bundled, cupy", "known text, torch", "known text, cupy",
+          "layers over CPU and device"],
     "e": ["eager", "compiled", "captured", "graph tensors", "graph rows"],
     "f": ["attend", "start_forward", "put + get", "engine", "paged"],
     "g": ["pages", "beside decoding"],
     "h": ["layers", "ranks"],
-}
+}  # fmt: skip
 GOALS = {
-    "f": [
-        "put + attend, 3",
-        "attend, 3",
-        "launches per layer",
-        "waits per layer",
-        "waits between sampled tokens",
-    ],
+    "f": ["put + attend, 3", "attend, 3", "launches per layer", "waits per layer",
+          "waits between sampled tokens"],
     "g": ["page-out of", "page-in of"],
-}
+}  # fmt: skip
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
 NEED_CUPY = [("c", "shipped suites"), ("d", "bundled, cupy"), ("d", "known text, cupy")]
 
@@ -132,9 +122,9 @@ def of_tables(found: Any) -> None:
     assert len(cases) == 2
     for case in cases.values():
         assert case["bytes_per_s"].keys() == case["times"].keys()
-        assert (
-            len(case["times"]) == 4
-        )  # on a CPU the floor is one that stands beside FlashAttention elsewhere
+        assert len(case["times"]) == 4, (
+            "on a CPU the floor is one that stands beside FlashAttention elsewhere"
+        )
         assert case["times"]["sdpa, equal lengths"]["event_ratio"] == 1
     assert found["start_forward"]["4 sequences: a further layer"]["launches"] > 1
     assert found["paged"]["ours"]["tokens_per_s"] > 0
@@ -257,22 +247,11 @@ def test_tests_that_fail_or_are_out_of_time_fail_their_step(tmp_path: Path) -> N
 
 def test_stages_go_on_after_one_that_fails(tmp_path: Path) -> None:
     """Each in a process of its own. Here the first is told of a folder that is not there."""
-    arguments = [
-        "--stage",
-        "d",
-        "--stage",
-        "b",
-        "--step",
-        "known text, torch",
-        "--stories",
-        str(tmp_path / "gone"),
-    ]
-    code, records = run(tmp_path, *arguments)
+    stages = ["--stage", "d", "--stage", "b", "--step", "known text, torch"]
+    code, records = run(tmp_path, *stages, "--stories", str(tmp_path / "gone"))
     assert code == 1
-    assert {letter: record["result"].partition(":")[0] for letter, record in records.items()} == {
-        "d": "failed",
-        "b": "skipped",
-    }
+    results = {letter: record["result"].partition(":")[0] for letter, record in records.items()}
+    assert results == {"d": "failed", "b": "skipped"}
     assert "FileNotFoundError" in records["d"]["steps"]["known text, torch"]["errors"]["known text, torch"]
 
 

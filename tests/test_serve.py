@@ -68,11 +68,8 @@ def test_a_completion_is_what_the_model_says_and_is_computed_once(serving: Servi
     for _ in range(2):
         found = serving.complete(prompt=PROMPT, max_tokens=12)
         assert found.choices[0].text == greedy(PROMPT, 12)
-        assert (found.object, found.model, found.choices[0].finish_reason) == (
-            "text_completion",
-            NAME,
-            "length",
-        )
+        kind = found.object, found.model, found.choices[0].finish_reason
+        assert kind == ("text_completion", NAME, "length")
         usage = found.usage
         assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (count, 12, count + 12)
     assert usage.prompt_tokens_details.cached_tokens == count - 1
@@ -307,13 +304,9 @@ IDLE: dict[str, Any] = {
     "min_tokens": 0, "logit_bias": {}, "best_of": 1, "user": "me", "metadata": {"a": "b"},
     "guided_json": None, "stop": None, "model": None, "stream_options": {"include_usage": False},
 }  # fmt: skip
-IDLE_MESSAGE = {
-    "role": "assistant",
-    "content": "x",
-    "refusal": None,
-    "tool_calls": list[Any](),
-    "name": "Noah",
-}
+IDLE_MESSAGE: dict[str, Any] = {
+    "role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "name": "Noah"
+}  # fmt: skip
 BAD_MESSAGES: list[tuple[Any, str]] = [
     (None, "messages"),
     ([], "messages"),
