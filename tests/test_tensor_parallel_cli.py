@@ -27,12 +27,11 @@ from . import local_launcher
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 
-ENGINES = ("torch", "mlx")
 LIMIT = 6.0
 GENERATE = [sys.executable, "-m", "kvcache", "generate", "--dtype", "f32"]
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture
 def engine(request: pytest.FixtureRequest) -> str:
     infos = {info.name: info for info in ml.available_backends()}
     if not infos[request.param].available:
@@ -108,7 +107,7 @@ class Running:
 
 
 @pytest.fixture
-def endless(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
+def endless(mlx: None, make_model: Callable[..., Path]) -> Iterator[Callable[[], Running]]:
     """``endless()`` starts a text that takes minutes, and waits for its beginning.
 
     It is drawn without a seed: ranks that drew different tokens would be out of step, which is an error.
@@ -202,7 +201,7 @@ def test_ranks_of_another_launcher_join_as_they_are(mlx: None) -> None:
 # When one rank ends or stops.
 
 
-def test_a_killed_rank_ends_all_at_once_with_one_line(mlx: None, endless: Callable[..., Running]) -> None:
+def test_a_killed_rank_ends_all_at_once_with_one_line(endless: Callable[[], Running]) -> None:
     running = endless()
     os.kill(running.ranks[0], signal.SIGKILL)
     code, told = running.ended(within=LIMIT + 10)
@@ -212,9 +211,7 @@ def test_a_killed_rank_ends_all_at_once_with_one_line(mlx: None, endless: Callab
     assert gone(list(running.ranks.values()))
 
 
-def test_a_frozen_rank_ends_all_within_the_limit_with_one_line(
-    mlx: None, endless: Callable[..., Running]
-) -> None:
+def test_a_frozen_rank_ends_all_within_the_limit_with_one_line(endless: Callable[[], Running]) -> None:
     running = endless()
     os.kill(running.ranks[1], signal.SIGSTOP)
     code, told = running.ended(within=LIMIT + 10)
@@ -224,14 +221,14 @@ def test_a_frozen_rank_ends_all_within_the_limit_with_one_line(
     assert gone(list(running.ranks.values()))
 
 
-def test_no_rank_outlives_the_command_that_started_it(mlx: None, endless: Callable[..., Running]) -> None:
+def test_no_rank_outlives_the_command_that_started_it(endless: Callable[[], Running]) -> None:
     running = endless()
     os.kill(running.process.pid, signal.SIGKILL)
     assert gone(list(running.ranks.values()))
 
 
 def test_a_rank_stopped_for_less_than_the_limit_goes_on_until_ctrl_c_ends_all_and_says_how_far_they_came(
-    mlx: None, endless: Callable[..., Running]
+    endless: Callable[[], Running],
 ) -> None:
     running = endless()
     os.kill(running.ranks[1], signal.SIGSTOP)
