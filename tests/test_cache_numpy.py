@@ -21,6 +21,7 @@ class TestNumpy(CacheTests):
     state_traces = 48
     quantized_traces = 60
     encoder_traces = 48
+    fault_stride = 2
 
 
 class StoringOnly(Plan):

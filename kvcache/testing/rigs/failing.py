@@ -14,7 +14,7 @@ __all__ = ["every_failure", "every_way_to_fail"]
 
 Subject = TypeVar("Subject")
 
-WAYS = ("before the call", "after the call", "by an interrupt")
+WAYS = ("before the call", "by an interrupt", "after the call")
 every_way_to_fail = pytest.mark.parametrize("when", WAYS)
 
 
@@ -28,7 +28,8 @@ def every_failure(
 ) -> None:
     """Let the first call of ``act`` fail on what ``make`` makes, then ``check`` it; then the second ...
 
-    With a ``stride`` every so many calls only; the ways to fail begin at different ones.
+    With a ``stride`` every so many calls only; the ways to fail begin at different ones, with 2 so that
+    between any two calls something fails.
     """
     error = KeyboardInterrupt if when == "by an interrupt" else InjectedError
     fail_at = WAYS.index(when) % stride
