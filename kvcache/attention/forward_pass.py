@@ -28,7 +28,7 @@ from kvcache.attention.observed import ObservedRows
 from kvcache.attention.planned import PlannedLevel
 from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_read, rows_seen
 from kvcache.attention.residual import split_exact
-from kvcache.attention.segments import KeptSegments, Segment, ragged_plan
+from kvcache.attention.segments import KeptSegments, Segment
 from kvcache.cache import InvalidRangeError, Mask, NotSupportedError, OrderError
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
@@ -491,13 +491,16 @@ class ForwardPass:
 
     def segments(self, worth: int) -> list[Segment]:
         """What the queries read; runs and shares of fewer cells than ``worth`` do not stand alone."""
+        return self._segmented(worth).found
+
+    def _segmented(self, worth: int) -> KeptSegments:
         if self.segmented is None or self._worth != worth:
             before, self._worth = (self.segmented if self._worth is None else None), worth
             self.segmented = before.next(self.table, self.groups) if before and not self.lifted else None
             if self.segmented is None:
                 table, groups = self.table, self.groups
                 self.segmented = KeptSegments.find(table, groups, self.lower, self.lifted, worth)
-        return self.segmented.found
+        return self.segmented
 
     def levels(self, ctx: ml.Context, worth: int) -> list[PlannedLevel]:
         """The calls of attention of this pass; reading ``worth`` cells costs as much as a call does."""
@@ -525,7 +528,7 @@ class ForwardPass:
 
     def _make_plan(self, worth: int) -> ml.RaggedPlan:
         if self._plan is None:
-            self._plan = ragged_plan(self.segments(worth), self.tokens)
+            self._plan = self._segmented(worth).plan(self.tokens)
             self._plan.upload = partial(_uploaded, self.uploads)
         return self._plan
 

@@ -36,11 +36,23 @@ def place(table: CellTable, groups: Sequence[SequenceTokens], tokens: int) -> in
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _place_group(table, groups[0])
     cells = np.empty(tokens, dtype=np.int64)
+    if len(groups) == tokens:
+        groups = _place_behind(table, groups, cells)
     for group in groups:
         chosen = _place_group(table, group)
         cells[group.rows] = chosen if len(group) == 1 else group.spread(chosen)
     first = int(cells[0])
     return first if bool((cells == np.arange(first, first + tokens)).all()) else cells
+
+
+def _place_behind(
+    table: CellTable, groups: Sequence[SequenceTokens], cells: np.ndarray
+) -> Sequence[SequenceTokens]:
+    """Of groups of one token each those that the cell behind their sequence's last one is not free for."""
+    positions = np.concatenate([group.positions for group in groups])
+    chosen = table.append_each([group.seq for group in groups], positions)
+    cells[[group.first_token for group in groups]] = chosen
+    return [groups[number] for number in np.flatnonzero(chosen < 0).tolist()]
 
 
 def _place_group(table: CellTable, group: SequenceTokens) -> int | np.ndarray:

@@ -139,9 +139,14 @@ def _gathered(table: CellTable, groups: list[SequenceTokens], rows: list[Row], p
     return ReadPlan(groups, rows, index.size, columns, index=index)
 
 
+def is_behind(group: SequenceTokens, row: Row) -> bool:
+    """Whether the group is one token behind all others of its sequence."""
+    return len(group) == 1 and group.lowest == row.last
+
+
 def sees_all(group: SequenceTokens, row: Row, lower: LowerBound | None) -> bool:
     """Whether the group is one token behind all others of its sequence, and no bound holds."""
-    return lower is None and len(group) == 1 and group.lowest == row.last
+    return lower is None and is_behind(group, row)
 
 
 def visible(
@@ -155,7 +160,7 @@ def visible(
                              entries   0 1 2 3 4 5
     """
     stored = row.positions
-    if len(group) == 1 and group.lowest == row.last:
+    if is_behind(group, row):
         stop = np.array([stored.size])
     else:
         stop = np.searchsorted(stored, group.positions, side="right")

@@ -7,6 +7,7 @@ that lie scattered.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.read_plan import LowerBound, kept_entries, sees_all, visible
+from kvcache.attention.read_plan import LowerBound, is_behind, kept_entries, sees_all, visible
 from kvcache.storage.cell_table import CellTable, Row
 
 __all__ = ["GATHERING", "KeptSegments", "Segment", "find_segments", "ragged_plan"]
@@ -69,18 +70,17 @@ def find_segments(
 ) -> list[Segment]:
     """The segments of a pass. Runs and shares of fewer cells than ``worth`` do not stand alone."""
     rows = [table.rows[group.seq] for group in groups]
-    shared = {} if len(rows) == 1 else _shared(table, rows, worth)
-    readers = [
-        _Reader(group, row, lower, lifted) if number in shared or not _plain(group, row, lower) else None
-        for number, (group, row) in enumerate(zip(groups, rows, strict=True))
-    ]
+    shared = _shared(table, rows, worth)
     together: dict[Piece, list[tuple[_Reader, Piece]]] = {}
     found: list[Segment] = []
-    for number, (group, row, reader) in enumerate(zip(groups, rows, readers, strict=True)):
-        if reader is None:
-            found.append(Segment(row.span()[0], len(row), group.indices()))
+    keep, bounds = 0, [None] * len(rows)
+    if lower is not None:
+        keep, bounds = lower.keep, lower(np.array([group.lowest for group in groups])).tolist()
+    for number, (group, row, bound) in enumerate(zip(groups, rows, bounds, strict=True)):
+        if number not in shared and is_behind(group, row):
+            found += _of_one(group, row, bound, keep, worth)
             continue
-        pieces = shared.get(number, [])
+        reader, pieces = _Reader(group, row, lower, lifted), shared.get(number, [])
         for begin, end in reader.parted(pieces):
             key = int(row.cells[begin]), int(row.cells[end - 1])
             together.setdefault(key, []).append((reader, (begin, end)))
@@ -96,10 +96,13 @@ class KeptSegments:
     def __init__(
         self, table: CellTable, groups: Sequence[SequenceTokens], found: list[Segment], tails: list[int]
     ) -> None:
-        self.found = found
-        self._changes = table.changes
+        self._found, self._tails = found, tails
+        self._grown = self._added = 0
+        """How many cells the ``tails``, one of each group, have more than when they were found, and in it."""
+        self._changes, self._appended = table.changes, table.appended
         self._order = [(group.seq, group.first_token) for group in groups]
-        self._tails = tails
+        self._planned: tuple[int, ml.RaggedPlan] | None = None
+        """A plan, and ``_grown`` when it was made."""
 
     @classmethod
     def find(
@@ -111,27 +114,49 @@ class KeptSegments:
         worth: int,
     ) -> KeptSegments:
         found = find_segments(table, groups, lower, lifted, worth)
+        if lower is not None:
+            return cls(table, groups, found, [])
         ends = {
             segment.cells + segment.length - 1: place
             for place, segment in enumerate(found)
             if isinstance(segment.cells, int) and segment.begin is None and segment.queries.size == 1
         }
-        lasts = [table.rows[group.seq].last_cell for group in groups] if lower is None else []
+        lasts = [table.rows[group.seq].last_cell for group in groups]
         return cls(table, groups, found, [ends[last] for last in lasts if last in ends])
 
     def next(self, table: CellTable, groups: Sequence[SequenceTokens]) -> KeptSegments | None:
         """Those of the step after this; None where more than that has changed."""
-        if len(self._tails) < len(groups) or table.changes != self._changes:
+        appended = table.appended - self._appended
+        if len(self._tails) < len(groups) or table.changes != self._changes or appended != len(groups):
             return None
         if [(group.seq, group.first_token) for group in groups] != self._order:
             return None
-        found = self.found.copy()
-        for group, tail in zip(groups, self._tails, strict=True):
-            segment, row = found[tail], table.rows[group.seq]
-            if segment.cells + segment.length != row.last_cell or not sees_all(group, row, None):
-                return None
-            found[tail] = Segment(segment.cells, segment.length + 1, segment.queries)
-        return KeptSegments(table, groups, found, self._tails)
+        after = copy.copy(self)
+        after._grown, after._appended = self._grown + 1, table.appended
+        return after
+
+    @property
+    def found(self) -> list[Segment]:
+        if self._grown > self._added:
+            more, self._added = self._grown - self._added, self._grown
+            self._found = self._found.copy()
+            for tail in self._tails:
+                segment = self._found[tail]
+                self._found[tail] = Segment(segment.cells, segment.length + more, segment.queries)
+        return self._found
+
+    def plan(self, tokens: int) -> ml.RaggedPlan:
+        """``ragged_plan`` of these segments; from that of a step before, where there is one."""
+        if self._planned is None:
+            plan = ragged_plan(self.found, tokens)
+        else:
+            grown, before = self._planned
+            segments, readers = before.segments.copy(), before.readers.copy()
+            segments[self._tails, 2] += self._grown - grown
+            readers[segments[self._tails, 3], 2] += self._grown - grown
+            plan = ml.RaggedPlan(tokens, segments, readers, before.index)
+        self._planned = self._grown, plan
+        return plan
 
 
 class _Reader:
@@ -167,12 +192,38 @@ class _Reader:
         return np.clip(first - begin, 0, end - begin), np.clip(self.stop - begin, 0, end - begin)
 
 
-def _plain(group: SequenceTokens, row: Row, lower: LowerBound | None) -> bool:
-    return row.contiguous and sees_all(group, row, lower)
+def _of_one(group: SequenceTokens, row: Row, bound: int | None, keep: int, worth: int) -> Iterator[Segment]:
+    """The segments of a query behind all others of its sequence, which sees all from ``bound`` on.
+
+    And what is below ``keep``; None: all. Runs of ``worth`` cells each on their own, all others together.
+    """
+    cells, queries, kept, first = row.cells, group.indices(), 0, 0
+    if bound is not None:
+        first = int(row.positions.searchsorted(bound))
+        kept = row.index(keep) if keep else 0
+    if kept < first:
+        cells = np.concatenate((cells[:kept], cells[first:])) if kept else cells[first:]
+    whole = row.contiguous and not kept
+    cuts = [] if whole else (cells[1:] - cells[:-1] != 1).nonzero()[0].tolist()
+    begin, short = 0, []
+    for last in (*cuts, cells.size - 1):
+        run = cells[begin : last + 1]
+        begin = last + 1
+        if run.size >= worth:
+            yield Segment(int(run[0]), run.size, queries)
+        else:
+            short.append(run)
+    if len(short) == 1:
+        yield Segment(int(short[0][0]), short[0].size, queries)
+    elif short:
+        cells = np.concatenate(short)
+        yield Segment(cells, cells.size, queries)
 
 
 def _shared(table: CellTable, rows: Sequence[Row], worth: int) -> dict[int, list[Piece]]:
     """Of rows that share runs of cells with others: which entries, in pieces with the same readers each."""
+    if len(rows) == 1 or (4 * sum(map(len, rows)) > table.cells and table.references.max() < 2):
+        return {}
     touched = [number for number, row in enumerate(rows) if _is_shared(table, row)]
     if len(touched) < 2:
         return {}
@@ -273,22 +324,23 @@ def _segment(who: Sequence[tuple[_Reader, Entries]]) -> Segment:
 
 def ragged_plan(segments: Sequence[Segment], tokens: int) -> ml.RaggedPlan:
     """The segments as a backend's kernel takes them."""
-    table, index = np.empty((len(segments), 5), np.int32), []
+    rows, index = [], []
     first = gathered = 0
-    for number, segment in enumerate(segments):
+    for segment in segments:
         cells, stop = segment.cells, first + segment.queries.size
         if isinstance(cells, int):
-            table[number] = 0, cells, segment.length, first, stop
+            rows.append((0, cells, segment.length, first, stop))
         else:
-            table[number] = 1, gathered, segment.length, first, stop
+            rows.append((1, gathered, segment.length, first, stop))
             index.append(cells)
             gathered += segment.length
         first = stop
+    table = np.array(rows, np.int32)
     readers = np.zeros((first, 3), np.int32)
     queries = [segment.queries for segment in segments]
     readers[:, 0] = queries[0] if len(queries) == 1 else np.concatenate(queries)
     readers[:, 2] = np.repeat(table[:, 2], table[:, 4] - table[:, 3])
-    for segment, (first, stop) in zip(segments, table[:, 3:].tolist(), strict=True):
+    for segment, (_, _, _, first, stop) in zip(segments, rows, strict=True):
         if segment.begin is not None:
             readers[first:stop, 1], readers[first:stop, 2] = segment.bounds()
     return ml.RaggedPlan(tokens, table, readers, np.concatenate(index) if index else NONE)

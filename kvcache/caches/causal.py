@@ -213,7 +213,7 @@ class CausalCache(
                 raise lost_error("start_forward", group.seq)
             if read_only:
                 check_sees(group, row, lower)
-            elif len(row) and (first := row.first_held(group.positions)) is not None:
+            elif group.lowest <= row.last and (first := row.first_held(group.positions)) is not None:
                 raise InvalidBatchError(
                     f"start_forward: sequence {group.seq} already holds position {first}; call "
                     f"remove({group.seq}, {first}) first"
@@ -300,9 +300,10 @@ class CausalCache(
         saved = {seq: table.rows[seq].save_copy() for seq, begin, _ in evictions if begin}
         for seq in (*(seq for seq, _, _ in evictions), *(group.seq for group in groups)):
             saved.setdefault(seq, table.save_row(seq))
+        table.drop_heads({seq: table.rows[seq].index(end) for seq, begin, end in evictions if not begin})
         for seq, begin, end in evictions:
-            row = table.rows[seq]
-            table.drop(seq, row.index(begin) if begin else 0, row.index(end))
+            if begin:
+                table.drop(seq, table.rows[seq].index(begin), table.rows[seq].index(end))
         try:
             if tokens > table.free:
                 self.snapshots.reclaim(tokens)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -78,6 +78,11 @@ class Row:
     def last_cell(self) -> int:
         return int(self._cells[self._tail - 1])
 
+    def end(self) -> tuple[int, int]:
+        """The highest position, and its cell; (-1, -1) when empty."""
+        at = self._tail - 1
+        return (int(self._positions[at]), int(self._cells[at])) if at >= self._head else (-1, -1)
+
     def span(self) -> tuple[int, int]:
         """[lowest, highest + 1) of the cells; (0, 0) when empty."""
         if self._tail == self._head:
@@ -131,6 +136,16 @@ class Row:
             self._positions[tail : tail + count] = np.arange(position, position + count)
             self._cells[tail : tail + count] = np.arange(cell, cell + count)
         self._tail = tail + count
+
+    def append_behind(self, position: int, cell: int) -> None:
+        """``append_run`` of one, in the cell behind the last one."""
+        tail = self._tail
+        if tail == self._positions.size:
+            self._grow(1)
+            tail = self._tail
+        self._positions[tail] = position
+        self._cells[tail] = cell
+        self._tail = tail + 1
 
     def insert(self, positions: Array, cells: Array) -> None:
         """Add ascending positions anywhere among those stored."""
@@ -189,6 +204,8 @@ class CellTable:
         self.free = cells
         self.changes = 0
         """Counts all that is done to rows and pins but the growing of a row into the cell behind it."""
+        self.appended = 0
+        """Counts the tokens of such growing."""
         self.rows = [Row() for _ in range(max_sequences)]
         self._home = max(1, cells // max_sequences)
         self.pins: dict[int, Pin] = {}
@@ -334,6 +351,7 @@ class CellTable:
         row = self.rows[seq]
         if not len(row) or row.last_cell + 1 != cell:
             self.changes += 1
+        self.appended += count
         row.append_run(position, cell, count)
         if count == 1:
             self.references[cell] = 1
@@ -353,6 +371,31 @@ class CellTable:
             return None
         self.take_run(seq, position, cell, 1)
         return cell
+
+    def append_each(self, seqs: Sequence[int], positions: Array) -> Array:
+        """``append`` of one token to each of several sequences: their cells, -1 where one is taken."""
+        rows = [self.rows[seq] for seq in seqs]
+        last, cells = np.array([row.end() for row in rows], dtype=np.int64).T
+        cells = cells + 1
+        able = (last >= 0) & (last < positions) & (cells < self.cells)
+        able &= self.references[np.where(able, cells, 0)] == 0
+        candidates = np.flatnonzero(able)
+        _, first = np.unique(cells[candidates], return_index=True)
+        chosen = candidates if first.size == candidates.size else candidates[np.sort(first)]
+        given: Array = cells[chosen]
+        for number, position, cell in zip(
+            chosen.tolist(), positions[chosen].tolist(), given.tolist(), strict=True
+        ):
+            rows[number].append_behind(position, cell)
+        self.references[given] = 1
+        self._number(given)
+        self.free -= given.size
+        self.appended += given.size
+        if given.size == len(rows):
+            return given
+        taken = np.full(len(rows), -1)
+        taken[chosen] = given
+        return taken
 
     def take(self, seq: int, positions: Array, cells: Array) -> None:
         """Store ascending positions in free cells."""
@@ -394,6 +437,14 @@ class CellTable:
                 np.concatenate((row.cells[:start], row.cells[stop:])),
             )
 
+    def drop_heads(self, counts: Mapping[int, int]) -> None:
+        """Forget the first entries of several rows, as many of each as ``counts`` says of its sequence."""
+        rows = [(self.rows[seq], count) for seq, count in counts.items() if count]
+        if rows:
+            self._release(np.concatenate([row.cells[:count] for row, count in rows]), distinct=len(rows) == 1)
+        for row, count in rows:
+            row.cut_head(count)
+
     def drop_some(self, seq: int, gone: Array) -> None:
         """Forget those entries of a row of which ``gone`` (BOOL, one per entry) says so."""
         row = self.rows[seq]
@@ -415,10 +466,14 @@ class CellTable:
     def _number(self, cells: int | slice | Array) -> None:
         self.taken[cells] = next(self._numbers)
 
-    def _release(self, cells: Array) -> None:
+    def _release(self, cells: Array, distinct: bool = True) -> None:
         self.changes += 1
         self.blank[cells] = False
-        self.references[cells] -= 1
+        if not distinct:
+            cells, times = np.unique(cells, return_counts=True)
+            self.references[cells] -= times.astype(self.references.dtype)
+        else:
+            self.references[cells] -= 1
         self.free += int((self.references[cells] == 0).sum())
 
     def save_row(self, seq: int) -> SavedRow:
