@@ -144,10 +144,17 @@ def test_a_step_that_only_adds_a_token_each_goes_on_with_the_segments_of_the_ste
         patched.setattr("kvcache.attention.segments.find_segments", refused)
         for step in range(3):
             driven.extend({0: 1, 1: 1})
+            plan, anew = driven.forward.plan(WORTH), ragged_plan(driven.segments(), 2)
+            assert plan.pack().tolist() == anew.pack().tolist()
             assert shown(driven.forward.segments(WORTH)) == [(3 + step, [0]), (3 + step, [1]), (6, [0, 1])]
+            if step != 1:
+                driven.attend()
+    driven.extend({1: 1})  # a pass that asks for nothing
+    driven.extend({0: 1, 1: 1})
+    assert shown(driven.forward.segments(WORTH)) == [(6, [0]), (6, [0, 1]), (7, [1])]
     driven.cache.remove(1, 0)
     driven.extend({0: 1})
-    assert shown(driven.forward.segments(WORTH)) == [(12, [0])]
+    assert shown(driven.forward.segments(WORTH)) == [(13, [0])]
 
 
 # Calls.

@@ -142,6 +142,25 @@ class Driver:
         else:
             assert cell is None
 
+    def append_each(self) -> None:
+        """One token to each of several, where they can be appended; of two for one cell to the first."""
+        asked = [seq for seq in range(len(self.naive.rows)) if self.rnd.random() < 0.8] or [0]
+        rows = [self.naive.rows[seq] for seq in asked]
+        positions = [self.rnd.randrange(row[-1][0] + 3) if row else 0 for row in rows]
+        found = self.table.append_each(asked, np.array(positions)).tolist()
+        for row, position, cell in zip(rows, positions, found, strict=True):
+            if row and position > row[-1][0] and row[-1][1] + 1 in self.free():
+                assert cell == row[-1][1] + 1
+                row.append((position, cell))
+            else:
+                assert cell == -1
+
+    def drop_heads(self) -> None:
+        counts = {seq: self.rnd.randrange(len(row) + 1) for seq, row in enumerate(self.naive.rows)}
+        self.table.drop_heads(counts)
+        for seq, count in counts.items():
+            del self.naive.rows[seq][:count]
+
     def free(self) -> list[int]:
         return [cell for cell, count in enumerate(self.naive.references()) if not count]
 
@@ -232,8 +251,8 @@ class Driver:
 def test_random_changes_agree_with_the_naive_table(block: int) -> None:
     for seed in range(block * 30, block * 30 + 30):
         driver = Driver(random.Random(seed))
-        changes = [driver.take] * 4 + [driver.append] * 2 + [driver.share, driver.drop, driver.drop]
-        changes += [driver.evict_and_restore, driver.take_and_restore, driver.spread]
+        changes = [driver.take] * 4 + [driver.append, driver.append_each] * 2 + [driver.share, driver.drop]
+        changes += [driver.drop_heads, driver.evict_and_restore, driver.take_and_restore, driver.spread]
         changes += [driver.pin, driver.pin, driver.unpin, driver.adopt]
         for _ in range(25):
             driver.rnd.choice(changes)()
