@@ -1,4 +1,7 @@
-"""``start_forward`` and what the first ``get`` of a pass adds: slot search, metadata, masks. On NumPy."""
+"""``start_forward`` and what the first ``get`` or ``attend`` of a pass adds: slots, metadata, masks, plans.
+
+On NumPy: what is timed is what the host does before a device begins.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 
 import ml
 from benchmarks.report import Row
-from kvcache import Batch, CausalCache
+from kvcache import Batch, CausalCache, SlidingWindowCache
 from kvcache.testing.bench.timing import Round
 
 __all__ = ["GO", "run"]
@@ -44,6 +47,13 @@ def run(quick: bool, _: str) -> Iterator[Row]:
                 target=1.0 if history >= 8192 else None,
                 note=f"Go {go:g} us",
             )
+    for sequences in (1, 64) if quick else (1, 64, 256):
+        for name, cache in (("all", CausalCache()), ("a window of 512", SlidingWindowCache(512))):
+            times = _plan(cache, sequences, 600)
+            yield Row(
+                "numpy", f"start_forward and plan, {sequences} x 1 tokens, {name} of 600", "ours",
+                statistics.median(times), min(times), max(times), rounds=len(times),
+            )  # fmt: skip
     for history in (8192, 131072):
         spent = [_write_bytes(history) for _ in range(20)]
         yield Row(
@@ -89,6 +99,25 @@ def _measure(history: int, sequences: int, tokens: int, elide: bool, rounds: int
             if tokens > 8:
                 cache.remove(0, each)
     return times or [elapsed * 1e6]
+
+
+def _plan(cache: CausalCache, sequences: int, each: int) -> list[float]:
+    """Microseconds of start_forward and the plan for a kernel that attends for the whole batch at once."""
+    backend, rounds, times = ml.open_backend("numpy"), 60, []
+    with backend.new_context() as ctx:
+        cache.init(backend, ml.DType.F32, sequences, each + rounds, 512)
+        for seq in range(sequences):
+            for begin in range(0, each, 512):
+                tokens = range(begin, min(begin + 512, each))
+                cache.start_forward(ctx, Batch(tokens, [seq] * len(tokens)))
+        for i in range(rounds):
+            batch = Batch([each + i] * sequences, list(range(sequences)))
+            start = time.perf_counter()
+            cache.start_forward(ctx, batch)
+            assert cache._pass is not None
+            cache._pass.plan(256)
+            times.append((time.perf_counter() - start) * 1e6)
+    return times[3:]
 
 
 def _batch(each: int, sequences: int, tokens: int, i: int) -> Batch:

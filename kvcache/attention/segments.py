@@ -7,7 +7,6 @@ that lie scattered.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,19 +89,22 @@ def find_segments(
     return [segment for segment in found if segment.length]
 
 
+@dataclass(slots=True)
 class KeptSegments:
     """The segments of a pass, for the next: of sequences that decode together each sees one cell more."""
 
-    def __init__(
-        self, table: CellTable, groups: Sequence[SequenceTokens], found: list[Segment], tails: list[int]
-    ) -> None:
-        self._found, self._tails = found, tails
-        self._grown = self._added = 0
-        """How many cells the ``tails``, one of each group, have more than when they were found, and in it."""
-        self._changes, self._appended = table.changes, table.appended
-        self._order = [(group.seq, group.first_token) for group in groups]
-        self._planned: tuple[int, ml.RaggedPlan] | None = None
-        """A plan, and ``_grown`` when it was made."""
+    _found: list[Segment]
+    _tails: list[int]
+    """Which of them end where their sequences do: one for each, if the next pass may go on with these."""
+    _order: list[tuple[int, int]]
+    _changes: int
+    _appended: int
+    _grown: int = 0
+    """How many cells each tail has got since it was found."""
+    _added: int = 0
+    """How many of them ``_found`` says."""
+    _planned: tuple[int, ml.RaggedPlan] | None = None
+    """A plan, and ``_grown`` when it was made."""
 
     @classmethod
     def find(
@@ -113,27 +115,26 @@ class KeptSegments:
         lifted: frozenset[int],
         worth: int,
     ) -> KeptSegments:
-        found = find_segments(table, groups, lower, lifted, worth)
-        if lower is not None:
-            return cls(table, groups, found, [])
-        ends = {
-            segment.cells + segment.length - 1: place
-            for place, segment in enumerate(found)
-            if isinstance(segment.cells, int) and segment.begin is None and segment.queries.size == 1
-        }
-        lasts = [table.rows[group.seq].last_cell for group in groups]
-        return cls(table, groups, found, [ends[last] for last in lasts if last in ends])
+        found, tails = find_segments(table, groups, lower, lifted, worth), []
+        if lower is None:
+            ends = {
+                segment.cells + segment.length - 1: place
+                for place, segment in enumerate(found)
+                if isinstance(segment.cells, int) and segment.begin is None and segment.queries.size == 1
+            }
+            lasts = [table.rows[group.seq].last_cell for group in groups]
+            tails = [ends[last] for last in lasts if last in ends]
+        return cls(found, tails, _order(groups), table.changes, table.appended)
 
     def next(self, table: CellTable, groups: Sequence[SequenceTokens]) -> KeptSegments | None:
         """Those of the step after this; None where more than that has changed."""
-        appended = table.appended - self._appended
-        if len(self._tails) < len(groups) or table.changes != self._changes or appended != len(groups):
+        one_each = len(groups) == len(self._tails) == table.appended - self._appended
+        if not one_each or table.changes != self._changes or _order(groups) != self._order:
             return None
-        if [(group.seq, group.first_token) for group in groups] != self._order:
-            return None
-        after = copy.copy(self)
-        after._grown, after._appended = self._grown + 1, table.appended
-        return after
+        return KeptSegments(
+            self._found, self._tails, self._order, self._changes, table.appended,
+            self._grown + 1, self._added, self._planned,
+        )  # fmt: skip
 
     @property
     def found(self) -> list[Segment]:
@@ -157,6 +158,10 @@ class KeptSegments:
             plan = ml.RaggedPlan(tokens, segments, readers, before.index)
         self._planned = self._grown, plan
         return plan
+
+
+def _order(groups: Iterable[SequenceTokens]) -> list[tuple[int, int]]:
+    return [(group.seq, group.first_token) for group in groups]
 
 
 class _Reader:
