@@ -148,6 +148,11 @@ class StateRow:
         """Where the checkpoints are, ascending."""
         return tuple(sorted(point.offset for point in self.checkpoints))
 
+    def copy(self) -> StateRow:
+        return StateRow(
+            self.offset, self.slot, self.pending, self.checkpoints, self.lost, self.inside, self.computed
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
@@ -179,19 +184,17 @@ def arrange(
     """
     count = len(sequences)
     slots = {seq: row.slot for seq, row in enumerate(rows) if row.slot is not None}
-    outside = {slot for seq, slot in slots.items() if seq not in sequences}
+    asked = set(sequences)
+    others = {seq: slot for seq, slot in slots.items() if seq not in asked}
+    outside = set(others.values())
     start = _window(len(rows), sequences, slots, outside, held)
     window = range(start, start + count)
     final = {seq: start + i for i, seq in enumerate(sequences)}
-    moves: dict[int, int] = {}
+    away = dict.fromkeys(slot for slot in others.values() if slot in window)
     unused = (slot for slot in range(len(rows)) if slot not in window and slot not in outside)
-    spare = iter(sorted(unused, key=lambda slot: slot in held))
-    for seq, slot in slots.items():
-        if seq in final:
-            continue
-        if slot in window and slot not in moves:
-            moves[slot] = next(spare)
-        final[seq] = moves.get(slot, slot)
+    spare = sorted(unused, key=lambda slot: slot in held) if away else []
+    moves = dict(zip(away, spare, strict=False))
+    final |= {seq: moves.get(slot, slot) for seq, slot in others.items()}
     pairs = [*moves.items()]
     loads: list[tuple[Checkpoint | None, int]] = []
     for seq in sequences:
@@ -210,16 +213,24 @@ def _window(
 
     A copy out of a slot is one copy, a move two (a gather and a scatter).
     """
-    best, least = 0, None
-    for start in range(size - len(sequences) + 1):
-        cost = sum(start + i in outside for i in range(len(sequences)))
-        cost += sum(slots.get(seq, start + i) != start + i for i, seq in enumerate(sequences))
-        cost = 2 * cost + sum(start + i in held for i in range(len(sequences)) if held)
-        if least is None or cost < least:
-            best, least = start, cost
-        if least == 0:
-            break
-    return best
+    count, starts = len(sequences), size - len(sequences) + 1
+    now = [slots.get(seq) for seq in sequences]
+    if now[0] is not None:
+        stay = range(now[0], now[0] + count)
+        if now == list(stay) and outside.isdisjoint(stay) and not any(slot in held for slot in stay):
+            return stay.start
+
+    def within(some: Collection[int]) -> np.ndarray:
+        """How many of ``some`` slots lie in the run from each start."""
+        marks = np.zeros(size + 1, dtype=np.int64)
+        marks[1:][list(some)] = 1
+        ends = marks.cumsum()
+        found: np.ndarray = ends[count:] - ends[:starts]
+        return found
+
+    at = np.array([slot - i for i, slot in enumerate(now) if slot is not None], dtype=np.int64)
+    staying = np.bincount(at[(at >= 0) & (at < starts)], minlength=starts)
+    return int((2 * (within(outside) + at.size - staying) + within(held)).argmin())
 
 
 class StateBuffers:

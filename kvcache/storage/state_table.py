@@ -116,7 +116,7 @@ class StateTable:
     def row_before(self, row: StateRow, length: int) -> StateRow:
         """A row with the state of ``length`` tokens, or of the nearest checkpoint before, or empty."""
         if row.offset <= length and not row.lost:
-            return replace(row)
+            return row.copy()
         point = self.nearest(row, length)
         if point is None:
             return StateRow()
@@ -153,14 +153,14 @@ class StateTable:
         order = tuple(tokens)
         plan = arrange(self.rows, order, self.buffers.held().keys())
         moved = (seq for seq, slot in plan.slots.items() if self.rows[seq].slot != slot)
-        before = {seq: replace(self.rows[seq]) for seq in {*order, *moved}}
+        before = {seq: self.rows[seq].copy() for seq in {*order, *moved}}
         taken = self._carry_out(order, plan)
         for seq, slot in plan.slots.items():
             self.rows[seq].slot = slot
         for seq, count in tokens.items():
             row = self.rows[seq]
             row.pending = None
-            row.inside = {row.offset + inside: {} for inside in wanted.get(seq, ())}
+            row.inside = {row.offset + inside: {} for inside in wanted[seq]} if seq in wanted else {}
             row.offset += count
             if seq in taken:
                 self.keep(row, taken[seq])
