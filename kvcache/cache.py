@@ -11,9 +11,10 @@ The protocol mirrors Ollama's ``kvcache.Cache`` (kvcache/cache.go). One pass of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypedDict, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypedDict, cast, runtime_checkable
 
 import numpy as np
 
@@ -337,7 +338,15 @@ class SupportsComputed(Protocol):
 
 def computed(cache: SupportsOffset, seq: int) -> int:
     """How many tokens of a sequence every layer has, or is taken to have by a cache that does not know."""
-    return cache.computed(seq) if isinstance(cache, SupportsComputed) else cache.offset(seq)
+    if _knows_computed(type(cache)):
+        return cast("SupportsComputed", cache).computed(seq)
+    return cache.offset(seq)
+
+
+@functools.cache
+def _knows_computed(kind: type) -> bool:
+    """Once for each class: it is asked for every sequence of every step, and takes 13 us on Python 3.11."""
+    return issubclass(kind, SupportsComputed)
 
 
 @runtime_checkable

@@ -69,6 +69,6 @@ class CellStorage:
     def missing(self, cells: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """By layer which of the tokens in ``cells`` it lacks, of layers that lack any."""
         for layer, held in self.buffers.items():
-            found = held.lacks(self.table.taken, cells)
+            found = None if held.absent is None else held.lacks(self.table.taken, cells)
             if found is not None:
                 yield layer, found
