@@ -138,6 +138,14 @@ class ForwardPass:
         alone = self.fixed is None and self.slots is None
         self.run = self.cells if isinstance(self.cells, int) and alone else -1
 
+    def begin(self) -> None:
+        """It is the pass under way now."""
+        self.table.placed = None
+        if self.cells is not None and self.fixed is None:
+            cells = self.cells
+            each = np.arange(cells, cells + self.tokens) if isinstance(cells, int) else cells
+            self.table.placed = self.stamp, each
+
     @property
     def read_only(self) -> bool:
         """Whether the batch is queries only, and takes no cells."""
@@ -179,6 +187,7 @@ class ForwardPass:
 
     def end(self) -> None:
         """The pass is over: note which layers lack its tokens."""
+        self.table.placed = None
         if self.whole or self.cells is None:
             return
         cells = slice(self.cells, self.cells + self.tokens) if isinstance(self.cells, int) else self.cells
@@ -192,7 +201,7 @@ class ForwardPass:
         if buffers is None:
             raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
         if buffers.stamp >= self.stamp:
-            if buffers.absent is not None:
+            if buffers.absent is not None and not self.reserve:
                 self._check_present(op, layer, buffers)
             return buffers
         if self.read_only:

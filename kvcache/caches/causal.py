@@ -128,10 +128,10 @@ class CausalCache(
 
         Snapshots that are still in the cache are copied out first.
         """
+        self._changed()
         self.snapshots.close()
         self._buffers = {}  # a new one: a snapshot may know the old
         self._fixed = {}
-        self._changed()
         self._backend = None
         self._layer = 0
         self._closed = True
@@ -223,6 +223,8 @@ class CausalCache(
             self._join_arrivals(groups)
             forward = ForwardPass(table, config, lower, count, groups, None, layers, stamp=stamp)
         else:
+            if before is not None:
+                before.end()  # noted before snapshots are copied out to make room
             self._make_room(count, groups)
             self._join_arrivals(groups)
             cells, slots = place_exact(table, groups, count)
@@ -245,6 +247,7 @@ class CausalCache(
         if self._pass is not None:
             self._pass.end()
         self._pass = forward
+        forward.begin()
 
     def _join_arrivals(self, groups: list[SequenceTokens]) -> None:
         """Have the pass come after what is on its way to its sequences, and into cells that it may take."""
@@ -336,6 +339,8 @@ class CausalCache(
         for seq in saved:
             self.snapshots.schedule.cut(seq, self._table.rows[seq].last + 1)
         self._pass = resume if isinstance(resume, ForwardPass) else None
+        if self._pass is not None:
+            self._pass.begin()
 
     def _restore(self, saved: dict[int, SavedRow]) -> None:
         for seq, row in saved.items():
@@ -344,8 +349,12 @@ class CausalCache(
     def _changed(self) -> None:
         """Sequences changed: the pass under way ends, and cannot be undone any more."""
         if self._pass is not None:
-            self._reads = self._pass.reads()
             self._pass.end()
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        if self._pass is not None:
+            self._reads = self._pass.reads()
         self._pass = None
         self._undo = {}
 
@@ -542,13 +551,15 @@ class CausalCache(
     ) -> Callable[[], None] | None:
         """Make all checks of ``restore``; None if it would return False."""
         self._check_restore(seq, snapshot, AttentionSnapshot)
+        if self._pass is not None:
+            self._pass.end()  # noted before its cells go to others; layers may still be put
         put_back = self.snapshots.prepare_restore_snapshot(seq, snapshot, target)
         if put_back is None:
             return None
 
         def commit() -> None:
             put_back()
-            self._changed()
+            self._forget_pass()
 
         return commit
 

@@ -266,7 +266,7 @@ class RecurrentCache(
         if current is not None:
             self._states.take_back(current)
             self._wants = {**self._wants, **(current.wants or {})}
-        self._pass = own
+        self._pass = self._states.under_way = own
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -454,6 +454,7 @@ class RecurrentCache(
         row = self._states.rows[seq]
         if row.lost:
             raise state_lost(op, seq)
+        self._states.check_whole(op, seq)
         taken = self._states.point(row)
         taken.state.detach()
         return taken

@@ -168,13 +168,13 @@ class AttentionSnapshots:
         for snapshot, source in self._in_cache():
             if table.free >= count:
                 return
-            if source.frees:
+            if source.frees and not source.awaited:
                 snapshot.release()
         owned = table.owned()
         for snapshot, source in self._in_cache():
             if table.free >= count:
                 return
-            if not owned[source.pin.cells].all():
+            if not owned[source.pin.cells].all() and not source.awaited:
                 snapshot.release()
 
     def _in_cache(self) -> Iterator[tuple[AttentionSnapshot, InCache]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import ml
-from kvcache.cache import InvalidRangeError, NotSupportedError
+from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, check_inside
 from kvcache.storage.state_slots import Checkpoint, HeldStates, StateRow, States
@@ -55,9 +55,11 @@ class StateSnapshots:
         row = self.states.rows[seq]
         offset, inside = row.offset, self.states.inside(row)
         for begin, end in self.schedule.due(seq, offset):
-            if end == offset or end in inside:
+            try:
+                if end != offset and end not in inside:
+                    raise NotSupportedError(f"snapshot: no state of position {end} was delivered")
                 self.schedule.taken(seq, self.snapshot(seq, begin, end))
-            else:
+            except (NotSupportedError, OrderError):  # or tokens of a pass that failed
                 self.schedule.skip(seq, end)
 
     # Taking.
@@ -77,6 +79,8 @@ class StateSnapshots:
         inside = self.states.inside(row)
         if end in inside and end != row.offset:
             return self.states.copied(inside[end])
+        if end == row.offset:
+            self.states.check_whole("snapshot", seq)
         point = self.states.point(row) if end == row.offset else self.states.nearest(row, end)
         if point is None or point.offset != end:
             raise NotSupportedError(

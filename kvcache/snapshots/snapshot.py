@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 import ml
-from kvcache.cache import InvalidRangeError, SequenceLostError
+from kvcache.cache import InvalidRangeError, OrderError, SequenceLostError
 from kvcache.storage.cell_table import CellTable, Pin
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_buffers import LayerBuffers
@@ -133,6 +133,12 @@ class InCache:
         """Whether letting go would free a cell."""
         return bool((self.table.references[self.pin.cells] == 1).any())
 
+    @property
+    def awaited(self) -> list[int]:
+        """The layers that the pass under way has still to give some of its tokens."""
+        table, cells = self.table, self.pin.cells
+        return [i for i, held in self.buffers.items() if table.awaited(held.stamp, cells)]
+
     def check(self) -> None:
         """Raise SequenceLostError where a device failure took what lies there."""
         if self.pin.lost:
@@ -145,8 +151,16 @@ class InCache:
         return InCache(self.backend, self.table, self.buffers, self.pin.cells[start:stop].copy())
 
     def read(self) -> dict[int, LayerSnapshot]:
-        """Copies of what lies there, in layers that have all of it."""
+        """Copies of what lies there, in layers that have all of it.
+
+        Raises OrderError where the pass under way has still to put some of it.
+        """
         self.check()
+        if self.awaited:
+            raise OrderError(
+                f"snapshot: layers {self.awaited} have yet to be given tokens that it has, in the pass under "
+                "way; copy it out when all layers were put, or remove the tokens if the pass failed"
+            )
         self.table.join_arrivals(self.pin.cells)
         taken, cells = self.table.taken, self.pin.cells
         whole = {i: held for i, held in self.buffers.items() if held.lacks(taken, cells) is None}

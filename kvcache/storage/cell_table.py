@@ -211,6 +211,8 @@ class CellTable:
         self.pins: dict[int, Pin] = {}
         self._dropped: deque[Pin] = deque()
         self._numbers = itertools.count(1)
+        self.placed: tuple[int, Array] | None = None
+        """The stamp and the cells of the pass under way, whose tokens layers are given one after another."""
         self.arrivals = Arrivals()
         """What is being copied into cells; see ``join_arrivals``."""
 
@@ -278,6 +280,10 @@ class CellTable:
         if not (self.references[cells] > 1).any():
             return False
         return bool(self.owned(besides=seq)[cells].any())
+
+    def awaited(self, stamp: int, cells: Array) -> bool:
+        """Whether the pass under way has still to put one of ``cells`` in a layer that was put up to ``stamp``."""
+        return self.placed is not None and stamp < self.placed[0] and bool(np.isin(cells, self.placed[1]).any())
 
     def mark_lost(self, *touched: Array) -> bool:
         """Mark every sequence and pin that owns one of these cells, which a device failure took: if any."""

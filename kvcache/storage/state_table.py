@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import ml
-from kvcache.cache import SequenceLostError
+from kvcache.cache import OrderError, SequenceLostError
 from kvcache.storage.state_slots import (
     Arrangement,
     Checkpoint,
@@ -38,6 +38,8 @@ class StateTable:
     ) -> None:
         self.rows = [StateRow() for _ in range(sequences)]
         self.buffers = StateBuffers(sequences, backend)
+        self.under_way: StatePass | None = None
+        """The pass whose states are being given and updated."""
         self._backend = backend
         self._checkpoints, self._interval = checkpoints, interval
 
@@ -164,7 +166,8 @@ class StateTable:
             row.offset += count
             if seq in taken:
                 self.keep(row, taken[seq])
-        return StatePass(tokens, plan.start, wanted, before)
+        self.under_way = StatePass(tokens, plan.start, wanted, before)
+        return self.under_way
 
     def _carry_out(self, order: tuple[int, ...], plan: Arrangement) -> dict[int, Checkpoint]:
         """The checkpoints that were due; the states are where ``plan`` wants them.
@@ -193,8 +196,19 @@ class StateTable:
         stores = not current.reserve and not current.read_only
         return not stores or current.asked >= self.buffers.tensors.keys()
 
+    def check_whole(self, op: str, seq: int) -> None:
+        """Raise OrderError where the state of a sequence is not yet, or not any more, that of one position."""
+        row, current = self.rows[seq], self.under_way
+        partly = current is not None and seq in current.tokens and not self.is_whole(current)
+        if partly or (row.computed is not None and row.computed < row.offset):
+            raise OrderError(
+                f"{op}: not all layers have their states of position {row.offset} of sequence {seq}; {op} "
+                f"when all were updated in the pass under way, or call remove({seq}, n) after one that failed"
+            )
+
     def end(self, current: StatePass) -> None:
         """The pass is over: note which sequences did not get all of their states."""
+        self.under_way = None
         if not self.is_whole(current):
             for seq, count in current.tokens.items():
                 row = self.rows[seq]
