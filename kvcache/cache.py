@@ -49,6 +49,7 @@ __all__ = [
     "SupportsOffset",
     "SupportsParts",
     "SupportsPrepare",
+    "SupportsPrepareRestore",
     "SupportsReservation",
     "SupportsSchedule",
     "SupportsSetCausal",
@@ -531,6 +532,14 @@ class SupportsMark(Protocol):
 
         Raises InvalidRangeError for a mark beyond the end of the sequence.
         """
+
+
+@runtime_checkable
+class SupportsPrepareRestore(Protocol):
+    """A cache that goes back to certain positions only, such as RecurrentCache to its checkpoints."""
+
+    def prepare_restore(self, seq: int, position: int) -> int | None:
+        """Where ``remove(seq, position)`` would go: at or before ``position``; None: back to nothing."""
 
 
 @runtime_checkable

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.cache import Batch, InvalidBatchError, InvalidSequenceError
+from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, InvalidSequenceError
 
-__all__ = ["SequenceTokens", "check_modes", "check_sequence", "check_tensors", "split_batch"]
+__all__ = ["SequenceTokens", "check_modes", "check_query", "check_sequence", "check_tensors", "split_batch"]
 
 _LIMIT = 2**31 - 1
 """Positions are I32 on the device."""
@@ -72,6 +72,15 @@ def check_tensors(op: str, backend: ml.Backend | None = None, /, **tensors: obje
                 f"{op}: {name} is a tensor of {owner!r}, and the cache is on {backend!r}; copy it there "
                 "by ctx.from_numpy(tensor.to_numpy())"
             )
+
+
+def check_query(backend: ml.Backend | None, query: ml.Tensor, tokens: int) -> None:
+    """Raise unless ``query`` is floats of a batch of ``tokens``, on the cache's backend."""
+    check_tensors("attend", backend, query=query)
+    if not query.dtype.is_float:
+        raise ml.DTypeError(f"attend: query in {query.dtype.name}; it must be a float dtype")
+    if query.shape[0] != tokens:
+        raise InvalidRangeError(f"attend: query {query.shape} for a batch of {tokens} tokens")
 
 
 def check_modes(reserve: bool, read_only: bool) -> None:

@@ -23,8 +23,8 @@ from kvcache.attention import attend as attending
 from kvcache.attention.batch import (
     SequenceTokens,
     check_modes,
+    check_query,
     check_sequence,
-    check_tensors,
     split_batch,
 )
 from kvcache.attention.fixed_shapes import FixedPass, GraphRows, GraphTensors, check_window
@@ -207,17 +207,7 @@ class CausalCache(
                 expected=self._reads,
             )  # fmt: skip
             return
-        for group in groups:
-            row = table.rows[group.seq]
-            if row.lost:
-                raise lost_error("start_forward", group.seq)
-            if read_only:
-                check_sees(group, row, lower)
-            elif group.lowest <= row.last and (first := row.first_held(group.positions)) is not None:
-                raise InvalidBatchError(
-                    f"start_forward: sequence {group.seq} already holds position {first}; call "
-                    f"remove({group.seq}, {first}) first"
-                )
+        self._check_groups(groups, read_only)
         if read_only:
             self._undo, stamp = {}, 0 if before is None else before.stamp
             self._join_arrivals(groups)
@@ -242,6 +232,21 @@ class CausalCache(
         if self.snapshots.schedule and not read_only:
             for group in groups:
                 self.snapshots.capture(group.seq)
+
+    def _check_groups(self, groups: list[SequenceTokens], read_only: bool) -> None:
+        """Refuse lost sequences, positions that are stored, and queries that would see nothing."""
+        lower = self.lower_bound()
+        for group in groups:
+            row = self._table.rows[group.seq]
+            if row.lost:
+                raise lost_error("start_forward", group.seq)
+            if read_only:
+                check_sees(group, row, lower)
+            elif group.lowest <= row.last and (first := row.first_held(group.positions)) is not None:
+                raise InvalidBatchError(
+                    f"start_forward: sequence {group.seq} already holds position {first}; call "
+                    f"remove({group.seq}, {first}) first"
+                )
 
     def _go_on_to(self, forward: ForwardPass) -> None:
         if self._pass is not None:
@@ -474,9 +479,7 @@ class CausalCache(
         """
         forward = self._pass or self._started("attend")
         buffers = forward.readable("attend", self._layer)
-        check_tensors("attend", self._backend, query=query)
-        if query.shape[0] != forward.tokens:
-            raise InvalidRangeError(f"attend: query {query.shape} for a batch of {forward.tokens} tokens")
+        check_query(self._backend, query, forward.tokens)
         if select is not None:
             check_select(forward.tokens, select)
         if forward.reserve:

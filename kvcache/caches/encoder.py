@@ -13,7 +13,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import ml
-from kvcache.attention.batch import SequenceTokens, check_modes, check_sequence, check_tensors, split_batch
+from kvcache.attention.batch import (
+    SequenceTokens,
+    check_modes,
+    check_query,
+    check_sequence,
+    check_tensors,
+    split_batch,
+)
 from kvcache.attention.device_copies import HostArray, HostArrays, near
 from kvcache.cache import Batch, CacheDType, InvalidRangeError, Mask, OrderError, check_context, check_whole
 from kvcache.caches.base import BoundCache
@@ -236,9 +243,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         An output that several sequences share (``copy_prefix``) is read once, by the queries of all of them.
         """
         current = self._started("attend")
-        check_tensors("attend", self._bound("attend"), query=query)
-        if query.shape[0] != current.tokens:
-            raise InvalidRangeError(f"attend: query {query.shape} for a batch of {current.tokens} tokens")
+        check_query(self._bound("attend"), query, current.tokens)
         readers: dict[int, list[int]] = {}
         held = [self._held(current, group.seq) for group in current.groups]
         for i, (key, _) in enumerate(held):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import ml
-from kvcache.cache import SupportsMark, SupportsPrepare, SupportsReservation
+from kvcache.cache import InvalidRangeError, SupportsMark, SupportsPrepare, SupportsReservation
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import Snapshot
@@ -70,6 +70,8 @@ class PreparedCalls(Generic[S]):
 
         Before ``init``, or after it while nothing has been stored; OrderError later.
         """
+        if not isinstance(config, ml.CacheConfig):
+            raise InvalidRangeError(f"set_config: {config!r:.60} is not an ml.CacheConfig")
         self.prepare_set_config(config)()
 
     def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:

@@ -32,6 +32,7 @@ from kvcache.cache import (
     SupportsExtras,
     SupportsOffset,
     SupportsPrepare,
+    SupportsPrepareRestore,
     SupportsSchedule,
     SupportsSetCausal,
     SupportsSnapshots,
@@ -224,7 +225,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return self.current
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
-        return self._prepare("copy_prefix", src_seq, dst_seq, length)
+        """Where one of the caches goes back to a checkpoint, the others go there with it."""
+        changes = self._prepare("copy_prefix", src_seq, dst_seq, length)
+        reached = self._reached(src_seq, length)
+        return changes if reached == length else self._prepare("copy_prefix", src_seq, dst_seq, reached)
 
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether every one of the caches can."""
@@ -255,7 +259,23 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return {"kind": type(self).__name__, "caches": caches}
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        return self._prepare("remove", seq, begin, end)
+        """Where one of the caches goes back to a checkpoint, the others go there with it."""
+        changes, length = self._prepare("remove", seq, begin, end), self.offset(seq)
+        reached = self._reached(seq, begin) if begin < length <= (length if end is None else end) else begin
+        return changes if reached == begin else self._prepare("remove", seq, reached)
+
+    def prepare_restore(self, seq: int, position: int) -> int | None:
+        """Where ``remove(seq, position)`` would go: as far as the cache that goes back the farthest."""
+        return self._reached(seq, min(position, self.offset(seq))) or None
+
+    def _reached(self, seq: int, position: int) -> int:
+        last = None
+        while position != last:
+            last = position
+            for cache in self.caches:
+                if isinstance(cache, SupportsPrepareRestore):
+                    position = min(position, cache.prepare_restore(seq, position) or 0)
+        return position
 
     def evict(self, seq: int, positions: Iterable[int]) -> None:
         """As CausalCache.evict, in all wrapped caches that know positions.

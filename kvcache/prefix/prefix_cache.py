@@ -41,7 +41,7 @@ from kvcache.prefix.tree_entry import span_of
 from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.layer_shape import LayerShape
-from kvcache.storage.sizes import bytes_text
+from kvcache.storage.sizes import bytes_text, parse_bytes
 from kvcache.stores import Keys, SnapshotStore, open_store
 from kvcache.stores.closing import Closing
 
@@ -53,7 +53,8 @@ log = logging.getLogger("kvcache")
 class PrefixCache(Closing):
     """Sessions over one cache that share their prefixes through a radix tree of snapshots.
 
-    ``budget`` limits the bytes of snapshots on the device (None: as much as the cells of the cache hold).
+    ``budget`` limits the bytes of snapshots on the device, a number or a size such as ``"2GiB"`` (None: as
+    much as the cells of the cache hold).
     ``tiers`` are at most one HostTier, followed by stores, the nearest first: an open store, what
     ``open_store`` takes, or the Path of a folder. Evicted content moves to the next tier.
 
@@ -82,7 +83,7 @@ class PrefixCache(Closing):
     def __init__(
         self,
         cache: SnapshotCache,
-        budget: int | None = None,
+        budget: int | str | None = None,
         tiers: Sequence[HostTier | SnapshotStore | str | PathLike[str]] = (),
         *,
         identity: Mapping[str, Any] | None = None,
@@ -101,9 +102,10 @@ class PrefixCache(Closing):
             raise InvalidRangeError(
                 f"PrefixCache: {cache!r:.60} is not a cache; it must be an initialized cache"
             )
+        budget = None if budget is None else parse_bytes("PrefixCache: budget", budget)
         least = {"interval": (interval, 1), "backlog": (backlog, 0), "in_flight": (in_flight, 0)}
         least["read_ahead"] = (read_ahead, 0)
-        for name, (value, lowest) in {**least, "budget": (budget or 0, 0)}.items():
+        for name, (value, lowest) in least.items():
             if value < lowest:
                 raise InvalidRangeError(f"PrefixCache: {name}={value}; it must be at least {lowest}")
         _check_given(tiers, identity, layers)
@@ -267,8 +269,12 @@ class PrefixCache(Closing):
             return
         if self._finalizer is not None:
             self._finalizer.detach()
+        failed = []
         for session in list(self._open.sessions.values()):
-            session.close()
+            try:
+                session.close()
+            except Exception as error:  # what others keep is written all the same
+                failed.append(error)
         if self._prefetcher is not None:
             self._prefetcher.close()
         if flush:
@@ -281,6 +287,8 @@ class PrefixCache(Closing):
         self.cache.on_pressure = None
         disown(self.cache)
         self._closed = True
+        if failed:
+            raise failed[0]
 
     @property
     def closed(self) -> bool:

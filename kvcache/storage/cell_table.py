@@ -282,8 +282,10 @@ class CellTable:
         return bool(self.owned(besides=seq)[cells].any())
 
     def awaited(self, stamp: int, cells: Array) -> bool:
-        """Whether the pass under way has still to put one of ``cells`` in a layer that was put up to ``stamp``."""
-        return self.placed is not None and stamp < self.placed[0] and bool(np.isin(cells, self.placed[1]).any())
+        """Whether a layer whose last ``put`` was in pass ``stamp`` has yet to get one of ``cells`` now."""
+        if self.placed is None or stamp >= self.placed[0]:
+            return False
+        return bool(np.isin(cells, self.placed[1]).any())
 
     def mark_lost(self, *touched: Array) -> bool:
         """Mark every sequence and pin that owns one of these cells, which a device failure took: if any."""

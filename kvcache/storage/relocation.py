@@ -116,11 +116,17 @@ def _shifted(
     if overlay is not None:
         key = overlay.read_key(ctx, held, key)
     result = shift(ctx, layer, key, offsets)
-    if result.shape != key.shape:
-        raise InvalidRangeError(
-            f"remove: the shift function gave {result.shape} for keys {key.shape} of layer {layer}"
-        )
+    _check_shape(result, key, "keys", layer)
     return result
+
+
+def _check_shape(new: object, old: ml.Tensor, name: str, layer: int) -> None:
+    shape = getattr(new, "shape", None)
+    if shape != old.shape:
+        given = f"a {type(new).__name__}" if shape is None else shape
+        raise InvalidRangeError(
+            f"remove: the shift function gave {given} for {name} {old.shape} of layer {layer}"
+        )
 
 
 def _shifted_extra(
@@ -137,10 +143,7 @@ def _shifted_extra(
         assert shift is not None, "refused before"
         old = held.read_extra(ctx, name, where, count)
         new = shift(ctx, layer, name, old, offsets)
-        if new.shape != old.shape:
-            raise InvalidRangeError(
-                f"remove: the shift function gave {new.shape} for {name} {old.shape} of layer {layer}"
-            )
+        _check_shape(new, old, name, layer)
         found[name] = new.contiguous(ctx).reshape(ctx, count, 1, buffer.dim)
     return found
 

@@ -197,7 +197,7 @@ class StateTable:
         return not stores or current.asked >= self.buffers.tensors.keys()
 
     def check_whole(self, op: str, seq: int) -> None:
-        """Raise OrderError where the state of a sequence is not yet, or not any more, that of one position."""
+        """Raise OrderError where the layers' states of a sequence are of different positions."""
         row, current = self.rows[seq], self.under_way
         partly = current is not None and seq in current.tokens and not self.is_whole(current)
         if partly or (row.computed is not None and row.computed < row.offset):

@@ -44,6 +44,12 @@ def as_host(op: str, array: Any) -> np.ndarray:
         host = np.asarray(array)
     except ValueError as error:  # rows of different lengths
         raise ShapeError(f"{op}: cannot make an array from {type(array).__name__}: {error}") from error
+    except (TypeError, RuntimeError) as error:  # of a framework, whose tensor NumPy cannot read
+        kind = f"{type(array).__module__}.{type(array).__name__}"
+        raise DTypeError(
+            f"{op}: NumPy cannot read a {kind}: {error}; pass an array of NumPy, or call ctx.from_native for "
+            "one of the backend's own framework"
+        ) from error
     return host if host.dtype.isnative else host.astype(host.dtype.newbyteorder("="))
 
 
