@@ -434,3 +434,11 @@ def test_a_cuda_device_holds_tensors_attends_and_counts() -> None:
         out = backend.attention(ctx, q, k, k, None, 1.0)  # type: ignore[attr-defined]
         np.testing.assert_allclose(out.to_numpy(), 1, rtol=1e-6)
         assert backend.memory().devices[1].allocated > 0
+
+
+def test_a_tensor_that_numpy_cannot_read_is_refused_with_a_way_to_pass_it() -> None:
+    with ml.open_backend("torch") as backend, backend.new_context() as ctx:
+        for tensor in (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, requires_grad=True)):
+            with pytest.raises(ml.DTypeError, match=r"NumPy cannot read a torch.Tensor.*from_native"):
+                ctx.from_numpy(tensor)
+        assert ctx.from_native(torch.ones(2, dtype=torch.bfloat16)).dtype is ml.DType.BF16

@@ -173,8 +173,30 @@ def test_a_batch_that_cannot_be_stored_is_refused_and_changes_nothing(
         r.check_seen()  # the pass before goes on
 
 
+def test_a_reserve_pass_spans_the_capacity_whatever_a_failed_pass_has_left(backend: ml.Backend) -> None:
+    cache, ctx = CausalCache(), backend.new_context()
+    cache.init(backend, DType.F32, 1, 8, 4)
+    for layers in (2, 1):
+        cache.start_forward(ctx, Batch([cache.offset(0)], [0]))
+        for layer in range(layers):
+            cache.set_layer(layer)
+            _put(cache, ctx)
+    cache.start_forward(ctx, Batch([0], [0]), reserve=True)
+    cache.set_layer(1)
+    _put(cache, ctx)
+    assert cache.get(ctx)[0].shape[0] == 8
+    assert cache.attend(ctx, ctx.zeros((1, 2, 8), DType.F32), 1.0).shape == (1, 2, 5)
+
+
+def _attend(cache: CausalCache, ctx: ml.Context, dtype: DType) -> ml.Tensor:
+    return cache.attend(ctx, ctx.zeros((5, 2, 8), dtype), 1.0)
+
+
 BATCH = Batch([1], [0])
 CALLS: list[tuple[type[Exception], Call]] = [
+    (ml.DTypeError, lambda cache, ctx: _attend(cache, ctx, DType.I32)),
+    (ml.DTypeError, lambda cache, ctx: _attend(cache, ctx, DType.BOOL)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.set_config(None)),
     (kvcache.InvalidRangeError, lambda cache, ctx: cache.set_layer(-1)),
     (kvcache.InvalidRangeError, lambda cache, ctx: cache.set_layer("0")),
     (kvcache.InvalidRangeError, lambda cache, ctx: cache.copy_prefix(0, 0, 1)),

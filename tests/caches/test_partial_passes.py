@@ -70,12 +70,36 @@ class Passes:
 
     def forget(self, seq: int, begin: int) -> None:
         self.cache.remove(seq, begin)
+        self.forgotten(seq, begin)
+
+    def forgotten(self, seq: int, begin: int) -> None:
         for layer in self.stored:
             for token in [token for token in layer if token[0] == seq and token[1] >= begin]:
                 del layer[token]
 
     def share(self, src: int, dst: int, length: int) -> None:
         self.cache.copy_prefix(src, dst, length)
+        self.shared(src, dst, length)
+
+    def restore(self, src: int, dst: int, detached: bool) -> None:
+        """All of one sequence as it is, in the middle of a pass or behind it, for another."""
+        held = [(src, p) for p in range(self.offset(src))]
+        lacking = {token for token in held for layer in self.known() if layer.get(token) is None}
+        if lacking - set(self.tokens):
+            with pytest.raises(OrderError, match=r"snapshot: layer \d lacks position"):
+                self.cache.snapshot(src)
+            return
+        kept = self.cache.snapshot(src)
+        if detached and lacking:
+            with pytest.raises(OrderError, match="have yet to be given tokens"):
+                kept.detach()
+            return
+        if detached and len(held) <= self.cache.free_cells:
+            kept.detach()
+        assert self.cache.restore(dst, kept)
+        self.shared(src, dst, self.offset(src))
+
+    def shared(self, src: int, dst: int, length: int) -> None:
         for layer in self.stored:
             kept = {(s, p): value for (s, p), value in layer.items() if s != dst}
             kept |= {(dst, p): value for (s, p), value in layer.items() if s == src and p < length}
@@ -107,6 +131,9 @@ def test_random_passes_of_some_layers_never_show_what_was_not_put(data: Any) -> 
                 for layer in layers:
                     p.put(layer)
                     p.check(layer)
+                    if data.draw(st.integers(0, 5)) == 0:
+                        p.restore(seq, other, detached=data.draw(st.booleans()))
+                        break
             elif op == "remove":
                 p.forget(seq, data.draw(st.integers(0, p.offset(seq))))
             elif op == "share":
@@ -119,8 +146,8 @@ def test_random_passes_of_some_layers_never_show_what_was_not_put(data: Any) -> 
                     kept = p.cache.snapshot(seq, 0, whole)
                     if data.draw(st.booleans()):
                         kept.detach()
-                    p.forget(seq, whole)
-                    p.cache.restore(seq, kept)
+                    p.forgotten(seq, whole)
+                    assert p.cache.restore(seq, kept)
             for s in range(SEQUENCES):
                 assert p.cache.computed(s) == p.computed(s)
 

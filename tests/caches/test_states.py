@@ -12,7 +12,7 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch
+from kvcache import Batch, OrderError, RecurrentCache, StateSpec
 from kvcache.caches import branches
 from kvcache.testing.models import values
 from kvcache.testing.rigs.protocol import Plan, only_protocol
@@ -275,6 +275,34 @@ def test_a_state_goes_into_another_cache(states: MakeStates, closed: bool) -> No
 
 
 # Asked for ahead.
+
+
+def test_in_the_middle_of_a_pass_and_after_one_that_failed_no_state_is_taken(backend: ml.Backend) -> None:
+    cache = RecurrentCache(states={None: {"sum": StateSpec((1,), ml.DType.F32)}})
+    cache.init(backend, ml.DType.F32, 2, 16, 8)
+    with backend.new_context() as ctx:
+
+        def update(layer: int, value: float) -> None:
+            cache.update_state(ctx, "sum", ctx.full((1, 1), value, ml.DType.F32), layer)
+
+        cache.start_forward(ctx, Batch([0], [0]))
+        update(0, 1)
+        update(1, 1)
+        kept = cache.snapshot(0)
+        cache.start_forward(ctx, Batch([1], [0]))
+        update(0, 2)
+        for taken in (cache.snapshot, cache.checkpoint, cache.mark):
+            with pytest.raises(OrderError, match="not all layers have their states of position 2"):
+                taken(0)
+        cache.schedule_snapshots(0, [3])
+        cache.start_forward(ctx, Batch([2], [0]))  # the one before has failed
+        update(0, 3)
+        update(1, 3)
+        assert cache.take_snapshots(0) == []
+        assert cache.skipped_snapshots(0) == [3]
+        assert cache.restore(1, kept)
+        cache.start_forward(ctx, Batch([1], [1]))
+        assert [cache.state(ctx, "sum", layer).to_numpy().item() for layer in (0, 1)] == [1, 1]
 
 
 def test_a_state_is_taken_where_a_batch_ends(states: MakeStates) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch
+from kvcache import Batch, CausalCache, RecurrentCache, SlidingWindowCache, StateSpec, WrapperCache
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
@@ -139,6 +139,31 @@ def test_a_context_shift_moves_all(wrapped: Callable[..., WrapperRig]) -> None:
     r.check()
     r.extend(0, 2)
     r.drain()
+
+
+def test_where_one_goes_back_to_a_checkpoint_the_others_go_with_it(backend: ml.Backend) -> None:
+    states = RecurrentCache(states={None: {"sum": StateSpec((1,), ml.DType.F32)}}, checkpoint_interval=4)
+    cache = WrapperCache(WrapperCache(states, CausalCache()), SlidingWindowCache(16))
+    cache.init(backend, ml.DType.F32, 2, 32, 8)
+    with backend.new_context() as ctx:
+
+        def evaluate(begin: int) -> None:
+            cache.start_forward(ctx, Batch([begin, begin + 1], [0, 0]))
+            states.update_state(ctx, "sum", ctx.full((1, 1), begin, ml.DType.F32), 0)
+            for one in (cache.caches[0].caches[1], cache.caches[1]):
+                one.put(ctx, *[ctx.zeros((2, 1, 4), ml.DType.F32)] * 2)
+
+        for begin in range(0, 10, 2):
+            evaluate(begin)
+        assert cache.prepare_restore(0, 9) == 8
+        cache.copy_prefix(0, 1, 9)
+        cache.remove(0, 9)
+        for seq in (0, 1):
+            assert [cache.offset(seq)] * 2 == [one.offset(seq) for one in cache.caches] == [8, 8]
+        evaluate(8)
+        assert cache.snapshot(0).end == 10
+        cache.remove(0, 3)  # before the first checkpoint
+        assert [one.offset(0) for one in cache.caches] == [0, 0]
 
 
 def test_an_init_that_fails_closes_what_was_opened(backend: ml.Backend) -> None:

@@ -22,36 +22,44 @@ class Model:
 
     def __init__(self, backend: ml.Backend, cache: CausalCache | SlidingWindowCache | RecurrentCache) -> None:
         self.cache, self.ctx = cache, backend.new_context()
+        self.attention: set[int] = set()
         cache.init(backend, ml.DType.F32, 4, 64, 64)
 
     def evaluate(self, session: Session, tokens: Iterable[int], layers: int = LAYERS, late: int = 0) -> None:
         begin, count = session.cached + late, len(list(tokens)) - late
-        positions = range(begin, begin + count)
-        self.cache.start_forward(self.ctx, Batch(positions, [session.seq] * count))
+        self.start([(at, session.seq) for at in range(begin, begin + count)], layers)
+
+    def start(self, tokens: list[tuple[int, int]], layers: int = LAYERS) -> None:
+        count, sequences = len(tokens), len({seq for _, seq in tokens})
+        self.cache.start_forward(self.ctx, Batch(*zip(*tokens, strict=True)))
         for layer in range(layers):
             self.cache.set_layer(layer)
-            if isinstance(self.cache, RecurrentCache):
-                self.cache.set_conv_state(self.ctx, layer, self.ctx.full((1, 2), 1, ml.DType.F32))
+            if isinstance(self.cache, RecurrentCache) and layer not in self.attention:
+                self.cache.set_conv_state(self.ctx, layer, self.ctx.full((sequences, 2), 1, ml.DType.F32))
                 continue
             new = self.ctx.full((count, 1, 4), 1, ml.DType.F32)
             self.cache.put(self.ctx, new, new)
             self.cache.attend(self.ctx, new, 1.0)
 
 
-@pytest.fixture(params=["causal", "window", "recurrent"])
+@pytest.fixture(params=["causal", "window", "recurrent", "hybrid"])
 def model(request: pytest.FixtureRequest, backend: ml.Backend) -> Model:
     kinds = {
         "causal": CausalCache,
         "window": lambda: SlidingWindowCache(30),
         "recurrent": lambda: RecurrentCache((2,), ()),
+        "hybrid": lambda: RecurrentCache((2,), ()),
     }
-    return Model(backend, kinds[request.param]())
+    model = Model(backend, kinds[request.param]())
+    model.attention |= {1} if request.param == "hybrid" else set()
+    return model
 
 
 @pytest.fixture
 def prefix(model: Model) -> Iterator[PrefixCache]:
     """Knows the layers: one conversation went well."""
-    with PrefixCache(model.cache, tiers=[MemoryStore()], identity=IDENTITY, block_size=1) as prefix:
+    store = MemoryStore()
+    with PrefixCache(model.cache, tiers=[store], identity=IDENTITY, block_size=1, interval=4) as prefix:
         with prefix.begin([100, 101]) as session:
             model.evaluate(session, session.remaining)
         yield prefix
@@ -100,6 +108,48 @@ def test_a_session_goes_on_after_a_failed_pass_when_its_tokens_are_removed(
         model.evaluate(session, session.remaining)
     with prefix.begin([*PROMPT, 0]) as session:
         assert session.cached == len(PROMPT)
+
+
+@pytest.mark.parametrize("how", ["rewind", "close", "close of all"])
+def test_several_sessions_of_a_batch_that_failed_where_a_snapshot_was_due_go_on(
+    prefix: PrefixCache, model: Model, how: str
+) -> None:
+    prompts = [[*range(at, at + 8)] for at in (20, 40)]
+    sessions = [prefix.begin(prompt) for prompt in prompts]
+    for begin, layers in ((0, LAYERS), (2, 1)):
+        model.start([(at, session.seq) for session in sessions for at in (begin, begin + 1)], layers)
+    if how == "close of all":
+        prefix.close()
+        assert prefix.sessions == ()
+        return
+    for session, prompt in zip(sessions, prompts, strict=True):
+        if how == "rewind":
+            reached = session.rewind(2)
+            assert reached in (0, 2)
+            session.extend(prompt[2:])
+            model.start([(at, session.seq) for at in range(reached, 8)])
+        session.close()
+        with prefix.begin([*prompt, 0]) as again:
+            assert (again.cached == 8) is (how == "rewind")
+
+
+def test_a_session_that_cannot_be_closed_keeps_no_other_from_the_store(
+    backend: ml.Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, store = Model(backend, CausalCache()), MemoryStore()
+    prefix = PrefixCache(model.cache, tiers=[store], identity=IDENTITY, block_size=1)
+    failing, whole = prefix.begin([1, 2]), prefix.begin(PROMPT)
+    for session in (failing, whole):
+        model.evaluate(session, session.remaining)
+
+    def fail(*_: object) -> None:
+        raise InjectedError
+
+    monkeypatch.setattr(failing, "_close", fail)
+    with pytest.raises(InjectedError):
+        prefix.close()
+    assert prefix.closed
+    assert store.usage().entries > 0
 
 
 def test_a_conversation_that_lacks_its_first_token_is_not_kept(backend: ml.Backend) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import ml
+from kvcache import CausalCache, InvalidRangeError, PrefixCache
 from kvcache.offload.tiers import HostTier
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.stores import FileStore, MemoryStore, SnapshotCorrupt
@@ -35,6 +36,17 @@ def line(first: int, count: int) -> list[int]:
 
 
 # Budgets.
+
+
+def test_a_budget_is_a_number_of_bytes_or_a_size(backend: ml.Backend) -> None:
+    cache = CausalCache()
+    cache.init(backend, ml.DType.F32, 1, 16, 16)
+    for given, budget in (("1.5KiB", 1536), (2048, 2048), (None, None)):
+        with PrefixCache(cache, budget=given) as prefix:
+            assert prefix.tree.device.budget == budget
+    for refused in (-1, "many"):
+        with pytest.raises(InvalidRangeError, match=f"budget={refused!r}; it must be a number of bytes"):
+            PrefixCache(cache, budget=refused)
 
 
 def test_budgets_are_kept_to_the_byte(talk: Talk) -> None:
