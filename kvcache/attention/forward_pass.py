@@ -142,9 +142,7 @@ class ForwardPass:
         """It is the pass under way now."""
         self.table.placed = None
         if self.cells is not None and self.fixed is None:
-            cells = self.cells
-            each = np.arange(cells, cells + self.tokens) if isinstance(cells, int) else cells
-            self.table.placed = self.stamp, each
+            self.table.placed = self.stamp, self.cells, self.tokens
 
     @property
     def read_only(self) -> bool:

@@ -94,7 +94,7 @@ class KeptSegments:
     """The segments of a pass, for the next: of sequences that decode together each sees one cell more."""
 
     _found: list[Segment]
-    _tails: list[int]
+    _tails: np.ndarray
     """Which of them end where their sequences do: one for each, if the next pass may go on with these."""
     _order: list[tuple[int, int]]
     _changes: int
@@ -115,7 +115,7 @@ class KeptSegments:
         lifted: frozenset[int],
         worth: int,
     ) -> KeptSegments:
-        found, tails = find_segments(table, groups, lower, lifted, worth), []
+        found, tails = find_segments(table, groups, lower, lifted, worth), list[int]()
         if lower is None:
             ends = {
                 segment.cells + segment.length - 1: place
@@ -124,11 +124,11 @@ class KeptSegments:
             }
             lasts = [table.rows[group.seq].last_cell for group in groups]
             tails = [ends[last] for last in lasts if last in ends]
-        return cls(found, tails, _order(groups), table.changes, table.appended)
+        return cls(found, np.array(tails, dtype=np.int64), _order(groups), table.changes, table.appended)
 
     def next(self, table: CellTable, groups: Sequence[SequenceTokens]) -> KeptSegments | None:
         """Those of the step after this; None where more than that has changed."""
-        one_each = len(groups) == len(self._tails) == table.appended - self._appended
+        one_each = len(groups) == self._tails.size == table.appended - self._appended
         if not one_each or table.changes != self._changes or _order(groups) != self._order:
             return None
         return KeptSegments(
@@ -141,7 +141,7 @@ class KeptSegments:
         if self._grown > self._added:
             more, self._added = self._grown - self._added, self._grown
             self._found = self._found.copy()
-            for tail in self._tails:
+            for tail in self._tails.tolist():
                 segment = self._found[tail]
                 self._found[tail] = Segment(segment.cells, segment.length + more, segment.queries)
         return self._found
@@ -152,9 +152,9 @@ class KeptSegments:
             plan = ragged_plan(self.found, tokens)
         else:
             grown, before = self._planned
-            segments, readers = before.segments.copy(), before.readers.copy()
-            segments[self._tails, 2] += self._grown - grown
-            readers[segments[self._tails, 3], 2] += self._grown - grown
+            segments, readers, more = before.segments.copy(), before.readers.copy(), self._grown - grown
+            segments[self._tails, 2] += more
+            readers[segments[self._tails, 3], 2] += more
             plan = ml.RaggedPlan(tokens, segments, readers, before.index)
         self._planned = self._grown, plan
         return plan

@@ -207,7 +207,7 @@ class CausalCache(
                 expected=self._reads,
             )  # fmt: skip
             return
-        self._check_groups(groups, read_only)
+        self._check_groups(groups, lower, read_only)
         if read_only:
             self._undo, stamp = {}, 0 if before is None else before.stamp
             self._join_arrivals(groups)
@@ -233,9 +233,8 @@ class CausalCache(
             for group in groups:
                 self.snapshots.capture(group.seq)
 
-    def _check_groups(self, groups: list[SequenceTokens], read_only: bool) -> None:
+    def _check_groups(self, groups: list[SequenceTokens], lower: LowerBound | None, read_only: bool) -> None:
         """Refuse lost sequences, positions that are stored, and queries that would see nothing."""
-        lower = self.lower_bound()
         for group in groups:
             row = self._table.rows[group.seq]
             if row.lost:
@@ -308,7 +307,8 @@ class CausalCache(
         saved = {seq: table.rows[seq].save_copy() for seq, begin, _ in evictions if begin}
         for seq in (*(seq for seq, _, _ in evictions), *(group.seq for group in groups)):
             saved.setdefault(seq, table.save_row(seq))
-        table.drop_heads({seq: table.rows[seq].index(end) for seq, begin, end in evictions if not begin})
+        if evictions:
+            table.drop_heads({seq: table.rows[seq].index(end) for seq, begin, end in evictions if not begin})
         for seq, begin, end in evictions:
             if begin:
                 table.drop(seq, table.rows[seq].index(begin), table.rows[seq].index(end))

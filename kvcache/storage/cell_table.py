@@ -211,8 +211,11 @@ class CellTable:
         self.pins: dict[int, Pin] = {}
         self._dropped: deque[Pin] = deque()
         self._numbers = itertools.count(1)
-        self.placed: tuple[int, Array] | None = None
-        """The stamp and the cells of the pass under way, whose tokens layers are given one after another."""
+        self.placed: tuple[int, int | Array, int] | None = None
+        """The pass under way, whose tokens layers are given one after another: stamp, cells, how many.
+
+        The cells as the first of a run, or each.
+        """
         self.arrivals = Arrivals()
         """What is being copied into cells; see ``join_arrivals``."""
 
@@ -285,7 +288,10 @@ class CellTable:
         """Whether a layer whose last ``put`` was in pass ``stamp`` has yet to get one of ``cells`` now."""
         if self.placed is None or stamp >= self.placed[0]:
             return False
-        return bool(np.isin(cells, self.placed[1]).any())
+        _, where, count = self.placed
+        if isinstance(where, int):
+            return bool(((cells >= where) & (cells < where + count)).any())
+        return bool(np.isin(cells, where).any())
 
     def mark_lost(self, *touched: Array) -> bool:
         """Mark every sequence and pin that owns one of these cells, which a device failure took: if any."""
