@@ -12,6 +12,8 @@ from kvcache.storage.cell_table import CellTable
 __all__ = ["place", "place_exact"]
 
 
+TOGETHER = 16
+"""Sequences with a token each from which on it takes less time to place them together than one by one."""
 Placed = tuple[int | np.ndarray, np.ndarray | None]
 """The first cell of a run, or one per token; and the slot of each token, -1 where it has none."""
 
@@ -36,7 +38,7 @@ def place(table: CellTable, groups: Sequence[SequenceTokens], tokens: int) -> in
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _place_group(table, groups[0])
     cells = np.empty(tokens, dtype=np.int64)
-    if len(groups) == tokens:
+    if len(groups) == tokens >= TOGETHER:
         groups = _place_behind(table, groups, cells)
     for group in groups:
         chosen = _place_group(table, group)

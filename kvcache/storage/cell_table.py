@@ -393,9 +393,10 @@ class CellTable:
         cells = cells + 1
         able = (last >= 0) & (last < positions) & (cells < self.cells)
         able &= self.references[np.where(able, cells, 0)] == 0
-        candidates = np.flatnonzero(able)
-        _, first = np.unique(cells[candidates], return_index=True)
-        chosen = candidates if first.size == candidates.size else candidates[np.sort(first)]
+        chosen = np.flatnonzero(able)
+        ordered = np.sort(cells[chosen])
+        if (ordered[1:] == ordered[:-1]).any():  # of two for one cell it is the first
+            chosen = chosen[np.sort(np.unique(cells[chosen], return_index=True)[1])]
         given: Array = cells[chosen]
         for number, position, cell in zip(
             chosen.tolist(), positions[chosen].tolist(), given.tolist(), strict=True
