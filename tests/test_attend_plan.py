@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,6 +72,15 @@ class Driven:
 def shown(segments: Sequence[Segment]) -> list[tuple[int, list[int]]]:
     """(length, readers) of each segment."""
     return sorted((segment.length, segment.queries.tolist()) for segment in segments)
+
+
+def read_by(plan: ml.RaggedPlan) -> dict[int, list[int]]:
+    """The cells that each query reads."""
+    found: dict[int, list[int]] = {}
+    for number, (_, _, _, first, stop) in enumerate(plan.segments.tolist()):
+        for query, begin, end in plan.readers[first:stop].tolist():
+            found.setdefault(query, []).extend(plan.rows(number)[begin:end].tolist())
+    return {query: sorted(cells) for query, cells in found.items()}
 
 
 # Segments.
@@ -155,6 +165,37 @@ def test_a_step_that_only_adds_a_token_each_goes_on_with_the_segments_of_the_ste
     driven.cache.remove(1, 0)
     driven.extend({0: 1})
     assert shown(driven.forward.segments(WORTH)) == [(13, [0])]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_that_grew_reads_what_one_made_anew_does(backend: ml.Backend, seed: int) -> None:
+    """Sequences that decode together, run into one another, are forked, taken back and evicted."""
+    rnd = random.Random(seed)
+    driven = Driven(backend, rnd.choice([CausalCache(), SlidingWindowCache(5)]), sequences=3, tokens=40)
+    kept = None
+    for _ in range(60):
+        op = rnd.choice(["step"] * 8 + ["fork", "remove", "pin", "defrag", "alone", "look", "unasked"])
+        one, other = rnd.sample(range(3), 2)
+        if driven.cache.free_cells < 4:
+            driven.cache.remove(one, 0)
+        elif op == "fork":
+            driven.cache.copy_prefix(one, other, rnd.randrange(driven.cache.offset(one) + 1))
+        elif op == "remove":
+            driven.cache.remove(one, rnd.randrange(driven.cache.offset(one) + 1))
+        elif op == "pin":
+            kept = (
+                driven.cache.snapshot(one) if driven.cache.can_resume(one, driven.cache.offset(one)) else kept
+            )
+        elif op == "defrag":
+            driven.cache.defrag()
+        elif op == "look" and driven.cache.offset(one):
+            batch = Batch([driven.cache.offset(one)], [one])
+            driven.cache.start_forward(driven.ctx, batch, read_only=True)
+        else:
+            driven.extend({one: 1} if op == "alone" else dict.fromkeys(range(3), 1))
+        if op in ("step", "alone") and driven.cache.pass_under_way() is not None:
+            plan = driven.forward.plan(WORTH)
+            assert read_by(plan) == read_by(ragged_plan(driven.segments(), driven.forward.tokens))
 
 
 # Calls.

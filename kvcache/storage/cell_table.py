@@ -363,9 +363,10 @@ class CellTable:
     def take_run(self, seq: int, position: int, cell: int, count: int) -> None:
         """Store positions that count up from ``position``, behind the last one, in a run of cells."""
         row = self.rows[seq]
-        if not len(row) or row.last_cell + 1 != cell:
+        if len(row) and row.last_cell + 1 == cell:
+            self.appended += count
+        else:
             self.changes += 1
-        self.appended += count
         row.append_run(position, cell, count)
         if count == 1:
             self.references[cell] = 1
