@@ -198,6 +198,14 @@ def test_a_plan_that_grew_reads_what_one_made_anew_does(backend: ml.Backend, see
             assert read_by(plan) == read_by(ragged_plan(driven.segments(), driven.forward.tokens))
 
 
+def test_after_a_pass_of_several_tokens_of_a_sequence_segments_are_found_anew(backend: ml.Backend) -> None:
+    driven = Driven(backend, sequences=1)
+    for positions in (range(4), range(10, 14), (5, 14), (15,), (16,)):
+        driven.start(positions, [0] * len(positions))
+        driven.cache.put(driven.ctx, *[driven.ctx.full((len(positions), 1, 4), 1.0, ml.DType.F32)] * 2)
+        np.testing.assert_allclose(driven.attend(), 1)
+
+
 # Calls.
 
 

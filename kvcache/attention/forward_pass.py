@@ -193,6 +193,15 @@ class ForwardPass:
             if held.stamp < self.stamp:
                 held.lack(self.table.taken, cells)
 
+    def resume(self) -> None:
+        """It goes on after ``end``: layers may still be given its tokens."""
+        if self.cells is not None:
+            cells = slice(self.cells, self.cells + self.tokens) if isinstance(self.cells, int) else self.cells
+            for held in self.layers.values():
+                if held.stamp < self.stamp and held.absent is not None:
+                    held.absent[cells] = 0
+        self.begin()
+
     def readable(self, op: str, layer: int) -> LayerBuffers:
         """What the layer stores; OrderError where it lacks tokens of the pass, or of its sequences."""
         buffers = self.layers.get(layer)

@@ -116,7 +116,7 @@ class KeptSegments:
         worth: int,
     ) -> KeptSegments:
         found, tails = find_segments(table, groups, lower, lifted, worth), list[int]()
-        if lower is None:
+        if lower is None and all(len(group) == 1 for group in groups):
             ends = {
                 segment.cells + segment.length - 1: place
                 for place, segment in enumerate(found)

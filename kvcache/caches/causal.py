@@ -14,7 +14,8 @@ The cache puts together its ``storage`` (a cell table and the buffers of each la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -87,6 +88,8 @@ class CausalCache(
         self._reads: Reads | None = None
         self._uploads: Uploads | None = None
         self._undo: dict[int, SavedRow] = {}
+        self._evicted: tuple[np.ndarray, np.ndarray] | None = None
+        """Cells that the last pass evicted, and the numbers (``CellTable.taken``) of what lay there."""
 
     # Setting up and closing.
 
@@ -215,8 +218,13 @@ class CausalCache(
         else:
             if before is not None:
                 before.end()  # noted before snapshots are copied out to make room
-            self._make_room(count, groups)
-            self._join_arrivals(groups)
+            try:
+                self._make_room(count, groups)
+                self._join_arrivals(groups)
+            except BaseException:
+                if before is not None:
+                    before.resume()
+                raise
             cells, slots = place_exact(table, groups, count)
             forward = ForwardPass(table, config, lower, count, groups, cells, layers, slots=slots)
             if before is not None:
@@ -283,6 +291,8 @@ class CausalCache(
         except BaseException:
             saved, self._undo = self._undo, {}
             self._restore(saved)
+            if self._pass is not None and not forward.read_only:
+                self._pass.resume()
             raise
 
     def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
@@ -307,11 +317,18 @@ class CausalCache(
         saved = {seq: table.rows[seq].save_copy() for seq, begin, _ in evictions if begin}
         for seq in (*(seq for seq, _, _ in evictions), *(group.seq for group in groups)):
             saved.setdefault(seq, table.save_row(seq))
-        if evictions:
-            table.drop_heads({seq: table.rows[seq].index(end) for seq, begin, end in evictions if not begin})
-        for seq, begin, end in evictions:
-            if begin:
-                table.drop(seq, table.rows[seq].index(begin), table.rows[seq].index(end))
+        gone = {
+            seq: (table.rows[seq].index(begin) if begin else 0, table.rows[seq].index(end))
+            for seq, begin, end in evictions
+        }
+        self._evicted = None
+        if gone:
+            cells = np.concatenate([table.rows[seq].cells[slice(*span)] for seq, span in gone.items()])
+            self._evicted = cells, table.taken[cells]
+            table.drop_heads({seq: stop for seq, (first, stop) in gone.items() if not first})
+        for seq, (first, stop) in gone.items():
+            if first:
+                table.drop(seq, first, stop)
         try:
             if tokens > table.free:
                 self.snapshots.reclaim(tokens)
@@ -344,12 +361,17 @@ class CausalCache(
         for seq in saved:
             self.snapshots.schedule.cut(seq, self._table.rows[seq].last + 1)
         self._pass = resume if isinstance(resume, ForwardPass) else None
+        self._table.placed = None
         if self._pass is not None:
-            self._pass.begin()
+            self._pass.resume()
 
     def _restore(self, saved: dict[int, SavedRow]) -> None:
         for seq, row in saved.items():
             self._table.restore_row(seq, row)
+        if saved and self._evicted is not None:
+            cells, numbers = self._evicted
+            self._table.taken[cells] = numbers
+            self._evicted = None
 
     def _changed(self) -> None:
         """Sequences changed: the pass under way ends, and cannot be undone any more."""
@@ -554,17 +576,28 @@ class CausalCache(
     ) -> Callable[[], None] | None:
         """Make all checks of ``restore``; None if it would return False."""
         self._check_restore(seq, snapshot, AttentionSnapshot)
-        if self._pass is not None:
-            self._pass.end()  # noted before its cells go to others; layers may still be put
-        put_back = self.snapshots.prepare_restore_snapshot(seq, snapshot, target)
+        with self._ended():
+            put_back = self.snapshots.prepare_restore_snapshot(seq, snapshot, target)
         if put_back is None:
             return None
 
         def commit() -> None:
-            put_back()
-            self._forget_pass()
+            with self._ended():
+                put_back()
+                self._forget_pass()
 
         return commit
+
+    @contextlib.contextmanager
+    def _ended(self) -> Iterator[None]:
+        """What the pass under way has not put is noted, before its cells go to others; it may go on after."""
+        if self._pass is not None:
+            self._pass.end()
+        try:
+            yield
+        finally:
+            if self._pass is not None:
+                self._pass.resume()
 
     def land(self, seq: int, incoming: IncomingSnapshot) -> CellReservation | None:
         """Hold free cells behind what the sequence has, for a snapshot whose content is still to come.

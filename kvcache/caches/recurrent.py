@@ -207,6 +207,7 @@ class RecurrentCache(
             if self._states.lost() != lost:
                 self._pass = under_way = None  # states of the pass under way may be among the lost
             self.attention.undo_forward(under_way)
+            self._states.go_on(self._pass)
             raise
         if self._wants:
             self._pass.wants = self._wants
@@ -266,7 +267,8 @@ class RecurrentCache(
         if current is not None:
             self._states.take_back(current)
             self._wants = {**self._wants, **(current.wants or {})}
-        self._pass = self._states.under_way = own
+        self._states.go_on(own)
+        self._pass = own
 
     @property
     def sequences(self) -> tuple[int, ...]:

@@ -215,6 +215,13 @@ class StateTable:
                 known = row.offset - count
                 row.computed = known if row.computed is None else min(row.computed, known)
 
+    def go_on(self, current: StatePass | None) -> None:
+        """A pass goes on after ``end``: its layers may still be given their states. None: none does."""
+        self.under_way = current
+        before = {} if current is None else current.before
+        for seq in before.keys() & (current.tokens if current is not None else ()):
+            self.rows[seq].computed = before[seq].computed
+
     def take_back(self, current: StatePass) -> None:
         """Make the rows what they were before ``current``, and move the states that it moved back.
 

@@ -11,7 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ml
-from kvcache import Batch, CausalCache, OrderError, RecurrentCache, SlidingWindowCache, WrapperCache
+from kvcache import (
+    Batch,
+    CacheFullError,
+    CausalCache,
+    OrderError,
+    RecurrentCache,
+    SlidingWindowCache,
+    WrapperCache,
+)
 
 LAYERS, SEQUENCES, CELLS = 3, 3, 12
 
@@ -204,6 +212,60 @@ def test_behind_a_window_a_failed_pass_is_taken_back_to_where_the_sequence_can_c
             found = p.cache.attend(p.ctx, p.ctx.zeros((1, 1, 4), ml.DType.F32), 1.0).to_numpy()
             seen = [p.stored[layer][0, at] for at in range(max(0, position - 2), position + 1)]
             np.testing.assert_allclose(found[0, 0], np.mean(seen), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "how", ["a pass that is full", "a snapshot that is not restored", "a pass taken back"]
+)
+def test_a_pass_goes_on_where_another_call_is_refused_or_taken_back(backend: ml.Backend, how: str) -> None:
+    p = Passes(backend, CausalCache(), capacity=4)
+    fail(p, [(0, 0)], LAYERS)
+    fail(p, [(1, 0), (1, 1), (1, 2)], LAYERS)
+    other = p.cache.snapshot(1, 2, 3)
+    fail(p, [(0, 1), (0, 2)], 1)
+    kept, under_way = p.cache.snapshot(0), p.cache.pass_under_way()
+    if how == "a pass that is full":
+        with pytest.raises(CacheFullError):
+            p.cache.start_forward(p.ctx, Batch(range(30), [2] * 30))
+    elif how == "a pass taken back":
+        p.cache.start_forward(p.ctx, Batch([0], [2]))
+        p.cache.undo_forward(under_way)
+    else:
+        assert not p.cache.restore(0, other, 9)
+    with pytest.raises(OrderError, match="have yet to be given tokens"):
+        kept.detach()
+    for layer in (1, 2):
+        p.put(layer)
+    assert p.cache.computed(0) == 3
+    assert sorted(kept.layers) == [0, 1, 2]
+
+
+def test_what_is_restored_after_a_pass_was_taken_back_is_copied_out(backend: ml.Backend) -> None:
+    p = Passes(backend, CausalCache(), capacity=4)
+    fail(p, [(0, at) for at in range(4)], LAYERS)
+    kept = p.cache.snapshot(0)
+    kept.detach()
+    p.cache.remove(0, 0)
+    p.cache.start_forward(p.ctx, Batch([0, 1], [1, 1]))
+    p.cache.undo_forward()
+    assert p.cache.restore(1, kept)
+    assert sorted(p.cache.snapshot(1).layers) == [0, 1, 2]
+
+
+def test_what_a_window_lacks_it_lacks_after_a_pass_that_evicted_it_was_taken_back(
+    backend: ml.Backend,
+) -> None:
+    cache = SlidingWindowCache(3)
+    p = Passes(backend, cache, capacity=32)
+    cache.close()
+    cache.init(backend, ml.DType.F32, 1, 32, 1)  # a pass takes the cells that it evicts
+    for at in range(8):
+        fail(p, [(0, at)], 1 if at == 4 else LAYERS)
+    under_way = cache.pass_under_way()
+    for _ in range(2):
+        assert cache.computed(0) == 4
+        cache.start_forward(p.ctx, Batch([8], [0]))
+        cache.undo_forward(under_way)
 
 
 def test_tokens_count_as_computed_when_the_last_layer_has_them(backend: ml.Backend) -> None:

@@ -305,6 +305,23 @@ def test_in_the_middle_of_a_pass_and_after_one_that_failed_no_state_is_taken(bac
         assert [cache.state(ctx, "sum", layer).to_numpy().item() for layer in (0, 1)] == [1, 1]
 
 
+def test_a_pass_whose_successor_is_taken_back_is_given_its_last_states(backend: ml.Backend) -> None:
+    cache = RecurrentCache(states={None: {"sum": StateSpec((1,), ml.DType.F32)}})
+    cache.init(backend, ml.DType.F32, 1, 16, 8)
+    with backend.new_context() as ctx:
+        for position, layers in ((0, 2), (1, 1)):
+            cache.start_forward(ctx, Batch([position], [0]))
+            for layer in range(layers):
+                cache.update_state(ctx, "sum", ctx.full((1, 1), position, ml.DType.F32), layer)
+        under_way = cache.pass_under_way()
+        cache.start_forward(ctx, Batch([2], [0]))
+        cache.undo_forward(under_way)
+        with pytest.raises(OrderError):
+            cache.snapshot(0)
+        cache.update_state(ctx, "sum", ctx.full((1, 1), 1, ml.DType.F32), 1)
+        assert (cache.computed(0), cache.snapshot(0).end) == (2, 2)
+
+
 def test_a_state_is_taken_where_a_batch_ends(states: MakeStates) -> None:
     r = states()
     r.schedule(0, [2, 4, 7])
