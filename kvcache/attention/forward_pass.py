@@ -168,9 +168,9 @@ class ForwardPass:
 
     def note_put(self, buffers: LayerBuffers) -> None:
         """A layer has the tokens of the pass now."""
-        buffers.stamp, cells = self.stamp, self.cells
-        if buffers.absent is not None and cells is not None:
-            buffers.absent[slice(cells, cells + self.tokens) if isinstance(cells, int) else cells] = 0
+        buffers.stamp = self.stamp
+        if buffers.absent is not None and self.cells is not None:
+            buffers.absent[self._where()] = 0
             owned = np.flatnonzero(self.table.references)
             if buffers.lacks(self.table.taken, owned) is None:
                 buffers.absent = None
@@ -186,21 +186,23 @@ class ForwardPass:
     def end(self) -> None:
         """The pass is over: note which layers lack its tokens."""
         self.table.placed = None
-        if self.whole or self.cells is None:
-            return
-        cells = slice(self.cells, self.cells + self.tokens) if isinstance(self.cells, int) else self.cells
-        for held in self.layers.values():
-            if held.stamp < self.stamp:
-                held.lack(self.table.taken, cells)
+        if not self.whole:
+            for held in self.layers.values():
+                if held.stamp < self.stamp:
+                    held.lack(self.table.taken, self._where())
 
     def resume(self) -> None:
         """It goes on after ``end``: layers may still be given its tokens."""
-        if self.cells is not None:
-            cells = slice(self.cells, self.cells + self.tokens) if isinstance(self.cells, int) else self.cells
-            for held in self.layers.values():
-                if held.stamp < self.stamp and held.absent is not None:
-                    held.absent[cells] = 0
+        for held in self.layers.values() if self.cells is not None else ():
+            if held.stamp < self.stamp and held.absent is not None:
+                held.absent[self._where()] = 0
         self.begin()
+
+    def _where(self) -> slice | np.ndarray:
+        """The cells of the batch, as an index; it has some."""
+        cells = self.cells
+        assert cells is not None
+        return slice(cells, cells + self.tokens) if isinstance(cells, int) else cells
 
     def readable(self, op: str, layer: int) -> LayerBuffers:
         """What the layer stores; OrderError where it lacks tokens of the pass, or of its sequences."""

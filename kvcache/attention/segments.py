@@ -198,9 +198,9 @@ class _Reader:
 
 
 def _of_one(group: SequenceTokens, row: Row, bound: int | None, keep: int, worth: int) -> Iterator[Segment]:
-    """The segments of a query behind all others of its sequence, which sees all from ``bound`` on.
+    """The segments of a query behind all others of its sequence: long runs on their own, the rest together.
 
-    And what is below ``keep``; None: all. Runs of ``worth`` cells each on their own, all others together.
+    It sees the positions from ``bound`` on and those below ``keep``; all where ``bound`` is None.
     """
     cells, queries, kept, first = row.cells, group.indices(), 0, 0
     if bound is not None:
