@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from ml.base import BaseContext, StridedTensor
+from ml.base import BaseContext, BaseTensor, StorageView
 from ml.dtypes import DType
 from ml.errors import ShapeError
 from ml.selection import largest
@@ -30,7 +30,7 @@ class ArrayContext(BaseContext):
     tensor: ClassVar[type[ArrayTensor]]
 
 
-class ArrayTensor(StridedTensor):
+class ArrayTensor(StorageView, BaseTensor):
     """Compute and indexing through a NumPy-like module."""
 
     __slots__ = ()
@@ -59,7 +59,7 @@ class ArrayTensor(StridedTensor):
         return src.storage is self.storage
 
     def _index(self, indices: Any) -> Any:
-        return indices.native if isinstance(indices, StridedTensor) else indices
+        return indices.native if isinstance(indices, ArrayTensor) else indices
 
     def _order(self, x: Any, axis: int) -> Any:
         """Indices of a stable ascending sort."""

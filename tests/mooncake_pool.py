@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvcache.stores.errors import StoreUnavailable
+from kvcache.stores.errors import StoreUnavailableError
 from kvcache.stores.mooncake.connecting import load
 from kvcache.testing.servers import PATIENCE, free_port, wait_until
 
@@ -54,7 +54,7 @@ class MooncakePool:
         """Why no pool can run here; None where one can."""
         try:
             load()
-        except StoreUnavailable as error:
+        except StoreUnavailableError as error:
             return str(error)
         return None if _program().is_file() else f"{_program()} is not there"
 

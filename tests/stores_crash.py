@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvcache.stores import FileStore, SnapshotCorrupt, StoreFull, StoreUnavailable, open_store
+from kvcache.stores import FileStore, SnapshotCorruptError, StoreFullError, StoreUnavailableError, open_store
 from kvcache.stores.catalog import Catalog
 from kvcache.stores.folder import Folder
 from kvcache.stores.lockfile import HeldLock
@@ -123,7 +123,7 @@ class Sharing:
         rng, store, deletes = random.Random(number), open_here(self.url), self.mode != "keep"
         count = 250 if self.kind == "file" else 20
         for key in rng.choices(self.keys, k=count) if deletes else rng.sample(self.keys, len(self.keys)):
-            with contextlib.suppress(StoreFull):
+            with contextlib.suppress(StoreFullError):
                 if store.put(key, [self.data_of(key, number)]):
                     os.write(sink, f"{key}:{number}\n".encode())
             if deletes and rng.random() < 0.2:
@@ -382,10 +382,10 @@ def reading_only(url: str) -> None:
             assert read(store, "a") == content("a", UNIT)
             assert store.prefix(["a", "x"]) == 1
             for call in (lambda: store.put("d", [b"x"]), lambda: store.delete("a")):
-                with pytest.raises(StoreUnavailable, match="read"):
+                with pytest.raises(StoreUnavailableError, match="read"):
                     call()
             assert not store.put("a", [b"x"])
-            with pytest.raises(SnapshotCorrupt, match="digest"):
+            with pytest.raises(SnapshotCorruptError, match="digest"):
                 read(store, "b")
             assert store.stat(["a", "b", "c"])[1:] == [None, None]
             assert (store.usage().entries, store.usage().dropped) == (1, 2)
@@ -430,7 +430,7 @@ def late_writers_are_told(url: str) -> None:
     slow, quick = open_here(url), open_here(url)
     client, _ = slow._linked()
     with (
-        pytest.raises(StoreUnavailable, match="refused with code -601"),
+        pytest.raises(StoreUnavailableError, match="refused with code -601"),
         client.putting("crash:late", 4096) as new,
     ):
         assert new
@@ -450,7 +450,7 @@ def nobody_waits_for_a_frozen_master(url: str, master: str) -> None:
         time.sleep(0.01)
     reasons = []
     for _ in range(4):
-        with pytest.raises(StoreUnavailable) as raised:
+        with pytest.raises(StoreUnavailableError) as raised:
             store.stat(["frozen"])
         reasons.append(str(raised.value))
     os.kill(int(master), signal.SIGCONT)
@@ -464,7 +464,7 @@ def nobody_waits_for_a_frozen_master(url: str, master: str) -> None:
 def until_it_answers(call: Callable[[], T]) -> T:
     """The first true answer, of a master that may have been away."""
     for _ in range(400):
-        with contextlib.suppress(StoreUnavailable, StoreFull):  # full: its hosts have not come back to it
+        with contextlib.suppress(StoreUnavailableError, StoreFullError):  # full: no host is back yet
             if found := call():
                 return found
         time.sleep(0.05)
@@ -476,7 +476,7 @@ def a_fork_is_noticed(url: str) -> None:
     assert store.put("forked", [b"x"])
 
     def work(sink: int) -> None:
-        with pytest.raises(StoreUnavailable, match="fork"):
+        with pytest.raises(StoreUnavailableError, match="fork"):
             store.stat(["forked"])
 
     finished(*child(work))
@@ -580,7 +580,7 @@ def bugs(url: str) -> None:
 def main() -> None:
     """Each line of the input: the arguments of ``run``; of the output: how it ended, and what it printed."""
     importlib.import_module("kvcache.stores.valkey.store")  # what children would import, each for itself
-    with contextlib.suppress(StoreUnavailable):
+    with contextlib.suppress(StoreUnavailableError):
         load()
     for line in sys.stdin:
         pid, source = child(functools.partial(run, *json.loads(line)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.stores import FileStore, StoreUnavailable
+from kvcache.stores import FileStore, StoreUnavailableError
 from kvcache.testing.servers import ValkeyServer
 
 from .mooncake_pool import MooncakePool
@@ -209,7 +209,7 @@ def native(pool: MooncakePool) -> Iterator[Any]:
 
     try:
         made = connect(MooncakeOptions.of(pool.url, {"timeout": 20}))
-    except StoreUnavailable as error:
+    except StoreUnavailableError as error:
         pytest.fail(str(error))
     yield made
     made.close()

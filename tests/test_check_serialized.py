@@ -25,7 +25,7 @@ from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.stores import (
     MemoryStore,
     SerializedSnapshot,
-    SnapshotCorrupt,
+    SnapshotCorruptError,
     get_snapshot,
     pack,
     put_snapshot,
@@ -173,7 +173,7 @@ def test_a_page_with_a_gap_is_no_conversations(backend: ml.Backend) -> None:
     }
     gap = SerializedSnapshot(page.meta, arrays)
     check_serialized("test", gap)
-    with pytest.raises(SnapshotCorrupt, match=f"test: .* {count - 1} positions of"):
+    with pytest.raises(SnapshotCorruptError, match=f"test: .* {count - 1} positions of"):
         check_serialized("test", gap, complete=True)
 
 
@@ -190,7 +190,7 @@ def test_what_is_checked_is_a_snapshot_that_the_cache_takes_or_refuses(
 def judge(backend: ml.Backend, cache: str, dtype: str, page: SerializedSnapshot) -> None:
     try:
         snapshot = deserialize(backend, page)
-    except SnapshotCorrupt:
+    except SnapshotCorruptError:
         return
     assert check_serialized("test", page) == (snapshot.begin, snapshot.end)
     made = rig(backend, cache, dtype).cache
@@ -243,7 +243,7 @@ def test_any_bytes_are_a_snapshots_or_corrupt(backend: ml.Backend, data: st.Data
         packed[start:stop] = data.draw(st.binary(max_size=8) | st.sampled_from([b"0", b"]", b'"', b"true"]))
     try:
         page = unpack(packed)
-    except SnapshotCorrupt:
+    except SnapshotCorruptError:
         return
     judge(backend, cache, DType.F32, page)
 
@@ -254,7 +254,7 @@ def test_any_bytes_are_a_snapshots_or_corrupt(backend: ml.Backend, data: st.Data
     ids=repr,
 )
 def test_what_is_no_page_of_a_snapshot_says_so(backend: ml.Backend, meta: Any) -> None:
-    with pytest.raises(SnapshotCorrupt, match="deserialize: not a serialized snapshot"):
+    with pytest.raises(SnapshotCorruptError, match="deserialize: not a serialized snapshot"):
         deserialize(backend, SerializedSnapshot(meta))
 
 
@@ -262,7 +262,7 @@ def test_a_page_nested_without_end_is_corrupt(backend: ml.Backend) -> None:
     meta: dict[str, Any] = {"kind": "wrapper", "begin": 0, "end": 0, "parts": []}
     for _ in range(5000):
         meta = {"kind": "wrapper", "begin": 0, "end": 0, "parts": [meta]}
-    with pytest.raises(SnapshotCorrupt):
+    with pytest.raises(SnapshotCorruptError):
         deserialize(backend, SerializedSnapshot({"snapshot": meta}))
 
 

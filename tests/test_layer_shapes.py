@@ -17,7 +17,7 @@ from kvcache.runner.language_model import cache_for
 from kvcache.runner.loading import load_model
 from kvcache.snapshots.layer_shapes import check_layers, layers_of_cache, layers_of_serialized
 from kvcache.storage.layer_shape import LayerShape
-from kvcache.stores import FileStore, SerializedSnapshot, SnapshotCorrupt, get_snapshot, put_snapshot
+from kvcache.stores import FileStore, SerializedSnapshot, SnapshotCorruptError, get_snapshot, put_snapshot
 from ml import DType
 
 from .small_models import KINDS as MODELS
@@ -145,7 +145,7 @@ def test_the_layers_of_a_cache_are_those_of_its_pages(backend: ml.Backend, kind:
     check_layers(page, {})
     wide = LayerShape((HEADS, DIM), (HEADS, DIM))
     for other in ({0: LAYERS[0]}, {**LAYERS, 3: LAYERS[0]}, {**LAYERS, 2: wide}):
-        with pytest.raises(SnapshotCorrupt, match="the cache stores"):
+        with pytest.raises(SnapshotCorruptError, match="the cache stores"):
             check_layers(page, other)
     check_layers(kvcache.serialize(backend, cache.snapshot(0, 0, 0)), LAYERS)  # of nothing
 

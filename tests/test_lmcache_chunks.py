@@ -11,7 +11,7 @@ import pytest
 from kvcache import InvalidRangeError
 from kvcache.integrations.lmcache.chunks import ChunkShape, ConnectorOptions, chunk_key, identity_of_model
 from kvcache.runner.errors import ModelError
-from kvcache.stores import MemoryStore, SerializedSnapshot, SnapshotCorrupt, get_snapshot, put_snapshot
+from kvcache.stores import MemoryStore, SerializedSnapshot, SnapshotCorruptError, get_snapshot, put_snapshot
 
 SHAPE = ChunkShape("KV_2LTD", ((2, 3, 8, 4), (2, 1, 8, 2)), ("bfloat16", "float16"))
 
@@ -37,7 +37,7 @@ def test_a_chunk_comes_back_with_its_shapes_and_dtypes() -> None:
     ids=["nothing", "a shape that is none", "fewer dtypes", "no bytes"],
 )
 def test_anything_else_under_a_chunks_key_is_corrupt(meta: dict[str, Any], array: np.ndarray) -> None:
-    with pytest.raises(SnapshotCorrupt, match="chunk of LMCache"):
+    with pytest.raises(SnapshotCorruptError, match="chunk of LMCache"):
         ChunkShape.unpack(SerializedSnapshot(meta, {"0": array}))
 
 

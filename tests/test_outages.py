@@ -10,7 +10,7 @@ import pytest
 
 import ml
 from kvcache.offload.outages import FIRST, LONGEST, READING, WRITING, Outages
-from kvcache.stores import MemoryStore, StoreFull, StoreReadOnly, StoreUnavailable
+from kvcache.stores import MemoryStore, StoreFullError, StoreReadOnlyError, StoreUnavailableError
 from kvcache.testing.servers import ValkeyServer
 
 from .prefix.rigs.conversing import ConversationSetup, Rig
@@ -55,7 +55,7 @@ def test_a_store_that_works_is_always_asked(clock: Clock) -> None:
 def test_a_store_that_fails_is_left_alone_each_time_longer(clock: Clock) -> None:
     outages, store, waits = Outages(clock), object(), []
     for _ in range(12):
-        outages.failed(store, READING, StoreUnavailable("gone"))
+        outages.failed(store, READING, StoreUnavailableError("gone"))
         began = clock.now
         while not outages.asks(store, READING):
             clock.now += FIRST / 2
@@ -63,21 +63,21 @@ def test_a_store_that_fails_is_left_alone_each_time_longer(clock: Clock) -> None
     assert waits == [min(FIRST * 2**i, LONGEST) for i in range(12)]
     outages.worked(store, READING)
     assert outages.asks(store, READING)
-    outages.failed(store, READING, StoreUnavailable("gone"))
+    outages.failed(store, READING, StoreUnavailableError("gone"))
     clock.now += FIRST
     assert outages.asks(store, READING), "after it has worked, the waiting begins anew"
 
 
 def test_of_those_that_come_when_the_time_is_over_one_asks(clock: Clock) -> None:
     outages, store = Outages(clock), object()
-    outages.failed(store, READING, StoreUnavailable("gone"))
+    outages.failed(store, READING, StoreUnavailableError("gone"))
     clock.now += FIRST
     assert [outages.asks(store, READING) for _ in range(3)] == [True, False, False]
 
 
 def test_reading_and_writing_and_other_stores_fail_apart(clock: Clock) -> None:
     outages, one, other = Outages(clock), object(), object()
-    outages.failed(one, WRITING, StoreUnavailable("is read-only"))
+    outages.failed(one, WRITING, StoreUnavailableError("is read-only"))
     assert not outages.asks(one, WRITING)
     assert outages.asks(one, READING)
     assert outages.asks(other, WRITING)
@@ -88,8 +88,8 @@ def test_an_outage_is_one_line_of_the_log_and_its_end_another(
 ) -> None:
     outages, store = Outages(clock), MemoryStore()
     for _ in range(5):
-        outages.failed(store, READING, StoreUnavailable("stat: no route to host"))
-        outages.failed(store, WRITING, StoreUnavailable("put: no route to host"))
+        outages.failed(store, READING, StoreUnavailableError("stat: no route to host"))
+        outages.failed(store, WRITING, StoreUnavailableError("put: no route to host"))
         clock.now += LONGEST
     assert len(lines(caplog)) == 1
     assert "stat: no route to host" in lines(caplog)[0]
@@ -104,7 +104,7 @@ def test_a_store_that_may_only_be_read_is_not_called_out_of_reach(
 ) -> None:
     outages, store = Outages(clock), object()
     for _ in range(3):
-        outages.failed(store, WRITING, StoreReadOnly("put: /x is read-only"))
+        outages.failed(store, WRITING, StoreReadOnlyError("put: /x is read-only"))
         clock.now += LONGEST
     expected = "a store is read-only: put: /x is read-only; new content is not kept there"
     assert lines(caplog) == [expected]
@@ -119,14 +119,14 @@ def test_a_store_that_is_full_is_one_line_until_it_has_room(
 
     def keep(first: int, count: int, error: type[Exception] | None) -> list[str]:
         caplog.clear()
-        store.failing, store.error = frozenset(["put"] if error else []), error or StoreFull
+        store.failing, store.error = frozenset(["put"] if error else []), error or StoreFullError
         r.keep(range(first, first + count))
         r.prefix.flush()
         return [re.split(":| after", line)[0] for line in lines(caplog)]
 
     assert keep(0, 10, None) == []
-    assert keep(100, 10, StoreFull) == ["a store is full"]
-    assert keep(200, 6, StoreFull) == []
+    assert keep(100, 10, StoreFullError) == ["a store is full"]
+    assert keep(200, 6, StoreFullError) == []
     assert keep(300, 4, None) == ["a store has room again"], "what was refused goes to it now"
     r.prefix.close()
 
@@ -135,7 +135,7 @@ def test_a_page_larger_than_a_budget_is_said_once(clock: Clock, caplog: pytest.L
     """Smaller ones fit between them."""
     outages, store = Outages(clock), object()
     for _ in range(3):
-        outages.full(store, 1000, StoreFull("put: 1000 bytes; the budget is 900"))
+        outages.full(store, 1000, StoreFullError("put: 1000 bytes; the budget is 900"))
         outages.took(store, 800)
     assert len(lines(caplog)) == 1
     outages.took(store, 1000)

@@ -20,7 +20,7 @@ import backends.numpy
 import kvcache.stores
 import ml
 import ml.probing
-from kvcache.stores import StoreSpec, StoreUnavailable
+from kvcache.stores import StoreSpec, StoreUnavailableError
 from kvcache.stores.plugins import StoreRegistry
 from ml import Availability, BackendSpec, DeviceInfo, Features
 from ml.base import BaseBackend, BaseContext
@@ -309,7 +309,7 @@ def test_whatever_a_plugin_says_hides_no_other(record: Any, data: st.DataObject)
             assert found.open(None, {}).name == "numpy"
     assert found.usable(sound).name == sound
     for name in found.specs().keys() & {"bad"}:
-        with pytest.raises((ml.MLError, StoreUnavailable)):
+        with pytest.raises((ml.MLError, StoreUnavailableError)):
             found.opened(found.usable(name))
 
 

@@ -23,7 +23,7 @@ from kvcache.runner.loading import bundled_model
 from kvcache.runner.options import SpeculativeOptions
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
-from kvcache.stores import MemoryStore, StoreUnavailable
+from kvcache.stores import MemoryStore, StoreUnavailableError
 
 from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served, until
 
@@ -62,7 +62,7 @@ class Failing(MemoryStore):
 
     def stat(self, keys: Any) -> Any:
         if self.down:
-            raise StoreUnavailable("nobody there")
+            raise StoreUnavailableError("nobody there")
         return super().stat(keys)
 
 

@@ -19,7 +19,7 @@ from kvcache.integrations.sglang.options import StorageOptions
 from kvcache.integrations.sglang.page_store import PageKind, PageStore
 from kvcache.offload.tiers import StoreTier
 from kvcache.runner.errors import ModelError
-from kvcache.stores import MemoryStore, SerializedSnapshot, StoreUnavailable, pack
+from kvcache.stores import MemoryStore, SerializedSnapshot, StoreUnavailableError, pack
 
 PAGE, PAGES, LAYERS, WIDTH = 4, 8, 3, 5
 
@@ -56,10 +56,10 @@ class Unreadable(MemoryStore):
     """Has everything and gives nothing."""
 
     def reader(self, key: str) -> Any:
-        raise StoreUnavailable("reader: gone")
+        raise StoreUnavailableError("reader: gone")
 
     def view(self, key: str) -> memoryview | None:
-        raise StoreUnavailable("view: gone")
+        raise StoreUnavailableError("view: gone")
 
 
 def slots(*pages: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from kvcache import deserialize, serialize
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialized_nbytes
 from kvcache.stores import SerializedSnapshot
-from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.errors import SnapshotCorruptError
 
 from .prefix.rigs.conversing import DIVISIBLE, ConversationSetup, Rig
 
@@ -94,7 +94,7 @@ def test_parts_of_parts_restore_the_whole(backend: ml.Backend) -> None:
 def test_what_is_whole_is_not_cut(backend: ml.Backend, cache: str) -> None:
     _, snapshot = taken(backend, ConversationSetup(cache))
     assert serialize(backend, snapshot).nbytes == serialized_nbytes(snapshot)
-    with pytest.raises(SnapshotCorrupt, match="cut_serialized"):
+    with pytest.raises(SnapshotCorruptError, match="cut_serialized"):
         cut_serialized(serialize(backend, snapshot), 4)
 
 
@@ -103,10 +103,10 @@ def test_what_is_no_page_of_a_snapshot_is_corrupt(backend: ml.Backend) -> None:
     page = serialize(backend, snapshot)
     arrays = {name: array for name, array in page.arrays.items() if not name.endswith("positions")}
     for wrong, at in ((page, 0), (page, 9), (SerializedSnapshot(), 4), (replace(page, arrays=arrays), 4)):
-        with pytest.raises(SnapshotCorrupt, match=f"at {at}"):
+        with pytest.raises(SnapshotCorruptError, match=f"at {at}"):
             cut_serialized(wrong, at)
     strange = SerializedSnapshot(
         {"snapshot": {"kind": "strange", "begin": 0, "end": 9}}, {"a": np.zeros(3, np.float32)}
     )
-    with pytest.raises(SnapshotCorrupt, match="strange"):
+    with pytest.raises(SnapshotCorruptError, match="strange"):
         cut_serialized(strange, 4)

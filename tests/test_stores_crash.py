@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.stores import StoreUnavailable
+from kvcache.stores import StoreUnavailableError
 from kvcache.testing.servers import ValkeyServer
 from kvcache.testing.stores import content
 
@@ -221,7 +221,7 @@ def call_all_the_time(store: object, life: Life, seed: int, problems: list[str])
             same = before is not None and before == life.number and before == started
             if call == "get" and not found and same and key in mine:
                 problems.append(f"{key} was acknowledged and is lost")
-        except StoreUnavailable as error:
+        except StoreUnavailableError as error:
             seen["cut off"] += "Connection refused" not in str(error)
             time.sleep(0.0005)
         except Exception as error:
@@ -282,7 +282,7 @@ def test_of_a_server_that_keeps_its_data_all_that_was_acknowledged_is_there_afte
                     key, data = f"p{kill}-{i}", CONTENTS[f"k{rng.randrange(4)}"]
                     assert store.put(key, [data])
                     acknowledged[key] = data
-            except StoreUnavailable:
+            except StoreUnavailableError:
                 cut += 1
             timer.join()
             server.start()
@@ -360,7 +360,7 @@ def test_a_call_that_is_cut_off_anywhere_does_all_or_nothing(
             with cut(way, limit), valkey_store(server.url, connections=1) as store:
                 try:
                     acknowledged = store.put("a", [data]) if call == "put" else store.get_into("a", buffer)
-                except StoreUnavailable:
+                except StoreUnavailableError:
                     acknowledged = False
                     failed += 1
             (found,) = direct.stat(["a"])

@@ -17,10 +17,10 @@ import pytest
 from kvcache.stores import (
     FileStore,
     MooncakeStore,
-    SnapshotCorrupt,
+    SnapshotCorruptError,
     StoreError,
-    StoreFull,
-    StoreUnavailable,
+    StoreFullError,
+    StoreUnavailableError,
     open_store,
 )
 from kvcache.testing.servers import ValkeyServer, wait_until
@@ -76,7 +76,7 @@ def test_damaged_data_are_never_served(
     store, before = filled(place, "abc", **options), place.values()
     for count, (asked, last) in enumerate(itertools.product(place.reads, place.ends), 1):
         nbytes = place.change(store, "b", DAMAGE[damage], last)
-        with pytest.raises(SnapshotCorrupt, match=rf"{asked}: b in .* it was dropped"):
+        with pytest.raises(SnapshotCorruptError, match=rf"{asked}: b in .* it was dropped"):
             getattr(store, asked)(*(("b", bytearray(nbytes)) if asked == "get_into" else "b"))
         assert store.stat(["b"]) == [None]
         assert not store.get_into("b", bytearray(nbytes))
@@ -105,7 +105,7 @@ def test_an_entry_of_which_a_part_is_gone_is_a_miss_and_nothing_of_it_stays(
         assert read(other, "b") == b"anew"
         other.delete("b")
     else:
-        with contextlib.suppress(SnapshotCorrupt):
+        with contextlib.suppress(SnapshotCorruptError):
             assert other.get_into("b", bytearray(place.size)) is False
     assert place.values() == left
     assert store.put("b", [content("b")]) is True
@@ -125,7 +125,7 @@ def test_who_does_not_know_the_secret_can_forge_nothing(
         content(of, place.size) for of in ("a", "forged")
     ]
     place.move("a", others, mine, "a")
-    with pytest.raises(SnapshotCorrupt):
+    with pytest.raises(SnapshotCorruptError):
         mine.get_into("a", bytearray(place.size))
     assert mine.stat(["a"]) == [None]
     assert "of the hosts" not in repr(mine)
@@ -141,7 +141,7 @@ def test_the_data_of_one_key_are_not_those_of_another(
     place = places(kind)
     store = filled(place, "ab", **options)
     place.move("a", store, store, "b")
-    with pytest.raises(SnapshotCorrupt, match="digest"):
+    with pytest.raises(SnapshotCorruptError, match="digest"):
         store.get_into("b", bytearray(place.size))
 
 
@@ -171,7 +171,7 @@ def test_what_there_is_no_room_for_is_refused_and_leaves_nothing(places: Places,
     before = place.values()
     with without_room(place):
         for _ in range(2):
-            with pytest.raises(StoreFull):
+            with pytest.raises(StoreFullError):
                 store.put("b", [content("b", MIB)])
             assert place.values() == before
         assert store.stat(["b"]) == [None]
@@ -181,7 +181,7 @@ def test_what_there_is_no_room_for_is_refused_and_leaves_nothing(places: Places,
 
 def test_what_a_pool_has_no_room_for_is_refused_and_leaves_nothing(places: Places) -> None:
     store = filled(places("mooncake"), "a")
-    with pytest.raises(StoreFull, match="no room"):
+    with pytest.raises(StoreFullError, match="no room"):
         store.put("b", [b"x", bytes(160 * MIB)])
     assert present(store, "ab") == "a"
     assert store.put("b", [b"small"]) is True
@@ -238,16 +238,16 @@ def test_a_place_that_is_gone_is_unavailable_and_used_again_when_it_is_back(
         where = rf"({there.named.removeprefix('file://')}|next attempt in)"
         calls = CALLS | ({"view": lambda store, key: store.view(key)} if kind == "file" else {})
         for name, call in calls.items():
-            with pytest.raises(StoreUnavailable, match=rf"^{name}: .*{where}"):
+            with pytest.raises(StoreUnavailableError, match=rf"^{name}: .*{where}"):
                 call(store, "a")
         if early is None:
             return
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreUnavailableError):
             early.stat(["a"])
         there.start()
 
         def works(one: Any) -> bool:
-            with contextlib.suppress(StoreUnavailable, StoreFull):  # full: its hosts have not come back yet
+            with contextlib.suppress(StoreUnavailableError, StoreFullError):  # full: no host is back yet
                 return bool(one.put("c", [content("c")])) or read(one, "c") == content("c")
             return False
 
@@ -272,7 +272,7 @@ def test_a_server_that_is_frozen_is_unavailable_after_the_time_limit(tmp_path: P
             lambda: store.get_into("a", bytearray(9 * MIB)),
             lambda: store.put("b", [bytes(20 * MIB)]),
         ):
-            with pytest.raises(StoreUnavailable, match=r"[Tt]im"):
+            with pytest.raises(StoreUnavailableError, match=r"[Tt]im"):
                 call()
         there.server.thaw()
         assert read(patient, "a") == content("a", 9 * MIB)

@@ -19,8 +19,8 @@ from kvcache.stores import (
     FileStore,
     MemoryStore,
     SerializedSnapshot,
-    SnapshotCorrupt,
-    StoreUnavailable,
+    SnapshotCorruptError,
+    StoreUnavailableError,
     StoreValueError,
     pack,
     unpack,
@@ -183,10 +183,10 @@ def test_a_flipped_bit_is_found_with_the_last_byte(store: FileStore, where: Path
     reader = store.reader("a")
     assert reader is not None
     reader.fill([bytearray(1_499_999)])
-    with pytest.raises(SnapshotCorrupt, match="digest"):
+    with pytest.raises(SnapshotCorruptError, match="digest"):
         reader.fill([bytearray(1)])
     assert store.stat(["a"]) != [None]  # a reader cannot tell damage from a change on the way
-    with pytest.raises(SnapshotCorrupt, match="dropped"):
+    with pytest.raises(SnapshotCorruptError, match="dropped"):
         store.get_into("a", bytearray(1_500_000))
     assert store.reader("a") is None
 
@@ -201,12 +201,12 @@ def test_a_reader_of_a_file_that_is_cut_or_of_a_device_that_fails(
     one, other = store.reader("a"), store.reader("a")
     assert one is not None
     assert other is not None
-    with monkeypatch.context() as patched, pytest.raises(StoreUnavailable, match="Input/output error"):
+    with monkeypatch.context() as patched, pytest.raises(StoreUnavailableError, match="Input/output error"):
         patched.setattr(os, "readv", fail)
         one.fill([bytearray(1_500_000)])
     assert read(store, "a") == DATA
     os.truncate(where / "pages" / "a.safetensors", 1_000_000)
-    with pytest.raises(SnapshotCorrupt, match="fewer are there"):
+    with pytest.raises(SnapshotCorruptError, match="fewer are there"):
         other.fill([bytearray(1_500_000)])
     assert store.reader("a") is None
 
@@ -318,7 +318,7 @@ def test_an_entry_with_a_bad_manifest_is_dropped_and_counted(
     elif asked == "prefix":
         assert store.prefix(["a", "b", "c"]) == 1
     elif asked == "get_into":
-        with pytest.raises(SnapshotCorrupt, match="b in"):
+        with pytest.raises(SnapshotCorruptError, match="b in"):
             store.get_into("b", bytearray(UNIT))
     else:
         assert store.put("b", [b"anew"]) is True
@@ -378,7 +378,7 @@ def test_a_folder_that_holds_something_else_is_refused_and_untouched(
     where.mkdir()
     (where / name).write_bytes(data)
     with pytest.raises(
-        StoreUnavailable, match=r"version" if name == "kvcache.lock" else r"model\.safetensors"
+        StoreUnavailableError, match=r"version" if name == "kvcache.lock" else r"model\.safetensors"
     ):
         FileStore(where)
     assert [path.name for path in where.iterdir()] == [name]
@@ -404,7 +404,7 @@ def test_a_link_is_never_followed(where: Path, tmp_path: Path, suffix: str) -> N
         inside.symlink_to(outside)
         assert store.stat(["b"]) == [None]
         inside.symlink_to(outside)
-        with contextlib.suppress(SnapshotCorrupt):
+        with contextlib.suppress(SnapshotCorruptError):
             assert store.get_into("b", bytearray(UNIT)) is False
         assert store.put("b", [b"anew"]) is True
         assert read(store, "b") == b"anew"
@@ -412,7 +412,7 @@ def test_a_link_is_never_followed(where: Path, tmp_path: Path, suffix: str) -> N
     assert (outside.read_bytes(), outside.stat().st_mtime_ns) == before
     (where / "pages").rename(tmp_path / "elsewhere")
     (where / "pages").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailableError):
         FileStore(where)
 
 

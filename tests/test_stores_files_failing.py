@@ -19,11 +19,11 @@ import pytest
 
 from kvcache.stores import (
     FileStore,
-    SnapshotCorrupt,
+    SnapshotCorruptError,
     StoreClosedError,
-    StoreFull,
-    StoreReadOnly,
-    StoreUnavailable,
+    StoreFullError,
+    StoreReadOnlyError,
+    StoreUnavailableError,
 )
 from kvcache.stores.lockfile import fcntl
 from kvcache.testing.stores import UNIT, content, fill, present, read
@@ -63,7 +63,7 @@ class Failing:
 )
 def test_a_put_that_fails_at_any_call_leaves_no_debris(where: Path, code: int, after: bool) -> None:
     """An eviction may have happened by then; the entry is whole or not there, and the counts are exact."""
-    expected = StoreFull if code == errno.ENOSPC else StoreUnavailable
+    expected = StoreFullError if code == errno.ENOSPC else StoreUnavailableError
     store = FileStore(where, 3 * UNIT, durable=True)  # each fsync is a place to fail
     failed = 0
     for at in itertools.count(1):
@@ -99,7 +99,7 @@ def test_a_failing_device_is_unavailable_and_drops_nothing(where: Path, op: str)
             failing = Failing(patch, at, errno.EIO, False)
             try:
                 getattr(store, op)(*arguments[op])
-            except StoreUnavailable:
+            except StoreUnavailableError:
                 failed += 1
         if op != "delete":
             assert present(store, "ab") == "ab"
@@ -124,9 +124,9 @@ def test_an_interrupted_put_leaves_no_debris(
 
 def test_a_file_in_place_of_the_folder_is_unavailable(where: Path) -> None:
     where.write_text("mine")
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailableError):
         FileStore(where)
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailableError):
         FileStore(where / "below")
     assert where.read_text() == "mine"
 
@@ -144,7 +144,7 @@ def test_files_are_closed_with_the_store(where: Path) -> None:
     fill(store, "abc")
     (where / "pages" / "c.safetensors").write_bytes(b"")
     read(store, "c")
-    with pytest.raises(StoreFull):
+    with pytest.raises(StoreFullError):
         store.put("d", [bytes(3 * UNIT)])
     store.close()
     FileStore(where)
@@ -171,7 +171,7 @@ def test_a_file_that_cannot_be_looked_at_is_closed(
 
     monkeypatch.setattr(os, "fstat", fstat)
     for call in (store.get_into, lambda key, _: store.view(key), lambda key, _: store.reader(key)):
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreUnavailableError):
             call("a", bytearray(UNIT))
     monkeypatch.undo()
     assert open_files() == before
@@ -211,14 +211,14 @@ def test_a_device_that_turns_read_only_goes_on_serving_what_is_sound(
     only_read(monkeypatch, code)
     assert store.stat(["c"]) == [None]
     for _ in range(2):
-        with contextlib.suppress(SnapshotCorrupt):
+        with contextlib.suppress(SnapshotCorruptError):
             assert store.get_into("b", bytearray(UNIT)) is False
     assert present(store, "abcd") == "ad"
     assert store.prefix(["a", "d", "b"]) == 2
     assert (read(store, "a"), store.view("d")) == (content("a"), content("d"))
     assert (store.usage().entries, store.usage().dropped) == (2, 2)
     for call in (lambda: store.put("e", [b"x"]), lambda: store.delete("a")):
-        with pytest.raises(StoreReadOnly if code == errno.EROFS else StoreUnavailable):
+        with pytest.raises(StoreReadOnlyError if code == errno.EROFS else StoreUnavailableError):
             call()
     monkeypatch.undo()
     assert names(where) == before
@@ -276,7 +276,7 @@ def test_a_folder_in_place_of_an_entrys_file_is_a_miss_where_nothing_may_be_chan
     only_read(monkeypatch)
     for _ in range(2):
         assert present(store, "ab") == "a"
-        with contextlib.suppress(SnapshotCorrupt):
+        with contextlib.suppress(SnapshotCorruptError):
             assert store.get_into("b", bytearray(UNIT)) is False
     assert store.usage().dropped <= 2
 

@@ -14,10 +14,10 @@ import ml
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import (
     MooncakeStore,
-    SnapshotCorrupt,
+    SnapshotCorruptError,
     StoreError,
-    StoreFull,
-    StoreUnavailable,
+    StoreFullError,
+    StoreUnavailableError,
     StoreValueError,
 )
 from kvcache.stores.mooncake.client import Client
@@ -62,7 +62,7 @@ def test_a_flipped_bit_anywhere_is_found(place: MooncakePlace, store: MooncakeSt
     for count, at in enumerate([0, 15, 16, 23, 24, 39, 40, 63, 64, -1], 1):
         store.put("a", [content("a")])
         framed(place, store, lambda data, at=at: data.__setitem__(at, data[at] ^ 1))  # type: ignore[misc]
-        with pytest.raises(SnapshotCorrupt, match="a in mooncake://"):
+        with pytest.raises(SnapshotCorruptError, match="a in mooncake://"):
             store.get_into("a", bytearray(1000))
         assert store.stat(["a"]) == [None]
         assert store.dropped == count
@@ -100,7 +100,7 @@ def test_registered_memory_is_put_from_and_read_into_where_it_lies(place: Moonca
     with pytest.raises(StoreValueError, match="no bytes"):
         store.register(target[:0])
     framed(place, store, lambda data: data.__setitem__(-1, data[-1] ^ 1))
-    with pytest.raises(SnapshotCorrupt):
+    with pytest.raises(SnapshotCorruptError):
         store.get_into("a", target)
     store.close()
     with place.open() as again:
@@ -118,7 +118,7 @@ def test_a_full_pool_makes_room_and_what_is_left_is_whole(native: Any) -> None:
         def put(key: str) -> bool:
             try:
                 return store.put(key, [content(key, MIB)])
-            except StoreFull:  # all that is there was asked for just now, or the master is still evicting
+            except StoreFullError:  # all was asked for just now, or the master is still evicting
                 return False
 
         for key in keys:
@@ -132,9 +132,9 @@ def test_a_failed_put_leaves_nothing_and_the_key_free(
     place: MooncakePlace, store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: object, name: str, pieces: object) -> None:
-        raise StoreUnavailable("put: the cable was pulled")
+        raise StoreUnavailableError("put: the cable was pulled")
 
-    with monkeypatch.context() as patched, pytest.raises(StoreUnavailable, match="cable"):
+    with monkeypatch.context() as patched, pytest.raises(StoreUnavailableError, match="cable"):
         patched.setattr(Client, "write", fail)
         store.put("a", [content("a")])
     assert store.stat(["a"]) == [None]
@@ -164,7 +164,7 @@ def test_an_entry_goes_with_its_host_unless_it_has_a_replica(native: Any) -> Non
             with pytest.raises(StoreError):
                 store.put("e", [content("e")])
             wait_until(lambda: store.stat(["b"]) == [None])
-            with pytest.raises(StoreFull):
+            with pytest.raises(StoreFullError):
                 store.put("e", [content("e")])
             own.add_host(64 * MIB)
             assert store.put("a", [content("a")])
@@ -206,7 +206,7 @@ def test_after_a_failure_calls_are_refused_for_ever_longer_times_and_then_one_tr
     for _ in range(8):
         outage.failed("the master does not answer")
         with pytest.raises(
-            StoreUnavailable, match=r"^get: the master does not answer; next attempt in \d+\.0 s$"
+            StoreUnavailableError, match=r"^get: the master does not answer; next attempt in \d+\.0 s$"
         ):
             outage.admit("get")
         began = now[0]
@@ -225,7 +225,7 @@ def test_after_a_failure_calls_are_refused_for_ever_longer_times_and_then_one_tr
 def refused(outage: Outage) -> bool:
     try:
         return not outage.admit("get")
-    except StoreUnavailable:
+    except StoreUnavailableError:
         return True
 
 
@@ -253,7 +253,7 @@ def test_buffers_are_registered_once_and_unregistered_at_the_end() -> None:
 
 
 def test_a_client_that_is_none_is_refused() -> None:
-    with pytest.raises(StoreUnavailable, match=r"0\.3\.13"), MooncakeStore(client=object()) as store:
+    with pytest.raises(StoreUnavailableError, match=r"0\.3\.13"), MooncakeStore(client=object()) as store:
         store.stat(["a"])
 
 

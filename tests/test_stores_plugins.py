@@ -17,7 +17,7 @@ from kvcache.stores import (
     MemoryStore,
     MooncakeStore,
     StoreSpec,
-    StoreUnavailable,
+    StoreUnavailableError,
     StoreValueError,
     hookimpl,
     open_store,
@@ -143,7 +143,7 @@ def test_an_unknown_option_is_a_type_error(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["nope", "nope://host/x"])
 def test_an_unknown_store_is_told_with_those_that_exist(name: str) -> None:
-    with pytest.raises(StoreUnavailable, match=r"file, memory.*file:///"):
+    with pytest.raises(StoreUnavailableError, match=r"file, memory.*file:///"):
         open_store(name)
 
 
@@ -167,7 +167,7 @@ def test_a_package_that_is_missing_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(StoreUnavailable, match=rf"{package.split('.')[0]}.*ml-kvcache\[{extra}\]"):
+    with pytest.raises(StoreUnavailableError, match=rf"{package.split('.')[0]}.*ml-kvcache\[{extra}\]"):
         open_store(name, **options)
     assert not [*tmp_path.iterdir()]
 
@@ -253,7 +253,7 @@ def test_a_password_comes_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "password"
     path.write_text("from a file\n", encoding="utf-8")
     assert valkey_options("valkey://me@host", password_file=str(path)).password == "from a file"
-    with pytest.raises(StoreUnavailable, match="nowhere"):
+    with pytest.raises(StoreUnavailableError, match="nowhere"):
         valkey_options(password_file=tmp_path / "nowhere")
     with pytest.raises(StoreValueError, match="twice"):
         valkey_options("valkey://:a@host", password_file=path)
@@ -272,7 +272,7 @@ def test_a_password_comes_from_a_file(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_no_error_shows_a_password(address: str) -> None:
     for mark in ("", "/", "?", "#", "@", "[", " ", "%", ":"):
-        with pytest.raises((StoreValueError, StoreUnavailable, TypeError)) as caught:
+        with pytest.raises((StoreValueError, StoreUnavailableError, TypeError)) as caught:
             open_store(address.replace("{}", f"hun{mark}ter2"))
         shown, cause = [str(caught.value)], caught.value
         while cause is not None:
@@ -315,9 +315,9 @@ def test_a_broken_plugin_hides_no_other_and_says_why(install: Install) -> None:
     registry = install(RuntimeError("out of luck"), spec(), "no record")
     assert registry.open("mine", {}).asked == (None, {})
     assert set(registry.specs()) >= {"file", "memory", "mine"}
-    with pytest.raises(StoreUnavailable, match="out of luck"):
+    with pytest.raises(StoreUnavailableError, match="out of luck"):
         registry.open("plugin0", {})
-    with pytest.raises(StoreUnavailable, match="StoreSpec"):
+    with pytest.raises(StoreUnavailableError, match="StoreSpec"):
         registry.open("plugin2", {})
 
 
@@ -353,7 +353,7 @@ def refuse(url: str | None) -> Any:
 def test_a_plugin_that_gives_no_store_is_unavailable_and_says_why(
     install: Install, changes: dict[str, Any], error: str
 ) -> None:
-    with pytest.raises(StoreUnavailable, match=error):
+    with pytest.raises(StoreUnavailableError, match=error):
         install(spec(**changes)).open("mine", {})
 
 

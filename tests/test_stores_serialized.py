@@ -18,7 +18,7 @@ from kvcache.stores import (
     SNAPSHOT_FORMAT,
     MemoryStore,
     SerializedSnapshot,
-    SnapshotCorrupt,
+    SnapshotCorruptError,
     get_snapshot,
     pack,
     put_snapshot,
@@ -234,7 +234,7 @@ HOSTILE: dict[str, bytes] = {
 
 def test_what_is_no_page_is_corrupt() -> None:
     for what, data in HOSTILE.items():
-        with pytest.raises(SnapshotCorrupt, match="not a serialized snapshot"):
+        with pytest.raises(SnapshotCorruptError, match="not a serialized snapshot"):
             raise AssertionError(f"{what} was taken for {unpack(data)}")
 
 
@@ -254,15 +254,15 @@ def test_how_deep_a_meta_may_be_is_the_same_in_both_directions() -> None:
 def test_every_truncation_is_corrupt() -> None:
     data = packed(sample())
     for length in range(len(data)):
-        with pytest.raises(SnapshotCorrupt):
+        with pytest.raises(SnapshotCorruptError):
             unpack(data[:length])
 
 
 def well_formed_or_corrupt(data: bytes) -> None:
-    """Either SnapshotCorrupt, or a page that packs to what unpacks to it again."""
+    """Either SnapshotCorruptError, or a page that packs to what unpacks to it again."""
     try:
         page = unpack(data)
-    except SnapshotCorrupt:
+    except SnapshotCorruptError:
         return
     same(page, unpack(packed(page)))
 
@@ -323,7 +323,7 @@ def test_a_page_goes_through_a_store_and_is_aligned() -> None:
 def test_an_entry_that_is_no_page_is_corrupt_and_dropped() -> None:
     store = MemoryStore()
     store.put("a", [b"something else"])
-    with pytest.raises(SnapshotCorrupt):
+    with pytest.raises(SnapshotCorruptError):
         get_snapshot(store, "a")
     assert store.stat(["a"]) == [None]
 

@@ -20,9 +20,9 @@ from valkey import Valkey
 
 from benchmarks import stores as benchmark
 from kvcache.stores import (
-    SnapshotCorrupt,
-    StoreFull,
-    StoreUnavailable,
+    SnapshotCorruptError,
+    StoreFullError,
+    StoreUnavailableError,
     StoreValueError,
     ValkeyStore,
     open_store,
@@ -153,7 +153,7 @@ def test_a_value_that_is_no_string_is_damage(store: ValkeyStore, client: Valkey,
     client.delete(there)
     client.rpush(there, b"x")
     if name == "chunk":
-        with pytest.raises(SnapshotCorrupt, match="get_into: a in valkey://127"):
+        with pytest.raises(SnapshotCorruptError, match="get_into: a in valkey://127"):
             store.get_into("a", bytearray(1000))
     assert store.stat(["a"]) == [None]
     assert store.usage().dropped == (name == "chunk")
@@ -165,7 +165,7 @@ def test_a_value_that_is_no_manifest_is_dropped(store: ValkeyStore, client: Valk
     assert store.stat(["a"]) == [None]
     assert client.dbsize() == 0
     client.set("kvcache:xxh3:m:a", value)
-    with pytest.raises(SnapshotCorrupt):
+    with pytest.raises(SnapshotCorruptError):
         store.get_into("a", bytearray(3))
     client.set("kvcache:xxh3:m:a", value)
     assert store.put("a", [b"x"])
@@ -241,7 +241,7 @@ def test_a_manifest_that_the_server_has_no_room_for_leaves_no_chunks(
 ) -> None:
     during_the_put(store, monkeypatch, lambda: client.config_set("maxmemory", 1))
     try:
-        with pytest.raises(StoreFull, match="maxmemory"):
+        with pytest.raises(StoreFullError, match="maxmemory"):
             store.put("a", [content("a", BIG)])
         assert client.dbsize() == 0
         assert store.usage().budget == 1
@@ -253,7 +253,7 @@ def test_a_server_that_was_emptied_during_a_put_keeps_nothing_of_it(
     store: ValkeyStore, client: Valkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     during_the_put(store, monkeypatch, client.flushall)
-    with pytest.raises(StoreFull, match="was emptied"):
+    with pytest.raises(StoreFullError, match="was emptied"):
         store.put("a", [content("a", BIG)])
     assert client.dbsize() == 0
 
@@ -266,7 +266,7 @@ def test_a_server_that_evicts_gives_misses_and_never_something_else(monkeypatch:
             for i in range(40):
                 try:
                     assert store.put(f"k{i}", [content(f"k{i}", size)])
-                except StoreFull:  # to the server all of one second are as old: it may evict of this very put
+                except StoreFullError:  # entries of one second are as old: it may evict of this very put
                     assert store.stat([f"k{i}"]) == [None]
                 for back in (0, 1, 5, 25):
                     found = read(store, f"k{i - back}")
@@ -274,7 +274,7 @@ def test_a_server_that_evicts_gives_misses_and_never_something_else(monkeypatch:
                     hits += found is not None
             assert 20 <= hits < 150
             assert store.usage().entries < 20
-            with pytest.raises(StoreFull, match="chunks"):
+            with pytest.raises(StoreFullError, match="chunks"):
                 store.put("big", [bytes(6 << 20)])
             assert store.stat(["big"]) == [None]
 
@@ -362,7 +362,10 @@ def test_a_password_lets_in_and_is_never_shown() -> None:
             assert "sesame" not in repr(store)
             store.close()
         for user in ("", ":open%20barley@", "ali:open%20sesame@"):
-            with ValkeyStore(f"valkey://{user}{host}") as store, pytest.raises(StoreUnavailable) as caught:
+            with (
+                ValkeyStore(f"valkey://{user}{host}") as store,
+                pytest.raises(StoreUnavailableError) as caught,
+            ):
                 store.put("a", [b"x"])
             assert "open " not in chain(caught.value)
             assert server.url in str(caught.value)
@@ -371,7 +374,7 @@ def test_a_password_lets_in_and_is_never_shown() -> None:
 def test_a_server_that_quotes_the_password_in_its_error_does_not_make_it_known() -> None:
     with ValkeyServer("--rename-command", "AUTH", "") as server:
         url = f"valkey://:sesame@127.0.0.1:{server.port}"
-        with ValkeyStore(url) as store, pytest.raises(StoreUnavailable) as caught:
+        with ValkeyStore(url) as store, pytest.raises(StoreUnavailableError) as caught:
             store.ping()
     assert "sesame" not in chain(caught.value)
     assert "***" in str(caught.value)
@@ -390,10 +393,10 @@ def test_the_rights_of_the_page_are_enough() -> None:
             assert store.stat(["a"]) == [None]
             assert store.put("a", [b"x"])
             assert store.delete("a")
-            with pytest.raises(StoreUnavailable, match=r"NOPERM|permission"):
+            with pytest.raises(StoreUnavailableError, match=r"NOPERM|permission"):
                 store.usage()
         other = ValkeyStore(url, prefix="other")
-        with other, pytest.raises(StoreUnavailable, match=r"NOPERM|permission"):
+        with other, pytest.raises(StoreUnavailableError, match=r"NOPERM|permission"):
             other.stat(["a"])
 
 
@@ -445,7 +448,7 @@ def test_tls_is_encrypted_and_both_sides_are_checked(certificates: Path) -> None
             (server.url.replace("valkeys", "valkey"), {"timeout": 0.5}),
         ]
         for url, options in refused:
-            with ValkeyStore(url, **options) as store, pytest.raises(StoreUnavailable):
+            with ValkeyStore(url, **options) as store, pytest.raises(StoreUnavailableError):
                 store.ping()
 
 
@@ -453,7 +456,7 @@ def test_tls_refuses_a_certificate_of_another_name(certificates: Path) -> None:
     running, mine = over_tls(certificates, "elsewhere")
     with running as server:
         store = ValkeyStore(server.url, tls_ca=certificates / "ca.pem", **mine)
-        with store, pytest.raises(StoreUnavailable, match="certificate"):
+        with store, pytest.raises(StoreUnavailableError, match="certificate"):
             store.ping()
 
 

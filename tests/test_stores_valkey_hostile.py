@@ -22,7 +22,7 @@ from valkey import Valkey
 from valkey.exceptions import ConnectionError as LostError
 from valkey.exceptions import InvalidResponse, OutOfMemoryError, ResponseError
 
-from kvcache.stores import StoreError, StoreUnavailable, ValkeyStore
+from kvcache.stores import StoreError, StoreUnavailableError, ValkeyStore
 from kvcache.stores.valkey.link import Wire
 from kvcache.stores.valkey.manifest import CHUNK, RemoteManifest
 from kvcache.stores.valkey.replies import (
@@ -291,7 +291,7 @@ def test_a_reply_that_never_ends_ends_the_call(feeding: str, call: str) -> None:
         working.join(60)
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert isinstance(raised[0], StoreUnavailable), "the call never came to its end"
+    assert isinstance(raised[0], StoreUnavailableError), "the call never came to its end"
     assert most < 8 << 20
 
 
@@ -300,12 +300,12 @@ def test_signing_in_and_sending_are_part_of_the_call(monkeypatch: pytest.MonkeyP
     told = r"timeout=0\.1: a call has 0\.1 s, and again for each 4 MiB"
     with Listening(Feeding(b"+O", b"K", 0.01)) as listening:
         store = ValkeyStore(listening.url.replace("//", "//me:secret@"), **limits)
-        with store, pytest.raises(StoreUnavailable, match=told):
+        with store, pytest.raises(StoreUnavailableError, match=told):
             store.ping()
     with Listening(lambda connection: connection.settimeout(0.05)) as listening:  # takes nothing in
         store = ValkeyStore(listening.url, **limits)
         monkeypatch.setattr(store._entries, "look", lambda wire, keys: [None] * len(keys))
-        with store, pytest.raises(StoreUnavailable, match=r"[Tt]ime"):
+        with store, pytest.raises(StoreUnavailableError, match=r"[Tt]ime"):
             store.put("a", [bytes(8 * CHUNK)])
 
 

@@ -17,7 +17,7 @@ import pytest
 import ml
 from kvcache import CausalCache, EncoderCache, RecurrentCache, SlidingWindowCache, WrapperCache, serialize
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, StoreUnavailable, pack
+from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, StoreUnavailableError, pack
 from kvcache.views.disk import look_at_page, look_at_store
 from kvcache.views.pictures import PagePart
 
@@ -131,7 +131,7 @@ def test_a_flipped_bit_anywhere_in_an_entry_is_told(folder: Path) -> None:
         problems = {entry.key: entry.problem for entry in picture.entries}
         assert [key for key, problem in problems.items() if problem] == [entries[0].stem], at
         assert ", 1 broken" in picture.summary()
-        with pytest.raises(SnapshotCorrupt, match="damaged"):
+        with pytest.raises(SnapshotCorruptError, match="damaged"):
             look_at_page(entries[0])
         flip(entries[0], at)
     flip(entries[0], size - 1)
@@ -168,9 +168,9 @@ def test_what_is_looked_into_is_told_to_a_bar(folder: Path) -> None:
 
 
 def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreUnavailable, match="is not a store"):
+    with pytest.raises(StoreUnavailableError, match="is not a store"):
         look_at_store(tmp_path)
-    with pytest.raises(StoreUnavailable, match="is not a store"):
+    with pytest.raises(StoreUnavailableError, match="is not a store"):
         look_at_store(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
 
@@ -217,7 +217,7 @@ def test_a_page_of_every_kind_of_cache(tmp_path: Path, numpy_backend: ml.Backend
 def test_a_file_that_is_no_page_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(SnapshotCorrupt):
+    with pytest.raises(SnapshotCorruptError):
         look_at_page(path)
 
 
@@ -234,7 +234,7 @@ SPAN = {"begin": 0, "end": 1}
     ],
 )
 def test_a_page_of_no_snapshot_is_refused(tmp_path: Path, meta: dict[str, Any]) -> None:
-    with pytest.raises(SnapshotCorrupt):
+    with pytest.raises(SnapshotCorruptError):
         look_at_page(write(tmp_path / "page", SerializedSnapshot(meta, {"x": np.zeros(3, np.float32)})))
 
 

@@ -16,7 +16,7 @@ from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.packing import digits, places, strides_of
 from kvcache.integrations.vllm.paged_cache import CacheLayer, Fill, PagedCache, find_pages
 from kvcache.integrations.vllm.pages import RawPages, TokenPages
-from kvcache.stores import MemoryStore, SnapshotCorrupt, get_snapshot, pack, put_snapshot, unpack
+from kvcache.stores import MemoryStore, SnapshotCorruptError, get_snapshot, pack, put_snapshot, unpack
 
 TOKENS, LAYERS, HEADS, DIM = 16, 2, 2, 8
 WIDTHS = ((HEADS, DIM), (HEADS, DIM))
@@ -93,9 +93,9 @@ def test_raw_pages_are_of_their_layout_alone() -> None:
         np.testing.assert_array_equal(found, array)
     others = [RawPages(TOKENS, 2, (6, 4), "other"), RawPages(TOKENS, 2, (6, 5), "layout")]
     for other in (*others, RawPages(TOKENS, 1, (6, 4), "layout"), RawPages(TOKENS, 2, (6,), "layout")):
-        with pytest.raises(SnapshotCorrupt):
+        with pytest.raises(SnapshotCorruptError):
             other.unpack(16, page)
-    with pytest.raises(SnapshotCorrupt):
+    with pytest.raises(SnapshotCorruptError):
         pages.unpack(0, page)
 
 

@@ -15,7 +15,7 @@ from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.lookups import Lookups
 from kvcache.integrations.vllm.steps import Report
 from kvcache.integrations.vllm.work import Workers
-from kvcache.stores import MemoryStore, StoreFull, StoreUnavailable, get_snapshot
+from kvcache.stores import MemoryStore, StoreFullError, StoreUnavailableError, get_snapshot
 
 from .vllm_rig import PAGE, Engine, Request, content, entries
 
@@ -267,9 +267,9 @@ class FaultyStore(MemoryStore):
     def _dice(self) -> None:
         dice = self._chance.random()
         if dice < self.rate / 3:
-            raise StoreUnavailable("injected")
+            raise StoreUnavailableError("injected")
         if dice < self.rate / 2:
-            raise StoreFull("injected")
+            raise StoreFullError("injected")
         if dice < self.rate:
             raise OSError("injected")
 

@@ -16,7 +16,14 @@ from kvcache.integrations.vllm.steps import PageLoad, PageSave, Step
 from kvcache.integrations.vllm.transfers import Transfers
 from kvcache.integrations.vllm.work import Workers
 from kvcache.offload.tiers import StoreTier
-from kvcache.stores import MemoryStore, SerializedSnapshot, StoreUnavailable, get_snapshot, pack, put_snapshot
+from kvcache.stores import (
+    MemoryStore,
+    SerializedSnapshot,
+    StoreUnavailableError,
+    get_snapshot,
+    pack,
+    put_snapshot,
+)
 
 from .vllm_rig import BLOCK, PAGE, Blocks, token_pages
 
@@ -229,7 +236,7 @@ def test_a_store_out_of_reach_is_told_once_and_left_alone(
 
     def gone(keys: Sequence[str]) -> Any:
         asked.append(keys)
-        raise StoreUnavailable("gone")
+        raise StoreUnavailableError("gone")
 
     monkeypatch.setattr(store, "stat", gone)
     monkeypatch.setattr(store, "view", gone)
@@ -279,7 +286,7 @@ def test_stores_are_opened_once_in_a_process_and_closed_by_the_last() -> None:
 
 
 def test_a_store_that_does_not_open_leaves_none_open() -> None:
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailableError):
         StoresInUse(["memory:?budget=2MiB", "nosuchstore:x"], 100)
     with StoresOf("memory:?budget=2MiB") as tier:
         assert tier.prefix(["a"]) == 0

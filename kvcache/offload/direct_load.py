@@ -37,7 +37,7 @@ from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, Sto
 from kvcache.snapshots.serialize import deserialize
 from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot
 from kvcache.storage.formats import CacheFormat
-from kvcache.stores.errors import SnapshotCorrupt, StoreError
+from kvcache.stores.errors import SnapshotCorruptError, StoreError
 from kvcache.stores.keys import Chain
 from kvcache.stores.protocol import Reader
 from kvcache.stores.serialized_snapshot import SerializedSnapshot, read_outline
@@ -148,7 +148,7 @@ class _HeldEntry:
             return cls(meta, serialized.arrays)
         try:
             return cls(*part_before(serialized, target))
-        except SnapshotCorrupt:
+        except SnapshotCorruptError:
             return None
 
     def positions(self, name: str) -> np.ndarray:
@@ -163,7 +163,7 @@ class _StoredEntry:
     """An entry that is about to be read. The positions, which lie in front of the rest, are there."""
 
     def __init__(self, reader: Reader) -> None:
-        """Raises SnapshotCorrupt and others for no serialized snapshot, and what the reader raises."""
+        """Raises SnapshotCorruptError and others for no serialized snapshot, and what the reader raises."""
         self._reader = reader
         outline = read_outline(reader)
         places = sorted(outline.places.items(), key=lambda item: item[1][2:])
@@ -192,7 +192,7 @@ class _StoredEntry:
                 runs.append(apart[-1][1].reshape(-1).view(np.uint8).data)
         self._reader.fill(runs)
         if self._reader.left:
-            raise SnapshotCorrupt(
+            raise SnapshotCorruptError(
                 f"load back: {self._reader.left} bytes behind the serialized snapshot's arrays"
             )
         for place, array in apart:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcache.stores.errors import StoreFull, StoreReadOnly, StoreUnavailable
+from kvcache.stores.errors import StoreFullError, StoreReadOnlyError, StoreUnavailableError
 
 __all__ = ["READING", "WRITING", "Outages"]
 
@@ -63,7 +63,7 @@ class Outages:
             outage.until = now + outage.wait  # of the threads that come now, this one finds out
             return True
 
-    def failed(self, store: object, way: str, error: StoreUnavailable) -> None:
+    def failed(self, store: object, way: str, error: StoreUnavailableError) -> None:
         """It could not be reached. One line of the log for each outage."""
         with self._lock:
             said = any((id(store), other) in self._out for other in (READING, WRITING))
@@ -74,7 +74,7 @@ class Outages:
             outage.until = now + outage.wait
         if said:
             return
-        if isinstance(error, StoreReadOnly):
+        if isinstance(error, StoreReadOnlyError):
             log.warning("a store is read-only: %s; new content is not kept there", error)
             return
         log.warning(
@@ -85,7 +85,7 @@ class Outages:
             LONGEST,
         )
 
-    def full(self, store: object, nbytes: int, error: StoreFull) -> None:
+    def full(self, store: object, nbytes: int, error: StoreFullError) -> None:
         """It had no room for a serialized snapshot of ``nbytes``. One line of the log, until it has."""
         with self._lock:
             found = self._full.setdefault(id(store), _Full(self._clock(), nbytes))

@@ -83,7 +83,7 @@ class Prefetcher:
     """
 
     def __init__(self, tier: StoreTier, limit: int, begin_of: Callable[[SerializedSnapshot], int]) -> None:
-        """``begin_of``: where an entry begins; it raises SnapshotCorrupt for one that says no such thing."""
+        """``begin_of``: where an entry begins; SnapshotCorruptError for one that does not say."""
         self.limit = limit
         self.nbytes = 0
         """Bytes that are held, or about to be read."""

@@ -20,7 +20,7 @@ from kvcache.offload.buffer_pool import Lender, Loan
 from kvcache.offload.outages import READING, WRITING, Outages
 from kvcache.storage.sizes import parse_bytes
 from kvcache.stores.buffers import WritableBuffer
-from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreFull, StoreUnavailable
+from kvcache.stores.errors import SnapshotCorruptError, StoreError, StoreFullError, StoreUnavailableError
 from kvcache.stores.keys import Chain
 from kvcache.stores.protocol import AdvisedStore, Reader, ReadingStore, SnapshotStore
 from kvcache.stores.serialized_snapshot import SerializedSnapshot, pack, unpack
@@ -175,7 +175,7 @@ class StoreTier:
                     self.written += 1
                 kept = True
                 self.outages.worked(store, WRITING)
-            except StoreFull as error:
+            except StoreFullError as error:
                 self._count("full")
                 self.outages.full(store, serialized.nbytes, error)
             except Exception as error:
@@ -331,7 +331,7 @@ class StoreTier:
                 if found is not None:
                     loan.serialized = unpack(found)
                     return loan
-            except SnapshotCorrupt as error:
+            except SnapshotCorruptError as error:
                 self._count("corrupt")
                 _warn("load back", error, "it is dropped and computed again")
                 _drop(store, key)
@@ -351,7 +351,7 @@ class StoreTier:
 
     def _failed(self, store: SnapshotStore, way: str, error: Exception, follows: str) -> None:
         self._count("read" if way == READING else "write")
-        if isinstance(error, StoreUnavailable):
+        if isinstance(error, StoreUnavailableError):
             self.outages.failed(store, way, error)
         else:
             _warn("load back" if way == READING else "offload", error, follows)

@@ -42,7 +42,7 @@ from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Chain, Keys, SerializedSnapshot
-from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.errors import SnapshotCorruptError
 
 __all__ = ["PrefixTree"]
 
@@ -176,7 +176,7 @@ class PrefixTree:
                 restored = self.cache.restore(seq, source, target if source.divisible else None)
             if not restored:
                 return None
-        except (SnapshotCorrupt, SequenceLostError):
+        except (SnapshotCorruptError, SequenceLostError):
             return None
         if held.snapshot is None and target == node.end and node.data is held:
             # It lies in the cache now: kept from there, the next one shares it.

@@ -17,7 +17,7 @@ from kvcache.prefix.tree_entry import span_of
 from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache
 from kvcache.stores import Chain, SerializedSnapshot
-from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.errors import SnapshotCorruptError
 
 __all__ = ["StoreLookup"]
 
@@ -91,7 +91,7 @@ class StoreLookup:
         try:
             check_layers(serialized, self._layers or layers_of_cache(self._cache))
             return restore_serialized(self._cache, seq, serialized, lent=True)
-        except (SnapshotCorrupt, InvalidRangeError) as error:
+        except (SnapshotCorruptError, InvalidRangeError) as error:
             log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
             return False
 
@@ -175,10 +175,10 @@ class StoreLookup:
             if begin < last == end:
                 self._store.break_even.sized(serialized.nbytes, end - begin)
                 return serialized
-            raise SnapshotCorrupt(
+            raise SnapshotCorruptError(
                 f"load back: a serialized snapshot of [{begin}, {last}) under the key of {end} tokens"
             )
-        except SnapshotCorrupt as error:
+        except SnapshotCorruptError as error:
             log.warning("%s; the serialized snapshot is dropped and computed again", error)
         self.drop(ids, end)
         return None

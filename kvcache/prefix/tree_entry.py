@@ -15,7 +15,7 @@ from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retention import DEFAULT_PRIORITY, Grants
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import SerializedSnapshot
-from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.errors import SnapshotCorruptError
 
 __all__ = [
     "TreeEntry",
@@ -92,11 +92,11 @@ class TreeEntry:
 
 
 def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
-    """[begin, end) of a serialized snapshot; raises SnapshotCorrupt where it has none."""
+    """[begin, end) of a serialized snapshot; raises SnapshotCorruptError where it has none."""
     meta = serialized.meta.get("snapshot")
     begin, end = (meta.get("begin"), meta.get("end")) if isinstance(meta, Mapping) else (None, None)
     if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
-        raise SnapshotCorrupt(f"serialized snapshot: a snapshot of [{begin}, {end})")
+        raise SnapshotCorruptError(f"serialized snapshot: a snapshot of [{begin}, {end})")
     return begin, end
 
 

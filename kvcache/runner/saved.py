@@ -26,7 +26,7 @@ from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.sampling import Sampler
 from kvcache.runner.scheduler import Request, chunks
 from kvcache.snapshots.serialize import deserialize, serialize
-from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, pack, unpack
+from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, pack, unpack
 from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, digest_of_snapshot
 
 __all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write", "write_whole"]
@@ -118,7 +118,7 @@ def adopt(engine: Engine, saved: SavedConversation) -> None:
     try:
         snapshot = deserialize(engine.model.backend, saved.page)
         adopted = engine.prefix.adopt(saved.tokens[: saved.evaluated], snapshot)
-    except (SnapshotCorrupt, InvalidRangeError) as error:
+    except (SnapshotCorruptError, InvalidRangeError) as error:
         raise ConversationError(f"the conversation does not fit the model's cache: {error}") from error
     if not adopted:
         raise ConversationError("the conversation does not fit the model's cache: it is not whole")
@@ -168,7 +168,7 @@ def read(
         page = unpack(_bytes(source, progress))
     except OSError as error:
         raise ConversationError(f"{source}: cannot be read ({error.strerror or error})") from error
-    except SnapshotCorrupt as error:
+    except SnapshotCorruptError as error:
         raise ConversationError(f"{source}: damaged, or not a saved conversation ({error})") from error
     meta = dict(page.meta)
     if meta.get("format") != FORMAT:

@@ -26,7 +26,7 @@ from kvcache.cache import InvalidRangeError
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_shape import LayerShape, Part
 from kvcache.storage.state_specs import is_state_name
-from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.errors import SnapshotCorruptError
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
 __all__ = ["StoredArray", "check_meta", "check_serialized"]
@@ -45,7 +45,7 @@ class StoredArray(Protocol):
 
 
 def check_serialized(op: str, serialized: SerializedSnapshot, complete: bool = False) -> tuple[int, int]:
-    """[begin, end) of a serialized snapshot; raises SnapshotCorrupt unless it is one.
+    """[begin, end) of a serialized snapshot; raises SnapshotCorruptError unless it is one.
 
     ``complete``, as those of conversations are: attention layers have something of every position, and
     each array is a part of the snapshot.
@@ -65,7 +65,7 @@ def check_meta(
         return _Check(arrays, positions, complete).serialized(meta)
     except (KeyError, ValueError) as error:
         said = f"it has no array {error}" if isinstance(error, KeyError) else error
-        raise SnapshotCorrupt(f"{op}: not a serialized snapshot: {said}") from error
+        raise SnapshotCorruptError(f"{op}: not a serialized snapshot: {said}") from error
 
 
 class _Check:

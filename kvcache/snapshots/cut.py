@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.errors import SnapshotCorruptError
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
 __all__ = ["cut_serialized", "part_before"]
@@ -27,7 +27,7 @@ def cut_serialized(
     Their arrays are views where that can be; with ``own`` they have memory of their own,
     so that one half is freed when it goes.
 
-    Raises SnapshotCorrupt for what is no serialized snapshot, or one that cannot be cut.
+    Raises SnapshotCorruptError for what is no serialized snapshot, or one that cannot be cut.
     """
     cut, first, second = _cut(
         "cut_serialized", serialized, at, np.ndarray.copy if own else np.ascontiguousarray
@@ -40,7 +40,7 @@ def cut_serialized(
 def part_before(serialized: SerializedSnapshot, at: int) -> tuple[Meta, Arrays]:
     """What a serialized snapshot of ``[begin, at)`` would say, and its arrays as views, gaps and all.
 
-    Raises SnapshotCorrupt as :func:`cut_serialized`.
+    Raises SnapshotCorruptError as :func:`cut_serialized`.
     """
     cut, first, _ = _cut("part_before", serialized, at, np.asarray)
     return first, cut.first
@@ -54,7 +54,7 @@ def _cut(
         cut = _Cut(serialized.arrays, at, taken)
         return cut, *cut.meta(serialized.meta["snapshot"], "")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise SnapshotCorrupt(
+        raise SnapshotCorruptError(
             f"{op}: at {at}: not a serialized snapshot that is divisible ({error!r})"
         ) from error
 

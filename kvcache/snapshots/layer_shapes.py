@@ -11,7 +11,7 @@ import ml
 from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, WrapperSnapshot
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_shape import LayerShape
-from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.errors import SnapshotCorruptError
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
 __all__ = [
@@ -33,18 +33,18 @@ def layers_of_serialized(serialized: SerializedSnapshot) -> Layers:
 
 
 def check_layers(serialized: SerializedSnapshot, expected: Layers) -> None:
-    """Raise SnapshotCorrupt unless what was checked has exactly these layers, as wide; {}: any."""
+    """Raise SnapshotCorruptError unless what was checked has exactly these layers, as wide; {}: any."""
     found = layers_of_serialized(serialized)
     if not expected or not (found or _has_positions(serialized)):
         return
     lacking, strange = expected.keys() - found.keys(), found.keys() - expected.keys()
     if lacking or strange:
-        raise SnapshotCorrupt(
+        raise SnapshotCorruptError(
             f"serialized snapshot: it has the layers {sorted(found)}; the cache stores {sorted(expected)}"
         )
     for i, shape in expected.items():
         if found[i] != shape:
-            raise SnapshotCorrupt(f"serialized snapshot: layer {i} has {found[i]}; the cache stores {shape}")
+            raise SnapshotCorruptError(f"snapshot: layer {i} has {found[i]}; the cache stores {shape}")
 
 
 def _has_positions(serialized: SerializedSnapshot) -> bool:

@@ -82,7 +82,7 @@ def serialized_nbytes(snapshot: Snapshot) -> int:
 
 
 def deserialize(backend: ml.Backend, serialized: SerializedSnapshot) -> Snapshot:
-    """A snapshot over these arrays, for a cache on ``backend``; SnapshotCorrupt for what is none.
+    """A snapshot over these arrays, for a cache on ``backend``; SnapshotCorruptError for what is none.
 
     Where the backend lives in host memory the arrays are used in place: leave them as they are.
     """

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.stores.buffers import Buffer, WritableBuffer
 from kvcache.stores.errors import (
-    SnapshotCorrupt,
+    SnapshotCorruptError,
     StoreClosedError,
     StoreError,
-    StoreFull,
-    StoreReadOnly,
-    StoreUnavailable,
+    StoreFullError,
+    StoreReadOnlyError,
+    StoreUnavailableError,
     StoreValueError,
 )
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
@@ -43,15 +43,15 @@ __all__ = [
     "MooncakeStore",
     "SaltedToken",
     "SerializedSnapshot",
-    "SnapshotCorrupt",
+    "SnapshotCorruptError",
     "SnapshotStore",
     "Stat",
     "StoreClosedError",
     "StoreError",
-    "StoreFull",
-    "StoreReadOnly",
+    "StoreFullError",
+    "StoreReadOnlyError",
     "StoreSpec",
-    "StoreUnavailable",
+    "StoreUnavailableError",
     "StoreValueError",
     "Usage",
     "ValkeyStore",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from kvcache.stores.errors import StoreUnavailable, StoreValueError
+from kvcache.stores.errors import StoreUnavailableError, StoreValueError
 
 __all__ = ["BLAKE3", "XXH3", "Digest", "Digests", "check_digest", "is_family", "load"]
 
@@ -29,8 +29,8 @@ class Digests:
     """Digests as one store makes them: ``name`` is XXH3 or BLAKE3, which takes a ``secret`` as its key.
 
     ``family`` is part of the names of entries: stores that digest otherwise, or with another secret, do not
-    see one another's entries, and so never take them for damage. Raises StoreUnavailable where the package is
-    missing; the message says that ``owner`` needs it and which ``extra`` brings it.
+    see one another's entries, and so never take them for damage. Raises StoreUnavailableError where the
+    package is missing; the message says that ``owner`` needs it and which ``extra`` brings it.
     """
 
     def __init__(self, owner: str, extra: str, name: str = XXH3, secret: str | None = None) -> None:
@@ -73,10 +73,10 @@ def is_family(text: str) -> bool:
 
 
 def load(owner: str, extra: str, package: str) -> Any:
-    """The package that makes digests. StoreUnavailable, naming the extra, where it is not installed."""
+    """The package that makes digests. StoreUnavailableError, naming the extra, where it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise StoreUnavailable(
+        raise StoreUnavailableError(
             f"{owner}: its digests need the package {package} ({error}); pip install 'ml-kvcache[{extra}]'"
         ) from error

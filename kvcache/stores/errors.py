@@ -1,16 +1,16 @@
-"""What a store may raise. The names StoreUnavailable, StoreFull and SnapshotCorrupt are the field's own."""
+"""What a store may raise."""
 
 from __future__ import annotations
 
 from kvcache.cache import ClosedError, KVCacheError
 
 __all__ = [
-    "SnapshotCorrupt",
+    "SnapshotCorruptError",
     "StoreClosedError",
     "StoreError",
-    "StoreFull",
-    "StoreReadOnly",
-    "StoreUnavailable",
+    "StoreFullError",
+    "StoreReadOnlyError",
+    "StoreUnavailableError",
     "StoreValueError",
 ]
 
@@ -19,19 +19,19 @@ class StoreError(KVCacheError):
     """Base of all errors raised by stores. A call that raises leaves no half-written entry."""
 
 
-class StoreUnavailable(StoreError, RuntimeError):  # noqa: N818
+class StoreUnavailableError(StoreError, RuntimeError):
     """The store cannot be reached or may not be used: no permission, a vanished folder, a missing package."""
 
 
-class StoreReadOnly(StoreUnavailable):
+class StoreReadOnlyError(StoreUnavailableError):
     """What the store holds is served, and it takes nothing: its folder or device may only be read."""
 
 
-class StoreFull(StoreError, RuntimeError):  # noqa: N818
+class StoreFullError(StoreError, RuntimeError):
     """An entry does not fit, even after everything else has been evicted, or the device is full."""
 
 
-class SnapshotCorrupt(StoreError, ValueError):  # noqa: N818
+class SnapshotCorruptError(StoreError, ValueError):
     """What is stored is not what was put: a digest, a size, a manifest or a header does not hold.
 
     The store has dropped the entry: compute it again.

@@ -21,7 +21,12 @@ from kvcache.stores.catalog import Catalog
 from kvcache.stores.closing import Closing
 from kvcache.stores.digests import XXH3, Digests, check_digest
 from kvcache.stores.entries import BrokenEntryError, Entries
-from kvcache.stores.errors import SnapshotCorrupt, StoreFull, StoreReadOnly, StoreUnavailable
+from kvcache.stores.errors import (
+    SnapshotCorruptError,
+    StoreFullError,
+    StoreReadOnlyError,
+    StoreUnavailableError,
+)
 from kvcache.stores.folder import Folder
 from kvcache.stores.in_flight import InFlightCalls
 from kvcache.stores.lockfile import HeldLock
@@ -50,11 +55,11 @@ class FileStore(Closing):
     that they do not know: they can forge no entry. Stores that digest otherwise, or with another secret, do
     not see one another's entries, and share the budget.
 
-    A folder that is read-only is served as it is: ``put`` and ``delete`` raise StoreReadOnly.
+    A folder that is read-only is served as it is: ``put`` and ``delete`` raise StoreReadOnlyError.
     After a fork the child may go on with the store; fork while no other thread is in a call. Needs the
     package ``xxhash`` or ``blake3``, and a POSIX system.
 
-    Raises StoreValueError for a budget, digest or secret that makes no sense; StoreUnavailable: no
+    Raises StoreValueError for a budget, digest or secret that makes no sense; StoreUnavailableError: no
     permission, a folder that holds something else, a missing package.
     """
 
@@ -92,7 +97,7 @@ class FileStore(Closing):
                 return False
             self._check_writable("put")
             if self.budget is not None and nbytes > self.budget:
-                raise StoreFull(f"put: {nbytes} bytes; the budget of {self.path} is {self.budget}")
+                raise StoreFullError(f"put: {nbytes} bytes; the budget of {self.path} is {self.budget}")
             with self._temporaries() as (data, manifest):
                 digest = self._naming.start(key, nbytes)
                 write_digested(data.fd, views, digest)
@@ -224,7 +229,7 @@ class FileStore(Closing):
                 return read()
             except BrokenEntryError as error:
                 self._drop(key, held)
-                raise SnapshotCorrupt(f"{op}: {key} in {self.path}: {error}; it was dropped") from error
+                raise SnapshotCorruptError(f"{op}: {key} in {self.path}: {error}; it was dropped") from error
 
     def _drop(self, key: str, held: HeldLock | None) -> None:
         """Remove what does not hold, or go by it no more where nothing may be removed."""
@@ -290,7 +295,7 @@ class FileStore(Closing):
     def _call(self, op: str) -> Iterator[None]:
         with self._in_flight.running(op), translated(op, self.path):
             if self._folder.vanished:
-                raise StoreUnavailable(f"{op}: the folder {self.path} was deleted; open the store again")
+                raise StoreUnavailableError(f"{op}: the folder {self.path} was deleted; open the store again")
             yield
 
     def _tidy(self) -> None:
@@ -318,7 +323,7 @@ class FileStore(Closing):
 
     def _check_writable(self, op: str) -> None:
         if not self._folder.writable:
-            raise StoreReadOnly(f"{op}: the folder {self.path} is read-only")
+            raise StoreReadOnlyError(f"{op}: the folder {self.path} is read-only")
 
     def _counted(self) -> tuple[int, int]:
         """How many entries there are, and their bytes, one by one."""

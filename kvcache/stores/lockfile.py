@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from kvcache.stores.errors import StoreUnavailable
+from kvcache.stores.errors import StoreUnavailableError
 from kvcache.stores.manifest import is_stem
 from kvcache.stores.system import is_read_only
 
@@ -82,12 +82,12 @@ class HeldLock:
 class LockFile:
     """The lock of the folder that is open as ``root``. ``writable`` is False where it may only be read.
 
-    Raises StoreUnavailable for a folder that holds something else or a store of another version.
+    Raises StoreUnavailableError for a folder that holds something else or a store of another version.
     """
 
     def __init__(self, root: int, path: Path) -> None:
         if fcntl is None:
-            raise StoreUnavailable("FileStore: this system has no POSIX file locks (fcntl)")
+            raise StoreUnavailableError("FileStore: this system has no POSIX file locks (fcntl)")
         self._root, self._path = root, path
         self._mutex, self._timing = threading.Lock(), threading.Lock()
         self._latest = 0
@@ -168,7 +168,7 @@ class LockFile:
     def _refuse_foreign_files(self) -> None:
         names = [name for name in os.listdir(self._root) if name != LOCK]  # noqa: PTH208
         if names and not os.access(LOCK, os.F_OK, dir_fd=self._root):
-            raise StoreUnavailable(
+            raise StoreUnavailableError(
                 f"FileStore: {self._path} is not a store and contains {sorted(names)[:3]}; give an "
                 "empty folder"
             )
@@ -181,7 +181,7 @@ class LockFile:
             if not found and self.writable:
                 _write(fd, STORE_FORMAT + bytes(_INTENT - _CHANGES), 0)
             elif not found.startswith(STORE_FORMAT):
-                raise StoreUnavailable(
+                raise StoreUnavailableError(
                     f"FileStore: {self._path}/{LOCK} begins with {found[:16]!r}, not with {STORE_FORMAT!r}: "
                     "the folder is not a store, or has another version"
                 )

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
 from kvcache.stores.closing import Closing
-from kvcache.stores.errors import StoreClosedError, StoreFull
+from kvcache.stores.errors import StoreClosedError, StoreFullError
 from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys
 from kvcache.stores.reading import writable_bytes
 
@@ -67,7 +67,7 @@ class MemoryStore(Closing):
             if key in self._open("put"):
                 return False
         if self.budget is not None and nbytes > self.budget:
-            raise StoreFull(f"put: {nbytes} bytes; the budget of this store is {self.budget}")
+            raise StoreFullError(f"put: {nbytes} bytes; the budget of this store is {self.budget}")
         data = _joined(views, nbytes)
         with self._lock:
             entries = self._open("put")

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kvcache.stores import builtin, hookspecs
-from kvcache.stores.errors import StoreUnavailable, StoreValueError
+from kvcache.stores.errors import StoreUnavailableError, StoreValueError
 from kvcache.stores.hookspecs import StoreSpec
 from kvcache.stores.options import without_secrets
 from kvcache.stores.protocol import SnapshotStore
@@ -32,8 +32,8 @@ _HOOK = Hook(
     opens="kvcache.stores.SnapshotStore",
     methods=("put", "stat", "get_into", "prefix", "delete", "close"),
     call="open_store",
-    unknown=StoreUnavailable,
-    unavailable=StoreUnavailable,
+    unknown=StoreUnavailableError,
+    unavailable=StoreUnavailableError,
 )
 
 
@@ -98,7 +98,7 @@ def open_store(store: str | PathLike[str], **options: Any) -> SnapshotStore:
 
     A folder is a ``pathlib.Path``, or a string with a slash in it ("./kept"): "kept" would be a store's name.
 
-    Raises StoreUnavailable for an unknown name (the message lists those that exist) and where the store
+    Raises StoreUnavailableError for an unknown name (the message lists those that exist) and where the store
     cannot be used here, StoreValueError for an option given twice or out of its range.
     """
     return registry().open(store, options)

@@ -55,7 +55,7 @@ class SnapshotStore(Protocol):
     """Bytes by key, written once. Every call may come from any thread.
 
     A key is 1 to 128 of the characters ``0-9 a-z _ -`` and does not begin with one of the last two; any
-    other is a StoreValueError. Any call raises StoreUnavailable where the store cannot be reached,
+    other is a StoreValueError. Any call raises StoreUnavailableError where the store cannot be reached,
     StoreClosedError after ``close``.
     """
 
@@ -65,7 +65,7 @@ class SnapshotStore(Protocol):
         False when the key is there already: nothing is written. The entry appears whole or not at
         all. Least recently used entries are evicted to make room.
 
-        Raises StoreFull when it does not fit even then.
+        Raises StoreFullError when it does not fit even then.
         """
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
@@ -77,7 +77,7 @@ class SnapshotStore(Protocol):
         A hit makes the entry the most recently used. After False or an exception the buffer's content
         is unspecified.
 
-        Raises SnapshotCorrupt when what is stored is not what was put, and drops it: the next ``stat``
+        Raises SnapshotCorruptError when what is stored is not what was put, and drops it: the next ``stat``
         is a miss. Raises StoreValueError for a buffer of another size, or a read-only one.
         """
 
@@ -105,8 +105,8 @@ class Reader(Protocol):
         """Fill the buffers, one after another, with the bytes that follow.
 
         With the last byte of the entry all of them are verified, and it is a hit: what was filled before
-        that may be damaged. Raises SnapshotCorrupt where they do not hold (``get_into`` tells whether
-        they were damaged or have changed on the way, and drops them), StoreUnavailable where they
+        that may be damaged. Raises SnapshotCorruptError where they do not hold (``get_into`` tells whether
+        they were damaged or have changed on the way, and drops them), StoreUnavailableError where they
         cannot be read, StoreValueError for buffers of more than ``left`` bytes.
         """
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from kvcache.stores.buffers import WritableBuffer, as_writable
 from kvcache.stores.digests import Digest
-from kvcache.stores.errors import SnapshotCorrupt, StoreValueError
+from kvcache.stores.errors import SnapshotCorruptError, StoreValueError
 from kvcache.stores.manifest import Manifest
 from kvcache.stores.streams import read_parts_digested
 
@@ -45,7 +45,7 @@ class FileReader:
         self.left -= wanted
         if not whole:
             nbytes, key = self._manifest.nbytes, self._manifest.key
-            raise SnapshotCorrupt(f"fill: {nbytes} bytes of {key} were put, and fewer are there")
+            raise SnapshotCorruptError(f"fill: {nbytes} bytes of {key} were put, and fewer are there")
         if not self.left:
             self._check()
             self._hit()
@@ -58,7 +58,7 @@ class FileReader:
     def _check(self) -> None:
         digest, manifest = self._digest.hexdigest(), self._manifest
         if digest != manifest.digest:
-            raise SnapshotCorrupt(
+            raise SnapshotCorruptError(
                 f"fill: the digest of {manifest.key} is {digest}, and was {manifest.digest}"
             )
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvcache.stores import strict_json
 from kvcache.stores.buffers import Buffer, as_bytes
-from kvcache.stores.errors import SnapshotCorrupt
+from kvcache.stores.errors import SnapshotCorruptError
 from kvcache.stores.protocol import Reader
 from ml import DType, ShapeError
 from ml.dtypes import STORAGE_DTYPES
@@ -117,7 +117,7 @@ def pack(snapshot: SerializedSnapshot) -> list[memoryview]:
 def unpack(buffer: Buffer) -> SerializedSnapshot:
     """The snapshot whose bytes these are; its arrays are views of ``buffer`` (read-only where it is).
 
-    Raises SnapshotCorrupt for anything but a well-formed snapshot. Flipped bits in the arrays' data are
+    Raises SnapshotCorruptError for anything but a well-formed snapshot. Flipped bits in the arrays' data are
     not noticed here: a store's digest is for that.
     """
     data = as_bytes(buffer)
@@ -126,7 +126,9 @@ def unpack(buffer: Buffer) -> SerializedSnapshot:
         outline = _outline(bytes(data[8 : 8 + length]), len(data) - 8 - length)
         arrays = {name: _array(name, place, data[8 + length :]) for name, place in outline.places.items()}
     except (ValueError, OverflowError) as error:
-        raise SnapshotCorrupt(f"unpack: {len(data)} bytes are not a serialized snapshot: {error}") from error
+        raise SnapshotCorruptError(
+            f"unpack: {len(data)} bytes are not a serialized snapshot: {error}"
+        ) from error
     return SerializedSnapshot(outline.meta, arrays)
 
 
@@ -162,7 +164,7 @@ class Outline:
 def read_outline(reader: Reader) -> Outline:
     """The header of a serialized snapshot; the reader stands at the first array then.
 
-    Raises SnapshotCorrupt as :func:`unpack`. The digest has not been checked yet: what the header says
+    Raises SnapshotCorruptError as :func:`unpack`. The digest has not been checked yet: what the header says
     is well-formed, and may be wrong.
     """
     size = reader.left
@@ -173,7 +175,9 @@ def read_outline(reader: Reader) -> Outline:
         reader.fill([header])
         return _outline(bytes(header), reader.left)
     except (ValueError, OverflowError) as error:
-        raise SnapshotCorrupt(f"read_outline: {size} bytes are not a serialized snapshot: {error}") from error
+        raise SnapshotCorruptError(
+            f"read_outline: {size} bytes are not a serialized snapshot: {error}"
+        ) from error
 
 
 def _header_length(start: Buffer, size: int) -> int:

@@ -6,7 +6,7 @@ import contextlib
 
 import numpy as np
 
-from kvcache.stores.errors import SnapshotCorrupt, StoreError, StoreValueError
+from kvcache.stores.errors import SnapshotCorruptError, StoreError, StoreValueError
 from kvcache.stores.protocol import SnapshotStore
 from kvcache.stores.serialized_snapshot import ALIGNMENT, SerializedSnapshot, pack, unpack
 
@@ -21,7 +21,7 @@ def put_snapshot(store: SnapshotStore, key: str, snapshot: SerializedSnapshot) -
 def get_snapshot(store: SnapshotStore, key: str) -> SerializedSnapshot | None:
     """The snapshot of ``key``, in memory of its own; None: a miss.
 
-    The first array is aligned to 64 bytes. Raises SnapshotCorrupt where the entry is damaged or is no
+    The first array is aligned to 64 bytes. Raises SnapshotCorruptError where the entry is damaged or is no
     serialized snapshot; the entry is then dropped.
     """
     (found,) = store.stat([key])
@@ -35,7 +35,7 @@ def get_snapshot(store: SnapshotStore, key: str) -> SerializedSnapshot | None:
         return None  # another entry of another size has taken its place in between
     try:
         return unpack(buffer)
-    except SnapshotCorrupt:
+    except SnapshotCorruptError:
         with contextlib.suppress(StoreError):
             store.delete(key)
         raise

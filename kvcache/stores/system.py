@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kvcache.stores.errors import StoreError, StoreFull, StoreReadOnly, StoreUnavailable
+from kvcache.stores.errors import StoreError, StoreFullError, StoreReadOnlyError, StoreUnavailableError
 
 __all__ = ["is_read_only", "translated"]
 
@@ -23,11 +23,11 @@ def is_read_only(error: OSError) -> bool:
 
 @contextlib.contextmanager
 def translated(op: str, path: Path) -> Iterator[None]:
-    """The system's errors as a store's: StoreFull, StoreReadOnly, or StoreUnavailable for all others."""
+    """The system's errors as a store's: StoreFullError, StoreReadOnlyError, else StoreUnavailableError."""
     try:
         yield
     except OSError as error:
-        kind: type[StoreError] = StoreFull if error.errno in _NO_ROOM else StoreUnavailable
+        kind: type[StoreError] = StoreFullError if error.errno in _NO_ROOM else StoreUnavailableError
         if error.errno == errno.EROFS:
-            kind = StoreReadOnly
+            kind = StoreReadOnlyError
         raise kind(f"{op}: {path}: {error.strerror or error}") from error

@@ -29,7 +29,13 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.stores import SnapshotCorrupt, SnapshotStore, StoreClosedError, StoreFull, StoreValueError
+from kvcache.stores import (
+    SnapshotCorruptError,
+    SnapshotStore,
+    StoreClosedError,
+    StoreFullError,
+    StoreValueError,
+)
 from kvcache.stores.protocol import AdvisedStore, Reader, ReadingStore
 
 __all__ = ["CALLS", "HOSTILE_KEYS", "UNIT", "StoreTests", "agrees", "content", "fill", "present", "read"]
@@ -263,7 +269,7 @@ class StoreTests:
 
     def test_what_exceeds_the_budget_is_refused_and_evicts_nothing(self, small: SnapshotStore) -> None:
         fill(small, "abcd")
-        with pytest.raises(StoreFull, match="4000"):
+        with pytest.raises(StoreFullError, match="4000"):
             small.put("e", [bytes(4 * UNIT), b"x"])
         assert [read(small, key) for key in "abcde"] == [*map(content, "abcd"), None]
 
@@ -272,7 +278,7 @@ class StoreTests:
             pytest.skip("this store declares that it has no budget")
         store = open_store(0)
         assert store.put("a", []) is True
-        with pytest.raises(StoreFull):
+        with pytest.raises(StoreFullError):
             store.put("b", [b"x"])
         assert present(store, "ab") == "a"
 
@@ -288,7 +294,7 @@ class StoreTests:
         fill(store, "abc")
         if not self.damage(store, tmp_path, "b"):
             pytest.skip("this store has no way to damage what it holds")
-        with pytest.raises(SnapshotCorrupt, match="b"):
+        with pytest.raises(SnapshotCorruptError, match="b"):
             store.get_into("b", bytearray(UNIT))
         assert present(store, "abc") == "ac"
         assert store.get_into("b", bytearray(UNIT)) is False
@@ -471,7 +477,7 @@ def agrees(stores: Sequence[SnapshotStore], budget: int, seed: int, steps: int =
             data = content(f"{key} {step}", rng.choice([0, 1, 900, 1000, 1800, 4000, 4001]))
             new, fits = key not in entries, len(data) <= budget
             if new and not fits:
-                with pytest.raises(StoreFull):
+                with pytest.raises(StoreFullError):
                     store.put(key, [data])
             else:
                 assert store.put(key, [data[:10], data[10:]]) is new, (seed, step)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.prefix.tree_entry import span_of
-from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
+from kvcache.stores.errors import SnapshotCorruptError, StoreUnavailableError
 from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT, WRITING
 from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest, unkeyed_digest
 from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, SerializedSnapshot, digest_of_snapshot, unpack
@@ -48,15 +48,17 @@ def look_at_store(
     """A picture of a store's folder; the ``entries`` used last are read whole, to see what they hold.
 
     ``progress(done, total)`` counts their bytes. The folder does not know its budget: say it to have it
-    shown. Raises StoreUnavailable for a folder that is no store, or may not be read.
+    shown. Raises StoreUnavailableError for a folder that is no store, or may not be read.
     """
     path = Path(path)
     if not is_store(path):
-        raise StoreUnavailable(f"inspect: {path} is not a store: its {LOCK} is missing or has another format")
+        raise StoreUnavailableError(
+            f"inspect: {path} is not a store: {LOCK} is missing or has another format"
+        )
     try:
         sizes, manifests, writing = _scan(path / PAGES)
     except OSError as error:
-        raise StoreUnavailable(f"inspect: {path}: {error.strerror or error}") from error
+        raise StoreUnavailableError(f"inspect: {path}: {error.strerror or error}") from error
     whole = sizes.keys() & manifests.keys()
     shown = sorted(manifests, key=lambda key: (-manifests[key], key))[: max(0, entries)]
     now = time.time()
@@ -100,7 +102,7 @@ def _entry(pages: Path, key: str, size: int | None, age: float) -> EntryView:
         checked = _check_entry(pages / (key + DATA))
         page = _open_page(pages / (key + DATA))
         begin, end = span_of(page)
-    except (OSError, ValueError, SnapshotCorrupt) as error:
+    except (OSError, ValueError, SnapshotCorruptError) as error:
         return EntryView(name, size, age, problem=printable(str(error)))
     kind = printable(str(page.meta["snapshot"].get("kind", "?")))
     return EntryView(name, size, age, begin, end, kind, note="" if checked else NOT_CHECKED)
@@ -109,13 +111,13 @@ def _entry(pages: Path, key: str, size: int | None, age: float) -> EntryView:
 def _check_entry(data: Path) -> bool:
     """That a data file is what its manifest says; False where only who has the key can tell of its digest.
 
-    Raises SnapshotCorrupt, ValueError or OSError where it is not.
+    Raises SnapshotCorruptError, ValueError or OSError where it is not.
     """
     with data.with_suffix(MANIFEST).open("rb") as file:
         manifest = Manifest.parse(file.read(MAX_BYTES), data.stem)
     size = data.stat().st_size
     if manifest.nbytes != size:
-        raise SnapshotCorrupt(f"{manifest.nbytes} bytes were put, {size} are stored")
+        raise SnapshotCorruptError(f"{manifest.nbytes} bytes were put, {size} are stored")
     digest, block = unkeyed_digest(data.stem, size), memoryview(bytearray(_BLOCK))
     if digest is None:
         return False
@@ -123,7 +125,7 @@ def _check_entry(data: Path) -> bool:
         while count := file.readinto(block):
             digest.update(block[:count])
     if digest.hexdigest() != manifest.digest:
-        raise SnapshotCorrupt("its digest is wrong")
+        raise SnapshotCorruptError("its digest is wrong")
     return True
 
 
@@ -133,8 +135,8 @@ def _check_entry(data: Path) -> bool:
 def look_at_page(path: str | Path, decode: Decode | None = None) -> PagePicture:
     """A picture of a file that holds a page, a saved conversation say.
 
-    All of it is read where there is a digest to check it with. Raises SnapshotCorrupt for a file that holds
-    none, or is damaged, StoreUnavailable for one that cannot be read.
+    All of it is read where there is a digest to check it with. Raises SnapshotCorruptError for a file that
+    holds none, or is damaged, StoreUnavailableError for one that cannot be read.
     """
     path = Path(path)
     try:
@@ -142,12 +144,12 @@ def look_at_page(path: str | Path, decode: Decode | None = None) -> PagePicture:
         size = path.stat().st_size
         digest = _checked_digest(path, page)
     except OSError as error:
-        raise StoreUnavailable(f"inspect: {path}: {error.strerror or error}") from error
+        raise StoreUnavailableError(f"inspect: {path}: {error.strerror or error}") from error
     begin, end = span_of(page)
     try:
         parts = tuple(_parts(page.meta["snapshot"], page))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SnapshotCorrupt(f"inspect: {path}: not the page of a snapshot ({error!r})") from error
+        raise SnapshotCorruptError(f"inspect: {path}: not the page of a snapshot ({error!r})") from error
     tokens = _tokens(page)
     facts = [(printable(name), _short(value)) for name, value in page.meta.items() if name not in _DRAWN]
     if tokens is not None:
@@ -168,16 +170,16 @@ _DRAWN = {"snapshot", "tokens", SNAPSHOT_DIGEST}
 
 
 def _checked_digest(path: Path, page: SerializedSnapshot) -> str:
-    """What there is to say of a page's digest, which holds; SnapshotCorrupt where it does not."""
+    """What there is to say of a page's digest, which holds; SnapshotCorruptError where it does not."""
     if (stored := page.meta.get(SNAPSHOT_DIGEST)) is not None:
         if stored != digest_of_snapshot(page):
-            raise SnapshotCorrupt(f"inspect: {path}: damaged: its digest is wrong")
+            raise SnapshotCorruptError(f"inspect: {path}: damaged: its digest is wrong")
         return f"holds, sha256 {stored[:16]}…"
     if path.suffix == DATA and path.with_suffix(MANIFEST).is_file():
         try:
             checked = _check_entry(path)
         except ValueError as error:
-            raise SnapshotCorrupt(f"inspect: {path}: damaged: {error}") from error
+            raise SnapshotCorruptError(f"inspect: {path}: damaged: {error}") from error
         return "holds, that of its manifest" if checked else "not checked without the key"
     return "none: whether the file is complete cannot be checked"
 
@@ -187,17 +189,19 @@ def page_meta(path: str | Path) -> Mapping[str, Any]:
     try:
         return _open_page(Path(path)).meta
     except OSError as error:
-        raise StoreUnavailable(f"inspect: {path}: {error.strerror or error}") from error
+        raise StoreUnavailableError(f"inspect: {path}: {error.strerror or error}") from error
 
 
 def _open_page(path: Path) -> SerializedSnapshot:
     """The page of a file, mapped: what nobody looks at is not read."""
     if not path.stat().st_size:
-        raise SnapshotCorrupt(f"inspect: {path}: an empty file")
+        raise SnapshotCorruptError(f"inspect: {path}: an empty file")
     try:
         return unpack(np.memmap(path, np.uint8, "r"))
-    except SnapshotCorrupt as error:
-        raise SnapshotCorrupt(f"inspect: {path}: damaged, or not a saved conversation ({error})") from error
+    except SnapshotCorruptError as error:
+        raise SnapshotCorruptError(
+            f"inspect: {path}: damaged, or not a saved conversation ({error})"
+        ) from error
 
 
 def _tokens(page: SerializedSnapshot) -> list[int | bytes] | None:

@@ -10,6 +10,7 @@ NotSupportedError. docs/writing-a-backend.md walks through a whole one.
 from ml.base.backend import BaseBackend, Storage
 from ml.base.context import BaseContext
 from ml.base.group import BaseGroup, SoloGroup
+from ml.base.storage_view import StorageView
 from ml.base.tensor import BaseTensor, StridedTensor
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "BaseTensor",
     "SoloGroup",
     "Storage",
+    "StorageView",
     "StridedTensor",
 ]

@@ -9,8 +9,9 @@ from typing import Any, Literal, NoReturn, Self, cast
 
 import numpy as np
 
-from ml.base.backend import BaseBackend, Storage
+from ml.base.backend import BaseBackend
 from ml.base.checks import as_host, check_matmul, check_representable, flat, foreign
+from ml.base.storage_view import StorageView
 from ml.dtypes import DType
 from ml.errors import (
     BoundsError,
@@ -24,7 +25,6 @@ from ml.strided import (
     Shape,
     broadcast_shapes,
     check_count,
-    contiguous_strides,
     integers,
     normalize_axes,
     normalize_axis,
@@ -546,36 +546,7 @@ class BaseTensor(ABC):
         return NotSupportedError(f"{op}: backend {self.backend.name!r} does not support it")
 
 
-class StridedTensor(BaseTensor):
-    """A tensor that keeps its own geometry over a :class:`Storage`; ``native`` is built on demand.
+class StridedTensor(StorageView, BaseTensor):
+    """The tensor of a framework without strides of its own: a :class:`StorageView` keeps them."""
 
-    ``offset`` and ``strides`` count elements of ``storage.array``. Views are made without a call of the
-    framework, so a backend must not keep what it read of a storage that it replaces on a write.
-    """
-
-    __slots__ = ("_native", "backend", "dtype", "offset", "shape", "storage", "strides")
-
-    def __init__(
-        self, storage: Storage, dtype: DType, offset: int, shape: Shape, strides: Shape, native: Any = None
-    ) -> None:
-        self.storage = storage
-        self.backend = storage.backend
-        self.dtype = dtype
-        self.offset = offset
-        self.shape = shape
-        self.strides = strides
-        self._native = native
-
-    @classmethod
-    def whole(cls, storage: Storage, dtype: DType, shape: Shape) -> Self:
-        """The C-contiguous tensor that shows all of a storage."""
-        return cls(storage, dtype, 0, shape, contiguous_strides(shape))
-
-    def _storage_size(self) -> int:
-        return self.storage.size
-
-    def _first(self) -> int:
-        return self.offset
-
-    def _alias(self, offset: int, shape: Shape, strides: Shape) -> Self:
-        return type(self)(self.storage, self.dtype, offset, shape, strides)
+    __slots__ = ()

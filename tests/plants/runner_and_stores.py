@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.stores import StoreUnavailable
+from kvcache.stores import StoreUnavailableError
 
 from ..planting import NOTHING, Bug, Put, always, named
 from .several import one_more, reversed_result
@@ -145,6 +145,6 @@ BUGS: dict[str, list[Bug]] = {
         ("stores.valkey.entries:Entries.name", "every_name_begins",
          lambda f, self, key: f"kvcache:xxh3:m:{key}".encode()),
         ("stores.valkey.link:Link._translated", "a_server_that_quotes",
-         lambda f, self, op, e: StoreUnavailable(f"{op}: {e}")),
+         lambda f, self, op, e: StoreUnavailableError(f"{op}: {e}")),
     ],
 }  # fmt: skip

@@ -26,7 +26,7 @@ from kvcache.cache import CacheDType, CacheFullError, SequenceLostError
 from kvcache.caches import branches
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import SessionLimitError, SessionReplacedError
-from kvcache.stores import FileStore, SnapshotCorrupt, StoreFull, StoreUnavailable
+from kvcache.stores import FileStore, SnapshotCorruptError, StoreFullError, StoreUnavailableError
 from ml import DType
 
 from .models.digests import Token, shared
@@ -36,7 +36,7 @@ from .rigs.stores import FlakyStore
 ALPHABET: tuple[Token, ...] = (0, 1, 2, 3, b"an image", b"another")
 DTYPES = (DType.F32, DType.F16, DType.BF16, DType.Q8_0, DType.Q4_0, "F8_E4M3/AFFINE4_32", "F16/Q4_0")
 LONGEST = 30
-ERRORS = (StoreUnavailable, StoreFull, SnapshotCorrupt)
+ERRORS = (StoreUnavailableError, StoreFullError, SnapshotCorruptError)
 IDENTITY = {"model": "digests"}
 ONE = ConversationSetup().token_bytes
 MANAGED = ("evict", "evict all", "flush", "write", "clear", "pin", "unpin", "defrag")

@@ -21,7 +21,7 @@ import ml
 from kvcache import CacheDType, HostTier
 from kvcache.offload import direct_load
 from kvcache.storage.cell_table import CellTable
-from kvcache.stores import FileStore, MemoryStore, SerializedSnapshot, StoreUnavailable, pack, unpack
+from kvcache.stores import FileStore, MemoryStore, SerializedSnapshot, StoreUnavailableError, pack, unpack
 from ml import DType, Layout
 
 from .rigs.conversing import ConversationSetup, Rig
@@ -250,7 +250,7 @@ class FailingStore(MemoryStore):
 
 @every_backend
 @pytest.mark.parametrize("left", [0, 1 << 30], ids=["in the arrays", "in the header"])
-@pytest.mark.parametrize("error", [StoreUnavailable("gone"), OSError("strange")], ids=repr)
+@pytest.mark.parametrize("error", [StoreUnavailableError("gone"), OSError("strange")], ids=repr)
 def test_a_store_that_fails_on_the_way_costs_nothing_but_another_way(
     backends: Backends, name: str, left: int, error: Exception, how: str
 ) -> None:

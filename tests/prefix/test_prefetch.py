@@ -14,7 +14,7 @@ import pytest
 from kvcache.cache import InvalidRangeError
 from kvcache.offload.prefetch import Prefetch
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.stores import FileStore, MemoryStore, StoreUnavailable
+from kvcache.stores import FileStore, MemoryStore, StoreUnavailableError
 
 from .rigs.conversing import CACHES, LONG, SOME, Rig
 from .rigs.stores import GatedStore
@@ -176,7 +176,7 @@ def test_what_is_let_go_of_while_it_is_read_is_not_kept(talk: Talk) -> None:
 
 
 @some_caches
-@pytest.mark.parametrize("error", [StoreUnavailable("gone"), OSError("odd")])
+@pytest.mark.parametrize("error", [StoreUnavailableError("gone"), OSError("odd")])
 def test_an_entry_that_cannot_be_read_is_a_miss(talk: Talk, cache: str, error: Exception) -> None:
     store = GatedStore(stored(talk, cache))
     store.broken, store.error = lambda key: True, error

@@ -14,7 +14,7 @@ import ml
 from kvcache import CausalCache, InvalidRangeError, PrefixCache
 from kvcache.offload.tiers import HostTier
 from kvcache.snapshots.snapshot import AttentionSnapshot
-from kvcache.stores import FileStore, MemoryStore, SnapshotCorrupt
+from kvcache.stores import FileStore, MemoryStore, SnapshotCorruptError
 
 from .rigs.conversing import CACHES, DIVISIBLE, LONG, SOME, ConversationSetup, Rig
 from .rigs.stores import CALLS, FlakyStore, PlainStore, SlowStore
@@ -344,7 +344,7 @@ def test_what_one_store_lost_another_may_have(talk: Talk) -> None:
     r = talk(tiers=[near, far])
     r.keep(LONG)
     r.prefix.close()
-    near.error, near.failing = SnapshotCorrupt, frozenset(["get_into"])
+    near.error, near.failing = SnapshotCorruptError, frozenset(["get_into"])
     for _ in range(2):
         other = talk(tiers=[near, far])
         assert other.keep([*LONG, 1]) == other.prefix.stats.store == 20

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcache.offload.outages import Outages
-from kvcache.stores import SnapshotCorrupt, StoreFull, StoreUnavailable, open_store
+from kvcache.stores import SnapshotCorruptError, StoreFullError, StoreUnavailableError, open_store
 from kvcache.stores.file import FileStore
 from kvcache.testing.servers import ValkeyServer
 
@@ -196,11 +196,11 @@ def test_mixed_faults(
             with lock:
                 dice = chance.random()
             if dice < 0.06:
-                raise StoreUnavailable("injected")
+                raise StoreUnavailableError("injected")
             if dice < 0.10:
-                raise SnapshotCorrupt("injected")
+                raise SnapshotCorruptError("injected")
             if dice < 0.13:
-                raise StoreFull("injected")
+                raise StoreFullError("injected")
             if dice < 0.15:
                 raise OSError("injected")
             if dice < 0.25:

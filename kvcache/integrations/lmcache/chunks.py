@@ -15,7 +15,7 @@ from kvcache.integrations.model_folder import model_folder
 from kvcache.integrations.open_stores import check_number, check_urls
 from kvcache.runner.errors import ModelError
 from kvcache.runner.fingerprint import files_digest
-from kvcache.stores import SerializedSnapshot, SnapshotCorrupt
+from kvcache.stores import SerializedSnapshot, SnapshotCorruptError
 
 __all__ = ["ChunkShape", "ConnectorOptions", "chunk_key", "identity_of_model"]
 
@@ -94,14 +94,16 @@ class ChunkShape:
 
     @classmethod
     def unpack(cls, entry: SerializedSnapshot) -> tuple[Self, np.ndarray]:
-        """What a chunk is, and its bytes, uint8 (bytes,), as a view; SnapshotCorrupt for anything else."""
+        """What a chunk is, and its bytes, uint8 (bytes,), as a view; else SnapshotCorruptError."""
         try:
             meta = entry.meta[META]
             (data,) = entry.arrays.values()
             shapes = tuple(tuple(int(size) for size in shape) for shape in meta["shapes"])
             found = cls(str(meta["form"]), shapes, tuple(str(name) for name in meta["dtypes"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise SnapshotCorrupt(f"load: not a chunk of LMCache: {error!r}") from error
+            raise SnapshotCorruptError(f"load: not a chunk of LMCache: {error!r}") from error
         if data.dtype != np.uint8 or data.ndim != 1 or len(found.shapes) != len(found.dtypes):
-            raise SnapshotCorrupt(f"load: a chunk of LMCache in {data.dtype} {data.shape}; it must be bytes")
+            raise SnapshotCorruptError(
+                f"load: LMCache's chunk is {data.dtype} {data.shape}; it must be bytes"
+            )
         return found, data

@@ -13,7 +13,7 @@ import numpy as np
 from kvcache.cache import NotSupportedError
 from kvcache.integrations.lmcache.chunks import ChunkShape, ConnectorOptions, chunk_key, identity_of_model
 from kvcache.integrations.open_stores import StoresInUse
-from kvcache.stores import SnapshotCorrupt, StoreUnavailable
+from kvcache.stores import SnapshotCorruptError, StoreUnavailableError
 
 try:
     from lmcache.utils import STR_DTYPE_TO_TORCH_DTYPE, TORCH_DTYPE_TO_STR_DTYPE
@@ -72,7 +72,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         return await self._run(self._get, key)
 
     async def put(self, key: Any, memory_obj: Any) -> None:
-        """Store a chunk, unless it is there; StoreUnavailable where no store took it."""
+        """Store a chunk, unless it is there; StoreUnavailableError where no store took it."""
         await self._run(self._put, key, memory_obj)
 
     def remove_sync(self, key: Any) -> bool:
@@ -103,7 +103,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
                 return None
             try:
                 return self._filled(*ChunkShape.unpack(found))
-            except SnapshotCorrupt as error:
+            except SnapshotCorruptError as error:
                 log.warning("%s; it is dropped and computed again", error)
                 self._tier.drop(name)
                 return None
@@ -114,7 +114,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
             shape.form in MemoryFormat.__members__ and set(shape.dtypes) <= STR_DTYPE_TO_TORCH_DTYPE.keys()
         )
         if not known:
-            raise SnapshotCorrupt(f"load: a chunk of {shape.form}, {', '.join(shape.dtypes)}")
+            raise SnapshotCorruptError(f"load: a chunk of {shape.form}, {', '.join(shape.dtypes)}")
         memory = self._memory.allocate(
             [self.meta_shapes[0].__class__(one) for one in shape.shapes],
             [STR_DTYPE_TO_TORCH_DTYPE[name] for name in shape.dtypes],
@@ -125,7 +125,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         target = np.frombuffer(memory.byte_array, np.uint8)
         if target.size != data.size:
             memory.ref_count_down()
-            raise SnapshotCorrupt(f"load: a chunk of {data.size} bytes; its shapes take {target.size}")
+            raise SnapshotCorruptError(f"load: a chunk of {data.size} bytes; its shapes take {target.size}")
         target[:] = data
         return memory
 
@@ -137,4 +137,4 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         )
         data = np.frombuffer(memory_obj.byte_array, np.uint8)
         if not self._tier.write(self._name(key), shape.pack(data)):
-            raise StoreUnavailable(f"put: no store took the chunk {key.to_string()}")
+            raise StoreUnavailableError(f"put: no store took the chunk {key.to_string()}")

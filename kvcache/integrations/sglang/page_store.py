@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.offload.tiers import StoreTier
-from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, StoreError
+from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, StoreError
 from kvcache.stores.protocol import Reader
 from kvcache.stores.serialized_snapshot import read_outline
 
@@ -90,7 +90,7 @@ class PageStore:
                 return False
             try:
                 arrays = _parts_of(found, kind)
-            except SnapshotCorrupt as error:
+            except SnapshotCorruptError as error:
                 log.warning("%s; it is dropped and computed again", error)
                 self._tier.drop(key)
                 return False
@@ -125,5 +125,5 @@ def _parts_of(page: SerializedSnapshot, kind: PageKind) -> Iterator[np.ndarray]:
         if array is not None and array.dtype == np.uint8 and array.shape == (size,)
     ]
     if page.meta != kind.meta or len(page.arrays) != len(right) or len(right) != len(kind.sizes):
-        raise SnapshotCorrupt(f"load: not a page of {json.dumps(dict(kind.settings), sort_keys=True)}")
+        raise SnapshotCorruptError(f"load: not a page of {json.dumps(dict(kind.settings), sort_keys=True)}")
     return iter(right)

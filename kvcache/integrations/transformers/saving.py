@@ -12,7 +12,7 @@ import ml
 from kvcache.integrations.transformers.bridge import dtype_of, torch_dtype
 from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.snapshots.snapshot import Snapshot
-from kvcache.stores import SerializedSnapshot, SnapshotCorrupt, SnapshotStore, put_snapshot
+from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, SnapshotStore, put_snapshot
 
 __all__ = ["HFSnapshot", "like_of", "load", "save"]
 
@@ -55,17 +55,17 @@ def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapsh
 
 
 def like_of(serialized: SerializedSnapshot, device: torch.device) -> torch.Tensor:
-    """An empty tensor with the dtype of the model's keys. SnapshotCorrupt for another snapshot."""
+    """An empty tensor with the dtype of the model's keys. SnapshotCorruptError for another snapshot."""
     try:
         return torch.empty(0, dtype=torch_dtype(ml.DType[serialized.meta["activations"]]), device=device)
     except (KeyError, TypeError) as error:
-        raise SnapshotCorrupt(f"HFCache.load: not what HFCache.save stored ({error!r})") from error
+        raise SnapshotCorruptError(f"HFCache.load: not what HFCache.save stored ({error!r})") from error
 
 
 def load(
     serialized: SerializedSnapshot, backend: ml.Backend, device: torch.device, layers: int
 ) -> HFSnapshot:
-    """The snapshot that :func:`save` stored. SnapshotCorrupt for another snapshot."""
+    """The snapshot that :func:`save` stored. SnapshotCorruptError for another snapshot."""
     like = like_of(serialized, device)
     try:
         rows = []
@@ -75,4 +75,4 @@ def load(
             rows.append(deserialize(backend, SerializedSnapshot(meta, own)))
         return HFSnapshot(int(serialized.meta["length"]), tuple(rows), like, layers)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise SnapshotCorrupt(f"HFCache.load: not what HFCache.save stored ({error!r})") from error
+        raise SnapshotCorruptError(f"HFCache.load: not what HFCache.save stored ({error!r})") from error

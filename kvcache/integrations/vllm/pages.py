@@ -12,7 +12,7 @@ import ml
 from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.layer_shapes import check_layers
 from kvcache.storage.layer_shape import LayerShape
-from kvcache.stores import SerializedSnapshot, SnapshotCorrupt
+from kvcache.stores import SerializedSnapshot, SnapshotCorruptError
 
 __all__ = ["PageFormat", "RawPages", "TokenPages"]
 
@@ -35,7 +35,7 @@ class PageFormat(Protocol):
         """The page of tokens ``[begin, begin + tokens)``; its arrays in the format's order."""
 
     def unpack(self, begin: int, page: SerializedSnapshot) -> list[np.ndarray]:
-        """Its arrays, views of the page; SnapshotCorrupt for a page of anything else."""
+        """Its arrays, views of the page; SnapshotCorruptError for a page of anything else."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,13 @@ class TokenPages:
         span = check_serialized("load", page, complete=True)
         meta = page.meta["snapshot"]
         if span != (begin, begin + self.tokens) or meta["kind"] != "attention" or meta["whole"]:
-            raise SnapshotCorrupt(
+            raise SnapshotCorruptError(
                 f"load: a snapshot of {list(span)} under the key of [{begin}, {begin + self.tokens})"
             )
         if meta["dtype"] != self.dtype.name:
-            raise SnapshotCorrupt(f"load: a snapshot of {meta['dtype']}; the cache stores {self.dtype.name}")
+            raise SnapshotCorruptError(
+                f"load: snapshot of {meta['dtype']}; the cache stores {self.dtype.name}"
+            )
         check_layers(page, {i: LayerShape(*widths) for i, widths in enumerate(self.layers)})
         parts = {number: tensors for number, _, tensors in meta["layers"]}
         return [_by_token(page, *tensor) for i in range(len(self.layers)) for tensor in parts[i]]
@@ -112,7 +114,7 @@ class RawPages:
 
     def unpack(self, begin: int, page: SerializedSnapshot) -> list[np.ndarray]:
         if page.meta.get("vllm_blocks") != self._meta(begin):
-            raise SnapshotCorrupt(
+            raise SnapshotCorruptError(
                 f"load: not vLLM's blocks of [{begin}, {begin + self.tokens}), {self.layout}"
             )
         arrays = [page.arrays.get(str(i)) for i in range(len(self.layers))]
@@ -122,7 +124,7 @@ class RawPages:
             if array is not None and array.shape == (self.blocks, nbytes) and array.dtype == np.uint8
         ]
         if len(found) != len(self.layers) or len(page.arrays) != len(found):
-            raise SnapshotCorrupt(f"load: blocks of other layers than {list(self.layers)}")
+            raise SnapshotCorruptError(f"load: blocks of other layers than {list(self.layers)}")
         return found
 
     def _meta(self, begin: int) -> dict[str, Any]:

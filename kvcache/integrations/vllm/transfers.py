@@ -23,7 +23,7 @@ from kvcache.integrations.vllm.pages import PageFormat
 from kvcache.integrations.vllm.steps import PageLoad, PageSave, Report, Step
 from kvcache.integrations.vllm.work import Workers
 from kvcache.offload.tiers import StoreTier, StoreWrite
-from kvcache.stores import SnapshotCorrupt
+from kvcache.stores import SnapshotCorruptError
 
 __all__ = ["Copied", "DeviceBlocks", "Transfers"]
 
@@ -133,7 +133,7 @@ class Transfers:
                 try:
                     self._blocks.scatter(page.blocks, self._pages.unpack(page.begin, found))
                     return True
-                except SnapshotCorrupt as error:
+                except SnapshotCorruptError as error:
                     log.warning("%s; it is dropped and computed again", error)
                     self._tier.drop(key)
         self._counters.add("pages_lost")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from kvcache.stores.errors import StoreError, StoreFull, StoreUnavailable
+from kvcache.stores.errors import StoreError, StoreFullError, StoreUnavailableError
 from kvcache.stores.mooncake.outage import Outage
 
 __all__ = ["Client", "Piece"]
@@ -35,12 +35,12 @@ class Client:
     """``native``: a MooncakeDistributedStore that was set up; ``config``: a ReplicateConfig for what is put.
 
     Any thread may call.
-    Where the master does not answer: StoreUnavailable, and the outage begins.
+    Where the master does not answer: StoreUnavailableError, and the outage begins.
     """
 
     def __init__(self, native: Any, where: str, outage: Outage, config: Any = None) -> None:
         if not hasattr(native, "batch_put_session_start"):
-            raise StoreUnavailable(
+            raise StoreUnavailableError(
                 f"MooncakeStore: {type(native).__name__} has no put sessions; it needs "
                 "mooncake-transfer-engine 0.3.13 or later"
             )
@@ -140,7 +140,7 @@ class Client:
         if code == _EXISTS:
             return False
         if code in _NO_ROOM:
-            raise StoreFull(f"put: {nbytes} bytes; the hosts of {self._where} have no room for them")
+            raise StoreFullError(f"put: {nbytes} bytes; the hosts of {self._where} have no room for them")
         if code:
             raise self._failure("put", code)
         return True
@@ -170,10 +170,10 @@ class Client:
         if code in _MASTER:
             reason = f"{self._where} does not answer ({code})"
             self._outage.failed(reason)
-            return StoreUnavailable(f"{op}: {reason}")
+            return StoreUnavailableError(f"{op}: {reason}")
         if code == _TRANSFER:
-            return StoreUnavailable(f"{op}: a host of {self._where} could not be reached ({code})")
-        return StoreUnavailable(f"{op}: {self._where} refused with code {code}")
+            return StoreUnavailableError(f"{op}: a host of {self._where} could not be reached ({code})")
+        return StoreUnavailableError(f"{op}: {self._where} refused with code {code}")
 
 
 @contextlib.contextmanager

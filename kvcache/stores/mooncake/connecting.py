@@ -8,7 +8,7 @@ import os
 import socket
 from typing import Any
 
-from kvcache.stores.errors import StoreUnavailable
+from kvcache.stores.errors import StoreUnavailableError
 from kvcache.stores.mooncake.options import MooncakeOptions
 
 __all__ = ["LIMITS", "connect", "knock", "load", "replicated", "set_limits", "version"]
@@ -28,14 +28,14 @@ _SCRATCH = 1 << 20
 
 
 def load() -> Any:
-    """The module ``mooncake.store``. StoreUnavailable, with the reason, where it does not load."""
+    """The module ``mooncake.store``. StoreUnavailableError, with the reason, where it does not load."""
     os.environ.setdefault(
         "MC_LOG_LEVEL", "WARNING"
     )  # it writes to standard error, and reads this when loaded
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:  # a missing shared library is one too
-        raise StoreUnavailable(
+        raise StoreUnavailableError(
             f"MooncakeStore: the package mooncake-transfer-engine does not load ({error}); "
             "pip install 'ml-kvcache[mooncake]', and the system's libibverbs1, libnuma1 and libcurl4"
         ) from error
@@ -66,10 +66,10 @@ def knock(settings: MooncakeOptions) -> str | None:
 
 
 def connect(settings: MooncakeOptions) -> Any:
-    """A client that is set up. StoreUnavailable where the master is not there or refuses."""
+    """A client that is set up. StoreUnavailableError where the master is not there or refuses."""
     module = load()
     if reason := knock(settings):
-        raise StoreUnavailable(f"MooncakeStore: {reason}")
+        raise StoreUnavailableError(f"MooncakeStore: {reason}")
     set_limits(settings.timeout)
     native = module.MooncakeDistributedStore()
     code = native.setup(
@@ -82,7 +82,7 @@ def connect(settings: MooncakeOptions) -> Any:
         settings.master,
     )
     if code:
-        raise StoreUnavailable(f"MooncakeStore: setting up for {settings.url} failed with code {code}")
+        raise StoreUnavailableError(f"MooncakeStore: setting up for {settings.url} failed with code {code}")
     return native
 
 
@@ -101,4 +101,4 @@ def _own_address(settings: MooncakeOptions) -> str:
             probe.connect(where)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise StoreUnavailable(f"MooncakeStore: {settings.url}: {error}; give address=") from error
+        raise StoreUnavailableError(f"MooncakeStore: {settings.url}: {error}; give address=") from error

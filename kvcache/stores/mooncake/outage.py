@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvcache.stores.errors import StoreUnavailable
+from kvcache.stores.errors import StoreUnavailableError
 
 __all__ = ["Outage"]
 
@@ -28,13 +28,13 @@ class Outage:
         self._until = 0.0
 
     def admit(self, op: str) -> bool:
-        """Whether this call is the one that tries again. StoreUnavailable where it is not time yet."""
+        """Whether this call is the one that tries again. StoreUnavailableError where it is not time yet."""
         with self._lock:
             if self._reason is None:
                 return False
             left = self._until - self._clock()
             if left > 0:
-                raise StoreUnavailable(f"{op}: {self._reason}; next attempt in {left:.1f} s")
+                raise StoreUnavailableError(f"{op}: {self._reason}; next attempt in {left:.1f} s")
             self._until = self._clock() + self._wait
             return True
 

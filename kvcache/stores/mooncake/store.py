@@ -16,7 +16,7 @@ from typing import Any
 
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
 from kvcache.stores.digests import XXH3, Digests
-from kvcache.stores.errors import SnapshotCorrupt, StoreUnavailable
+from kvcache.stores.errors import SnapshotCorruptError, StoreUnavailableError
 from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.connecting import connect, knock, replicated
 from kvcache.stores.mooncake.frame import HEADER, Digest
@@ -40,11 +40,11 @@ class MooncakeStore(RemoteStore):
     The budget is the pool's: the master evicts what was not asked for longest once the hosts' segments are
     nearly full. Any question renews an entry's lease, ``stat`` too. An entry lies in the memory of one host
     and goes with it: that is a miss. Opening contacts nobody; while the master does not answer calls raise
-    StoreUnavailable, at once and without asking for a second and then ever longer, up to half a minute.
+    StoreUnavailableError, at once and without asking for a second and then ever longer, up to half a minute.
     After a fork, open the store anew in the child.
 
     Raises StoreValueError for a URL or an option that makes no sense, TypeError for one that does not
-    exist, StoreUnavailable where a package is missing.
+    exist, StoreUnavailableError where a package is missing.
     """
 
     def __init__(self, url: str | None = None, *, client: Any = None, **options: Any) -> None:
@@ -97,7 +97,7 @@ class MooncakeStore(RemoteStore):
                 if sound is not False:
                     return sound is True
             self._drop(client, name)
-            raise SnapshotCorrupt(f"get_into: {key} in {self.url}: its digest does not match; it was dropped")
+            raise SnapshotCorruptError(f"get_into: {key} in {self.url}: wrong digest; it was dropped")
 
     def prefix(self, keys: Sequence[str]) -> int:
         names = [self._name(check_key(key)) for key in keys]
@@ -138,11 +138,11 @@ class MooncakeStore(RemoteStore):
     @contextlib.contextmanager
     def _call(self, op: str) -> Iterator[tuple[Client, Staging]]:
         if os.getpid() != self._process:
-            raise StoreUnavailable(f"{op}: this store was opened before a fork; open it again in the child")
+            raise StoreUnavailableError(f"{op}: opened before a fork; open it again in the child")
         with self._in_flight.running(op):
             if self._outage.admit(op) and self._given is None and (reason := knock(self._settings)):
                 self._outage.failed(reason)
-                raise StoreUnavailable(f"{op}: {reason}")
+                raise StoreUnavailableError(f"{op}: {reason}")
             yield self._linked()
 
     def _linked(self) -> tuple[Client, Staging]:
@@ -150,7 +150,7 @@ class MooncakeStore(RemoteStore):
             if self._link is None:
                 try:
                     native = self._given if self._given is not None else connect(self._settings)
-                except StoreUnavailable as error:
+                except StoreUnavailableError as error:
                     self._outage.failed(str(error))
                     raise
                 client = Client(native, self.url, self._outage, replicated(self._settings))

@@ -13,7 +13,7 @@ from valkey.exceptions import ConnectionError as LostError
 from valkey.exceptions import OutOfMemoryError, ResponseError, ValkeyError
 from valkey.exceptions import TimeoutError as LateError
 
-from kvcache.stores.errors import StoreError, StoreFull, StoreUnavailable
+from kvcache.stores.errors import StoreError, StoreFullError, StoreUnavailableError
 from kvcache.stores.valkey.options import ValkeyOptions
 from kvcache.stores.valkey.replies import SHARE, Deadline, Replies, Shape, array, status
 
@@ -244,5 +244,5 @@ class Link:
                 f"; timeout={limit:g}: a call has {limit:g} s, and again for each {SHARE >> 20} MiB it moves"
             )
         if isinstance(error, OutOfMemoryError):
-            return StoreFull(f"{op}: {self._settings.url}: {text}")
-        return StoreUnavailable(f"{op}: {self._settings.url}: {text}")
+            return StoreFullError(f"{op}: {self._settings.url}: {text}")
+        return StoreUnavailableError(f"{op}: {self._settings.url}: {text}")

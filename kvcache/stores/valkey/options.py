@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvcache.stores.digests import XXH3, check_digest
-from kvcache.stores.errors import StoreUnavailable, StoreValueError
+from kvcache.stores.errors import StoreUnavailableError, StoreValueError
 from kvcache.stores.options import check_options, read_prefix, read_truth, without_secrets
 
 __all__ = ["SCHEMES", "ValkeyOptions"]
@@ -53,7 +53,7 @@ class ValkeyOptions:
         """From a URL without a query, and options, which may be text.
 
         Raises StoreValueError for what makes no sense, TypeError for an option that does not exist,
-        StoreUnavailable where a ``password_file`` cannot be read.
+        StoreUnavailableError where a ``password_file`` cannot be read.
         """
         found: dict[str, Any] = {} if url is None else _parsed(url)
         check_options("ValkeyStore", options, _READ)
@@ -151,7 +151,7 @@ def _from_file(owner: str, name: str, value: Any) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise StoreUnavailable(f"{owner}: {name} {path}: {error}") from error
+        raise StoreUnavailableError(f"{owner}: {name} {path}: {error}") from error
     return _text(owner, f"password in {path}", text.rstrip("\r\n"))
 
 

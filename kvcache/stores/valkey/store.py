@@ -19,7 +19,7 @@ from valkey.exceptions import InvalidResponse, ResponseError
 
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
 from kvcache.stores.digests import Digests
-from kvcache.stores.errors import SnapshotCorrupt, StoreFull
+from kvcache.stores.errors import SnapshotCorruptError, StoreFullError
 from kvcache.stores.protocol import Stat, Usage, check_key, check_keys, is_key
 from kvcache.stores.remote import RemoteStore
 from kvcache.stores.valkey.entries import SLACK, Entries, Found
@@ -49,13 +49,13 @@ class ValkeyStore(RemoteStore):
     ``connect_timeout``, ``timeout``, ``tls_ca``, ``tls_cert``, ``tls_key``, ``tls_verify``.
 
     The budget is the server's own (``maxmemory`` and its policy): an entry of which the server has evicted
-    a chunk is a miss. A put that the server has no room for raises StoreFull. Opening contacts nobody;
-    a server that is not reached within the time limits is a StoreUnavailable of that call, and the next
+    a chunk is a miss. A put that the server has no room for raises StoreFullError. Opening contacts nobody;
+    a server that is not reached within the time limits is a StoreUnavailableError of that call, and the next
     call tries again. After a fork the child goes on with connections of its own; fork while no other
     thread is in a call.
 
     Raises StoreValueError for a URL or an option that makes no sense, TypeError for one that does not
-    exist, StoreUnavailable where a package is missing.
+    exist, StoreUnavailableError where a package is missing.
     """
 
     def __init__(self, url: str = "valkey://localhost:6379/0", **options: Any) -> None:
@@ -85,7 +85,7 @@ class ValkeyStore(RemoteStore):
                 self._entries.discard(wire, manifest)
             elif there < manifest.count:
                 self._entries.remove(wire, key, manifest.encoded(), manifest)
-                raise StoreFull(_no_room(self.url, manifest, there))
+                raise StoreFullError(_no_room(self.url, manifest, there))
             return published
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
@@ -138,7 +138,7 @@ class ValkeyStore(RemoteStore):
             return Usage(len(sizes), sum(sizes), budget, self._evicted, self._dropped)
 
     def ping(self) -> None:
-        """Ask whether the server is there and lets us in; StoreUnavailable says what is wrong."""
+        """Ask whether the server is there and lets us in; StoreUnavailableError says what is wrong."""
         with self._wire("ping") as wire:
             wire.ask(Command(["PING"], status))
 
@@ -200,11 +200,11 @@ class ValkeyStore(RemoteStore):
             raise self._corrupt(wire, key, Broken(raw, manifest, f"its digest is not {manifest.digest}"))
         return now
 
-    def _corrupt(self, wire: Wire, key: str, found: Broken) -> SnapshotCorrupt:
+    def _corrupt(self, wire: Wire, key: str, found: Broken) -> SnapshotCorruptError:
         self._entries.remove(wire, key, found.raw, found.manifest)
         with self._lock:
             self._dropped += 1
-        return SnapshotCorrupt(f"get_into: {key} in {self.url}: {found.reason}; it was dropped")
+        return SnapshotCorruptError(f"get_into: {key} in {self.url}: {found.reason}; it was dropped")
 
     def _remove(self, wire: Wire, key: str, found: Broken) -> None:
         self._entries.remove(wire, key, found.raw, found.manifest)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvcache.stores import MemoryStore, SnapshotStore, StoreUnavailable
+from kvcache.stores import MemoryStore, SnapshotStore, StoreUnavailableError
 from kvcache.testing.rigs.protocol import InjectedError, Plan
 
 THREAD = "kvcache-offload"
@@ -31,7 +31,7 @@ class FlakyStore(MemoryStore):
         super().__init__(budget)
         self.failing: frozenset[str] = frozenset()
         self.every = self.calls = 0
-        self.error: type[Exception] = StoreUnavailable
+        self.error: type[Exception] = StoreUnavailableError
 
     put, stat, get_into, prefix, delete = map(_failing, CALLS)
 
@@ -70,7 +70,7 @@ class GatedStore(PlainStore):
         self.gate, self.entered = threading.Event(), threading.Event()
         self.gate.set()
         self.broken: Callable[[str], bool] = lambda key: False
-        self.error: Exception = StoreUnavailable("told to fail")
+        self.error: Exception = StoreUnavailableError("told to fail")
         self.look: Callable[[], object] = int
         self.read: list[str] = []
         self.threads: list[str] = []
