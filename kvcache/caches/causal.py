@@ -51,11 +51,12 @@ from kvcache.caches.base import BoundCache
 from kvcache.caches.editing import EditsTokens
 from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
 from kvcache.caches.sequences import SequenceEditor, drop_middle, lost_error
+from kvcache.caches.undo_log import UndoLog
 from kvcache.snapshots.attention import AttentionSnapshots, Window
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_storage import CellStorage, exact_slots
-from kvcache.storage.cell_table import CellTable, SavedRow
+from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.sizes import bytes_text
 from ml import nn
@@ -87,9 +88,7 @@ class CausalCache(
         self._fixed: dict[tuple[int, ...], FixedPass] = {}
         self._reads: Reads | None = None
         self._uploads: Uploads | None = None
-        self._undo: dict[int, SavedRow] = {}
-        self._evicted: tuple[np.ndarray, np.ndarray] | None = None
-        """Cells that the last pass evicted, and the numbers (``CellTable.taken``) of what lay there."""
+        self._undo: UndoLog | None = None
 
     # Setting up and closing.
 
@@ -212,7 +211,7 @@ class CausalCache(
             return
         self._check_groups(groups, lower, read_only)
         if read_only:
-            self._undo, stamp = {}, 0 if before is None else before.stamp
+            self._undo, stamp = None, 0 if before is None else before.stamp
             self._join_arrivals(groups)
             forward = ForwardPass(table, config, lower, count, groups, None, layers, stamp=stamp)
         else:
@@ -269,8 +268,7 @@ class CausalCache(
             cells = np.concatenate([self._table.rows[group.seq].cells for group in groups])
             self._table.join_arrivals(cells)
         except BaseException:
-            saved, self._undo = self._undo, {}
-            self._restore(saved)
+            self._take_back()
             raise
 
     def upload_with(self, uploads: Uploads | None) -> None:
@@ -289,8 +287,7 @@ class CausalCache(
         try:
             forward.fill(ctx)
         except BaseException:
-            saved, self._undo = self._undo, {}
-            self._restore(saved)
+            self._take_back()
             if self._pass is not None and not forward.read_only:
                 self._pass.resume()
             raise
@@ -311,33 +308,17 @@ class CausalCache(
 
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
         """Evict what windows no longer see, so that ``tokens`` cells are free; everything or nothing."""
-        table = self._table
-        evictions = self._evictions(groups)
-        # Where not the head goes the row's own buffers may be written: a copy is safe from that.
-        saved = {seq: table.rows[seq].save_copy() for seq, begin, _ in evictions if begin}
-        for seq in (*(seq for seq, _, _ in evictions), *(group.seq for group in groups)):
-            saved.setdefault(seq, table.save_row(seq))
-        gone = {
-            seq: (table.rows[seq].index(begin) if begin else 0, table.rows[seq].index(end))
-            for seq, begin, end in evictions
-        }
-        self._evicted = None
-        if gone:
-            cells = np.concatenate([table.rows[seq].cells[slice(*span)] for seq, span in gone.items()])
-            self._evicted = cells, table.taken[cells]
-            table.drop_heads({seq: stop for seq, (first, stop) in gone.items() if not first})
-        for seq, (first, stop) in gone.items():
-            if first:
-                table.drop(seq, first, stop)
+        undo = UndoLog(self._table)
+        undo.evict(self._evictions(groups), (group.seq for group in groups))
         try:
-            if tokens > table.free:
+            if tokens > self._table.free:
                 self.snapshots.reclaim(tokens)
-                if tokens > table.free:
+                if tokens > self._table.free:
                     raise self._full(tokens)
         except BaseException:
-            self._restore(saved)
+            undo.restore()
             raise
-        self._undo = saved
+        self._undo = undo
 
     def _full(self, tokens: int) -> CacheFullError:
         return CacheFullError(tokens, self._table.unowned, self._table.held())
@@ -354,8 +335,7 @@ class CausalCache(
         The pass ends, or goes on with ``resume``: what ``pass_under_way`` gave before that start.
         """
         self._bound("undo_forward")
-        saved, self._undo = self._undo, {}
-        self._restore(saved)
+        saved = self._take_back()
         if saved and self._table.exact is not None:
             self._table.exact.undo()
         for seq in saved:
@@ -365,13 +345,13 @@ class CausalCache(
         if self._pass is not None:
             self._pass.resume()
 
-    def _restore(self, saved: dict[int, SavedRow]) -> None:
-        for seq, row in saved.items():
-            self._table.restore_row(seq, row)
-        if saved and self._evicted is not None:
-            cells, numbers = self._evicted
-            self._table.taken[cells] = numbers
-            self._evicted = None
+    def _take_back(self) -> Iterable[int]:
+        """Undo what the last pass changed when it began; the sequences that this was about."""
+        undo, self._undo = self._undo, None
+        if undo is None:
+            return ()
+        undo.restore()
+        return undo.rows
 
     def _changed(self) -> None:
         """Sequences changed: the pass under way ends, and cannot be undone any more."""
@@ -383,7 +363,7 @@ class CausalCache(
         if self._pass is not None:
             self._reads = self._pass.reads()
         self._pass = None
-        self._undo = {}
+        self._undo = None
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         """Let the batch's tokens at the indices ``except_`` also see the tokens after them.
