@@ -15,7 +15,16 @@ import numpy as np
 
 from ml.strided import Shape, contiguous_strides, regular_region
 
-__all__ = ["Region", "RowRegion", "element_offsets", "is_contiguous", "region_of", "row_region_of", "runs_of"]
+__all__ = [
+    "Region",
+    "RowRegion",
+    "element_offsets",
+    "is_contiguous",
+    "may_overlap",
+    "region_of",
+    "row_region_of",
+    "runs_of",
+]
 
 
 class Region(NamedTuple):
@@ -44,6 +53,17 @@ class RowRegion(NamedTuple):
     first: int
     step: int
     sources: Shape
+
+
+@lru_cache(maxsize=4096)
+def may_overlap(shape: Shape, strides: Shape) -> bool:
+    """Whether steps along the axes reach one another, repeated elements (stride 0) aside."""
+    reach = 0
+    for stride, size in sorted((s, n) for n, s in zip(shape, strides, strict=True) if n > 1 and s):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 @lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ from typing import Any, Self
 import mlx.core as mx
 import numpy as np
 
-from backends.mlx.regions import Region, is_contiguous, region_of
+from backends.mlx.regions import Region, is_contiguous, may_overlap, region_of
 from backends.mlx.work import MlxWork
 from ml.base import BaseBackend, Storage
 from ml.errors import ClosedError, DeviceError
@@ -94,7 +94,9 @@ class MlxStorage(Storage):
             self._settle_layout()
         if math.prod(shape) > SIZE_LIMIT:  # of a repeating view; MLX would end the process
             raise DeviceError(f"read: {shape} shows {math.prod(shape)} elements; MLX counts {SIZE_LIMIT}")
-        return mx.as_strided(self.array, shape, strides, offset, stream=stream)
+        found = mx.as_strided(self.array, shape, strides, offset, stream=stream)
+        # MLX's reductions take axes of stride 1 for a row of their own, and write past their result.
+        return mx.contiguous(found, stream=stream) if may_overlap(shape, strides) else found
 
     def put_block(self, region: Region, value: Any) -> None:
         """``self[region] = value``. ``value`` has the region's sizes, and is no alias of this buffer."""

@@ -16,7 +16,7 @@ from ml.dtypes import DType
 from ml.nn import BatchSampler, Draws, sample_on_host
 from ml.protocols import Context, Tensor
 from ml.testing.harness import BackendCase, assert_close, assert_same, each, evaluate, needs
-from ml.testing.samples import DTYPES, FLOATS, INTEGERS, LAYOUTS, counting, exact, normal
+from ml.testing.samples import DTYPES, FLOATS, INTEGERS, LAYOUTS, counting, exact, normal, positions
 
 __all__ = ["ComputeTests"]
 
@@ -133,6 +133,7 @@ def _computed() -> Iterator[tuple[str, Computed]]:
 SHUFFLED = np.random.default_rng(18).permutation(60).reshape(3, 20)
 PARTIAL = np.stack([np.tile([30000.0, -30000.0], 4096), np.repeat([-30000.0, 30000.0], 4096)])
 WIDE = np.zeros((2, 5000), int)
+FRAMES = positions(0, (2, 7, 5), (3, 4, 1))
 WIDE[0, [700, 3000, 4999]] = 1
 NUMBERS = (*FLOATS, *INTEGERS)
 LIMITS = {DType.F32: (2.0**-23, 3.4e38), DType.F16: (2.0**-10, 65504.0), DType.BF16: (2.0**-7, 3.38e38)}
@@ -177,6 +178,10 @@ EXACT: list[tuple[Sequence[DType], str, Any, DType | None]] = [
     # A matrix that all products share.
     (FLOATS, "t(range(20)).view(ctx, 0, (3, 4, 5), (0, 5, 1)).matmul(ctx, t(np.ones((3, 5, 1))))",
      "np.tile([[10], [35], [60], [85]], (3, 1, 1))", None),
+    # Frames that overlap.
+    *[(FLOATS, f"t(range(33)).view(ctx, 0, FRAMES.shape, (3, 4, 1)).{op}(ctx, {axis})",
+        f"FRAMES.{op}({axis})", result)
+      for op, result in (("sum", None), ("max", None), ("argmax", I32)) for axis in (0, 1, 2)],
     # Accumulated in F32 or better: ones summed in F16 stop at 2048, in BF16 at 256.
     (NARROW, "ctx.full((2, 8192), 1, D).matmul(ctx, ctx.full((8192, 3), 1, D))", np.full((2, 3), 8192), None),
     (NARROW, "ctx.full((2, 8192), 1, D).matmul(ctx, ctx.full((8192,), 1, D))", [8192, 8192], None),
@@ -259,7 +264,7 @@ class ComputeTests(BackendCase):
         many, cube = counting((3, 50), dtype, start=60), counting((3, 4, 5), dtype, start=97)
         ulp, largest = LIMITS.get(dtype, (0, 0))
         values = {"many": many, "cube": cube if dtype in (DType.U8, BOOL) else -cube,
-                  "exact": exact, "SHUFFLED": SHUFFLED, "WIDE": WIDE, "PARTIAL": PARTIAL,
+                  "exact": exact, "SHUFFLED": SHUFFLED, "WIDE": WIDE, "FRAMES": FRAMES, "PARTIAL": PARTIAL,
                   "ulp": ulp, "largest": largest}  # fmt: skip
 
         def t(host: Any) -> Tensor:
