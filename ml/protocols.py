@@ -259,7 +259,7 @@ class Backend(Protocol):
         """Per device: bytes allocated by this backend, free and total where known."""
 
     def close(self) -> None:
-        """Release what the backend holds; any later use raises ClosedError."""
+        """Release what the backend holds; later operations raise ClosedError. ``native`` may still be had."""
 
     def __enter__(self) -> Self: ...
     def __exit__(

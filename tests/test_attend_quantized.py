@@ -37,13 +37,15 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield backend
 
 
-def caches(backend: ml.Backend, codec: ml.DType, window: int | None, **config: int) -> list[CausalCache]:
+def caches(
+    backend: ml.Backend, codec: ml.DType | str, window: int | None, **config: int
+) -> list[CausalCache]:
     """One that stores codes, and one of F32 that is given what the first reads back."""
     made = []
     for dtype in (codec, ml.DType.F32):
         cache = CausalCache() if window is None else SlidingWindowCache(window)
         cache.init(backend, dtype, 4, 160, 160)
-        if dtype is codec:
+        if dtype is codec:  # the first
             cache.set_config(ml.CacheConfig(layout=backend_layout(backend), call_bytes=1, **config))
         made.append(cache)
     return made
@@ -57,14 +59,15 @@ class Pair:
     """The two caches, given the same."""
 
     def __init__(
-        self, backend: ml.Backend, codec: ml.DType, window: int | None = None, **config: int
-    ) -> None:
+        self, backend: ml.Backend, codec: ml.DType | str, window: int | None = None,
+        activations: ml.DType = ml.DType.F32, **config: int,
+    ) -> None:  # fmt: skip
         self.codes, self.plain = caches(backend, codec, window, **config)
         self.ctx, self.rng = backend.new_context(), np.random.default_rng(3)
-        self.codec = codec
+        self.activations = activations
 
     def normal(self, *shape: int) -> ml.Tensor:
-        return self.ctx.from_numpy(self.rng.standard_normal(shape).astype(np.float32))
+        return self.ctx.from_numpy(self.rng.standard_normal(shape).astype(np.float32), self.activations)
 
     def step(self, lengths: dict[int, int]) -> float:
         """Extend sequences in one batch; how far the two attend apart."""
@@ -101,6 +104,16 @@ def test_blocks_come_to_attention_over_all_that_is_read_back(
         cache.copy_prefix(0, 3, 130 if window is None else cache.offset(0))
     assert pair.step({3: 3, 0: 1, 2: 20}) < 1e-5
     assert pair.step({3: 1, 0: 1, 1: 1}) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch", "mlx"], indirect=True)
+@pytest.mark.parametrize("codec", ["F8_E4M3", "AFFINE8_32", "Q8_0"])
+@pytest.mark.parametrize("activations", [ml.DType.F16, ml.DType.BF16], ids=lambda dtype: dtype.name)
+def test_queries_in_narrow_floats_may_see_nothing_of_a_block(
+    backend: ml.Backend, codec: str, activations: ml.DType
+) -> None:
+    pair = Pair(backend, codec, 15, activations, cache_padding=64)
+    assert pair.step({0: 100, 1: 3}) < 2e-2
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch", "mlx"], indirect=True)

@@ -223,3 +223,16 @@ def test_the_real_framework_is_not_shadowed(name: str) -> None:
     paths = [framework.__file__] if framework.__file__ else list(framework.__path__)
     assert not [path for path in paths if Path(path).is_relative_to(ROOT / "backends")]
     assert importlib.import_module(f"backends.{name}") is not framework
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_subclasses_of_ndarray_are_taken_for_their_memory() -> None:
+    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+        square = np.matrix([[1.0, 2.0], [3.0, 4.0]], np.float32)
+        tensor = ctx.from_native(square)
+        np.testing.assert_array_equal(tensor.mul(ctx, tensor).to_numpy(), [[1, 4], [9, 16]])
+        np.testing.assert_array_equal(tensor.sum(ctx, 1).to_numpy(), [3, 7])
+        square[0, 0] = 9
+        assert tensor.to_numpy()[0, 0] == 9
+        with pytest.raises(ml.DTypeError, match="masked array"):
+            ctx.from_native(np.ma.masked_equal(np.arange(3, dtype=np.float32), 1))

@@ -270,6 +270,9 @@ class NumpyContext(ArrayContext):
     def _from_native(self, array: Any) -> NumpyTensor:
         if not isinstance(array, np.ndarray):
             raise DTypeError(f"from_native: {type(array).__name__} is not a numpy.ndarray; use from_numpy")
+        if isinstance(array, np.ma.MaskedArray):
+            raise DTypeError("from_native: a masked array, which has no masked elements here; fill it first")
+        array = array.view(np.ndarray)  # np.matrix and its like compute otherwise
         dtype = DType.from_numpy(array.dtype)
         strides = element_strides(array, dtype.itemsize)
         size = extent(array.shape, strides)

@@ -59,7 +59,7 @@ def _to_groups(x: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.nda
     codes = np.rint((groups - bias) / scale).clip(0, 2**bits - 1).astype(np.uint8)
     if bits == 4:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
-    words = codes.reshape(*x.shape[:-1], -1).view("<i4")
+    words = np.ascontiguousarray(codes.reshape(*x.shape[:-1], -1)).view("<i4")
     return words, scale[..., 0].astype(x.dtype), bias[..., 0].astype(x.dtype)
 
 

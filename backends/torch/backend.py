@@ -121,6 +121,8 @@ class TorchBackend(PlacedBackend):
         native = tensor.native
         if not native.is_cpu or native.requires_grad or overlaps_itself(tensor.shape, tensor.strides):
             return None
+        if native.is_neg():  # of a view that negates as it is read, NumPy cannot have the memory
+            return None
         host: np.ndarray = (native.view(torch.int16) if tensor.dtype is DType.BF16 else native).numpy()
         return host.view(tensor.dtype.numpy)
 

@@ -68,7 +68,7 @@ def _to_groups(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, to
     codes = (groups - bias).div_(scale).round_().clamp_(0, 2**bits - 1).to(torch.uint8).flatten(-2)
     if bits == 4:
         codes = codes[..., ::2] | (codes[..., 1::2] << 4)
-    return codes.view(torch.int32), scale.squeeze(-1).to(x.dtype), bias.squeeze(-1).to(x.dtype)
+    return codes.contiguous().view(torch.int32), scale.squeeze(-1).to(x.dtype), bias.squeeze(-1).to(x.dtype)
 
 
 def _from_groups(parts: Sequence[torch.Tensor], bits: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ __all__ = ["multiply_grouped"]
 KERNELS = (9, 10)
 """The compute capabilities, by their first number, that torch has a kernel for. On others, and for F16 and
 F32, it multiplies matrix by matrix, and waits for the device to know how many rows each has."""
-ALIGNED = 8
-"""BF16 elements in the 16 bytes that its rows begin at multiples of."""
+ALIGNED_BYTES = 16
+"""What the kernel's operands and their rows must begin at multiples of."""
 
 
 def multiply_grouped(
@@ -23,17 +23,32 @@ def multiply_grouped(
     a, b, g = x.native_on(ctx), weight.native_on(ctx), groups.native_on(ctx)
     if not hasattr(functional, "grouped_mm") or 0 in (*a.shape, *b.shape):
         return None
-    if not a.is_cpu and not _has_kernel(a, b):
+    if not a.is_cpu and not _has_kernel(a):
+        return None
+    a = a.contiguous()
+    if not (_aligned(a) and _aligned(b)):
         return None
     ends = torch.searchsorted(g, torch.arange(b.shape[0], dtype=g.dtype, device=g.device), right=True)
-    return TorchTensor.own(ctx, functional.grouped_mm(a.contiguous(), b, offs=ends.to(torch.int32)), x.dtype)
+    return TorchTensor.own(ctx, functional.grouped_mm(a, b, offs=ends.to(torch.int32)), x.dtype)
 
 
-def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _has_kernel(a: torch.Tensor) -> bool:
     return (
         a.is_cuda
         and torch.version.hip is None
         and a.dtype is torch.bfloat16
-        and not any(size % ALIGNED for size in b.shape[1:])
         and torch.cuda.get_device_capability(a.device)[0] in KERNELS
     )
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Whether the kernel takes the layout: rows or columns without gaps, each at an aligned address."""
+    outer, inner = x.stride()[-2:]
+    rows, columns = x.shape[-2:]
+    if inner == 1 and outer >= columns:
+        step = outer
+    elif outer == 1 and inner >= rows:
+        step = inner
+    else:
+        return False
+    return not (x.data_ptr() % ALIGNED_BYTES or step * x.element_size() % ALIGNED_BYTES)

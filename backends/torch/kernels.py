@@ -205,6 +205,8 @@ def _kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Bias, scale: float, with_lse: bool
 ) -> Pair:
     """q (batch, heads, rows, D), k and v (batch, heads, history, ...) -> attention, log-sum-exp."""
+    if scale <= 0:  # the kernels look for the largest score before they scale
+        q, scale = q * scale, 1.0
     if _fits(q, v):
         if q.is_cpu:
             return _on_cpu(q, k, v, bias, scale, with_lse)

@@ -35,6 +35,9 @@ def attend_partially(
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
         raise DTypeError(f"partial_attention: {q.dtype}, {k.dtype}, {v.dtype}; they are of one float dtype")
     bias = _bias(ctx, masks, q, v, history, mask)
+    if not q.numel():
+        none = q.new_zeros((batch, tokens, heads, v_dim)), q.new_zeros(q.shape[:3], dtype=torch.float32)
+        return home(ctx, none[0], query.dtype), home(ctx, none[1], DType.F32)
     rows = q.reshape(-1, heads, head_dim)
     out, lse = attend_grouped(rows, k.transpose(1, 2), v.transpose(1, 2), bias, scale)
     out, lse = out.reshape(batch, tokens, heads, v_dim), lse.reshape(batch, tokens, heads)

@@ -80,6 +80,7 @@ class TorchKVStore:
             and new_value.shape == (count, *self._value_shape)
             and not self._key_low <= new_key.data_ptr() < self._key_high
             and not self._value_low <= new_value.data_ptr() < self._value_high
+            and not self._key_low <= new_value.data_ptr() < self._key_high  # keys are written first
         )
 
     def write_rows(self, ctx: Any, rows: Any, key: Any, value: Any) -> bool:

@@ -20,8 +20,11 @@ LEAST = 32
 """Cells of a block."""
 PARTS = 16
 """Blocks whose results are merged in one go."""
-HIDDEN = -1e30
-"""In masks. Not -inf, since a query may see nothing of a block, which then weighs exp(HIDDEN), 0."""
+HIDDEN, HIDDEN_F16 = -1e30, -65504.0
+"""In masks. Not -inf, since a query may see nothing of a block, which then weighs exp(HIDDEN), 0.
+
+Backends convert masks to the query's dtype, and of F16 only the second is a number.
+"""
 
 
 def attend_quantized(
@@ -110,7 +113,8 @@ class _Blocks:
             listed = listed.contiguous(ctx).reshape(ctx, segments * (stop - start))
             key, value = self.buffers.gather_batch(ctx, listed, *shape)
         if mask is not None and not isinstance(mask, ml.CausalMask):
-            mask = mask.slice(ctx, 2, start, stop).cast(ctx, ml.DType.F32).clamp(ctx, HIDDEN, None)
+            hidden = HIDDEN_F16 if query.dtype is ml.DType.F16 else HIDDEN
+            mask = mask.slice(ctx, 2, start, stop).cast(ctx, ml.DType.F32).clamp(ctx, hidden, None)
         return nn.partial_attention(ctx, query, key, value, mask, self.scale)
 
 

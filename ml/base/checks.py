@@ -29,12 +29,16 @@ _BOUNDS: dict[DType, tuple[int, int]] = {
 
 
 def check_representable(op: str, name: str, value: float, dtype: DType, signed: bool = False) -> None:
+    try:
+        finite = math.isfinite(value)
+    except (TypeError, OverflowError) as error:
+        raise DTypeError(f"{op}: {name}={value!r:.40}; it must be a number in the range of F64") from error
     if dtype.is_float:
         return
     low, high = _BOUNDS[dtype]
     if signed:
         low = min(low, -high)
-    if not math.isfinite(value) or value != int(value) or not low <= value <= high:
+    if not finite or value != int(value) or not low <= value <= high:
         raise DTypeError(f"{op}: {name}={value} does not fit {dtype!r}, a whole number in [{low}, {high}]")
 
 

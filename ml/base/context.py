@@ -65,8 +65,12 @@ class BaseContext(ABC):
     def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
         """``start + i * step`` for i in ``range(count)``, each by itself, not summed up, and rounded once."""
         exact = np.dtype(np.float64 if dtype.is_float else np.int64)
-        values = np.arange(count, dtype=exact) * np.asarray(step, exact) + np.asarray(start, exact)
-        return self._from_array(values.astype(dtype.numpy), dtype)
+        try:
+            values = np.arange(count, dtype=exact) * np.asarray(step, exact) + np.asarray(start, exact)
+            values = values.astype(dtype.numpy)
+        except (MemoryError, ValueError) as error:
+            raise DeviceError(f"arange: {count} elements of {dtype!r} on the host: {error}") from error
+        return self._from_array(values, dtype)
 
     def _from_native(self, array: Any) -> BaseTensor:
         """A tensor over a framework's own array without a copy, its Storage made with ``owned=False``.
@@ -123,6 +127,7 @@ class BaseContext(ABC):
         if step == 0:
             raise ShapeError("arange: step 0; a step must not be zero")
         for name, value in (("start", start), ("stop", stop), ("step", step)):
+            check_representable("arange", name, value, DType.F32)
             if not math.isfinite(value):
                 raise ShapeError(f"arange: {name}={value}; it must be finite")
         check_representable("arange", "start", start, dtype)

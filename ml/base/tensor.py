@@ -104,7 +104,7 @@ class BaseTensor(ABC):
     def to_numpy(self) -> np.ndarray:
         """A copy on the host, in C order, of what the storage holds now: pending work is done first.
 
-        It calls ``self.backend.check("to_numpy")``, which refuses after ``close``, and so does ``native``.
+        It calls ``self.backend.check("to_numpy")``, which refuses after ``close``.
         """
 
     # What a backend fills in: compute.
@@ -323,8 +323,7 @@ class BaseTensor(ABC):
     def scale(self, ctx: Any, x: float) -> Self:
         ctx.check("scale", self)
         self._need_number("scale")
-        if not self.dtype.is_float:
-            check_representable("scale", "x", x, self.dtype)
+        check_representable("scale", "x", x, self.dtype)
         return self._scale(ctx, x)
 
     def neg(self, ctx: Any) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ml.dtypes import DType
+from ml.errors import ShapeError
 from ml.protocols import Context, Tensor
 
 __all__ = ["l2_norm", "layer_norm", "rms_norm"]
@@ -29,7 +30,9 @@ def layer_norm(ctx: Context, x: Tensor, weight: Tensor | None, bias: Tensor | No
 
 def l2_norm(ctx: Context, x: Tensor, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(sum(x**2) + eps)`` over the last axis: a scaled RMSNorm."""
-    size = x.shape[-1]
+    size = x.shape[-1] if x.shape else 0
+    if not size:
+        raise ShapeError(f"l2_norm: {x.shape}; the last axis must have at least one element")
     return x.rms_norm(ctx, None, eps / size).scale(ctx, size**-0.5)
 
 

@@ -7,15 +7,18 @@ import math
 from ml.dtypes import DType
 from ml.errors import ShapeError
 from ml.protocols import Context, Tensor
+from ml.strided import normalize_axis
 
 __all__ = ["causal_conv1d", "cumsum", "pad"]
 
 
 def cumsum(ctx: Context, x: Tensor) -> Tensor:
-    """Running sums along the last axis, of x's shape: F32.
+    """Running sums along the last axis, of x's shape: F32. Of finite numbers: others reach all of a row.
 
     In blocks of about the square root of the axis, so that what is small is not lost in what is large.
     """
+    if not x.shape:
+        raise ShapeError("cumsum: a tensor without axes; it must have at least one")
     *leading, count = x.shape
     rows = math.prod(leading)
     wide = x if x.dtype is DType.F32 else x.cast(ctx, DType.F32)
@@ -41,8 +44,9 @@ def cumsum(ctx: Context, x: Tensor) -> Tensor:
 def pad(ctx: Context, x: Tensor, axis: int, before: int = 0, after: int = 0, value: float = 0.0) -> Tensor:
     """x with ``before`` and ``after`` elements of ``value`` more along an axis; x itself where both are 0.
 
-    Raises ShapeError for a negative count.
+    Raises ShapeError for a negative count, and an axis that x does not have.
     """
+    axis = normalize_axis("pad", axis, len(x.shape))
     if before < 0 or after < 0:
         raise ShapeError(f"pad: {before} before and {after} after; they must be at least 0")
     for count, first in ((before, True), (after, False)):

@@ -123,6 +123,12 @@ class AttentionTests(BackendCase):
         assert_attention(attend(q, k, v, mask, 0.3), expected, dtype)
         assert_attention(attend(q, k, v, CAUSAL, 0.3), expected, dtype)
 
+    @each(dtype=FLOATS, scale=(0.0, -0.5))
+    def test_the_scale_may_be_zero_or_negative(self, attend: Attend, dtype: DType, scale: float) -> None:
+        (q,), (k,), (v,) = self._batches(1, 5, 4, 5, 2, dtype)
+        expected = reference(q, k, v, causal_matrix(5, 5), scale)
+        assert_attention(attend(q, k, v, CAUSAL, scale), expected, dtype)
+
     @each(dtype=FLOATS, mask_dtype=FLOATS)
     def test_the_mask_may_have_any_float_dtype_and_padded_rows(
         self, attend: Attend, dtype: DType, mask_dtype: DType
@@ -234,6 +240,11 @@ class AttentionTests(BackendCase):
             assert_part(partial(q, k, v, None, 0.3), q, k, v, None, 0.3, dtype)
             assert_part(partial(q, k, v, CAUSAL, 0.3), q, k, v, causal, 0.3, dtype)
             assert_part(partial(q, k, v, causal[None], 0.3), q, k, v, causal, 0.3, dtype)
+
+    @each(sizes=[(1, 0), (0, 2), (0, 0)])
+    def test_no_queries_give_empty_parts(self, partial: Partial, sizes: tuple[int, int]) -> None:
+        q, k, v = self._batches(sizes[0], sizes[1], 4, 9, 2, DType.F32)
+        assert [part.shape for part in partial(q, k, v, None, 0.3)] == [(*sizes, 4, 8), (*sizes, 4)]
 
     @each(dtype=FLOATS, mask_dtype=FLOATS)
     def test_each_batch_has_a_mask_of_any_float_dtype_and_padded_rows(

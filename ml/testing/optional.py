@@ -82,13 +82,19 @@ class CapabilityTests(BackendCase):
     ) -> None:
         """By the kernel of a backend with SupportsGroupedMatmul, and by the generic body."""
         groups = np.repeat(np.arange(4, dtype=np.int32), counts)
-        x, weight = normal((len(groups), 16), dtype, 3), normal((4, 24, 16), dtype, 4)
-        strided = ctx.from_numpy(weight).permute(ctx, 0, 2, 1)
-        expected = np.einsum("ri,roi->ro", exact(x), exact(weight)[groups])
-        for matrices in (strided, strided.contiguous(ctx)):
-            for product in (grouped_matmul, generic_grouped_matmul):
-                found = product(ctx, ctx.from_numpy(x), matrices, Groups(ctx.from_numpy(groups)))
-                assert_close(found, expected, dtype, slack=8)
+        for inner, outer in ((16, 24), (6, 7)):
+            x, weight = normal((len(groups), inner), dtype, 3), normal((4, outer, inner), dtype, 4)
+            turned = ctx.from_numpy(weight).permute(ctx, 0, 2, 1)
+            part = turned.concat(ctx, turned, 2).slice(ctx, 2, 3, outer + 3)  # begins anywhere
+            expected = np.einsum("ri,roi->ro", exact(x), exact(weight)[groups])
+            for matrices, right in (
+                (turned, expected),
+                (turned.contiguous(ctx), expected),
+                (part, np.roll(expected, -3, 1)),
+            ):
+                for product in (grouped_matmul, generic_grouped_matmul):
+                    found = product(ctx, ctx.from_numpy(x), matrices, Groups(ctx.from_numpy(groups)))
+                    assert_close(found, right, dtype, slack=8)
 
     # Arrays in host memory.
 

@@ -133,3 +133,8 @@ class KVStoreTests(BackendCase):
         store = store_of(backend, key, value)
         elsewhere = ctx.zeros((2, HEADS, V_DIM), DType.F32)
         assert not store.write(ctx, 0, 2, key.slice(ctx, 0, 1, 3), elsewhere)
+        keys, values = ctx.zeros((ROWS, HEADS, DIM), DType.F32), ctx.zeros((ROWS, HEADS, DIM), DType.F32)
+        store = store_of(backend, keys, values)
+        new = ctx.full((2, HEADS, DIM), 1, DType.F32)
+        if store.write(ctx, 0, 2, new, keys.slice(ctx, 0, 0, 2)):  # read before it is written
+            assert not values.to_numpy().any()
