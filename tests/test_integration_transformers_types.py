@@ -23,6 +23,21 @@ from kvcache.stores import MemoryStore
 from . import hf_models as hf
 
 
+@pytest.mark.parametrize("order", [[1, 0, 2], [1, 1, 0, 0]])
+def test_rows_in_another_order_go_on_from_their_states_while_a_snapshot_holds_them(order: list[int]) -> None:
+    """A layer fetches its states before it tells how many tokens the pass has."""
+    made, ids, new = hf.model("qwen3-next"), hf.tokens(3, 5), hf.tokens(len(order), 4)
+    cache = HFCache(made.config, capacity=32, max_sequences=8)
+    with torch.no_grad():
+        made(ids, past_key_values=cache)
+        snapshot = cache.snapshot()
+        cache.batch_select_indices(order)
+        found = made(new, past_key_values=cache).logits
+        expected = made(torch.cat((ids[order], new), 1), use_cache=False).logits[:, -4:]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert snapshot
+
+
 @pytest.mark.parametrize("way", ["HFCache", "HFStaticCache", "install"])
 def test_a_decoder_deeper_than_the_default_of_its_class(way: str) -> None:
     made = hf.model("whisper", decoder_layers=6, encoder_layers=1)

@@ -176,18 +176,23 @@ class Arrangement:
 
 
 def arrange(
-    rows: Sequence[StateRow], sequences: Sequence[int], held: Collection[int] = frozenset()
+    rows: Sequence[StateRow],
+    sequences: Sequence[int],
+    held: Collection[int] = frozenset(),
+    start: int | None = None,
 ) -> Arrangement:
     """Give ``sequences`` slots of their own, side by side in this order, moving as little as it can.
 
-    Slots that are ``held`` by snapshots are written where no others will do.
+    Slots that are ``held`` by snapshots are written where no others will do. ``start``: the first slot, None
+    for the best.
     """
     count = len(sequences)
     slots = {seq: row.slot for seq, row in enumerate(rows) if row.slot is not None}
     asked = set(sequences)
     others = {seq: slot for seq, slot in slots.items() if seq not in asked}
     outside = set(others.values())
-    start = _window(len(rows), sequences, slots, outside, held)
+    if start is None:
+        start = _window(len(rows), sequences, slots, outside, held)
     window = range(start, start + count)
     final = {seq: start + i for i, seq in enumerate(sequences)}
     away = dict.fromkeys(slot for slot in others.values() if slot in window)

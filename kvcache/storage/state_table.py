@@ -40,6 +40,8 @@ class StateTable:
         self.buffers = StateBuffers(sequences, backend)
         self.under_way: StatePass | None = None
         """The pass whose states are being given and updated."""
+        self._taken_back: tuple[tuple[int, ...], int | None] = (), None
+        """The sequences of a pass that was taken back, and the first of their slots."""
         self._backend = backend
         self._checkpoints, self._interval = checkpoints, interval
 
@@ -150,10 +152,11 @@ class StateTable:
         ``tokens`` says how many each sequence of the pass brings, in the order that the states get, and
         ``wanted`` after how many of them its state is to be kept, if the model delivers it.
 
+        After ``take_back`` the same sequences get the same slots: who has a view of their states keeps it.
         A device that fails in the last step leaves the sequences lost whose states were written over.
         """
-        order = tuple(tokens)
-        plan = arrange(self.rows, order, self.buffers.held().keys())
+        order, (others, first) = tuple(tokens), self._taken_back
+        plan = arrange(self.rows, order, self.buffers.held().keys(), first if order == others else None)
         moved = (seq for seq, slot in plan.slots.items() if self.rows[seq].slot != slot)
         before = {seq: self.rows[seq].copy() for seq in {*order, *moved}}
         taken = self._carry_out(order, plan)
@@ -166,6 +169,7 @@ class StateTable:
             row.offset += count
             if seq in taken:
                 self.keep(row, taken[seq])
+        self._taken_back = (), None
         self.under_way = StatePass(tokens, plan.start, wanted, before)
         return self.under_way
 
@@ -243,6 +247,7 @@ class StateTable:
             self._move(pairs, moved)
         for seq, row in before.items():
             self.rows[seq].slot = row.slot
+        self._taken_back = current.sequences, current.start if before else None
 
     def _move(self, pairs: tuple[tuple[int, int], ...], moved: Sequence[int]) -> None:
         try:

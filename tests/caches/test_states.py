@@ -322,6 +322,27 @@ def test_a_pass_whose_successor_is_taken_back_is_given_its_last_states(backend: 
         assert (cache.computed(0), cache.snapshot(0).end) == (2, 2)
 
 
+@pytest.mark.parametrize("order", [[1, 0, 2], [0, 2, 1], [1, 0]])
+def test_the_same_sequences_start_again_in_the_slots_that_views_show(
+    backend: ml.Backend, order: list[int]
+) -> None:
+    """Snapshots hold other slots before a pass than after it was taken back."""
+    cache = RecurrentCache(states={None: {"sum": StateSpec((1,), ml.DType.F32)}})
+    cache.init(backend, ml.DType.F32, 8, 16, 8)
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch([0] * len(order), range(len(order))))
+        numbers = ctx.arange(10, 10 + len(order), 1, ml.DType.F32).reshape(ctx, len(order), 1)
+        cache.update_state(ctx, "sum", numbers, 0)
+        held = [cache.snapshot(seq) for seq in order]
+        cache.start_forward(ctx, Batch([1] * len(order), order))
+        view = cache.state(ctx, "sum", 0)
+        cache.undo_forward()
+        cache.start_forward(ctx, Batch([1, 2] * len(order), np.repeat(order, 2).tolist()))
+        wanted = [[10 + seq] for seq in order]
+        assert view.to_numpy().tolist() == cache.state(ctx, "sum", 0).to_numpy().tolist() == wanted
+        assert [one.end for one in held] == [1] * len(order)
+
+
 def test_a_state_is_taken_where_a_batch_ends(states: MakeStates) -> None:
     r = states()
     r.schedule(0, [2, 4, 7])
