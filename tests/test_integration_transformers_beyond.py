@@ -226,6 +226,19 @@ class TestGoingBack:
         cache.crop(27)
         hf.close(hf.feed(made, cache, ids[:, 27:]), hf.fresh(made, ids[:, :27], ids[:, 27:]))
 
+    def test_what_was_not_recorded_is_refused_and_nothing_is_lost(self) -> None:
+        made, ids = hf.model("gemma3"), hf.tokens(1, 20)
+        cache = HFCache(made.config, capacity=64, lookback=2)
+        with torch.no_grad():
+            made(ids, past_key_values=cache)
+            cache.activate_past_recording()
+            with pytest.raises(NotSupportedError, match="lookback=2"):
+                cache.crop(9)
+            new = hf.tokens(1, 2, seed=3)
+            found = made(new, past_key_values=cache).logits
+            expected = made(torch.cat((ids, new), 1), use_cache=False).logits[:, -2:]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
     def test_a_prefill_longer_than_a_window_leaves_no_hole_to_go_back_to(self) -> None:
         made, ids = hf.model("gemma3"), hf.tokens(1, 40)
         cache = HFCache(made.config, capacity=64, lookback=8)

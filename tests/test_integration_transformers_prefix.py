@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -223,3 +224,59 @@ def test_what_a_model_of_more_layers_has_stored_is_refused() -> None:
         pytest.raises(InvalidRangeError, match=r"has layers \[1\], and those of the model are below 1"),
     ):
         second.generate(ids, **OPTIONS)
+
+
+def test_inputs_beside_the_tokens_are_refused_and_those_that_say_nothing_are_not() -> None:
+    made, ids = hf.model("llama"), hf.tokens(1, 9)
+    with HFPrefixCache(made, capacity=64) as prefix:
+        for name, value in (("position_ids", torch.arange(40, 49)[None]), ("pixel_values", [torch.ones(3)])):
+            with pytest.raises(NotSupportedError, match=f"{name} is given beside the tokens"):
+                prefix.generate(ids, **{name: value}, **OPTIONS)
+        found = prefix.generate(ids, token_type_ids=torch.zeros_like(ids), **OPTIONS)
+        assert torch.equal(found, plain(made, ids))
+
+
+def test_models_are_left_as_they_are_found_and_others_may_generate_meanwhile() -> None:
+    made, ids = llama(2), hf.tokens(1, 9)
+    lookup: dict[str, Any] = {**OPTIONS, "prompt_lookup_num_tokens": 2}
+    expected = made.generate(ids, **lookup)
+    own = made.prepare_inputs_for_generation = functools.wraps(made.prepare_inputs_for_generation)(
+        functools.partial(made.prepare_inputs_for_generation)
+    )
+    meanwhile = []
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            if len(meanwhile) < 2:
+                meanwhile.append(made.generate(ids, **lookup))
+
+        def end(self) -> None:
+            assert made.prepare_inputs_for_generation is not own
+
+    with HFPrefixCache(made, capacity=64) as prefix:
+        prefix.generate(hf.tokens(1, 12), streamer=Streamer(), **OPTIONS)
+    assert all(torch.equal(one, expected) for one in meanwhile)
+    assert made.prepare_inputs_for_generation is own
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_conversations_are_no_longer_than_keys_are_rotated_by_position_alone(kind: str) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0}
+    longest = 15 if kind == "dynamic" else 16
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0, 4, 16, 2]}
+        rope |= {"original_max_position_embeddings": 16}
+    made = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=64 if kind == "longrope" else 16, rope_parameters=rope, eos_token_id=None,
+        )
+    ).eval()  # fmt: skip
+    with HFPrefixCache(made, capacity=64) as prefix:
+        for count in (6, 8, 7):
+            ids = hf.tokens(1, count)
+            assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        for count in (longest + 1, longest - 3):  # too long at once, and grown too long
+            told = f"of more than {longest} the model rotates all keys otherwise"
+            with pytest.raises(InvalidRangeError, match=told):
+                prefix.generate(hf.tokens(1, count), **OPTIONS)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +21,7 @@ from kvcache.integrations.transformers.bridge import HFDType
 from kvcache.integrations.transformers.cache import HFCache, cache_argument
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.places import layer_devices
+from kvcache.integrations.transformers.rope import check_rotation, rotation_limit
 from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
 from kvcache.stores.closing import Closing
 
@@ -38,7 +41,7 @@ class HFSession:
         self._owner, self._session = owner, session
         self.cached = session.cached
         self.cache = type(owner.cache).of(owner.cache.rows.adopt(session.seq, session.cached))
-        self.cache.rows.prompt = len(session.tokens)
+        self.cache.rows.prompt, self.cache.rows.limit = len(session.tokens), owner.limit
 
     def __repr__(self) -> str:
         return f"<HFSession; {self._session!r}>"
@@ -90,25 +93,45 @@ class HFSession:
         self.cache.detach()
 
 
+_patching = threading.Lock()
+_patched: dict[int, tuple[list[HFCache], Any]] = {}
+"""By a model's id, the caches of conversations that are generating, and what the model had of its own."""
+
+
 @contextlib.contextmanager
 def _given_the_rest(model: Any, cache: HFCache) -> Iterator[None]:
-    """Give the model what the cache lacks: assisted decoding begins with all tokens, whatever is there."""
-    prepare = model.prepare_inputs_for_generation
+    """Give the model what the cache lacks: assisted decoding begins with all tokens, whatever is there.
 
+    Calls of ``generate`` with another cache, from other threads or a streamer, are left alone.
+    """
+    name = "prepare_inputs_for_generation"
+    with _patching:
+        caches, own = _patched.setdefault(id(model), ([], vars(model).get(name)))
+        if not caches:
+            setattr(model, name, _preparing(getattr(model, name), caches))
+        caches.append(cache)
+    try:
+        yield
+    finally:
+        with _patching:
+            caches[:] = [other for other in caches if other is not cache]
+            if not caches:
+                del _patched[id(model)]
+                delattr(model, name) if own is None else setattr(model, name, own)
+
+
+def _preparing(prepare: Any, caches: list[HFCache]) -> Any:
     @functools.wraps(prepare)  # generate() looks at its parameters
     def prepare_rest(
         input_ids: torch.Tensor, next_sequence_length: int | None = None, **options: Any
     ) -> dict[str, Any]:
-        if next_sequence_length is None:
-            next_sequence_length = input_ids.shape[1] - cache.get_seq_length()
+        ours = [value for value in options.values() if any(value is cache for cache in caches)]
+        if next_sequence_length is None and ours:
+            next_sequence_length = input_ids.shape[1] - ours[0].get_seq_length()
         prepared: dict[str, Any] = prepare(input_ids, next_sequence_length=next_sequence_length, **options)
         return prepared
 
-    model.prepare_inputs_for_generation = prepare_rest
-    try:
-        yield
-    finally:
-        del model.prepare_inputs_for_generation
+    return prepare_rest
 
 
 def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
@@ -128,6 +151,21 @@ def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
     for name in ("cache", "past_key_values", "cache_params"):
         if name in options:
             raise ArgumentError(f"generate: {name} is given; the HFPrefixCache passes its own")
+    for name in ("token_type_ids", "mm_token_type_ids"):  # a tokenizer's: all of one text
+        if isinstance(options.get(name), torch.Tensor) and not bool(options[name].any()):
+            del options[name]
+
+
+def _check_inputs(model: Any, options: dict[str, Any]) -> None:
+    """Refuse what a model is given beside the tokens: a prefix is found, and kept, by its tokens alone."""
+    known = inspect.signature(model.generate).parameters
+    for name, value in options.items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        if name not in known and any(isinstance(part, torch.Tensor) for part in parts):
+            raise NotSupportedError(
+                f"generate: {name} is given beside the tokens, by which alone prefixes are found; call "
+                "model.generate with an HFCache for such inputs"
+            )
 
 
 class HFPrefixCache(Closing):
@@ -186,6 +224,8 @@ class HFPrefixCache(Closing):
         """Tokens that windows keep: a longer pass would leave them no snapshots inside."""
         self.room = min((cache.cells for cache in family.whole), default=math.inf)
         """Tokens that all conversations may have together; infinity where only windows are kept."""
+        self.limit = rotation_limit(model.config)
+        """Tokens that a conversation may have, and why; None: as many as there is room for."""
         whole: Any = family.all
         self.prefix = PrefixCache(whole, **options)
 
@@ -194,7 +234,9 @@ class HFPrefixCache(Closing):
 
     def __dir__(self) -> list[str]:
         """What a user calls."""
-        return sorted(set(super().__dir__()) - {"by_one", "is_compileable", "longest_pass", "named", "room"})
+        return sorted(
+            set(super().__dir__()) - {"by_one", "is_compileable", "limit", "longest_pass", "named", "room"}
+        )
 
     @property
     def is_compileable(self) -> bool:
@@ -223,6 +265,8 @@ class HFPrefixCache(Closing):
                 f"begin: a prompt of {len(tokens)} tokens; there is room for {self.room}, answers included: "
                 "make the HFPrefixCache with a larger capacity or max_sequences"
             )
+        if self.limit is not None:
+            check_rotation("begin", len(tokens), self.limit)
         session = self.prefix.begin(tokens, salt, shared)
         stored = {i for cache in self._family.caches.values() for i in cache.storage.buffers}
         strange = sorted(i for i in stored if i >= self._layers)
@@ -246,9 +290,10 @@ class HFPrefixCache(Closing):
         """``model.generate(input_ids, **options)`` for one conversation, (1, tokens), from what is there.
 
         A tokenizer's output goes in as it is: ``generate(**tokenizer(text, return_tensors="pt"))``. Padding,
-        several rows, beams and several answers are refused.
+        several rows, beams, several answers, and inputs beside the tokens (images, positions) are refused.
         """
         _check_one_row(input_ids, options)
+        _check_inputs(self.model, options)
         count = input_ids.shape[1]
         with self.begin(input_ids[0].tolist(), salt, shared) as session:
             session.prefill(prefill_size)

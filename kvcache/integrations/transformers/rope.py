@@ -1,17 +1,17 @@
-"""The shift function of a transformers config: how stored keys move to other positions."""
+"""The rotations of a transformers config: how stored keys move, and up to where positions alone tell."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import ml
-from kvcache import NotSupportedError, ShiftFunction
+from kvcache import InvalidRangeError, NotSupportedError, ShiftFunction
 from kvcache.runner.rope_config import rope_from_parameters
 from ml import nn
 
-__all__ = ["rope_shift"]
+__all__ = ["check_rotation", "rope_shift", "rotation_limit"]
 
 _HALVES = ("gemma3_text", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_next")
 _PAIRS = ("llama4_text",)
@@ -37,6 +37,33 @@ def rope_shift(config: Any) -> ShiftFunction:
         return key if turn is None else turn(ctx, layer, key, offsets)
 
     return shift
+
+
+def rotation_limit(config: Any) -> tuple[int, str] | None:
+    """Up to how many tokens a key's rotation is its position's, however long the prompt, and the type of it.
+
+    None: always. Behind that, "dynamic" and "longrope" rotate all keys of a pass by how long it has become.
+    """
+    decoder = config.get_text_config(decoder=True)
+    given = getattr(decoder, "rope_parameters", None) or {}
+    found = []
+    for one in [value for value in given.values() if isinstance(value, Mapping)] or [given]:
+        kind, longest = str(one.get("rope_type", "default")), decoder.max_position_embeddings
+        if kind == "longrope":
+            found.append((int(one.get("original_max_position_embeddings") or longest), kind))
+        elif "dynamic" in kind:
+            found.append((longest - 1, kind))
+    return min(found, default=None)
+
+
+def check_rotation(op: str, tokens: int, limit: tuple[int, str]) -> None:
+    """Raise InvalidRangeError for a conversation that shares its prefix and is longer than ``limit``."""
+    longest, kind = limit
+    if tokens > longest:
+        raise InvalidRangeError(
+            f"{op}: a conversation of {tokens} tokens; of more than {longest} the model rotates all keys "
+            f"otherwise ({kind}), so that shorter prefixes cannot be shared: use an HFCache of its own"
+        )
 
 
 def _layer(config: Any, i: int) -> Callable[..., ml.Tensor] | None:

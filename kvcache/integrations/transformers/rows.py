@@ -33,6 +33,7 @@ from kvcache.integrations.transformers.gradients import is_recorded, without_gra
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
+from kvcache.integrations.transformers.rope import check_rotation
 from kvcache.integrations.transformers.saving import HFSnapshot
 from kvcache.integrations.transformers.stored import Stored, tokens_of
 from kvcache.storage.state_slots import Checkpoint
@@ -68,6 +69,8 @@ class BatchRows:
         """How many of them each layer has had; behind these, what is beside K and V (``Plan.part``)."""
         self.prompt = 0
         """Tokens of the prompt that one row was begun with (``HFSession``); 0: not known."""
+        self.limit: tuple[int, str] | None = None
+        """Tokens that a row may have, and what would rotate keys otherwise behind them; None: any number."""
         self.settled: int | None = None
         """While passes are recorded, where a crop may go back to, however small windows are."""
         self.inputs: dict[tuple[int, str], torch.Tensor] = {}
@@ -144,6 +147,8 @@ class BatchRows:
         behind = {self._layer(i): seen for i, seen in enumerate(self.seen) if seen not in (0, self.length)}
         if behind:
             raise self._unfinished(f"layers {[*behind]} are behind", min(behind.values()))
+        if self.limit is not None:
+            check_rotation("HFCache", self.length + tokens, self.limit)
         pool = self.pool
         if tokens > 1 and self.length:
             pool.plan.refuse("HFCache", Trait.BY_ONE, f"pass these {tokens} tokens one at a time")
@@ -504,8 +509,8 @@ class BatchRows:
         current = self.under_way
         if current is None or not length or length < current.begin:
             return {}
-        if length > current.begin and self.settled is None:
-            return {}
+        if length > current.begin and (self.settled is None or length < self.settled):
+            return {}  # it was not recorded
         return {kind: self.pool.family.caches[kind] for kind in current.stored}
 
     def _refill(self, current: ForwardPass | None, kind: Kind, length: int) -> None:
