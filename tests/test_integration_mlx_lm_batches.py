@@ -307,6 +307,22 @@ def test_more_rows_than_sequences_are_refused_with_advice(model: Any) -> None:
     mx.eval(model(mx.zeros((2, 4), mx.int32), cache=again))
 
 
+def test_a_trim_that_lacks_a_sequence_takes_nothing_from_any_row(model: Any) -> None:
+    pool = CachePool(model, capacity=32, max_sequences=3)
+    one, other = pool.make_prompt_cache(), pool.make_prompt_cache()
+    model(mx.array([[5, 6, 7, 8, 9]]), cache=one)
+    model(mx.array([[15, 16, 17, 18]]), cache=other)
+    both = [type(x).merge([x, y]) for x, y in zip(one, other, strict=True)]
+    with pytest.raises(SequencesTakenError):  # both rows are shared, and one sequence is free
+        both[0].trim(2)
+    assert (both[0].offset.tolist(), pool.free_sequences) == ([5, 4], 1)
+    del one, other
+    assert [entry.trim(2) for entry in both] == [2] * len(both)
+    found = model(mx.array([[1], [2]]), cache=both)[:, -1]
+    for row, tokens in enumerate(([5, 6, 7, 1], [15, 16, 2])):
+        assert mx.allclose(found[row], model(mx.array([tokens]))[0, -1], atol=1e-4).item()
+
+
 def test_prompt_caches_of_different_pools_do_not_meet(model: Any) -> None:
     one, two = make_prompt_cache(model, capacity=16), make_prompt_cache(model, capacity=16)
     with pytest.raises(kvcache.NotSupportedError, match="one CachePool"):

@@ -9,7 +9,7 @@ that is asked for something else than the others were raises OrderError.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -315,7 +315,7 @@ class BatchRows:
         return position if pool.storage.cache.can_resume(seq, position) else 0
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Keep the first ``lengths[i]`` tokens of row i. NotSupportedError leaves all as they were."""
+        """Keep the first ``lengths[i]`` tokens of row i. An error leaves all as they were."""
         storage = self.pool.storage
         for held, old, new in zip(self.held, self.lengths, lengths, strict=True):
             if 0 < new < old and not storage.cache.can_resume(held.seq, new):
@@ -324,22 +324,35 @@ class BatchRows:
                     f"stored: sliding layers keep rollback={storage.rollback} tokens beyond their window, "
                     "recurrent ones the states of some positions (see rewind); compute the prompt again"
                 )
-        for row, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)):
-            if new < old:
-                self._cut_row(row, new)
+        shorter = {row: new for row, new in enumerate(lengths) if new < self.lengths[row]}
+        copies = self._copies(shorter)
+        for row, length in shorter.items():
+            held = self.held[row]
+            if row in copies:
+                self._swap(row, copies[row])
+            else:
+                assert held.seq is not None
+                self.pool.cut(held.seq, length)
+            self.lengths[row] = length
 
-    def _cut_row(self, row: int, length: int) -> None:
-        held = self.held[row]
-        if length:
-            self.pool.make_way(held)
-        if not length:
-            self._swap(row, self.pool.hold())
-        elif held.claims > 1:
-            self._swap(row, self.pool.fork(held, length))
-        else:
-            assert held.seq is not None
-            self.pool.cut(held.seq, length)
-        self.lengths[row] = length
+    def _copies(self, lengths: Mapping[int, int]) -> dict[int, SharedSequence]:
+        """By row, what takes the place of one that others hold too, or that keeps nothing."""
+        pool, found = self.pool, dict[int, SharedSequence]()
+        try:
+            for row, length in lengths.items():
+                held = self.held[row]
+                if not length:
+                    found[row] = pool.hold()
+                    continue
+                pool.make_way(held)
+                if held.claims - sum(self.held[other] is held for other in found) > 1:
+                    found[row] = pool.fork(held, length)
+        except BaseException:
+            for copy in found.values():
+                copy.claims += 1
+                copy.release()
+            raise
+        return found
 
     def filter(self, keep: Sequence[int]) -> None:
         """Keep these rows, in this order."""
