@@ -153,6 +153,10 @@ class _Service:
     def _prepared(self, body: bytes, parse: Parse) -> tuple[Asked, list[tuple[list[int], GenerationOptions]]]:
         """What is asked, and tokens and settings of every answer, checked before any is begun."""
         asked, calls = parse(Fields(body)), []
+        count, room = len(asked.prompts) * asked.choices, self._worker.room
+        if count > room:
+            message = f"{count} answers (n={asked.choices}); at most {room} can run and wait at the same time"
+            raise ApiError(400, message, "n")
         for prompt in asked.prompts:
             tokens, count = self._fitting(prompt, asked.max_tokens)
             calls += [(tokens, asked.settings_for(i, count)) for i in range(asked.choices)]

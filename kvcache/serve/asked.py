@@ -18,6 +18,10 @@ __all__ = ["Asked", "Fields", "Prompt", "Template", "Text", "parse_chat", "parse
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
 """Likely tokens that are told of, as in OpenAI's chat completions and in vLLM."""
+MAX_SALT = 256
+"""Characters of a salt, each of which is kept beside what was computed for it."""
+_LARGEST = 2**63 - 1
+"""Of integers: JSON has no limit, and floats, arrays and messages do."""
 _BOTH = {"model", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos",
          "stream", "stream_options", "cache_salt",
          "cache_retention"}  # fmt: skip
@@ -119,17 +123,25 @@ class Fields:
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self._read(name, default, lambda value: type(value) is bool, "true or false"))
 
-    def integer(self, name: str, default: int | None, low: int, high: int | None = None) -> Any:
+    def integer(self, name: str, default: int | None, low: int, high: int = _LARGEST) -> Any:
         def fits(value: Any) -> bool:
-            return type(value) is int and low <= value and (high is None or value <= high)
+            return type(value) is int and low <= value <= high
 
-        return self._read(name, default, fits, f"an integer >= {low}" + (f" and <= {high}" if high else ""))
+        return self._read(name, default, fits, f"an integer >= {low} and <= {high}")
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         def fits(value: Any) -> bool:
             return type(value) in (int, float) and low <= value <= high
 
         return float(self._read(name, default, fits, f"a number in [{low:g}, {high:g}]"))
+
+    def text(self, name: str, most: int) -> str:
+        """ "" where it is not given."""
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, str) and 0 < len(value) <= most
+
+        return str(self._read(name, "", fits, f"a string of 1 to {most} characters"))
 
     def stops(self) -> tuple[str, ...]:
         found = self._found.get("stop")
@@ -212,7 +224,7 @@ def _asked(
     try:
         settings = GenerationOptions(
             temperature=fields.number("temperature", 1.0, 0, 2),
-            top_k=fields.integer("top_k", 0, 0),
+            top_k=fields.integer("top_k", 0, 0, 2**31 - 1),
             top_p=fields.number("top_p", 1.0, 1e-9, 1),
             min_p=fields.number("min_p", 0.0, 0, 1),
             seed=None if seed is None else fields.integer("seed", 0, -(2**63)) % 2**32,
@@ -222,12 +234,10 @@ def _asked(
         )
     except RequestError as error:
         raise ApiError(400, str(error)) from None
-    salt = fields.raw("cache_salt")
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise ApiError(400, "'cache_salt' must be a non-empty string", "cache_salt")
+    salt = fields.text("cache_salt", MAX_SALT)
     stream, usage = fields.flag("stream"), fields.includes_usage()
     retention = _retention(fields.raw("cache_retention"))
-    return Asked(prompts, choices, max_tokens, settings, stream, usage, salt or "", retention)
+    return Asked(prompts, choices, max_tokens, settings, stream, usage, salt, retention)
 
 
 def _retention(found: Any) -> Retention | None:
@@ -241,6 +251,8 @@ def _retention(found: Any) -> Retention | None:
             "'cache_retention' must be an array of objects with begin, end, priority and duration",
             "cache_retention",
         )
+    if any(isinstance(value, int) and value > _LARGEST for each in found for value in each.values()):
+        raise ApiError(400, f"'cache_retention' has a number above {_LARGEST}", "cache_retention")
     try:
         return Retention([TokenRange(**each) for each in found])
     except InvalidRangeError as error:

@@ -187,6 +187,11 @@ class Worker:
         return self._engine
 
     @property
+    def room(self) -> int:
+        """Answers that may run and wait at the same time."""
+        return self._options.max_waiting + self.engine.options.max_sequences
+
+    @property
     def stores(self) -> bool:
         """Whether what is kept goes to stores."""
         return has_stores(self.engine)
@@ -214,10 +219,10 @@ class Worker:
         def call(engine: Engine) -> None:
             if self._ending:
                 raise Stopped("the server is about to end")
-            most = self._options.max_waiting
-            if len(engine.waiting) + len(engine.running) >= most + engine.options.max_sequences:
+            if len(engine.waiting) + len(engine.running) >= self.room:
                 self.refused += 1
-                raise Overloaded(f"{most} requests are waiting; try again later", self._pause())
+                waiting = self._options.max_waiting
+                raise Overloaded(f"{waiting} requests are waiting; try again later", self._pause())
             ticket.request = engine.submit(tokens, settings, salt=salt, retention=retention)
             self._tickets[ticket.request.id] = ticket
 
