@@ -30,7 +30,6 @@ from kvcache.runner.loading import bundled_model
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
-from kvcache.serve.errors import ApiError
 
 from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served, until
 
@@ -210,22 +209,6 @@ def test_without_a_limit_a_chat_ends_where_its_room_does(serving: Serving) -> No
     found = serving.chat(messages=[{"role": "user", "content": "And " * 30}])
     assert found.usage.total_tokens <= LIMIT
     assert found.choices[0].finish_reason in ("length", "stop")
-
-
-def test_a_chat_template_of_the_model_is_used(tmp_path: Path) -> None:
-    pytest.importorskip("jinja2")
-    text = (
-        "{{ bos_token }}{% for m in messages %}"
-        "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-        "<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    )
-    config = {"bos_token": {"content": "<s>"}, "chat_template": text}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    render = template_of(tmp_path)
-    rendered = render([{"role": "user", "content": "Hi"}])
-    assert (rendered.text, rendered.bos) == ("<s><user>Hi\n", False)
-    with pytest.raises(ApiError, match="no tools"):
-        render([{"role": "tool", "content": "x"}])
 
 
 def test_what_the_guide_shows_can_be_asked(serving: Serving, capsys: Any) -> None:
