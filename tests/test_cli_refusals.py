@@ -38,6 +38,7 @@ def run(*arguments: object, text: str = "") -> Any:
         (["chat", "--store", "{file}"], "--store {file}: is a file; --store must be a folder"),
         (["generate", "--model", "{file}", "--prompt", "x"], "{file}: a model must be a folder"),
         (["generate", "--prompt-file", "{file}x"], "{file}x: cannot be read"),
+        (["serve", "--tenant-budget", "/"], "serve: --tenant-budget is '/'; it must have a size"),
     ],
 )
 def test_what_cannot_be_had(
@@ -51,6 +52,17 @@ def test_what_cannot_be_had(
     assert message.format(file=file) in result.stderr
     assert result.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    "words", ["chat --store ", "serve --store a --store=", "serve --tenant-budget ", "generate --model "]
+)
+def test_an_empty_value_is_refused_by_name(words: str) -> None:
+    command, *_, option = words.replace("=", " ").split()
+    result = run(*words.split(" "))
+    assert (result.exit_code, result.stdout) == (2, "")
+    told = f"{option} is empty; give a value, or omit the option"
+    assert result.stderr == f"kvcache {command}: {told}\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")

@@ -106,6 +106,11 @@ class Room:
         """Raises InvalidRangeError for sizes that are none."""
         sizes = self.max_sequences, self.capacity, self.prefill_chunk, dtypes.cache
         device, _, host = (self.tenant_budget or "").partition("/")
+        if self.tenant_budget and not (device or host):
+            raise InvalidRangeError(
+                "serve: --tenant-budget is '/'; it must have a size for the cache, for host memory, or for "
+                "both: 64MiB/1GiB"
+            )
         return EngineOptions(
             *sizes,
             context=self.context,

@@ -18,6 +18,8 @@ __all__ = ["CommandGroup"]
 
 ORDER = ("generate", "chat", "serve", "save", "load", "inspect", "backends", "conformance", "bench")
 """Of the list that ``kvcache --help`` shows; others follow."""
+TEXTS = {"prompt", "stop", "kv_events_topic"}
+"""Options that may be empty, or that say more about it themselves."""
 USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 """What is raised for any wrong usage, click's ClickException: typer exports its subclasses alone."""
 
@@ -28,6 +30,13 @@ class CommandGroup(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)
         return [name for name in ORDER if name in names] + [name for name in names if name not in ORDER]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        for option in (each for each in getattr(command, "params", ()) if each.name not in TEXTS):
+            if not ctx.resilient_parsing and "" in _values(option, rest):
+                raise typer.BadParameter(f"{_name(option)} is empty; give a value, or omit the option")
+        return name, command, rest
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         with _interruption_told():
@@ -140,11 +149,16 @@ def _begun_small(text: str) -> str:
 
 def _given(error: Any, args: Sequence[str]) -> str | None:
     """The last value of the option that is wrong, which typer does not always name; None: there is none."""
-    found = None
-    for option in getattr(getattr(error, "param", None), "opts", ()):
-        for word, after in zip(args, [*args[1:], None], strict=True):
+    return next(reversed(_values(getattr(error, "param", None), args)), None)
+
+
+def _values(param: Any, args: Sequence[str]) -> list[str | None]:
+    """What is given for an option, as it is typed."""
+    found: list[str | None] = []
+    for option in getattr(param, "opts", ()):
+        for word, after in zip(args, [*args, None][1:], strict=True):
             if word == option:
-                found = after
+                found.append(after)
             elif word.startswith(f"{option}="):
-                found = word.removeprefix(f"{option}=")
+                found.append(word.removeprefix(f"{option}="))
     return found
