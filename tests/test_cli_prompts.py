@@ -44,10 +44,10 @@ def test_a_dash_is_standard_input(tmp_path: Path) -> None:
 
 def test_files_are_prompts_whole_or_line_by_line(tmp_path: Path) -> None:
     one, many = tmp_path / "one.txt", tmp_path / "many.txt"
-    one.write_text("In the beginning,\nthe Wörd\n", encoding="utf-8")
-    many.write_text("And God\n  \nAnd he\n", encoding="utf-8")
+    one.write_text("\ufeffIn the beginning,\nthe Wörd\n", encoding="utf-8")
+    many.write_bytes("\ufeffAnd\fGod\u2028said\r\n  \r\nAnd he\n".encode())
     found = prompts("--prompt-lines", many, "--prompt-file", one, "--prompt", "First")
-    assert found == ["First", "In the beginning,\nthe Wörd", "And God", "And he"]
+    assert found == ["First", "In the beginning,\nthe Wörd", "And\fGod\u2028said", "And he"]
 
 
 def test_save_and_load_read_standard_input_too(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ STDIN = "-"
 def gathered(given: Sequence[str], files: Sequence[Path], lines: Sequence[Path]) -> list[str]:
     """``given`` first, then each of ``files`` whole, then every line of ``lines`` that is not blank.
 
+    Lines end at line feeds, as for other commands: a form feed or U+2028 is part of a prompt.
+
     Where nothing is named and standard input is no terminal, that is the prompt. Line ends at the end of
     a file are no part of it. Empty where there is nothing at all. Raises RequestError for what cannot be
     read, for standard input named twice, and for a file without text.
@@ -32,7 +34,7 @@ def gathered(given: Sequence[str], files: Sequence[Path], lines: Sequence[Path])
     found = [text_or_stdin(text) for text in given]
     found += [_read_some(path) for path in files]
     for path in lines:
-        found += [line for line in _read_some(path).splitlines() if line.strip()]
+        found += [line for line in _read_some(path).split("\n") if line.strip()]
     return found
 
 
@@ -58,7 +60,7 @@ def _read(name: str) -> str:
         raise RequestError(f"prompt: {_name(name)} is not UTF-8 text ({error.reason})") from error
     except OSError as error:
         raise RequestError(f"prompt: {name}: cannot be read ({error.strerror or error})") from error
-    return text.rstrip("\r\n")
+    return text.removeprefix("\ufeff").rstrip("\r\n")  # a byte order mark says how to read, not what
 
 
 def _name(name: str) -> str:
