@@ -283,8 +283,9 @@ def test_a_reader_that_goes_away_ends_the_command_without_a_trace(stories: Path)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
-def test_without_a_standard_output_it_runs(make_model: Make) -> None:
-    line = f"{shlex.quote(sys.executable)} -m kvcache generate --model {make_model()} --prompt x >&-"
+@pytest.mark.parametrize("words", ["generate --prompt x >&-", "chat <&-"])
+def test_without_a_standard_stream_it_runs(words: str, make_model: Make) -> None:
+    line = f"{shlex.quote(sys.executable)} -m kvcache {words} --model {make_model()}"
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
