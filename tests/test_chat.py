@@ -171,6 +171,8 @@ def test_a_turn_that_the_engine_gives_up_was_none(
 
 
 def test_save_and_load_give_another_conversation(talk: Conversations, tmp_path: Path) -> None:
+    with pytest.raises(ConversationError, match="save: main is empty, so there is nothing to save"):
+        talk.save(tmp_path / "c.kv")
     say(talk, "In the beginning")
     talk.save(tmp_path / "c.kv")
     talk.load(tmp_path / "c.kv", "copy")

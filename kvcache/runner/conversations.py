@@ -10,7 +10,7 @@ from kvcache.runner.engine import Engine, EngineEvent, Request
 from kvcache.runner.errors import RequestError, TextTooLongError
 from kvcache.runner.kept import Conversation, KeptConversations
 from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.saved import adopt, capture, read, write
+from kvcache.runner.saved import ConversationError, adopt, capture, read, write
 from kvcache.runner.tokenizer import Tokenizer
 
 __all__ = ["Conversation", "ConversationFullError", "Conversations", "Turn"]
@@ -137,6 +137,8 @@ class Conversations:
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the current conversation to a file; returns its bytes."""
+        if not self.current.tokens:
+            raise ConversationError(f"save: {self.current.name} is empty, so there is nothing to save")
         return write(path, capture(self.engine, self.current.tokens))
 
     def load(
