@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from kvcache.runner.errors import CapacityError, ModelError, RequestError, Runne
 from kvcache.runner.generate import Generator
 from kvcache.runner.loading import load_model
 from kvcache.runner.memory import cache_bytes, check_memory
-from kvcache.runner.options import EngineOptions
+from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.request_state import StopStrings
 from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Token
 from kvcache.runner.tokenizer import Tokenizer
@@ -211,19 +213,43 @@ def test_prompts_are_refused_before_any_is_computed(small: Any, prompt: Any, mes
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("kind", "option", "values"),
     [
-        lambda: GenerationOptions(0),
-        lambda: GenerationOptions(stop="x"),
-        lambda: GenerationOptions(stop=["a", ""]),
-        lambda: EngineOptions(max_sequences=0),
-        lambda: EngineOptions(capacity=0),
-        lambda: EngineOptions(prefill_chunk=0),
+        (GenerationOptions, "max_new_tokens", [0, 2.5, True, "3", None, math.nan, math.inf]),
+        (GenerationOptions, "logprobs", [-1, 1.5, True, "x", math.nan]),
+        (GenerationOptions, "stop", ["x", ["a", ""], [5], [b"a"], b"a", 5, None]),
+        (GenerationOptions, "ignore_eos", ["no", 1, None]),
+        (GenerationOptions, "temperature", [-1.0, math.nan, math.inf, 10**400, "0", None, True]),
+        (GenerationOptions, "top_k", [-1, 2.5, True, "5", None]),
+        (GenerationOptions, "top_p", [0.0, 1.5, math.nan, "1", None, True]),
+        (GenerationOptions, "min_p", [-0.1, 1.1, math.nan, "0", None]),
+        (GenerationOptions, "seed", [-3, 1.5, "a", True]),
+        (EngineOptions, "max_sequences", [0, 1.5, True, None]),
+        (EngineOptions, "capacity", [0, 10.5, True]),
+        (EngineOptions, "context", [0, 2.5]),
+        (EngineOptions, "prefill_chunk", [0, 2.5, None]),
+        (EngineOptions, "block_size", [0, 2.5]),
+        (EngineOptions, "read_ahead", [-1, 1.5]),
+        (SpeculativeOptions, "tokens", [0, 2.5]),
+        (SpeculativeOptions, "width", [0, 1.5]),
     ],
 )
-def test_settings_outside_their_range(make: Callable[[], Any]) -> None:
-    with pytest.raises(RequestError):
-        make()
+def test_options_of_another_type_or_range_are_refused_by_name(
+    kind: type, option: str, values: list[Any]
+) -> None:
+    for value in values:
+        with pytest.raises(RequestError, match=re.escape(f"{option}={value!r}; it must be")):
+            kind(**{option: value})
+
+
+def test_no_option_however_large_stops_a_pass(small: Any) -> None:
+    extremes = [{"top_k": 10**400}, {"logprobs": 10**400}, {"seed": 10**400}, {"temperature": 1e308}]
+    extremes += [{"temperature": 5e-324, "top_p": 5e-324, "min_p": 1}, {"max_new_tokens": 10**400}]
+    with generator_of(small, capacity=32) as generator:
+        for extreme in extremes:
+            settings = {"max_new_tokens": 3, "temperature": 1.0, "ignore_eos": True} | extreme
+            (answer,) = generator.complete([[1, 2]], GenerationOptions(**settings))
+            assert len(answer.tokens) == (31 if "max_new_tokens" in extreme else 3)
 
 
 class FailingCache(kvcache.CausalCache):

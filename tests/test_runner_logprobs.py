@@ -17,7 +17,6 @@ from kvcache.runner import (
     Finished,
     GenerationOptions,
     Llama,
-    RequestError,
     Token,
     Tokenizer,
     bundled_model,
@@ -160,11 +159,6 @@ def test_drafted_tokens_have_those_of_plain_decoding(model: Llama) -> None:
     for one, other in zip(request.run.logprobs, plain.logprobs, strict=True):
         assert one.token == pytest.approx(other.token, abs=1e-4)
         assert [each for each, _ in one.top] == [each for each, _ in other.top]
-
-
-def test_a_negative_number_of_them_is_refused() -> None:
-    with pytest.raises(RequestError, match="logprobs=-1; it must be at least 0"):
-        GenerationOptions(logprobs=-1)
 
 
 # The bytes of tokens.

@@ -388,14 +388,6 @@ def test_a_pass_that_fails_leaves_the_cache_empty(
         assert [generator.complete(prompts, GenerationOptions(COUNT))[0].tokens] == expected
 
 
-@pytest.mark.parametrize("name", ["tokens", "width"])
-def test_options_are_positive(name: str) -> None:
-    with pytest.raises(RequestError, match=f"{name}=0"):
-        SpeculativeOptions(**{name: 0})
-    with pytest.raises(RequestError, match="capacity=0"):
-        SpeculativeOptions(capacity=0)
-
-
 def test_a_model_drafts_for_the_sequences_that_it_was_made_for(tiny: Any) -> None:
     with pytest.raises(RequestError, match="sequences=0"):
         ModelDraft(tiny, sequences=0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 from ml.errors import MLError
 
-__all__ = ["CapacityError", "ModelError", "RequestError", "RunnerError", "TextTooLongError"]
+__all__ = ["CapacityError", "ModelError", "RequestError", "RunnerError", "TextTooLongError", "check_whole"]
 
 
 class RunnerError(MLError, ValueError):
@@ -29,3 +31,9 @@ class TextTooLongError(RequestError):
 
 class CapacityError(RunnerError):
     """A cache, or a model with its cache, larger than the memory there is."""
+
+
+def check_whole(owner: str, name: str, value: object, least: int, note: str = "") -> None:
+    """Raise RequestError unless an option is a whole number >= ``least``; ``note`` ends the message."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise RequestError(f"{owner}: {name}={value!r}; it must be a whole number of at least {least}{note}")

@@ -79,7 +79,6 @@ class Generator(Closing):
         if isinstance(prompts, str):
             raise RequestError("generate: prompts is a string; it must be a sequence of prompts")
         settings = settings or GenerationOptions()
-        settings.sampler()  # refuses settings outside their range
         self._check_idle()
         return self._generate([self.encode(prompt) for prompt in prompts], settings)
 

@@ -11,7 +11,7 @@ from kvcache.cache import CacheDType
 from kvcache.prefix.eviction_policy import PrefixEvictionPolicy
 from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.runner.config import ModelConfig
-from kvcache.runner.errors import RequestError
+from kvcache.runner.errors import RequestError, check_whole
 
 __all__ = ["Acceptance", "EngineOptions", "Fetch", "SpeculativeOptions"]
 
@@ -50,17 +50,15 @@ class EngineOptions:
     read_ahead: int = 256 << 20
 
     def __post_init__(self) -> None:
-        self._check_positive("max_sequences", "prefill_chunk", "capacity", "block_size")
+        self._check_positive("max_sequences", "prefill_chunk", "block_size")
+        self._check_positive(*(name for name in ("capacity", "context") if getattr(self, name) is not None))
         if self.fetch not in get_args(Fetch):
             raise RequestError(f"EngineOptions: fetch={self.fetch!r}; it must be 'measured' or 'always'")
-        if self.read_ahead < 0:
-            raise RequestError(f"EngineOptions: read_ahead={self.read_ahead}; it must be at least 0")
+        check_whole("EngineOptions", "read_ahead", self.read_ahead, 0)
 
     def _check_positive(self, *names: str) -> None:
         for name in names:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise RequestError(f"{type(self).__name__}: {name}={value}; it must be at least 1")
+            check_whole(type(self).__name__, name, getattr(self, name), 1)
 
     def capacity_for(self, config: ModelConfig) -> int:
         return min(config.max_positions, 4096) if self.capacity is None else self.capacity
@@ -76,7 +74,7 @@ class EngineOptions:
         """
         capacity = self.capacity_for(config)
         total = capacity * self.max_sequences
-        if self.context is not None and not 1 <= self.context <= total:
+        if self.context is not None and self.context > total:
             raise RequestError(
                 f"EngineOptions: context={self.context}; it must be in [1, {total}], what the cache has"
             )

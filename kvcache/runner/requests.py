@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvcache.runner.errors import RequestError
+from kvcache.runner.errors import RequestError, check_whole
 from kvcache.runner.sampling import Logprobs, Sampler
 
 __all__ = [
@@ -31,6 +31,8 @@ class GenerationOptions:
     ``stop`` strings end a text and are not part of it. The model's end-of-sequence tokens do so too
     unless ``ignore_eos``. With ``logprobs`` each token comes with its log probability and those of so many
     of the likeliest (0: its own alone).
+
+    Raises RequestError for an option of another type or outside its range.
     """
 
     max_new_tokens: int = 128
@@ -44,21 +46,26 @@ class GenerationOptions:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise RequestError(
-                f"GenerationOptions: max_new_tokens={self.max_new_tokens}; it must be at least 1"
-            )
-        if isinstance(self.stop, str) or not all(self.stop):
+        check_whole("GenerationOptions", "max_new_tokens", self.max_new_tokens, 1)
+        if self.logprobs is not None:
+            check_whole("GenerationOptions", "logprobs", self.logprobs, 0, ", or None")
+        if not _are_stops(self.stop):
             raise RequestError(
                 f"GenerationOptions: stop={self.stop!r}; it must be a sequence of non-empty strings"
             )
-
-        if self.logprobs is not None and self.logprobs < 0:
-            raise RequestError(f"GenerationOptions: logprobs={self.logprobs}; it must be at least 0, or None")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"GenerationOptions: ignore_eos={self.ignore_eos!r}; it must be True or False")
+        self.sampler()  # refuses what it cannot draw by
 
     def sampler(self, stream: int = 0) -> Sampler:
-        """Draws as these options say; RequestError for those outside their range."""
+        """Draws as these options say."""
         return Sampler(self.temperature, self.top_k, self.top_p, self.seed, stream, self.min_p)
+
+
+def _are_stops(value: object) -> bool:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return False
+    return all(isinstance(each, str) and each for each in value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 
 import ml
-from kvcache.runner.errors import RequestError, RunnerError
+from kvcache.runner.errors import RequestError, RunnerError, check_whole
 from ml import nn
 
 __all__ = ["Choice", "Chosen", "Logprobs", "Proposed", "Sampler"]
@@ -43,16 +45,16 @@ class Sampler:
         stream: int | None = None,
         min_p: float = 0.0,
     ) -> None:
-        if not (math.isfinite(temperature) and temperature >= 0):
-            raise RequestError(f"Sampler: temperature={temperature}; it must be at least 0 (0 is greedy)")
-        if top_k < 0:
-            raise RequestError(f"Sampler: top_k={top_k}; it must be at least 0 (0 keeps every token)")
-        if not 0 < top_p <= 1:
-            raise RequestError(f"Sampler: top_p={top_p}; it must be in (0, 1]")
-        if not 0 <= min_p <= 1:
-            raise RequestError(f"Sampler: min_p={min_p}; it must be in [0, 1] (0 keeps every token)")
-        if seed is not None and seed < 0:
-            raise RequestError(f"Sampler: seed={seed}; it must be at least 0")
+        if not (_is_real(temperature) and 0 <= temperature <= sys.float_info.max):
+            raise RequestError(f"Sampler: temperature={temperature!r}; it must be at least 0 (0 is greedy)")
+        if not (_is_real(top_p) and 0 < top_p <= 1):
+            raise RequestError(f"Sampler: top_p={top_p!r}; it must be in (0, 1]")
+        if not (_is_real(min_p) and 0 <= min_p <= 1):
+            raise RequestError(f"Sampler: min_p={min_p!r}; it must be in [0, 1] (0 keeps every token)")
+        check_whole("Sampler", "top_k", top_k, 0, " (0 keeps every token)")
+        for name, value in (("seed", seed), ("stream", stream)):
+            if value is not None:
+                check_whole("Sampler", name, value, 0)
         self.temperature = temperature
         self.top_k = top_k
         self.top_p, self.min_p = top_p, min_p
@@ -70,7 +72,7 @@ class Sampler:
 
     def settings(self, uniform: float) -> tuple[float, int, float, float, float]:
         """One row of ``ml.nn.Draws``, column by column."""
-        return self.temperature, self.top_k, self.top_p, uniform, self.min_p
+        return self.temperature, min(self.top_k, _LARGEST_VOCABULARY), self.top_p, uniform, self.min_p
 
 
 class Uniforms:
@@ -229,3 +231,7 @@ def _drafted(draws: Sequence[tuple[Sampler, int]], proposed: Sequence[Proposed])
     uniform = [sampler.accepting(i) for sampler, i in (draws[each.row] for each in proposed)]
     tokens, given = [each.token for each in proposed], [each.probabilities for each in proposed]
     return nn.Drafted(np.array(tokens), np.stack(given), np.array(uniform))
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
