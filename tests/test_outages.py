@@ -146,7 +146,7 @@ def count_calls(store: FlakyStore, r: Rig) -> int:
     before = store.calls
     r.keep([*LONG, 1])
     r.prefix.evict()
-    r.prefix.flush()
+    r.prefix.tree.drain()
     return store.calls - before
 
 
@@ -163,7 +163,7 @@ def test_a_prefix_cache_leaves_a_store_alone_that_is_out_of_reach(
     store.failing = frozenset(["put", "stat", "get_into", "prefix", "delete"])
     r.keep([*LONG, 7])
     r.prefix.evict()
-    r.prefix.flush()
+    r.prefix.tree.drain()
     assert count_calls(store, r) == 0
     assert len(lines(caplog)) == 1
     store.failing = frozenset()
@@ -174,6 +174,24 @@ def test_a_prefix_cache_leaves_a_store_alone_that_is_out_of_reach(
     assert r.evaluated == computed + 1
     r.check_books()
     r.prefix.close()
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_who_flushes_asks_a_store_again_and_who_closes_is_told_what_none_took(
+    backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture, back: bool
+) -> None:
+    store = FlakyStore()
+    r = Rig(ConversationSetup("causal"), backend, tiers=[store])
+    assert r.prefix.tree.store is not None
+    r.prefix.tree.store.outages = Outages(clock)
+    store.failing = frozenset(["put", "stat", "prefix"])
+    r.keep(LONG)
+    r.prefix.flush()
+    if back:
+        store.failing = frozenset()
+    r.prefix.close()
+    assert bool(store.usage().entries) is back
+    assert ("that were kept are in no store" in lines(caplog)[-1]) is not back
 
 
 @needs_server

@@ -63,6 +63,12 @@ class Outages:
             outage.until = now + outage.wait  # of the threads that come now, this one finds out
             return True
 
+    def ask_again(self) -> None:
+        """Ask every store at the next call, however long it was to be left alone."""
+        with self._lock:
+            for outage in self._out.values():
+                outage.until = min(outage.until, self._clock())
+
     def failed(self, store: object, way: str, error: StoreUnavailableError) -> None:
         """It could not be reached. One line of the log for each outage."""
         with self._lock:

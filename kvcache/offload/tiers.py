@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -50,11 +50,14 @@ class HostTier:
 class StoreWrite:
     """Serialized snapshots on their way to the stores: (key, serialized snapshot) each."""
 
-    entries: Sequence[tuple[str, SerializedSnapshot]]
+    entries: Iterable[tuple[str, SerializedSnapshot]]
+    """Cut one by one, by who writes them."""
     serialized: SerializedSnapshot
-    """What they were cut from."""
+    """What they are cut from."""
     owner: object = None
     failed: bool = False
+    paths: Sequence[Sequence[str]] = ()
+    """Keys that are used with them, each path from its beginning: see ``StoreTier.touch``."""
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +109,8 @@ class StoreTier:
         self._finished: deque[StoreWrite] = deque()
         self._new_lender = Lender if backend is None else partial(Lender, partial(pinned_memory, backend))
         self._lender = self._new_lender()
-        self._queue: queue.SimpleQueue[StoreWrite | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StoreWrite | Sequence[str] | None] = queue.SimpleQueue()
+        self._touching = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._probe: threading.Thread | None = None
@@ -115,13 +119,24 @@ class StoreTier:
 
     def submit(self, store_write: StoreWrite) -> None:
         """Have a store write written; waits while the backlog is full (one store write always fits)."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="kvcache-store-write", daemon=True)
-            self._thread.start()
+        self._start()
         with self._changed:
             self._changed.wait_for(lambda: self.has_room(store_write.nbytes))
             self.waiting += store_write.nbytes
         self._queue.put(store_write)
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Have the thread note that these are in use, the first, which all need, most of all."""
+        self._start()
+        with self._changed:
+            self._touching += 1
+        self._queue.put(keys)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="kvcache-store-write", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a store write of ``nbytes`` can be submitted without a wait."""
@@ -135,7 +150,7 @@ class StoreTier:
     def flush(self) -> None:
         """Wait until all that was submitted is written."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.waiting)
+            self._changed.wait_for(lambda: not self.waiting and not self._touching)
 
     def close(self) -> None:
         """Write what is left, and end the thread. The stores stay open: they are the caller's."""
@@ -152,9 +167,17 @@ class StoreTier:
 
     def _work(self) -> None:
         while (store_write := self._queue.get()) is not None:
+            if not isinstance(store_write, StoreWrite):
+                self.prefix(store_write)
+                with self._changed:
+                    self._touching -= 1
+                    self._changed.notify_all()
+                continue
             try:
                 for key, serialized in store_write.entries:
                     store_write.failed |= not self.write(key, serialized)
+                for path in () if store_write.failed else store_write.paths:
+                    self.prefix(path)
             except Exception:
                 store_write.failed = True
                 log.exception("offload: a store write of %d bytes was not written", store_write.nbytes)
@@ -257,6 +280,19 @@ class StoreTier:
             except Exception as error:
                 self._failed(store, READING, error, "the prefix is computed instead")
         return found
+
+    def lacks(self, key: str) -> bool:
+        """Whether every store answers that it does not have an entry."""
+        for store in self.stores:
+            if not self.outages.asks(store, READING):
+                return False
+            try:
+                if store.stat([key])[0] is not None:
+                    return False
+            except Exception as error:
+                self._failed(store, READING, error, "the prefix is computed instead")
+                return False
+        return True
 
     def entries(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
         """Serialized snapshots by their keys, in order, each good until the next one is asked for.

@@ -109,11 +109,17 @@ class OffloadWorker:
             self._changed.wait_for(lambda: not self.waiting or self.waiting + job.nbytes <= self.limit)
         job.begun = self._begin(snapshot)
         with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="kvcache-offload", daemon=True)
-                self._thread.start()
             self.waiting += job.nbytes
             self._sent.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="kvcache-offload", daemon=True)
+                try:
+                    self._thread.start()
+                except BaseException:
+                    self._thread = None
+                    self.waiting -= job.nbytes
+                    self._sent.remove(job)
+                    raise
         return job
 
     def _begin(self, snapshot: Snapshot) -> tuple[SerializedSnapshot, ml.PageTransfer] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.cache import InvalidRangeError
+from kvcache.cache import InvalidRangeError, check_whole
 from kvcache.stores import SaltedToken
 
 __all__ = ["EVERYONE", "Alphabet", "Tenant"]
@@ -29,10 +29,7 @@ class Tenant:
     def __post_init__(self) -> None:
         if not isinstance(self.salt, str):
             raise InvalidRangeError(f"salt={self.salt!r:.60}; it must be a string")
-        if self.shared < 0:
-            raise InvalidRangeError(
-                f"shared={self.shared}; it is a number of leading tokens and must be at least 0"
-            )
+        check_whole("tenant", "shared", self.shared)
 
 
 EVERYONE = Tenant()

@@ -165,6 +165,7 @@ class PrefixMatcher:
                 self._tell(stored, span_of(serialized)[1])
         if not first:
             self.origins.clear()
+        self._lookup.touch(ids, [span_of(entry)[1] for entry in entries])
         self.origins["store"] += stored - sum(self.origins.values())
         self._tree.insert(seq, ids[:stored], pieces_of(self._tree, seq, ids[:stored], first), stored=True)
         return stored

@@ -44,17 +44,17 @@ class OpenSessions:
         """A session over ``ids`` in a free sequence, which holds the longest prefix that can be had."""
         seq = min(self.free)  # which depends on nothing but the ones that are in use
         began = time.monotonic()
-        with self._evictor.within_budgets():
-            try:
+        try:
+            with self._evictor.within_budgets():
                 cached = self._fill(seq, ids)
                 matching, origins = self.matcher.matching.seconds, dict(self.matcher.origins)
                 lookup = Lookup(began, matching, time.monotonic() - began - matching, origins)
                 self._schedule(seq, ids, cached)
                 self.rolled_back(seq)
-            except BaseException:
-                self._cache.cancel_snapshots(seq)
-                self._cache.remove(seq, 0)
-                raise
+        except BaseException:
+            self._cache.cancel_snapshots(seq)
+            self._cache.remove(seq, 0)
+            raise
         self.free.remove(seq)
         session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
         session.spared, session.lookup = self.matcher.spared, lookup
@@ -161,7 +161,12 @@ class OpenSessions:
             self.keep(session)
             length, nodes = self._tree.along(ids)
             if length > point:
-                reached = self._restore_nearest(seq, ids, Source(length, nodes=nodes))
+                try:
+                    reached = self._restore_nearest(seq, ids, Source(length, nodes=nodes))
+                except BaseException:  # it holds neither what it did nor what is asked for
+                    session.replaced()
+                    self._cache.remove(seq, 0)
+                    raise
                 session.kept = reached
                 self.rolled_back(seq)
                 return reached

@@ -15,13 +15,14 @@ session has::
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache, SupportsOffset
+from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache, SupportsOffset, check_whole
 from kvcache.offload.break_even import BreakEven
 from kvcache.offload.prefetch import Prefetch, Prefetcher
 from kvcache.offload.tiers import HostTier, StoreTier
@@ -103,11 +104,13 @@ class PrefixCache(Closing):
                 f"PrefixCache: {cache!r:.60} is not a cache; it must be an initialized cache"
             )
         budget = None if budget is None else parse_bytes("PrefixCache: budget", budget)
-        least = {"interval": (interval, 1), "backlog": (backlog, 0), "in_flight": (in_flight, 0)}
-        least["read_ahead"] = (read_ahead, 0)
-        for name, (value, lowest) in least.items():
-            if value < lowest:
-                raise InvalidRangeError(f"PrefixCache: {name}={value}; it must be at least {lowest}")
+        check_whole("PrefixCache", "interval", interval, least=1)
+        for name, value in (("backlog", backlog), ("in_flight", in_flight), ("read_ahead", read_ahead)):
+            check_whole("PrefixCache", name, value)
+        if not isinstance(salt, str):
+            raise InvalidRangeError(f"PrefixCache: salt={salt!r:.60}; it must be a string")
+        if not isinstance(break_even, BreakEven | None):
+            raise InvalidRangeError(f"PrefixCache: break_even={break_even!r:.60}; it must be a BreakEven")
         _check_given(tiers, identity, layers)
         keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, block_size)
         if not isinstance(cache, SupportsOffset):
@@ -275,20 +278,29 @@ class PrefixCache(Closing):
                 session.close()
             except Exception as error:  # what others keep is written all the same
                 failed.append(error)
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-        if flush:
-            self.tree.flush()
-        self.tree.clear()
-        if self.tree.store is not None:
-            self.tree.store.close()
-        for store in self._opened:
-            store.close()
-        self.cache.on_pressure = None
-        disown(self.cache)
-        self._closed = True
+        with contextlib.ExitStack() as rest:  # all of it, whatever one of them raises; the last comes first
+            rest.callback(self._let_go)
+            for store in self._opened:
+                rest.callback(store.close)
+            if self.tree.store is not None:
+                rest.callback(self.tree.store.close)
+            rest.callback(self.tree.clear)
+            if flush:
+                rest.callback(self._flush_at_end)
+            if self._prefetcher is not None:
+                rest.callback(self._prefetcher.close)
         if failed:
             raise failed[0]
+
+    def _flush_at_end(self) -> None:
+        self.tree.flush()
+        if lost := self.tree.unwritten:
+            log.warning("close: %s that were kept are in no store: none took them", bytes_text(lost))
+
+    def _let_go(self) -> None:
+        self._closed = True
+        self.cache.on_pressure = None
+        disown(self.cache)
 
     @property
     def closed(self) -> bool:

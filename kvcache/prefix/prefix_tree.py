@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +22,14 @@ import numpy as np
 from kvcache.cache import SequenceLostError, SnapshotCache
 from kvcache.offload.direct_load import restore_serialized
 from kvcache.offload.eviction import Priority
-from kvcache.offload.tiers import HostTier, StoreTier, StoreWrite
+from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.events import BlockEvents
 from kvcache.prefix.eviction_policy import LRU, PrefixEvictionPolicy, Use
 from kvcache.prefix.radix_tree import Node, RadixTree
 from kvcache.prefix.retention import DEFAULT_PRIORITY
+from kvcache.prefix.store_writer import StoreWriter
 from kvcache.prefix.tenant_budget import TenantBudget, TenantQueue
 from kvcache.prefix.tree_entry import (
     TreeEntry,
@@ -36,15 +39,16 @@ from kvcache.prefix.tree_entry import (
     in_cache,
     is_present,
     priority_of,
-    span_of,
 )
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
-from kvcache.stores import Chain, Keys, SerializedSnapshot
+from kvcache.stores import Keys, SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
 __all__ = ["PrefixTree"]
+
+log = logging.getLogger("kvcache")
 
 
 class PrefixTree:
@@ -74,6 +78,10 @@ class PrefixTree:
             None if host is None else self._queue(host.budget, _host_priority, lambda limit: limit.host)
         )
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
+        self._writer = None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible)
+        self._backend = cache.backend
+        self._round = 0
+        """Counts the times that ``write_through`` has gone through all."""
         self.evicted = 0
         """Snapshots that went from everywhere."""
         self.over_budget = 0
@@ -254,7 +262,7 @@ class PrefixTree:
         self._changed(upper, node)
         stored = held.stored and at % self.keys.block_size == 0
         nothing: dict[str, Any] = dict.fromkeys(("snapshot", "serialized", "leaving", "store_write"))
-        upper.data = replace(held, stored=stored, **nothing)
+        upper.data = replace(held, stored=stored, watched=math.inf, **nothing)
         upper.data.end_used, upper.data.end_uses, upper.data.end_scores = held.used, held.uses, held.scores
         self.parted += [upper] if held.grants else []
         held.begin, held.used, held.uses, held.scores = at, held.end_used, held.end_uses, held.end_scores
@@ -298,11 +306,15 @@ class PrefixTree:
     def pin(self, ids: np.ndarray, change: int) -> int:
         """Pin (1) or unpin (-1) what is kept of a prefix; returns how many tokens that is."""
         match = self.radix_tree.match(ids)
-        for node in match.nodes:
+        if match.inside and self.divisible:
+            self.node_at(ids[: match.length])  # so that it ends there when it is unpinned too
+            match = self.radix_tree.match(ids)
+        nodes = [node for node in match.nodes if node.end <= match.length]
+        for node in nodes:
             if node.data is not None:
                 node.data.pins = max(0, node.data.pins + change)
                 self.reorder(node)
-        return match.length
+        return nodes[-1].end if nodes else 0
 
     def tick(self) -> None:
         """What is used from here on was used later than all before."""
@@ -387,8 +399,8 @@ class PrefixTree:
     def _write(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         """Have a serialized snapshot written that host memory has no place for, unless the stores have it."""
         assert node.data is not None
-        if self.store is not None and not node.data.stored and node.data.store_write is None:
-            self._submit(node, serialized)
+        if self._writer is not None and not node.data.stored and node.data.store_write is None:
+            self._writer.submit(node, serialized)
 
     def _land(self) -> None:
         """Take note of what has left the device by now."""
@@ -423,7 +435,7 @@ class PrefixTree:
     def _copied_out(self, held: TreeEntry) -> SerializedSnapshot | None:
         """A snapshot, serialized; None where a device failure took what it names."""
         try:
-            return None if held.snapshot is None else serialize(self.cache.backend, held.snapshot)
+            return None if held.snapshot is None else serialize(self._backend, held.snapshot)
         except SequenceLostError:
             return None
 
@@ -488,8 +500,17 @@ class PrefixTree:
     # Stores.
 
     def flush(self) -> None:
-        """Write all that is kept to the stores, and wait until it is there; with no store, nothing."""
+        """Write all that is kept to the stores, and wait until it is there; with no store, nothing.
+
+        What they have evicted meanwhile is written again, and one that is in an outage is asked again.
+        """
         self.drain()
+        if self.store is not None and self._writer is not None:
+            self.store.outages.ask_again()
+            for node in self._writer.gone([one for one in self.radix_tree if one.data and one.data.stored]):
+                assert node.data is not None
+                node.data.stored = False
+                self._changed(node)
         self.write_through()
         self.drain()
 
@@ -497,20 +518,33 @@ class PrefixTree:
         """Hand what the stores lack to the thread that writes to them; True: some of it is left.
 
         With a ``limit`` that is about so many bytes at a time, and nobody waits for the stores. What is
-        handed over stays where it is.
+        handed over stays where it is. What could not be written is tried again when all else has been.
         """
-        done = 0
-        for node in list(self.radix_tree) if self.store is not None else ():
+        done, left, all_of_it = 0, False, limit is None
+        for node in list(self.radix_tree) if self._writer is not None else ():
             held = node.data
             if held is None or held.stored or held.store_write is not None:
                 continue
+            if held.refused == self._round and not all_of_it:
+                continue
             if limit is not None and (done >= limit or not self._has_room(held)):
                 return True
-            serialized = held.serialized or self._copied_out(held)
+            serialized = self._to_write(held)
             if serialized is not None:
                 done += serialized.nbytes
-                self._submit(node, serialized)
-        return False
+                self._write(node, serialized)
+            left |= held.leaving is not None
+        self._round += 1
+        return left
+
+    def _to_write(self, held: TreeEntry) -> SerializedSnapshot | None:
+        """What a node holds, serialized; None, which is told, where there is no memory for that."""
+        try:
+            return held.serialized or self._copied_out(held)
+        except Exception:
+            self.failed, held.refused = self.failed + 1, self._round
+            log.exception("offload: %d bytes did not leave the device", held.nbytes)
+            return None
 
     @property
     def unwritten(self) -> int:
@@ -542,31 +576,11 @@ class PrefixTree:
             held: TreeEntry | None = node.data
             if held is not None and held.store_write is store_write:
                 held.stored, held.store_write = not store_write.failed, None
+                held.refused = self._round if store_write.failed else -1
                 self._changed(node)
                 self.tell()  # before the node goes, which only the stores have now
                 self._prune(node)
         self.tell()
-
-    def _submit(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
-        """Have a node's content written: cut at multiples of the block size where it is divisible."""
-        assert self.store is not None
-        assert node.data is not None
-        chain = self.keys.chain(self.alphabet.named(node.prefix()))
-        entries = [(chain.at(end), part) for end, part in self._cut(serialized, chain)]
-        node.data.store_write = StoreWrite(entries, serialized, node)
-        self.store.submit(node.data.store_write)
-
-    def _cut(self, serialized: SerializedSnapshot, chain: Chain) -> Iterator[tuple[int, SerializedSnapshot]]:
-        """(end, part) of the parts of a serialized snapshot; an empty end has no part of its own."""
-        begin, end = span_of(serialized)
-        cuts = range(begin - begin % chain.block_size + chain.block_size, end, chain.block_size)
-        if not self.divisible or not cuts:
-            yield end, serialized
-            return
-        for at in cuts:
-            first, serialized = cut_serialized(serialized, at)
-            yield at, first
-        yield end, serialized
 
 
 def _host_priority(node: Node[TreeEntry]) -> Priority:

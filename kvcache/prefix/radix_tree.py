@@ -24,7 +24,7 @@ D = TypeVar("D")
 class Node(Generic[D]):
     """An edge and the point it leads to: ``tokens`` from the parent's ``end`` up to this ``end``."""
 
-    __slots__ = ("children", "data", "end", "parent", "tokens")
+    __slots__ = ("__weakref__", "children", "data", "end", "parent", "tokens")
 
     def __init__(self, parent: Node[D] | None, tokens: Tokens, data: D | None = None) -> None:
         self.parent = parent

@@ -7,6 +7,7 @@ import heapq
 import itertools
 import math
 import time
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -33,7 +34,9 @@ class Retainer:
     def __init__(self, tree: PrefixTree, clock: Callable[[], float] = time.monotonic) -> None:
         self._tree = tree
         self.clock = clock
-        self._ends: list[tuple[float, int, Node[TreeEntry]]] = []
+        self._ends: list[tuple[float, int, weakref.ref[Node[TreeEntry]]]] = []
+        """When to look at which nodes; of those that are gone, no more than there are others."""
+        self._most = 64
         self._count = itertools.count()
         self._asked = False
 
@@ -62,8 +65,9 @@ class Retainer:
             self._watch(self._tree.parted.pop())
         now = self.clock()
         while self._ends and self._ends[0][0] <= now:
-            node = heapq.heappop(self._ends)[2]
-            if node.data is not None:
+            node = heapq.heappop(self._ends)[2]()
+            if node is not None and node.data is not None and node.data.watched <= now:
+                node.data.watched = math.inf
                 self._set(node, node.data.grants)
 
     def _cut(self, ids: np.ndarray, asked: Retention) -> None:
@@ -84,8 +88,15 @@ class Retainer:
 
     def _watch(self, node: Node[TreeEntry]) -> None:
         """Come back to a node when the priority that counts for it ends."""
-        if node.data is not None and node.data.grants and node.data.grants[0][1] < math.inf:
-            heapq.heappush(self._ends, (node.data.grants[0][1], next(self._count), node))
+        held = node.data
+        if held is None or not held.grants or held.grants[0][1] >= held.watched:
+            return
+        held.watched = held.grants[0][1]
+        heapq.heappush(self._ends, (held.watched, next(self._count), weakref.ref(node)))
+        if len(self._ends) > self._most:
+            self._ends = [one for one in self._ends if (there := one[2]()) is not None and there.data]
+            heapq.heapify(self._ends)
+            self._most = max(64, 2 * len(self._ends))
 
 
 def _granted(held: TreeEntry | None) -> Grants:

@@ -112,8 +112,9 @@ class Session:
     To remove tokens from the end, call ``rewind``. ``remaining`` then has the tokens to evaluate again, and
     ``extend`` continues from there. If tokens are removed from the cache directly
     (``cache.remove(session.seq, n)``), nothing from ``n`` on is kept or shared, unless ``extend`` has not
-    been called for them yet (rejected drafts). If ``cache.copy_prefix`` replaces the sequence, every call
-    except ``rewind`` and ``close`` raises SessionReplacedError, and nothing of the session is kept.
+    been called for them yet (rejected drafts). If ``cache.copy_prefix`` replaces the sequence, or ``rewind``
+    fails half way, every call except ``rewind`` and ``close`` raises SessionReplacedError, and nothing of
+    the session is kept.
     """
 
     def __init__(
@@ -225,6 +226,10 @@ class Session:
         """The caller goes on: what it evaluated is whole."""
         self._sure = self._owner.computed(self.seq)
 
+    def replaced(self) -> None:
+        """The sequence holds other tokens now than the session's, or none."""
+        self._replaced, self._certain = True, 0
+
     def _notice(self) -> None:
         """Take note of what was removed from the cache since the last time."""
         low = self._owner.rolled_back(self.seq)
@@ -237,9 +242,9 @@ class Session:
         self._notice()
         if self._replaced:
             raise SessionReplacedError(
-                f"{op}: copy_prefix replaced what sequence {self.seq} of this session held, and the session "
-                "no longer knows its tokens; rewind(n) and evaluate remaining again, or close it. To share "
-                "tokens of another session, begin one with them"
+                f"{op}: copy_prefix, or a rewind that failed, replaced what sequence {self.seq} of this "
+                "session held, and the session no longer knows its tokens; rewind(n) and evaluate remaining "
+                "again, or close it. To share tokens of another session, begin one with them"
             )
 
     def _check_open(self, op: str) -> None:

@@ -68,12 +68,19 @@ class StoreLookup:
         chain = self._chain(ids)
         ends = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
         go_on = self._straight if self._store.reads_straight else self._ahead
-        return go_on(seq, ids, chain, reached, ends, told or _unheard)
+        found = go_on(seq, ids, chain, reached, ends, told or _unheard)
+        if found > reached:
+            self.touch(ids, [*range(size, found, size), found])
+        return found
 
-    def read_back(self, ids: np.ndarray, floor: int, lent: contextlib.ExitStack) -> list[SerializedSnapshot]:
-        """Entries that follow one another to the end of ``ids``, from ``floor`` or before; [] if one lacks.
+    def read_back(
+        self, ids: np.ndarray, floor: int, lent: contextlib.ExitStack
+    ) -> list[SerializedSnapshot] | None:
+        """Entries that follow one another to the end of ``ids``, from ``floor`` or before.
 
-        They are good until ``lent`` is closed.
+        They are good until ``lent`` is closed. [] where no store has one of them: those behind it, which
+        nobody can use, are dropped, so that what is computed instead is written. None where one cannot be
+        read now.
         """
         chain = self._chain(ids)
         entries: list[SerializedSnapshot] = []
@@ -81,6 +88,10 @@ class StoreLookup:
         while at > floor or not entries:
             serialized = self._checked(ids, lent.enter_context(self._read(chain.at(at))), at)
             if serialized is None:
+                if not self._store.lacks(chain.at(at)):
+                    return None
+                for part in entries:
+                    self.drop(ids, span_of(part)[1])
                 return []
             entries.append(serialized)
             at, _ = span_of(serialized)
@@ -98,6 +109,11 @@ class StoreLookup:
     def drop(self, ids: np.ndarray, end: int) -> None:
         """Take the entry of the first ``end`` tokens out of the stores: it is not what its key says."""
         self._store.drop(self._chain(ids[:end]).at(end))
+
+    def touch(self, ids: np.ndarray, ends: Sequence[int]) -> None:
+        """Note that the entries that end there, each of which needs those before it, are in use."""
+        chain = self._chain(ids)
+        self._store.touch([chain.at(end) for end in ends])
 
     def _straight(
         self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
@@ -156,8 +172,10 @@ class StoreLookup:
         with contextlib.ExitStack() as lent:
             before = self.read_back(ids[:begin], reached, lent) if begin > reached else []
             if begin > reached and not before:  # conversations part there, and what ends there is gone
+                if before is not None:
+                    self.drop(ids, end)
                 return False
-            for part in (*before, serialized):
+            for part in (*(before or ()), serialized):
                 if not self.restore(seq, part):
                     self.drop(ids, span_of(part)[1])
                     self._cache.remove(seq, reached)

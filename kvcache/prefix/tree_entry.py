@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,9 +47,13 @@ class TreeEntry:
     store_write: StoreWrite | None = None
     """Its serialized snapshots on their way to the stores."""
     stored: bool = False
+    refused: int = -1
+    """The round of ``PrefixTree.write_through`` in which it could not be written."""
     pins: int = 0
     rank: int = DEFAULT_PRIORITY
     grants: Grants = ()
+    watched: float = math.inf
+    """When the retainer looks at its grants next."""
     tenant: str = ""
     """The salt of whose it is; "": everyone's."""
     nbytes: int = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+
 from kvcache.cache import InvalidRangeError
 
 __all__ = ["bytes_text", "parse_bytes"]
@@ -21,14 +23,14 @@ def bytes_text(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def parse_bytes(what: str, size: int | str) -> int:
+def parse_bytes(what: str, size: object) -> int:
     """Bytes from a number, or from '512MiB', '1.5 GiB', '64K': multiples of 1024. Else InvalidRangeError."""
     if isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
         if found is not None and found[2].upper() in _UNITS:
             return int(float(found[1]) * _UNITS[found[2].upper()])
-    elif size >= 0:
-        return size
+    elif isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size >= 0:
+        return int(size)
     raise InvalidRangeError(
         f"{what}={size!r}; it must be a number of bytes from 0, or a size such as '512MiB'"
     )

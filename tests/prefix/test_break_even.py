@@ -183,6 +183,7 @@ def test_over_a_slow_link_a_prefix_is_fetched_once_and_computed_from_then_on(
 ) -> None:
     r, store = linked(talk, cache, clock, SLOW)
     assert r.peek([*LONG, 9]) == 20, "nobody knew"
+    r.prefix.flush()  # the store has heard that they are in use
     asked, read = store.looked, len(store.read)
     for _ in range(3):
         r.prefix.clear()

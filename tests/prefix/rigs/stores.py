@@ -74,19 +74,23 @@ class GatedStore(PlainStore):
         self.look: Callable[[], object] = int
         self.read: list[str] = []
         self.threads: list[str] = []
-        """Of all calls that read or look up."""
+        """Of all calls that read or look up, but those of who writes."""
         self.stat, self.prefix, self.get_into = self._stat, self._prefix, self._get_into
 
+    def _note(self) -> None:
+        name = threading.current_thread().name
+        self.threads += [name] if name != "kvcache-store-write" else []
+
     def _stat(self, keys: Sequence[str]) -> Any:
-        self.threads.append(threading.current_thread().name)
+        self._note()
         return self.store.stat(keys)
 
     def _prefix(self, keys: Sequence[str]) -> int:
-        self.threads.append(threading.current_thread().name)
+        self._note()
         return self.store.prefix(keys)
 
     def _get_into(self, key: str, buffer: Any) -> bool:
-        self.threads.append(threading.current_thread().name)
+        self._note()
         self.entered.set()
         assert self.gate.wait(60)
         if self.broken(key):

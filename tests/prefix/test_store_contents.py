@@ -1,0 +1,193 @@
+"""What stores have of conversations stays of use: after evictions, crashes, outages and errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import ml
+from kvcache.offload.tiers import HostTier, StoreTier
+from kvcache.prefix import prefix_tree
+from kvcache.prefix.session import SessionReplacedError
+from kvcache.stores import MemoryStore
+
+from .rigs.conversing import LONG, SOME, ConversationSetup, Rig
+
+Talk = Callable[..., Rig]
+some_caches = pytest.mark.parametrize("cache", SOME)
+ONE = ConversationSetup().token_bytes
+BRANCHES = [[*LONG[:10], first, *LONG] for first in (1, 2, 3)]
+"""They part inside a block."""
+
+
+def keys(r: Rig, tokens: list[int], *ends: int) -> list[str]:
+    chain = r.prefix.tree.keys.chain(tokens)
+    return [chain.at(end) for end in ends]
+
+
+def sizes(store: MemoryStore) -> int:
+    return store.usage().nbytes
+
+
+@some_caches
+def test_a_prefix_whose_entry_is_lost_is_computed_once_and_found_again(talk: Talk, cache: str) -> None:
+    """Entries behind it begin where it ended, inside a block, so that they lead nowhere without it."""
+    store = MemoryStore()
+    r = talk(cache, tiers=[store])
+    for tokens in BRANCHES:
+        r.keep(tokens)
+    r.prefix.close()
+    (lost,) = keys(r, BRANCHES[0], 10 if r.prefix.tree.divisible else 8)
+    assert store.delete(lost)
+    found = []
+    for _ in range(4):
+        r = talk(cache, tiers=[store])
+        found.append(r.keep([*BRANCHES[0], 1]))
+        r.prefix.close()
+    assert found[0] < 31 == found[-1]
+
+
+@some_caches
+def test_what_a_store_has_evicted_of_what_is_kept_is_written_again(talk: Talk, cache: str) -> None:
+    store = MemoryStore()
+    r = talk(cache, tiers=[store])
+    r.keep(LONG)
+    r.prefix.flush()
+    for key in keys(r, LONG, *range(1, 21)):
+        store.delete(key)
+    r.prefix.flush()
+    r.prefix.close()
+    assert talk(cache, tiers=[store]).keep([*LONG, 1]) == 20
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_store_evicts_the_end_of_a_conversation_before_its_beginning(talk: Talk, read: bool) -> None:
+    store = MemoryStore()
+    r = talk(tiers=[store])
+    for first in (0, 100, 200):
+        r.keep([*LONG, *range(first, first + 12)])
+    r.prefix.close()
+    if read:
+        r = talk(tiers=[store])
+        assert r.keep([*LONG, *range(100, 113)]) == 32
+        r.prefix.close()
+    store.budget = sizes(store) - 1
+    store.put("another", [bytes(8)])
+    r = talk(tiers=[store])
+    found = [r.peek([*LONG, *range(first, first + 13)]) for first in (0, 100, 200)]
+    assert sorted(found) == [28, 32, 32]
+    assert found[1] == 32 or not read
+
+
+def test_what_no_store_takes_keeps_nothing_else_from_it(talk: Talk) -> None:
+    store = MemoryStore(budget=30 * (ONE + 8))
+    r = talk(tiers=[store], capacity=120, options={"block_size": 64})
+    for first, count in ((0, 40), (100, 6), (200, 40)):  # whatever comes first
+        r.keep(list(range(first, first + count)))
+    left = [r.prefix.write_through(1) for _ in range(12) if not r.prefix.tree.drain()]
+    assert not all(left), "it says when all has been tried"
+    r = talk(tiers=[store], capacity=120, options={"block_size": 64})
+    assert r.peek([*range(100, 106), 1]) == 6
+
+
+def test_one_snapshot_that_cannot_be_copied_keeps_no_other_from_the_stores(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limited(backend: Any, snapshot: Any) -> Any:
+        if snapshot.nbytes > 10 * ONE:
+            raise MemoryError("told to fail")
+        return serialize(backend, snapshot)
+
+    serialize = prefix_tree.serialize
+    monkeypatch.setattr(prefix_tree, "serialize", limited)
+    store = MemoryStore()
+    r = talk(tiers=[store])
+    for tokens in (LONG, [1, 2, 3, 4, 5, 6], [7, 8, 9]):
+        r.keep(tokens)
+    r.prefix.close()
+    assert (r.prefix.closed, r.prefix.failed["host"]) == (True, 1)
+    r = talk(tiers=[store])
+    assert [r.peek([*tokens, 1]) for tokens in (LONG, [1, 2, 3, 4, 5, 6], [7, 8, 9])] == [0, 6, 3]
+
+
+def test_a_cache_that_was_closed_first_takes_nothing_along(talk: Talk) -> None:
+    store = MemoryStore()
+    r = talk(tiers=[store])
+    r.keep(LONG)
+    r.cache.close()
+    r.prefix.close()
+    assert talk(tiers=[store]).peek([*LONG, 1]) == 20
+
+
+@pytest.mark.parametrize("tier", [HostTier(), MemoryStore()])
+def test_a_thread_that_cannot_be_started_is_an_error_and_no_wait(
+    talk: Talk, tier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = talk(tiers=[tier])
+    r.keep(LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: exec("raise RuntimeError('told to fail')"))
+        with pytest.raises(RuntimeError, match="told to fail"):
+            r.prefix.evict() if isinstance(tier, HostTier) else r.prefix.write_through()
+    r.prefix.evict()
+    r.prefix.flush()
+    assert r.keep([*LONG, 1]) == 20
+
+
+def test_what_is_leaving_the_device_is_left_to_be_written(talk: Talk) -> None:
+    r = talk(tiers=[HostTier(), MemoryStore()])
+    assert isinstance(r.prefix.tree.store, StoreTier)
+    r.keep(LONG)
+    node = next(iter(r.prefix.tree.radix_tree))
+    r.prefix.tree.offload(node)
+    assert r.prefix.tree.write_through() is (node.data is not None and node.data.leaving is not None)
+    r.prefix.flush()
+    assert not r.prefix.write_through()
+    assert r.prefix.tree.unwritten == 0
+
+
+def test_a_rewind_that_fails_half_way_leaves_a_session_that_says_so(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = talk("wrapper", tiers=[HostTier()])
+    chat = r.chat(LONG)
+    chat.say([1])  # the window goes on
+    chat.session.keep()
+    r.prefix.evict()
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_tree, "restore_serialized", lambda *_, **__: exec("raise MemoryError()"))
+        with pytest.raises(MemoryError):
+            chat.session.rewind(9)
+    with pytest.raises(SessionReplacedError, match="a rewind that failed"):
+        chat.session.extend([1])
+    chat.rewind(9)
+    chat.say([1, 2])
+    chat.close()
+    r.check_books()
+
+
+def test_a_session_that_cannot_begin_leaves_its_sequence_empty(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = talk(tiers=[HostTier()])
+    r.keep(LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            r.prefix.evictor, "enforce", lambda: exec("raise ml.DeviceError('told to fail')", {"ml": ml})
+        )
+        with pytest.raises(ml.DeviceError):
+            r.prefix.begin([*LONG, 1])
+    assert (r.prefix.sessions, r.cache.held()) == ((), {})
+
+
+def test_a_pin_is_undone_though_conversations_have_parted_since(talk: Talk) -> None:
+    r = talk()
+    r.keep(BRANCHES[0])
+    for tokens in (BRANCHES[0][:12], BRANCHES[1][:12]):
+        assert r.prefix.pin(tokens[:9]) == 9
+        r.keep(tokens)
+        assert r.prefix.unpin(tokens[:9]) == 9
+    assert all(node.data is None or not node.data.pins for node in r.prefix.tree.radix_tree)
