@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +15,8 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 import ml
-from kvcache import HostTier, InvalidRangeError, OrderError
-from kvcache.integrations.mlx_lm import MLXPrefixCache
+from kvcache import HostTier, InvalidRangeError, NotSupportedError, OrderError
+from kvcache.integrations.mlx_lm import MLXPrefixCache, rewind
 from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
 
@@ -143,7 +144,23 @@ def test_what_the_prompt_cache_has_is_not_evaluated_twice() -> None:
             assert [int(token) for token, _ in steps] == expected
 
 
-@pytest.mark.parametrize("option", [{"kv_bits": 8}, {"max_kv_size": 64}, {"prompt_cache": []}])
+def test_a_prompt_cache_goes_with_its_session_has_no_copies_and_is_emptied_in_place() -> None:
+    model = models.shared("llama")
+    with MLXPrefixCache(model, capacity=128, **OPTIONS) as cache, cache.begin(FIRST) as session:
+        session.prefill()
+        entry = session.prompt_cache[0]
+        for share in (copy.deepcopy, lambda x: x.extract(0), lambda x: x.merge([x]), lambda x: x.extend(x)):
+            with pytest.raises(NotSupportedError, match="begin another session"):
+                share(entry)
+        assert rewind(session.prompt_cache, 0) == 0
+        logits = model(mx.array([session.remaining]), cache=session.prompt_cache)
+        assert int(mx.argmax(logits[0, -1])) == plain("llama", FIRST, 1)[0]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"kv_bits": 8}, {"max_kv_size": 64}, {"prompt_cache": []}, {"input_embeddings": mx.zeros((30, 32))}],
+)
 def test_options_of_prompt_caches_are_refused_where_they_come_too_late(option: dict[str, Any]) -> None:
     with MLXPrefixCache(models.shared("llama"), capacity=64, **OPTIONS) as cache:
         with pytest.raises(InvalidRangeError, match=next(iter(option))):

@@ -24,8 +24,9 @@ _OF_CACHES = {
     "prompt_cache": "the MLXPrefixCache passes its own",
     "max_kv_size": "the MLXPrefixCache keeps whole prompts",
     "kv_bits": "MLXPrefixCache(dtype=) says what K and V are stored as",
+    "input_embeddings": "prefixes are found by tokens alone; call generate_step without MLXPrefixCache",
 }
-"""Options of ``generate_step`` that are about prompt caches, and what takes their place."""
+"""Options of ``generate_step`` that prefixes leave no room for, and what takes their place."""
 
 
 class MLXSession:
@@ -165,8 +166,8 @@ class MLXPrefixCache(Closing):
         """As mlx-lm's ``generate_step``, for one conversation, from what is there; ``options`` are its own.
 
         Yields tokens with their log-probabilities. What was yielded is kept, wherever the caller stops.
-        InvalidRangeError for options that a prompt cache takes when it is made, and for a prompt that does
-        not fit.
+        InvalidRangeError for options that a prompt cache takes when it is made, for embeddings, and for a
+        prompt that does not fit.
         """
         for name, remedy in _OF_CACHES.items():
             if options.get(name) is not None:

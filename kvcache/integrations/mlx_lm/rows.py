@@ -72,6 +72,7 @@ class BatchRows:
             held.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchRows:
+        self.pool.check_sharing("deepcopy")
         self.settle()
         copy = BatchRows(self.pool, self.held, self.lengths, self.batched)
         copy.skip, copy.left = list(self.skip), None if self.left is None else list(self.left)
@@ -341,7 +342,7 @@ class BatchRows:
         try:
             for row, length in lengths.items():
                 held = self.held[row]
-                if not length:
+                if not length and not pool.given_away:
                     found[row] = pool.hold()
                     continue
                 pool.make_way(held)
@@ -394,6 +395,7 @@ class BatchRows:
 
     def extract(self, row: int) -> BatchRows:
         """One row as a prompt cache of its own, sharing what is stored."""
+        self.pool.check_sharing("extract")
         return BatchRows(self.pool, [self.held[row]], [self.lengths[row]], batched=False)
 
     @staticmethod
@@ -406,7 +408,8 @@ class BatchRows:
         return BatchRows(pool, held, [length for one in several for length in one.lengths], batched=True)
 
     def held_in(self, pool: SequencePool) -> list[SharedSequence]:
-        """The sequences of these rows, which must be of ``pool``."""
+        """The sequences of these rows, which must be of ``pool``, for rows of another prompt cache too."""
+        pool.check_sharing("merge")
         if self.pool is not pool:
             raise NotSupportedError(
                 "merge: the prompt caches come from different pools; those in one batch must come from "

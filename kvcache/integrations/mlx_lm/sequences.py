@@ -11,7 +11,7 @@ import sys
 import weakref
 from typing import Any
 
-from kvcache.cache import CacheFullError, KVCacheError, OrderError
+from kvcache.cache import CacheFullError, KVCacheError, NotSupportedError, OrderError
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.storage import Storage
 
@@ -65,6 +65,8 @@ class SequencePool:
         """mlx-lm's ``LRUPromptCache`` s that keep prompt caches of this pool."""
         self.current: ForwardPass | None = None
         """The pass that was begun last."""
+        self.given_away = False
+        """Whether somebody else owns the sequences."""
         self._free = list(range(max_sequences))[::-1]
         self._retired: list[int] = []
 
@@ -76,10 +78,19 @@ class SequencePool:
     def give_away(self) -> None:
         """Leave all sequences to somebody else, who has them adopted one by one."""
         self._free.clear()
+        self.given_away = True
 
     def lent(self, seq: int) -> SharedSequence:
         """A sequence of somebody else's, who empties it."""
         return SharedSequence([], seq)
+
+    def check_sharing(self, op: str) -> None:
+        """Refuse what claims a lent sequence once more: its owner gives it to others, whoever claims it."""
+        if self.given_away:
+            raise NotSupportedError(
+                f"{op}: the prompt cache of an MLXSession has no copies, and does not go into batches; begin "
+                "another session with the same tokens, which shares what is stored"
+            )
 
     def hold(self) -> SharedSequence:
         """A claimable sequence with nothing in it, which takes up no room yet."""
