@@ -251,7 +251,7 @@ class PrefixCache(Closing):
         self.tree.clear()
 
     def flush(self) -> None:
-        """Wait for pending transfers; with stores, write everything kept that they lack, and wait for that too."""
+        """Wait for pending transfers; with stores, write all that they lack, and wait for that too."""
         self._check("flush")
         self.tree.flush()
 
