@@ -198,6 +198,23 @@ def test_files_go_both_ways(model: Any, tmp_path: Path, sizes: list[int]) -> Non
         assert models.largest(passes(model, cache, rest, [1, 5, 1, 9]), theirs) <= TOLERANCE
 
 
+@pytest.mark.parametrize("steps", [[1, 5, 1, 9], [5, 1, 1, 9]])
+@pytest.mark.parametrize("length", [SIZE, 30])
+def test_a_window_that_lacks_its_oldest_token_is_saved_so(
+    model: Any, tmp_path: Path, length: int, steps: list[int]
+) -> None:
+    tokens, rest, file = models.prompt_of(length), models.prompt_of(16, seed=2), str(tmp_path / "short")
+    pool, own = CachePool(model, max_kv_size=SIZE, max_sequences=3), own_prompt_cache(model, SIZE)
+    passes(model, own, tokens, [length - 1, 1])
+    short = adopt(own, CachePool(model, max_kv_size=SIZE, rollback=0))
+    save_prompt_cache(f"{file}.safetensors", short)
+    back = load_prompt_cache(f"{file}.safetensors", pool)
+    assert rewind(copy.deepcopy(back), length - 1) == 0
+    theirs = passes(model, own, rest, steps)
+    for cache in (own_load(f"{file}.safetensors"), back, short):
+        assert models.largest(passes(model, cache, rest, steps), theirs) <= TOLERANCE
+
+
 def test_a_prompt_cache_that_keeps_another_number_of_tokens_is_not_taken_over(model: Any) -> None:
     pool = CachePool([Attention(SIZE, keep=3)] * 2)
     with pytest.raises(kvcache.InvalidRangeError, match="entry 0 is RotatingKVCache; the layer is"):

@@ -306,10 +306,21 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
 
     @property
     def state(self) -> Any:
-        """What mlx-lm's RotatingKVCache loads: the window in the order of positions."""
+        """What mlx-lm's RotatingKVCache loads: the window in the order of positions.
+
+        A full one overwrites its oldest token next. Where that has left already, zeros stand for it.
+        """
         keys, values = self._stored()
-        size = 0 if keys is None else keys.shape[2]
-        return keys, values, self._saved_offset(), self.keep, self.max_size, size
+        offset, at = self._saved_offset(), 0 if keys is None else keys.shape[2]
+        if isinstance(offset, int) and 0 < at < self.max_size <= offset:
+            keys, values = (
+                mx.concatenate(
+                    [x[..., : self.keep, :], mx.zeros_like(x[..., :1, :]), x[..., self.keep :, :]], 2
+                )
+                for x in (keys, values)
+            )
+            at = self.keep
+        return keys, values, offset, self.keep, self.max_size, at
 
 
 class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]

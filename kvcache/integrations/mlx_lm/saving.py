@@ -161,7 +161,8 @@ def _in_order(i: int, entry: Any, layer: Any, storage: Storage) -> tuple[Any, ..
         return entry.keys[..., :size, :], entry.values[..., :size, :]
     keys, values, offset, keep, _, at = entry.state
     columns = np.arange(keys.shape[2])
-    turned = np.concatenate([columns[:keep], columns[at:], columns[keep:at]])
+    gap = at == keep  # of RotatingKVCache.state, before the tokens that are there
+    turned = np.concatenate([columns[:keep], columns[at + gap :], columns[keep:at]])
     order = mx.array(columns[:at] if at >= offset else turned if at < columns.size else columns)
     return keys[..., order, :], values[..., order, :]
 
