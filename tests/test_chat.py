@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("typer")
 
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 import kvcache.command.main
@@ -77,6 +79,29 @@ def test_punctuation_follows_without_a_blank(talk: Conversations) -> None:
     before = list(talk.current.tokens)
     say(talk, ", de")
     assert talk.current.tokens[len(before) :][:4] == talk.tokenizer.encode(", de", bos=False)
+
+
+BLANKS: dict[str, Any] = {
+    "metaspace": (pre_tokenizers.Metaspace(), decoders.Metaspace()),
+    "bytes": (pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()),
+    "none": (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
+}
+
+
+@pytest.mark.parametrize("kind", ["stories", *BLANKS])
+def test_a_text_that_goes_on_gets_no_blank_of_the_tokenizer(kind: str, stories: Path) -> None:
+    tokenizer = Tokenizer.load(stories)
+    if kind in BLANKS:
+        letters = [*pre_tokenizers.ByteLevel.alphabet(), "▁", "\n"]
+        backend = Backend(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+        backend.pre_tokenizer, backend.decoder = BLANKS[kind]
+        tokenizer = Tokenizer(backend)
+    before = tokenizer.encode("Once")
+    for text in (" a time", "and so", ".", ".\n", "\nx", "", "  é"):
+        found = tokenizer.decode([*before, *tokenizer.encode_more(text)])
+        assert found == tokenizer.decode(before) + text
+    with pytest.raises(TextTooLongError):
+        tokenizer.encode_more("and so " * 9000, 100)
 
 
 def test_a_fork_goes_its_own_way_and_computes_only_that(talk: Conversations) -> None:

@@ -108,7 +108,7 @@ def load(
             raise ConversationError(
                 f"{file} was saved with another model than {path}; give that model with --model"
             )
-        more = tokenizer.encode(prompt, bos=False, most=config.max_positions) if prompt else ()
+        more = tokenizer.encode_more(prompt, config.max_positions)
         tokens = [*saved.tokens, *more]
         check_prompt(tokens, config, config.max_positions)
         if len(tokens) == saved.evaluated:

@@ -89,9 +89,11 @@ class Conversations:
         Raises RequestError for one that does not fit.
         """
         conversation = self.current
-        blank = " " if conversation.tokens and text[:1].isalnum() else ""
-        limit = self.engine.limit
-        more = self.tokenizer.encode(blank + text, bos=not conversation.tokens, most=limit)
+        blank, limit = " " if text[:1].isalnum() else "", self.engine.limit
+        if conversation.tokens:
+            more = self.tokenizer.encode_more(blank + text, limit)
+        else:
+            more = self.tokenizer.encode(text, most=limit)
         said, count = len(conversation.tokens), len(more)
         if count > limit:
             raise TextTooLongError(count, limit)

@@ -17,6 +17,8 @@ __all__ = ["StreamDecoder", "Tokenizer"]
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8
 """Tokens of context, and the longest wait for a character (UTF-8 has at most 4 bytes in one)."""
+_ANCHORS = "\n."
+"""A text that goes on is tokenized behind the first of these with which it shares no token."""
 _PIECE = 1 << 15
 """Characters of a long text that are tokenized at a time to learn whether all of it may fit."""
 _SEAM = 16
@@ -82,6 +84,26 @@ class Tokenizer:
             self._check_fits(text, most)
         ids = self._ids(text)
         return [*self._prefix, *ids] if bos else ids
+
+    def encode_more(self, text: str, most: int | None = None) -> list[int]:
+        """The token ids of a text that goes on where another ended, within the limits of ``encode``.
+
+        SentencePiece puts a blank before every text: here there is none.
+        """
+        ids = self.encode(text, bos=False, most=most)
+        for anchor in _ANCHORS if self._begins_with_blank else ():
+            if (found := self._ids_after(anchor, text)) is not None:
+                return found
+        return ids
+
+    @cached_property
+    def _begins_with_blank(self) -> bool:
+        return self._ids_after(_ANCHORS[0], "a") not in (None, self._ids("a"))
+
+    def _ids_after(self, anchor: str, text: str) -> list[int] | None:
+        """None where the two share a token."""
+        head, whole = self._ids(anchor), self._ids(anchor + text)
+        return whole[len(head) :] if whole[: len(head)] == head else None
 
     def _check_fits(self, text: str, most: int) -> None:
         count = 0
