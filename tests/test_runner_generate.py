@@ -381,21 +381,36 @@ def test_bytes_text(count: int, text: str) -> None:
 # Text.
 
 
-@given(st.text(max_size=30))
+@given(st.text(max_size=30), st.integers(0, 90))
 @hypothesis_settings(
-    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 def test_streams_never_break_a_character(
-    stories_tokenizer: Tokenizer, byte_tokenizer: Tokenizer, text: str
+    stories_tokenizer: Tokenizer, byte_tokenizer: Tokenizer, text: str, cut: int
 ) -> None:
-    """Tokens of single bytes, in the byte-level and the byte-fallback form."""
+    """Tokens of single bytes, in the byte-level and the byte-fallback form, behind a prompt cut anywhere."""
     for tokenizer in (stories_tokenizer, byte_tokenizer):
         ids = tokenizer.encode(text)
-        stream = tokenizer.stream()
-        pieces = [stream.push(token) for token in ids]
+        prompt = ids[: 0 if "\ufffd" in text else cut]
+        stream = tokenizer.stream(prompt)
+        pieces = [stream.push(token) for token in ids[len(prompt) :]]
         if "\ufffd" not in text:
             assert "\ufffd" not in "".join(pieces)
-        assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)
+        whole, parts = tokenizer.decode(ids), (prompt[:n] for n in range(len(prompt), -1, -1))
+        known = next(filter(whole.startswith, map(tokenizer.decode, parts)))
+        assert "".join(pieces) + stream.flush() == whole[len(known) :]
+
+
+def test_a_character_that_the_prompt_begins_is_part_of_the_answer() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    ((word, _),) = level.pre_tokenize_str("b日c")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({word[:2]: 0, word[2:]: 1, "x": 2}, "x"))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = Tokenizer(backend, [])
+    for answer, text in (([1, 0, 1], "日cb日c"), ([2], "x"), ([], "")):
+        stream = tokenizer.stream([2, 0])
+        assert "".join(map(stream.push, answer)) + stream.flush() == text
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -17,6 +18,8 @@ __all__ = ["StreamDecoder", "Tokenizer"]
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8
 """Tokens of context, and the longest wait for a character (UTF-8 has at most 4 bytes in one)."""
+_LONGEST = 4
+"""Tokens of one character."""
 _ANCHORS = "\n."
 """A text that goes on is tokenized behind the first of these with which it shares no token."""
 _PIECE = 1 << 15
@@ -136,13 +139,23 @@ class StreamDecoder:
 
     A token may hold part of a character's UTF-8 bytes, and how it reads may depend on the one before
     it. So a short window of tokens is decoded twice, with and without the new one; the difference is
-    the new text, held back while it ends in a broken character.
+    the new text, held back while it ends in a broken character. The window begins with a character, since
+    byte fallback breaks whole ones behind half a one too; a character that the context does not finish is
+    part of the new text.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._window = list(context[-_CONTEXT:])
-        self._read = len(self._window)
+        given = list(context[-_CONTEXT - _LONGEST :])
+        pieces = [tokenizer.token_bytes[token] for token in given]
+        begins = [0, *(i for i, piece in enumerate(pieces) if piece and piece[0] & 0xC0 != 0x80)]
+        first = max(i for i in begins if i <= max(0, len(given) - _CONTEXT))
+        self._show(given[first:])
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        ending = decoder.decode(b"".join(pieces[begins[-1] :]))
+        if decoder.getstate()[0]:
+            self._read = begins[-1] - first
+            self._whole = len(tokenizer.decode(self._window[: self._read])) + len(ending)
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes; "" while a character is unfinished."""
@@ -154,15 +167,20 @@ class StreamDecoder:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        shown = self._tokenizer.decode(self._window[: self._read])
         text = self._tokenizer.decode(self._window)
+        known = len(self._shown) if text.startswith(self._shown) else self._whole
         pending = len(self._window) - self._read
         unfinished = text.endswith(_BROKEN) and pending < _CONTEXT
-        if len(text) <= len(shown) or (unfinished and not final):
+        if len(text) <= known or (unfinished and not final):
             return ""
-        self._window = self._window[self._read :]
-        self._read = len(self._window)
-        return text[len(shown) :]
+        self._show(self._window[self._read :])
+        return text[known:]
+
+    def _show(self, window: list[int]) -> None:
+        """All of the window's text is known, and its first ``_whole`` characters are final."""
+        self._window, self._read = window, len(window)
+        self._shown = self._tokenizer.decode(window)
+        self._whole = len(self._shown)
 
 
 def _template_prefix(backend: Any) -> list[int]:
