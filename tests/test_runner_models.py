@@ -523,6 +523,18 @@ def test_configs_as_they_were_before_transformers_5() -> None:
     assert (config.local_rope.base, config.local_rope.scaling) == (1e4, None)
 
 
+@pytest.mark.parametrize("given", [{}, {"intermediate_size": 9}, {"tie_embedding": False}])
+def test_configs_as_liquid_ai_publishes_them(given: dict[str, Any]) -> None:
+    from transformers.models.lfm2 import Lfm2Config, modeling_lfm2
+
+    raw: dict[str, Any] = {"block_ff_dim": 1000, "num_hidden_layers": 3, "full_attn_idxs": [1], **given}
+    expected = Lfm2Config(**raw)
+    whole, newer = expected.to_dict(), ("intermediate_size", "tie_word_embeddings", "layer_types")
+    config: Any = parse_config({name: whole[name] for name in whole if name not in newer} | raw)
+    assert config.intermediate_size == modeling_lfm2.Lfm2MLP(expected).w1.out_features == 768
+    assert (config.tie_embeddings, list(config.kinds)) == (expected.tie_word_embeddings, expected.layer_types)
+
+
 def test_token_ids_as_arrays_and_tensors(models: Any, backend: ml.Backend) -> None:
     model, tokens = models("llama"), prompt(LENGTH)
     with backend.new_context() as ctx:

@@ -61,14 +61,14 @@ class LFM2Config(StateConfig):
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> LFM2Config:
     """Lfm2ForCausalLM."""
     refuse(raw, {"hidden_act": ["silu", "swish"]})
-    inner = raw["intermediate_size"]
+    inner = raw.get("block_ff_dim") or raw["intermediate_size"]
     if raw.get("block_auto_adjust_ff_dim", True):
         multiple = raw.get("block_multiple_of", 256)
         inner = int(float(raw.get("block_ffn_dim_multiplier", 1.0) or 1.0) * int(2 * inner / 3))
         inner = multiple * -(-inner // multiple)
     raw = {
-        "tie_word_embeddings": True,
         **raw,
+        "tie_word_embeddings": raw.get("tie_embedding", raw.get("tie_word_embeddings", True)),
         "rms_norm_eps": raw.get("norm_eps", 1e-5),
         "intermediate_size": inner,
     }
