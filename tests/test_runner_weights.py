@@ -359,7 +359,10 @@ def metadata_file(path: Path, arch: str = "llama", **fields: Any) -> Path:
 
 def test_rope_scaling_in_gguf(tmp_path: Path) -> None:
     linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
-    assert load_config(metadata_file(tmp_path / "l.gguf", **linear)).rope.scaling == ml.nn.LinearScaling(2.0)
+    untyped, old = {"rope.scaling.factor": 2.0}, {"rope.scale_linear": 2.0}
+    for i, fields in enumerate((linear, untyped, old, old | {"rope.scaling.type": "none"})):
+        found = load_config(metadata_file(tmp_path / f"{i}.gguf", **fields)).rope.scaling
+        assert found == (ml.nn.LinearScaling(2.0) if i < 3 else None)
     yarn = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 4.0,

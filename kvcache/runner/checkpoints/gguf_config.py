@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from kvcache.runner.checkpoints.gguf_file import GGUFFile
@@ -120,11 +119,12 @@ def _rope(file: GGUFFile, data: _Metadata, head_dim: int) -> RopeSpec:
 
 
 def _scaling(data: _Metadata) -> RopeScaling | None:
-    kind = data.get("rope.scaling.type", "none")
-    if kind == "none":
+    kind = data.get("rope.scaling.type", "linear")
+    scaling: dict[str, Any] = {key: data.get(f"rope.scaling.{key}") for key in _SCALING}
+    scaling["factor"] = scaling["factor"] or data.get("rope.scale_linear")  # as older files have it
+    if kind == "none" or (kind == "linear" and not scaling["factor"]):
         return None
-    scaling: Mapping[str, Any] = {key: data.get(f"rope.scaling.{key}") for key in _SCALING}
-    if scaling["factor"] is None:
+    if not scaling["factor"]:
         raise KeyError("rope.scaling.factor")
     if kind == "linear":
         return LinearScaling(float(scaling["factor"]))
