@@ -377,6 +377,9 @@ def test_speculation_is_refused_where_drafts_could_not_be_taken_back() -> None:
         list(checked(prompt, model, draft, prompt_cache=alone, max_tokens=4))
     with_it = make_prompt_cache(model, capacity=64, rollback=1)
     assert list(checked(prompt, model, draft, prompt_cache=with_it + drafts, max_tokens=4))
+    both = make_prompt_cache(draft, capacity=64) + with_it  # which drafts token by token
+    with pytest.raises(kvcache.NotSupportedError, match="make it with rollback=3 or more"):
+        list(checked(prompt, draft, model, prompt_cache=both, num_draft_tokens=4))
 
 
 def test_dtypes_of_mlx_and_unknown_options_are_understood() -> None:

@@ -1,7 +1,9 @@
 """mlx-lm's speculative decoding on our prompt caches.
 
-It asks once, before it starts, whether drafts can be taken back. A sliding layer without ``rollback`` says
-yes as long as nothing has left its window, and silently keeps rejected drafts later on: that is refused here.
+It asks once, before it starts, whether drafts of the model can be taken back. A sliding layer without
+``rollback`` says yes as long as nothing has left its window, and silently keeps rejected drafts later on.
+That is refused here, and a ``rollback`` of the draft model, which drafts token by token, that is less than its
+drafts.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ def check_speculation() -> None:
 
 
 def _checked(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    given = inspect.signature(original).bind(*arguments, **options).arguments
-    _check(given.get("prompt_cache"))
+    bound = inspect.signature(original).bind(*arguments, **options)
+    bound.apply_defaults()
+    given = bound.arguments
+    _check(given["prompt_cache"], len(given["model"].layers), given["num_draft_tokens"])
     return original(*arguments, **options)
 
 
-def _check(prompt_cache: Any) -> None:
+def _check(prompt_cache: Any, layers: int, drafts: int) -> None:
     found = rows_of(prompt_cache)
     if not found:
         return
@@ -43,11 +47,17 @@ def _check(prompt_cache: Any) -> None:
             f"speculative_generate_step: prompt_cache has {len(prompt_cache)} entries, those of the model "
             "alone; pass make_prompt_cache(model) + make_prompt_cache(draft_model)"
         )
-    for rows in found:
+    _check_rollback(prompt_cache[:layers], 1, drafts)
+    _check_rollback(prompt_cache[layers:], max(1, drafts - 1), drafts)
+
+
+def _check_rollback(entries: Any, least: int, drafts: int) -> None:
+    for rows in rows_of(entries):
         storage = rows.pool.storage
         windows = [layer.window for layer in storage.layers if isinstance(layer, Attention) and layer.used]
-        if not storage.rollback and any(window is not None for window in windows):
+        if storage.rollback < least and any(window is not None for window in windows):
             raise NotSupportedError(
-                "speculative_generate_step: the pool has rollback=0, so that its sliding layers cannot take "
-                "back rejected drafts once their windows are full; make it with rollback=1 or more"
+                f"speculative_generate_step: a pool has rollback={storage.rollback}, so that its sliding "
+                f"layers cannot take back rejected drafts, num_draft_tokens={drafts}, once their windows are "
+                f"full; make it with rollback={least} or more"
             )
