@@ -2,8 +2,7 @@
 
 It asks once, before it starts, whether drafts of the model can be taken back. A sliding layer without
 ``rollback`` says yes as long as nothing has left its window, and silently keeps rejected drafts later on.
-That is refused here, and a ``rollback`` of the draft model, which drafts token by token, that is less than its
-drafts.
+That is refused here. So is a ``rollback`` of a draft model that is less than its drafts, made one by one.
 """
 
 from __future__ import annotations
