@@ -423,7 +423,7 @@ class StoreTier:
 
 
 _PROBES = 256
-"""Keys that are asked for at a time."""
+"""Keys that are asked for at first, from the end of a prompt; then twice as many each time."""
 
 
 class _TimedReader:
@@ -476,8 +476,10 @@ def _longest(store: SnapshotStore, chain: Chain, floor: int, limit: int, divisib
 
 def _last_stored(store: SnapshotStore, chain: Chain, floor: int, limit: int) -> int:
     """The last position in (floor, limit] whose key is stored, or ``floor``."""
-    for stop in range(limit, floor, -_PROBES):
-        positions = range(stop, max(floor, stop - _PROBES), -1)
+    stop, count = limit, _PROBES
+    while stop > floor:
+        positions = range(stop, max(floor, stop - count), -1)
+        stop, count = stop - count, 2 * count
         found = store.stat([chain.at(position) for position in positions])
         for position, stat in zip(positions, found, strict=True):
             if stat is not None:
