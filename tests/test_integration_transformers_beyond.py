@@ -200,6 +200,22 @@ class TestOverflow:
                 cache.reserve(40)
             hf.close(hf.feed(made, cache, ids[:, 12:]), hf.fresh(made, ids[:, :12], ids[:, 12:]))
 
+    @pytest.mark.parametrize("name", EACH_KIND)
+    def test_growing_makes_room_for_what_shared_cells_and_for_what_is_restored(self, name: str) -> None:
+        made, ids, more, store = hf.model(name), hf.tokens(1, 30), hf.tokens(1, 12, seed=4), MemoryStore()
+        options: dict[str, Any] = {"lookback": 2, "grow": True}
+        cache, loaded = (HFCache(made.config, capacity=n, max_sequences=4, **options) for n in (10, 4))
+        hf.feed(made, cache, ids)
+        cache.save(store, "a")
+        loaded.load(store, "a")
+        forks = [cache.fork() for _ in range(3)]
+        forks[0].reset()
+        hf.close(hf.feed(made, forks[0], more), hf.fresh(made, more))
+        loaded.batch_repeat_interleave(4)
+        for held in (forks[1], copy.deepcopy(loaded)):
+            batch = more.repeat(len(held.rows.sequences), 1)
+            hf.close(hf.feed(made, held, batch), hf.fresh(made, ids.repeat(len(batch), 1), batch))
+
 
 class TestGoingBack:
     @pytest.mark.parametrize("name", ["gemma3", "llama4"])
@@ -415,6 +431,14 @@ class TestSharing:
             held.append(cache.layers[0].keys)
         assert held[0].shape[0] == 2
         assert all(torch.equal(keys, held[0]) for keys in held)
+        for wrong in ([], torch.tensor([False, False]), torch.tensor([True]), [0.0], [[0]]):
+            with pytest.raises(
+                (InvalidRangeError, TypeError), match=r"a mask of 1|rows \[\] of 2|indices is a"
+            ):
+                cache.batch_select_indices(wrong)
+        with pytest.raises(InvalidRangeError, match=r"keep one at least, or call reset\(\)"):
+            cache.batch_repeat_interleave(0)
+        assert torch.equal(cache.layers[0].keys, held[0])
 
     @pytest.mark.parametrize("name", [*EACH_KIND, "gpt-oss", "t5", "whisper"])
     def test_snapshots_and_stores(self, name: str) -> None:
@@ -452,6 +476,12 @@ class TestSharing:
         hf.feed(hf.model("llama", head_dim=32), other, ids)
         with pytest.raises(InvalidRangeError):
             cache.restore(other.snapshot())
+        fresh, gemma, store = HFCache(made.config), HFCache(hf.model("gemma3").config), MemoryStore()
+        hf.feed(hf.model("gemma3"), gemma, ids)
+        gemma.save(store, "gemma")
+        with pytest.raises(InvalidRangeError):
+            fresh.load(store, "gemma")
+        hf.feed(made, fresh, hf.tokens(2))  # the first batch still says how many rows there are
         hf.close(hf.feed(made, cache, ids[:, 12:]), hf.fresh(made, ids[:, :12], ids[:, 12:]))
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from kvcache import CacheFullError, InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError
-from kvcache.integrations.transformers import HFPrefixCache
+from kvcache.integrations.transformers import HFCache, HFPrefixCache
 from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
 
@@ -107,9 +107,17 @@ def test_a_conversation_has_one_row() -> None:
         session.prefill()
         with pytest.raises(InvalidSequenceError, match="0 are free"):
             session.cache.fork()
+        snapshot = session.cache.snapshot()
         session.cache.reset()
-        with pytest.raises(InvalidSequenceError, match="0 are free"):
-            made(ids, past_key_values=session.cache)
+        assert session.cache.get_seq_length() == 0
+        hf.close(hf.feed(made, session.cache, ids), hf.fresh(made, ids))
+        session.cache.restore(snapshot)
+        hf.close(hf.feed(made, session.cache, ids[:, 23:]), hf.fresh(made, ids[:, :23], ids[:, 23:]))
+        two = HFCache(made.config)
+        hf.feed(made, two, hf.tokens(2))
+        with pytest.raises(InvalidRangeError, match="a snapshot of 2 rows, into 1"):
+            session.cache.restore(two.snapshot())
+        assert session.remaining == []
 
 
 @pytest.mark.parametrize("drafted", [3, 12])

@@ -88,7 +88,8 @@ class HFCache(RowsCache):
         a pair of these (None: as they come). Sliding windows keep ``lookback`` tokens more than they show, so
         that ``crop`` can take as many back.
         ``shift`` re-encodes keys for ``remove`` from the middle: see :func:`rope_shift`. With ``grow``
-        the capacity doubles where a batch does not fit, which copies what is held, instead of CacheFullError.
+        the capacity doubles where a batch or a snapshot does not fit, which copies what is held, instead of
+        CacheFullError.
 
         Raises NotSupportedError for a config with layers that our caches do not serve.
         """
@@ -164,8 +165,13 @@ class HFCache(RowsCache):
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep these rows: a tensor or a sequence of indices, or a boolean mask."""
-        found = torch.as_tensor(indices)
-        found = found.nonzero().flatten() if found.dtype is torch.bool else found
+        found, rows = torch.as_tensor(indices), len(self.rows.sequences)
+        whole = found.ndim == 1 and not (found.numel() and found.is_floating_point())
+        check_type("batch_select_indices", "indices", indices, "whole numbers, or a boolean mask", whole)
+        if found.dtype is torch.bool:
+            if rows and len(found) != rows:
+                raise InvalidRangeError(f"batch_select_indices: a mask of {len(found)} for {rows} rows")
+            found = found.nonzero().flatten()
         self.rows.select(found.tolist())
 
     def crop(self, tokens: int) -> None:
@@ -266,10 +272,10 @@ class HFCache(RowsCache):
         if found is None:
             return False
         self._check_layers("load", found.meta.get("layers", len(self.rows.pool.plan.layers)))
-        pool = self.rows.pool
-        pool.bind(len(found.meta["rows"]), like_of(found, torch.device(device)))
-        pool.know(layer_devices(device_map or {}))
-        self.restore(load(found, pool.backend, torch.device(device), len(pool.plan.layers)))
+        pool, like = self.rows.pool, like_of(found, torch.device(device))
+        with pool.bound_to(len(found.meta["rows"]), like):
+            pool.know(layer_devices(device_map or {}))
+            self.restore(load(found, pool.backend, torch.device(device), len(pool.plan.layers)))
         return True
 
     def reserve(self, capacity: int) -> None:

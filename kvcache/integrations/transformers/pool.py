@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +90,17 @@ class CachePool:
         self._free = list(range(self.max_sequences))
         self.bound = True
 
+    @contextlib.contextmanager
+    def bound_to(self, batch: int, like: torch.Tensor) -> Iterator[None]:
+        """Bound as by ``bind``, which what is raised in the block takes back."""
+        bound = self.bound
+        self.bind(batch, like)
+        try:
+            yield
+        except BaseException:
+            self.bound = bound
+            raise
+
     def _new_family(self, options: CacheOptions) -> ModelCaches:
         plan, recurrent, count = self.plan, None, self.max_sequences
         if plan.is_hybrid:
@@ -149,6 +161,10 @@ class CachePool:
         if self.bound:
             taken = [seq for seq in range(self.max_sequences) if seq not in self._free]
             held = {seq: self.family.all.snapshot(seq) for seq in taken}
+            if options.grow:  # for sequences that shared cells too
+                cache: Any = self.family.all
+                longest = max(map(cache.offset, taken), default=0)
+                options = replace(options, capacity=max(options.capacity, longest))
             family = self._new_family(options)
             for seq, snapshot in held.items():
                 self.put_back(family, seq, snapshot)

@@ -44,6 +44,7 @@ PREFILL = 16
 """Tokens of a prefill, of which windows keep the end alone, that drafting may take back."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Found = TypeVar("Found")
 
 
 def untraced(method: Method) -> Method:
@@ -165,7 +166,7 @@ class BatchRows:
                     f"HFCache: the batch has {batch} rows, and the cache holds {len(self.sequences)}; use "
                     "batch_repeat_interleave or batch_select_indices, or another cache"
                 )
-            current = self._start_growing(tokens)
+            current = self._growing(lambda: self._start(tokens), self.length + tokens)
         except BaseException:
             if fresh:
                 pool.release(self.sequences)
@@ -190,16 +191,15 @@ class BatchRows:
                     self.pool.family.caches[kind].remove(seq, 0)
                 self._refill(last, kind, self.length)
 
-    def _start_growing(self, tokens: int) -> ForwardPass:
-        """As :meth:`_start`; with ``grow`` in buffers of twice the size, where it does not fit."""
-        capacity = self.pool.options.capacity
+    def _growing(self, act: Callable[[], Found], length: int) -> Found:
+        """``act``; with ``grow`` in buffers of twice the size, or for ``length``, where it does not fit."""
         try:
-            return self._start(tokens)
+            return act()
         except CacheFullError:
             if not self.pool.options.grow:
                 raise
-        self.pool.reserve(max(2 * capacity, self.length + tokens))
-        return self._start(tokens)
+        self.pool.reserve(max(2 * self.pool.options.capacity, length))
+        return act()
 
     def _start(self, tokens: int) -> ForwardPass:
         """Find cells in all caches, or in none."""
@@ -356,8 +356,10 @@ class BatchRows:
         """Row i becomes what row ``indices[i]`` was. What several rows take over is shared, not copied."""
         if not self.sequences:
             return
-        if any(not 0 <= index < len(self.sequences) for index in indices):
-            raise InvalidRangeError(f"HFCache: rows {list(indices)} of {len(self.sequences)}")
+        if not indices or any(not 0 <= index < len(self.sequences) for index in indices):
+            raise InvalidRangeError(
+                f"HFCache: rows {list(indices)} of {len(self.sequences)}; keep one at least, or call reset()"
+            )
         chosen = [self.sequences[index] for index in indices]
         dropped = [seq for seq in self.sequences if seq not in chosen]
         copies = len(chosen) - len(set(chosen))
@@ -428,21 +430,25 @@ class BatchRows:
 
     def restore(self, snapshot: HFSnapshot) -> None:
         """Become what the snapshot is of. What is raised leaves the rows as they were."""
-        pool, before = self.pool, None
-        pool.bind(len(snapshot.rows), snapshot.like)
-        if self.sequences and self.length:
-            before = self.snapshot()
-        self.clear()
-        try:
-            self._put_back(snapshot)
-        except BaseException:
-            self.clear()
-            if before is not None:
-                self._put_back(before)
-            raise
+        rows, before = len(snapshot.rows), None
+        if self.pool.given_away and rows != len(self.sequences):
+            raise InvalidRangeError(
+                f"restore: a snapshot of {rows} rows, into {len(self.sequences)} of an HFPrefixCache"
+            )
+        with self.pool.bound_to(rows, snapshot.like):
+            if self.sequences and self.length:
+                before = self.snapshot()
+            try:
+                self._growing(lambda: self._put_back(snapshot), snapshot.length)
+            except BaseException:
+                self.clear()
+                if before is not None:
+                    self._put_back(before)
+                raise
 
     def _put_back(self, snapshot: HFSnapshot) -> None:
-        self.sequences = self.pool.take(len(snapshot.rows))
+        self.clear()
+        self.sequences = self.sequences or self.pool.take(len(snapshot.rows))
         for seq, row in zip(self.sequences, snapshot.rows, strict=True):
             self.pool.put_back(self.pool.family, seq, row)
         self.length = snapshot.length
@@ -580,10 +586,10 @@ class BatchRows:
         self._now(self.length - (end - begin))
 
     def clear(self) -> None:
-        """Forget everything, and give the sequences back."""
+        """Forget everything, and give back the sequences that are of this pool."""
         if self.sequences:
             self.pool.release(self.sequences)
-        self.sequences = []
+        self.sequences = self.sequences if self.pool.given_away else []
         self._now(0)
 
     def _now(self, length: int) -> None:
