@@ -267,6 +267,19 @@ def test_models_are_left_as_they_are_found_and_others_may_generate_meanwhile() -
     assert made.prepare_inputs_for_generation is own
 
 
+@pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}], ids=str)
+def test_what_a_model_is_configured_to_draft_with_drafts_from_a_prefix(option: dict[str, int]) -> None:
+    made, ids = llama(2), hf.tokens(1, 12)
+    prompts = [ids, torch.cat((ids, ids), 1)]
+    expected = [plain(made, prompt) for prompt in prompts]
+    made.generation_config.update(**option)
+    with HFPrefixCache(made, capacity=64) as prefix:
+        for prompt, answer in zip(prompts, expected, strict=True):
+            assert torch.equal(prefix.generate(prompt, **OPTIONS), answer)
+        assert prefix.stats.reused == 12
+    assert made.generation_config.to_diff_dict().items() >= option.items()
+
+
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_conversations_are_no_longer_than_keys_are_rotated_by_position_alone(kind: str) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0}

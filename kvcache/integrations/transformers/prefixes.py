@@ -53,6 +53,7 @@ class HFSession:
         """
         tokens, owner = self._session.tokens, self._owner
         ids = torch.tensor([tokens[:-1]], device=owner.model.device)
+        options = {**_one_token(owner.model), **owner.named(self.cache)}
         for chunk in self._session.chunks(min(size, owner.longest_pass)):
             begin = self.cache.get_seq_length()
             end = min(begin + len(chunk), len(tokens) - 1)
@@ -60,10 +61,7 @@ class HFSession:
             for upto in range(begin + step, end + 1, step):
                 # A model knows itself what else it is given: positions, say, that begin at 2.
                 part = ids[:, :upto]
-                owner.model.generate(
-                    part, attention_mask=torch.ones_like(part), **owner.named(self.cache), use_cache=True,
-                    max_new_tokens=1, do_sample=False, num_beams=1,
-                )  # fmt: skip
+                owner.model.generate(part, attention_mask=torch.ones_like(part), **options)
         self._session.extend([])  # all of that is whole, whatever comes next
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -91,6 +89,15 @@ class HFSession:
         """Left by an exception, it keeps what was evaluated by ``prefill``, or before an ``extend``."""
         self._session.__exit__(kind, error, trace)
         self.cache.detach()
+
+
+def _one_token(model: Any) -> dict[str, Any]:
+    """Options of ``generate`` for one token, whatever else the model's own config of it asks for."""
+    config = model.generation_config
+    own = [name for name in config.to_diff_dict() if name in vars(config) and not name.startswith("_")]
+    asked = {name: None for name in own if not name.endswith("_token_id")}
+    plain = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "use_cache": True}
+    return {**asked, **plain, "max_new_tokens": 1}
 
 
 _patching = threading.Lock()
