@@ -211,7 +211,11 @@ class TestOverflow:
         forks = [cache.fork() for _ in range(3)]
         forks[0].reset()
         hf.close(hf.feed(made, forks[0], more), hf.fresh(made, more))
-        loaded.batch_repeat_interleave(4)
+        shared = HFCache(made.config, capacity=10, max_sequences=4, lookback=2)
+        hf.feed(made, shared, ids)
+        for rows in (shared, loaded):
+            rows.batch_repeat_interleave(4)
+        assert copy.deepcopy(shared).get_seq_length() == 30
         for held in (forks[1], copy.deepcopy(loaded)):
             batch = more.repeat(len(held.rows.sequences), 1)
             hf.close(hf.feed(made, held, batch), hf.fresh(made, ids.repeat(len(batch), 1), batch))

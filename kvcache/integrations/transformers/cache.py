@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self, cast
 
 import torch
@@ -211,8 +212,9 @@ class HFCache(RowsCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache with buffers of its own and the same content; ``fork`` does it without copying."""
-        pool = self.rows.pool
-        memo[id(self)] = copy = self.of(BatchRows(CachePool(pool.plan, pool.options)))
+        pool, options = self.rows.pool, self.rows.pool.options
+        options = replace(options, capacity=max(options.capacity, self.rows.length))  # rows may share cells
+        memo[id(self)] = copy = self.of(BatchRows(CachePool(pool.plan, options)))
         if self.rows.length:
             copy.restore(self.snapshot())
         return copy
