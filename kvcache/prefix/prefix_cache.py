@@ -34,7 +34,7 @@ from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.ownership import check_empty, check_unowned, disown, own
 from kvcache.prefix.prefix_tree import PrefixTree
-from kvcache.prefix.retention import Retention
+from kvcache.prefix.retention import Retention, check_retention
 from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
 from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.prefix.tenant_budget import TenantBudget
@@ -168,6 +168,7 @@ class PrefixCache(Closing):
         """
         self._check("begin")
         tenant = Tenant(salt, shared)
+        check_retention(retention)
         self._open.forget_items()
         ids = self.alphabet.encode(tokens, tenant)
         if not ids.size:

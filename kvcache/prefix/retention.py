@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcache.cache import InvalidRangeError
 
-__all__ = ["DEFAULT", "DEFAULT_PRIORITY", "Grants", "Retention", "TokenRange", "merged", "rank_of"]
+__all__ = [
+    "DEFAULT", "DEFAULT_PRIORITY", "Grants", "Retention", "TokenRange", "check_retention", "merged", "rank_of",
+]  # fmt: skip
 
 DEFAULT_PRIORITY = 35
 Grants = tuple[tuple[int, float], ...]
@@ -46,7 +49,7 @@ class TokenRange:
                 f"TokenRange: priority={self.priority!r}; it must be an integer in [0, 100]"
             )
         if self.duration is not None and not (
-            type(self.duration) in (int, float) and 0 < self.duration < math.inf
+            type(self.duration) in (int, float) and 0 < self.duration <= sys.float_info.max
         ):
             raise InvalidRangeError(
                 f"TokenRange: duration={self.duration!r}; it must be a number of seconds above 0, or None"
@@ -90,6 +93,12 @@ class Retention:
                 else:
                     found = merged(found, ((each.priority, now + each.duration), *DEFAULT))
         return found if covered == end - begin else merged(found, DEFAULT)
+
+
+def check_retention(retention: object) -> None:
+    """Raise InvalidRangeError for what is neither a Retention nor None."""
+    if retention is not None and not isinstance(retention, Retention):
+        raise InvalidRangeError(f"retention={retention!r:.80}; it must be a Retention, or None")
 
 
 def merged(one: Grants, other: Grants) -> Grants:

@@ -199,13 +199,20 @@ def test_nothing_goes_before_what_it_leads_to(talk: Talk, cache: str, seed: int)
     [
         {"begin": -1}, {"begin": 4, "end": 4}, {"priority": 101}, {"priority": -1}, {"priority": 1.5},
         {"duration": 0}, {"duration": -1.0}, {"duration": math.inf}, {"duration": math.nan}, {"begin": "0"},
-        {"duration": "9"},
+        {"duration": "9"}, {"duration": 10**400},
         {"priority": 34, "duration": 1.0},
     ],
 )  # fmt: skip
 def test_a_range_out_of_range_is_refused_by_name(bad: dict[str, Any]) -> None:
     with pytest.raises(InvalidRangeError, match=rf"TokenRange: {[*bad][-1]}="):
         TokenRange(**bad)
+
+
+def test_what_is_no_retention_is_refused_before_anything_begins(talk: Talk) -> None:
+    r = talk()
+    with pytest.raises(InvalidRangeError, match="retention='high'; it must be a Retention, or None"):
+        r.prefix.begin(ONE, retention="high")  # type: ignore[arg-type]
+    assert not r.prefix.sessions
 
 
 def test_ranges_that_overlap_and_too_many_are_refused() -> None:
