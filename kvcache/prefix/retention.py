@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from kvcache.cache import InvalidRangeError
 
 __all__ = [
-    "DEFAULT", "DEFAULT_PRIORITY", "Grants", "Retention", "TokenRange", "check_retention", "merged", "rank_of",
+    "DEFAULT", "DEFAULT_PRIORITY", "Grants", "Retention", "TokenRange", "check_retention", "merged",
+    "rank_of",
 ]  # fmt: skip
 
 DEFAULT_PRIORITY = 35
