@@ -18,6 +18,7 @@ import ml
 from kvcache import CacheFullError, ClosedError, HostTier, Session
 from kvcache.caches import branches
 from kvcache.prefix.retention import Retention, TokenRange
+from kvcache.runner.drafts import prompt_lookup
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
 from kvcache.runner.fingerprint import files_digest, model_identity
@@ -37,6 +38,10 @@ Make = Callable[..., Path]
 
 COUNT = 8
 GREEDY = GenerationOptions(COUNT, ignore_eos=True)
+NO_PROMPTS: list[Any] = [
+    *([1.7, 2.2], ["5", "6"], ["text"], [None], [True], [[1, 2]], np.array([[1, 2]]), np.array([1.5])),
+    *(b"abc", {5, 6}, {1: 2}, None, 5),
+]
 
 
 @pytest.fixture(params=KINDS)
@@ -259,12 +264,19 @@ def test_a_cancelled_request_leaves_its_sequence(model: Any, steps: int) -> None
         ([5] * 65, "65 tokens, more than the capacity of 64"),
         ([5] * 300, "300 tokens, more than the model's 256 positions"),
         ("text", "no tokenizer"),
+        *((each, "it must be a text or a sequence of token ids") for each in NO_PROMPTS),
     ],
 )
 def test_what_cannot_fit_is_refused_at_once(small: Any, prompt: Any, message: str) -> None:
     with engine_of(small) as engine:
         with pytest.raises(RequestError, match=message):
             engine.submit(prompt)
+        with pytest.raises(RequestError, match="complete: prompts is a string"):
+            engine.complete("text")
+        with pytest.raises(RequestError, match=r"stop=\['x'\] is text and there is no tokenizer"):
+            engine.submit([1], GenerationOptions(stop=["x"]))
+        with pytest.raises(RequestError, match="submit: retention='high'; it must be a Retention"):
+            engine.submit([1], retention="high")  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="top_p"):
             engine.submit([1], GenerationOptions(top_p=0))
         assert not engine.busy
@@ -401,6 +413,43 @@ def test_where_the_cache_is_full_the_last_request_makes_room_and_loses_nothing(m
         for prompt, request in zip(prompts, requests, strict=True):
             assert request.tokens[12:] == reference(model, prompt, 14)
             assert sum(isinstance(e, Token) for e in events if e.request == request.id) == 14
+
+
+@pytest.mark.parametrize("width", [0, 1, 3])
+@pytest.mark.parametrize("name", ["close", "extend", "keep", "rewind"])
+def test_an_interruption_of_a_session_loses_no_request(
+    model: Any, name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before or after what it does, while passes fail and requests make room for others."""
+    prompts, settings = [tokens_of(seed, 12) for seed in range(4)], GenerationOptions(14, ignore_eos=True)
+    expected = [reference(model, prompt, 14) for prompt in prompts]
+    broken, real, rng = Breaking(model), getattr(Session, name), np.random.default_rng(width)
+
+    def interrupted(session: Session, *args: Any, **options: Any) -> Any:
+        chance = 0.5 if options else rng.random()  # no second attempt at what was interrupted
+        if chance < 0.1:
+            raise KeyboardInterrupt
+        found = real(session, *args, **options)
+        if chance > 0.9:
+            raise KeyboardInterrupt
+        return found
+
+    options: dict[str, Any] = {"max_sequences": 4, "capacity": 8 if width > 1 else 15, "context": 32}
+    kind = SpeculativeOptions(**options, width=width) if width else EngineOptions(**options)
+    events: list[Any] = []
+    with Engine(broken, None, kind, [HostTier()]) as engine, monkeypatch.context() as patch:
+        requests = [engine.submit(prompt, settings, prompt_lookup if width else None) for prompt in prompts]
+        patch.setattr(Session, name, interrupted)
+        while engine.busy or engine._events:  # told by the next step
+            broken.error = [KeyboardInterrupt(), RuntimeError("failed"), *[None] * 8][rng.integers(10)]
+            with contextlib.suppress(KeyboardInterrupt, RuntimeError):
+                events += engine.step()
+            assert sessions(engine) == len(engine.running)
+            assert {*engine.waiting, *engine.running} == {each for each in requests if not each.done}
+        for request, answer in zip(requests, expected, strict=True):
+            told = [event for event in events if event.request == request.id]
+            assert [event.token for event in told if isinstance(event, Token)] == request.run.tokens[12:]
+            assert request.tokens[12:] == told[-1].tokens == answer
 
 
 @pytest.mark.parametrize("width", [1, 3])

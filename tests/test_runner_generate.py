@@ -209,6 +209,8 @@ def test_prompts_are_refused_before_any_is_computed(small: Any, prompt: Any, mes
             generator.generate([[1, 2], prompt])
         with pytest.raises(RequestError, match="it must be a sequence of prompts"):
             generator.generate("text")
+        with pytest.raises(RequestError, match=r"stop=\['x'\] is text"):
+            generator.generate([[1, 2]], GenerationOptions(stop=("x",)))
         assert generator.cache.nbytes == 0  # type: ignore[attr-defined]
 
 

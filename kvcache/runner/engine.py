@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
@@ -34,12 +35,12 @@ from kvcache.offload.break_even import BreakEven
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
-from kvcache.prefix.retention import Retention
+from kvcache.prefix.retention import Retention, check_retention
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft, DraftsInCache
 from kvcache.runner.errors import RequestError
 from kvcache.runner.fingerprint import model_identity
-from kvcache.runner.language_model import LanguageModel, Prompt, cache_for, encode_prompt
+from kvcache.runner.language_model import LanguageModel, Prompt, cache_for, encode_prompt, settings_for
 from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.options import EngineOptions
 from kvcache.runner.request_state import RequestState, has_token
@@ -209,10 +210,11 @@ class Engine(Closing):
         drafts: object = draft
         if isinstance(drafts, DraftsInCache):
             drafts.bind(self.model, self.cache)
-        settings = settings or GenerationOptions()
+        settings = settings_for(self.tokenizer, settings)
         tokens = self.encode(prompt)
         try:
             tenant = Tenant(salt, shared)
+            check_retention(retention)
         except InvalidRangeError as error:
             raise RequestError(f"submit: {error}") from error
         run = RequestState(self._submitted, tokens, settings, settings.sampler(stream))
@@ -233,12 +235,7 @@ class Engine(Closing):
         """End a request without an answer and keep what it computed. False: it had already ended."""
         if request.done:
             return False
-        if request in self._waiting:
-            self._waiting.remove(request)
-            request.release()
-        else:
-            self._leave(request)
-        request.done = True
+        self._over(request, [], [])
         return True
 
     def complete(
@@ -249,10 +246,14 @@ class Engine(Closing):
         Raises the error of a failed request. Whatever is raised, these requests have ended. Events of other
         requests are discarded.
         """
+        if isinstance(prompts, str):
+            raise RequestError("complete: prompts is a string; it must be a sequence of prompts")
         requests: list[Request] = []
         answers: dict[int, Finished] = {}
-        try:
-            requests.extend(self.submit(prompt, settings) for prompt in prompts)
+        with ExitStack() as ending:
+            for prompt in prompts:
+                requests.append(self.submit(prompt, settings))
+                ending.callback(self.cancel, requests[-1])
             wanted = {request.id for request in requests}
             while len(answers) < len(requests):
                 for event in self.step():
@@ -260,9 +261,6 @@ class Engine(Closing):
                         raise event.error
                     if isinstance(event, Finished) and event.request in wanted:
                         answers[event.request] = event
-        finally:
-            for request in requests:
-                self.cancel(request)
         return [answers[request.id] for request in requests]
 
     def forget(self) -> None:
@@ -368,15 +366,12 @@ class Engine(Closing):
                 if self._running:
                     self._full = True
                     return
-                self._waiting.remove(request)
-                request.release()
                 self._over(request, events, [Failed(request.id, error)])
                 continue
             self._start(request, session, events)
 
     def _start(self, request: Request, session: Session, events: list[EngineEvent]) -> None:
         self._waiting.remove(request)
-        request.release()
         self._running.append(request)
         request.session = session
         session.retention = request.retention
@@ -386,6 +381,7 @@ class Engine(Closing):
         else:
             request.started, request.lookup = True, session.lookup
             events.append(request.run.start(session.cached, session.spared))
+        request.release()
         plan_sharing(request, self._waiting, self.prefix)
 
     def _plan(self, drafting: bool, events: list[EngineEvent]) -> list[Part]:
@@ -401,7 +397,6 @@ class Engine(Closing):
             try:
                 parts.append(self._verifier.part(request, self.limit))
             except Exception as error:  # its draft's, and so of this request alone
-                self._leave(request)
                 self._over(request, events, [Failed(request.id, error)])
         return parts or (self._plan(drafting, events) if decode else [])
 
@@ -409,7 +404,7 @@ class Engine(Closing):
         """Take in what was drawn where a part reached the end of its tokens."""
         row = 0
         for part in parts:
-            request, run = part.request, part.request.run
+            request, run, known = part.request, part.request.run, part.request.run.stored
             if prefill and run.stored <= run.prompt_tokens:
                 events.append(Prefilled(request.id, run.stored, run.prompt_tokens))
             tried = []
@@ -423,12 +418,14 @@ class Engine(Closing):
                     self._accept(part, chosen, tried, prefill, events)
             except BaseException as error:
                 if not isinstance(error, Exception):
-                    if part.branches and request.session is not None:
-                        self._rewind(request, len(run.tokens) - 1)
+                    if tried and request.session is not None:
+                        self._rewind(request, min(known, len(run.tokens) - 1))
                     raise
                 # Of this request alone: what was computed of the others is good.
-                self._leave(request, keep=not part.branches)
-                self._over(request, events, [Failed(request.id, error)])
+                if request.done:
+                    log.warning("request %d: its last pass could not be taken in", request.id, exc_info=True)
+                else:
+                    self._over(request, events, [Failed(request.id, error)], keep=not part.branches)
 
     def _keep(self, session: Session) -> None:
         try:
@@ -450,32 +447,35 @@ class Engine(Closing):
         request, run, statistics = part.request, part.request.run, self.statistics
         known = run.stored
         told: list[Token | Finished] = []
+        settled = False
         try:
             winner = accept(run, chosen, tried, self.model.config.eos_ids, self.limit, told)
-        except BaseException:
-            events.extend(told)
-            raise
-        right = run.stored
-        statistics.generated_tokens += sum(map(has_token, told))
-        if not prefill:
-            statistics.decoded_tokens += right - known + 1
-            self.speculation.passes += request.draft is not None
-        if part.branches:
-            run.stored = self._verifier.settle(part, winner, known, right)
-        request.repeat = right - run.stored
-        if request.session is not None:
-            request.session.extend(run.tokens[known:])
-        if isinstance(told[-1], Finished):
-            self._leave(request)
-            self._over(request, events, told)
-        else:
-            events.extend(told)
+            right = run.stored
+            statistics.generated_tokens += sum(map(has_token, told))
+            if not prefill:
+                statistics.decoded_tokens += right - known + 1
+                self.speculation.passes += request.draft is not None
+            if part.branches:
+                run.stored = self._verifier.settle(part, winner, known, right)
+            request.repeat = right - run.stored
+            if request.session is not None:
+                request.session.extend(run.tokens[known:])
+            settled = True
+        finally:
+            if told and isinstance(told[-1], Finished):
+                self._over(request, events, told, keep=settled or not part.branches)
+            else:
+                events.extend(told)
 
-    def _over(self, request: Request, events: list[EngineEvent], last: Sequence[EngineEvent]) -> None:
+    def _over(
+        self, request: Request, events: list[EngineEvent], last: Sequence[EngineEvent], keep: bool = True
+    ) -> None:
+        """A request has ended, with these events, whatever becomes of what it computed."""
         request.done = True
         events.extend(last)
-        if isinstance(last[-1], Failed):
+        if last and isinstance(last[-1], Failed):
             request.error = last[-1].error
+        self._leave(request, keep)
 
     # Where there is no room, or something fails.
 
@@ -489,17 +489,16 @@ class Engine(Closing):
             self._requeue(last, keep=True)
             self._full = True
         elif last.run.generated:
-            self._leave(last)
             self._over(last, events, last.run.end("capacity"))
         else:
-            self._leave(last)
             self._over(last, events, [Failed(last.id, error)])
 
     def _take_back(self, parts: Sequence[Part], lost: bool) -> None:
         """Let every session be what it was before the pass, or have more of it computed again."""
-        self._verifier.clear()
-        for part in parts:
-            self._rewind(part.request, 0 if lost else part.request.run.stored)
+        with ExitStack() as rewinding:  # all of them, even if one is interrupted
+            for part in parts:
+                rewinding.callback(self._rewind, part.request, 0 if lost else part.request.run.stored)
+            self._verifier.clear()
 
     def _agree_on(self, parts: Sequence[Part]) -> None:
         """After a pass that no rank computed: each request goes on where all ranks can, or starts anew."""
@@ -534,26 +533,36 @@ class Engine(Closing):
         try:
             request.run.stored = session.rewind(target)
             session.extend(request.run.tokens[target:])
-        except Exception:  # as good as lost: it starts anew
+        except BaseException as error:  # as good as lost: it starts anew
             if request in self._running:
                 self._requeue(request, keep=False)
+            if not isinstance(error, Exception):
+                raise
 
     def _requeue(self, request: Request, keep: bool) -> None:
         """Back to the head of the queue, to be continued from what is kept."""
-        self._leave(request, keep)
-        request.run.stored = 0
-        request.stops.clear()
-        self._waiting.insert(0, request)
+        try:
+            self._leave(request, keep)
+        finally:
+            request.run.stored = 0
+            request.stops.clear()
+            self._waiting.insert(0, request)
 
     def _leave(self, request: Request, keep: bool = True) -> None:
-        """Give up a request's sequence; where keeping its content fails, that is forgotten."""
+        """Give up a request's place or sequence; where keeping its content fails, that is forgotten."""
         session, request.session = request.session, None
+        if session is None:
+            self._waiting.remove(request)
+            request.release()
+            return
         self._running.remove(request)
         self._full = False
         try:
-            if session is not None:
-                session.close(keep)
-        except Exception:  # the session is over all the same
+            session.close(keep)
+        except BaseException as error:
+            session.close(keep=False)  # if it is not over all the same
+            if not isinstance(error, Exception):
+                raise
             log.warning("request %d: what it computed could not be kept", request.id, exc_info=True)
 
     def _count(self, parts: Sequence[Part], prefill: bool, seconds: float) -> None:

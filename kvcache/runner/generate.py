@@ -10,7 +10,7 @@ from kvcache.cache import SnapshotCache
 from kvcache.runner.drafts import Draft
 from kvcache.runner.engine import Engine, EngineEvent
 from kvcache.runner.errors import RequestError, RunnerError
-from kvcache.runner.language_model import LanguageModel, Prompt
+from kvcache.runner.language_model import LanguageModel, Prompt, settings_for
 from kvcache.runner.options import EngineOptions
 from kvcache.runner.requests import Event, Finished, GenerationOptions, Statistics
 from kvcache.runner.scheduler import Failed, Request
@@ -78,7 +78,7 @@ class Generator(Closing):
         """
         if isinstance(prompts, str):
             raise RequestError("generate: prompts is a string; it must be a sequence of prompts")
-        settings = settings or GenerationOptions()
+        settings = settings_for(self.engine.tokenizer, settings)
         self._check_idle()
         return self._generate([self.encode(prompt) for prompt in prompts], settings)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol, runtime_checkable
 
 import ml
@@ -10,9 +11,10 @@ from kvcache.cache import Batch, Cache
 from kvcache.caches.causal import CausalCache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError, TextTooLongError
+from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
-__all__ = ["LanguageModel", "Prompt", "cache_for", "check_prompt", "encode_prompt"]
+__all__ = ["LanguageModel", "Prompt", "cache_for", "check_prompt", "encode_prompt", "settings_for"]
 
 Prompt = str | Sequence[int]
 """A text, or token ids as they are."""
@@ -63,10 +65,19 @@ def encode_prompt(
 
 def check_prompt(tokens: Sequence[int], config: ModelConfig, capacity: int) -> list[int]:
     """The tokens as a list. Raises RequestError for a prompt that the model or the cache cannot take."""
-    if not len(tokens):
-        raise RequestError("the prompt is empty and this model adds no BOS token; give a prompt with text")
-    _check_length(len(tokens), config, capacity)
-    found = [int(token) for token in tokens]
+    try:
+        if isinstance(tokens, bytes | bytearray | Mapping | Set):
+            raise TypeError
+        if not len(tokens):
+            raise RequestError(
+                "the prompt is empty and this model adds no BOS token; give a prompt with text"
+            )
+        _check_length(len(tokens), config, capacity)
+        found = [_id(token) for token in tokens]
+    except TypeError:
+        raise RequestError(
+            f"the prompt is {tokens!r:.80}; it must be a text or a sequence of token ids"
+        ) from None
     wrong = [token for token in found if not 0 <= token < config.vocab_size]
     if wrong:
         raise RequestError(
@@ -74,6 +85,22 @@ def check_prompt(tokens: Sequence[int], config: ModelConfig, capacity: int) -> l
             "does the tokenizer belong to another model?"
         )
     return found
+
+
+def settings_for(tokenizer: Tokenizer | None, settings: GenerationOptions | None) -> GenerationOptions:
+    """The settings, or the default ones. Raises RequestError for stop strings where there is no text."""
+    settings = settings or GenerationOptions()
+    if settings.stop and tokenizer is None:
+        raise RequestError(
+            f"stop={list(settings.stop)} is text and there is no tokenizer; give the engine one"
+        )
+    return settings
+
+
+def _id(token: Any) -> int:
+    if isinstance(token, bool):
+        raise TypeError
+    return operator.index(token)
 
 
 def _check_length(count: int, config: ModelConfig, capacity: int, least: str = "") -> None:
