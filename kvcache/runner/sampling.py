@@ -46,11 +46,15 @@ class Sampler:
         min_p: float = 0.0,
     ) -> None:
         if not (_is_real(temperature) and 0 <= temperature <= sys.float_info.max):
-            raise RequestError(f"Sampler: temperature={temperature!r}; it must be at least 0 (0 is greedy)")
+            raise RequestError(
+                f"Sampler: temperature={temperature!r}; it must be a number of at least 0 (0 is greedy)"
+            )
         if not (_is_real(top_p) and 0 < top_p <= 1):
-            raise RequestError(f"Sampler: top_p={top_p!r}; it must be in (0, 1]")
+            raise RequestError(f"Sampler: top_p={top_p!r}; it must be a number in (0, 1]")
         if not (_is_real(min_p) and 0 <= min_p <= 1):
-            raise RequestError(f"Sampler: min_p={min_p!r}; it must be in [0, 1] (0 keeps every token)")
+            raise RequestError(
+                f"Sampler: min_p={min_p!r}; it must be a number in [0, 1] (0 keeps every token)"
+            )
         check_whole("Sampler", "top_k", top_k, 0, " (0 keeps every token)")
         for name, value in (("seed", seed), ("stream", stream)):
             if value is not None:
