@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import kvcache
 import ml
+from kvcache import Session
 from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError, TextTooLongError
 from kvcache.runner.generate import Generator
 from kvcache.runner.loading import load_model
@@ -304,6 +305,25 @@ def test_an_iterator_that_is_closed_or_dropped_frees_its_sequences(small: Any) -
         assert generator.complete([[1, 9]], GenerationOptions(6, ignore_eos=True))[0].tokens == reference(
             small, [1, 9], 6
         )
+
+
+def test_an_interruption_while_it_ends_leaves_the_cache_empty(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with generator_of(small, capacity=32) as generator, monkeypatch.context() as patch:
+        events = generator.generate([[1, 2], [3, 4]])
+        next(events)
+        closings, close = iter([KeyboardInterrupt()]), Session.close
+
+        def interrupted(session: Session, keep: bool = True) -> None:
+            for error in closings:
+                raise error
+            close(session, keep)
+
+        patch.setattr(Session, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            events.close()
+        assert not generator.engine.busy
 
 
 def test_a_generator_may_be_closed_before_its_iterator(small: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator as Events
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from kvcache.cache import SnapshotCache
@@ -13,7 +14,7 @@ from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.language_model import LanguageModel, Prompt, settings_for
 from kvcache.runner.options import EngineOptions
 from kvcache.runner.requests import Event, Finished, GenerationOptions, Statistics
-from kvcache.runner.scheduler import Failed, Request
+from kvcache.runner.scheduler import Failed
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores.closing import Closing
 
@@ -94,16 +95,14 @@ class Generator(Closing):
         self._check_idle()
         engine = self.engine
         engine.reset()
-        requests: list[Request] = []
         try:
-            for stream, tokens in enumerate(prompts):
-                requests.append(engine.submit(tokens, settings, self.draft, stream))
-            while engine.busy or engine.closed:
-                yield from _answers(engine.admit())
-                yield from _answers(engine.step())
+            with ExitStack() as ending:
+                for stream, tokens in enumerate(prompts):
+                    ending.callback(engine.cancel, engine.submit(tokens, settings, self.draft, stream))
+                while engine.busy or engine.closed:
+                    yield from _answers(engine.admit())
+                    yield from _answers(engine.step())
         finally:
-            for request in requests:
-                engine.cancel(request)
             if not engine.closed:
                 engine.forget()
 
