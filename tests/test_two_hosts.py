@@ -185,9 +185,9 @@ def test_a_host_whose_store_has_died_computes_the_rest_and_says_the_same(
             )
             begun = first.ask({"text": TURNS[0], "max_tokens": COUNT})
         answer = second.ask({"tokens": begun["tokens"], "text": TURNS[1], "max_tokens": COUNT})
+        assert sum("its content is computed again" in record.getMessage() for record in caplog.records) == 1
     assert answer["tokens"] == alone[1]["tokens"]
     assert (answer["restored"], answer["computed"]) == (0, answer["prompt_tokens"])
-    assert sum("its content is computed again" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_host_forgets_goes_alone_and_leaves_nothing_behind_when_told() -> None:

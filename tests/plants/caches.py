@@ -247,7 +247,7 @@ BUGS: dict[str, list[Bug]] = {
         ("storage.layer_buffers:LayerBuffers.lack", "a_layer_that_comes_later", NOTHING),
     ],
     "tests/caches": [
-        ("caches.causal:CausalCache._restore", "a_start_can_be_taken_back", NOTHING),
+        ("caches.undo_log:UndoLog.restore", "a_start_can_be_taken_back", NOTHING),
         ("snapshots.attention:AttentionSnapshots.snapshot", "taking_cutting_joining",
          after(lambda found: found.detach())),
         ("snapshots.attention:AttentionSnapshots._in_cache", "the_oldest_are_copied_out", reversed_result),

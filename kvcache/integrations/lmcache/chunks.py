@@ -103,7 +103,5 @@ class ChunkShape:
         except (KeyError, TypeError, ValueError) as error:
             raise SnapshotCorruptError(f"load: not a chunk of LMCache: {error!r}") from error
         if data.dtype != np.uint8 or data.ndim != 1 or len(found.shapes) != len(found.dtypes):
-            raise SnapshotCorruptError(
-                f"load: LMCache's chunk is {data.dtype} {data.shape}; it must be bytes"
-            )
+            raise SnapshotCorruptError(f"load: chunk of LMCache: {data.dtype} {data.shape}; it must be bytes")
         return found, data
