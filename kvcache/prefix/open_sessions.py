@@ -144,10 +144,10 @@ class OpenSessions:
             except SequenceLostError:
                 pass  # there is nothing to keep
             finally:
+                del self.sessions[seq]
+                self.free.append(seq)  # emptied now, or when it is used next
                 self._cache.cancel_snapshots(seq)
                 self._cache.remove(seq, 0)
-                del self.sessions[seq]
-                self.free.append(seq)
         self._tree.settle()
 
     def rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:

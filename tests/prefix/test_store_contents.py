@@ -183,6 +183,19 @@ def test_a_session_that_cannot_begin_leaves_its_sequence_empty(
     assert (r.prefix.sessions, r.cache.held()) == ((), {})
 
 
+def test_a_session_whose_end_is_interrupted_gives_its_sequence_back(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = talk()
+    chat = r.chat(LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(r.cache, "remove", lambda *_: exec("raise KeyboardInterrupt()"))
+        with pytest.raises(KeyboardInterrupt):
+            chat.session.close()
+    assert r.prefix.sessions == ()
+    assert [r.keep([*LONG, turn]) for turn in range(4)] == [20] * 4
+
+
 def test_a_pin_is_undone_though_conversations_have_parted_since(talk: Talk) -> None:
     r = talk()
     r.keep(BRANCHES[0])
