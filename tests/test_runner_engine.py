@@ -415,8 +415,10 @@ def test_where_the_cache_is_full_the_last_request_makes_room_and_loses_nothing(m
             assert sum(isinstance(e, Token) for e in events if e.request == request.id) == 14
 
 
-@pytest.mark.parametrize("width", [0, 1, 3])
-@pytest.mark.parametrize("name", ["close", "extend", "keep", "rewind"])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("close", 0), ("close", 3), ("extend", 1), ("keep", 0), ("rewind", 0), ("rewind", 3)],
+)
 def test_an_interruption_of_a_session_loses_no_request(
     model: Any, name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
