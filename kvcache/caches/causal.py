@@ -309,7 +309,7 @@ class CausalCache(
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
         """Evict what windows no longer see, so that ``tokens`` cells are free; everything or nothing."""
         undo = UndoLog(self._table)
-        undo.evict(self._evictions(groups), (group.seq for group in groups))
+        undo.evict(self._evictions(groups), [group.seq for group in groups])
         try:
             if tokens > self._table.free:
                 self.snapshots.reclaim(tokens)

@@ -14,6 +14,8 @@ __all__ = ["UndoLog"]
 class UndoLog:
     """The rows of a pass's sequences as they were, and what of them was evicted to make room."""
 
+    __slots__ = ("_evicted", "rows", "table")
+
     def __init__(self, table: CellTable) -> None:
         self.table = table
         self.rows: dict[int, SavedRow] = {}
@@ -24,12 +26,13 @@ class UndoLog:
     def evict(self, evictions: list[tuple[int, int, int]], sequences: Iterable[int]) -> None:
         """Note the rows of ``sequences``; drop positions ``[begin, end)`` of each (sequence, begin, end)."""
         table, rows = self.table, self.rows
-        # Where not the head goes the row's own buffers may be written: a copy is safe from that.
-        rows.update((seq, table.rows[seq].save_copy()) for seq, begin, _ in evictions if begin)
-        for seq in (*(seq for seq, _, _ in evictions), *sequences):
-            rows.setdefault(seq, table.save_row(seq))
+        for seq in sequences:
+            rows[seq] = table.save_row(seq)
         if not evictions:
             return
+        for seq, begin, _ in evictions:
+            # Where not the head goes the row's own buffers may be written: a copy is safe from that.
+            rows[seq] = table.rows[seq].save_copy() if begin else table.save_row(seq)
         gone = {
             seq: (table.rows[seq].index(begin) if begin else 0, table.rows[seq].index(end))
             for seq, begin, end in evictions
