@@ -416,7 +416,9 @@ def _limits(
 
 
 def _warn_of_loss(tree: PrefixTree) -> None:
-    """Of a PrefixCache that nobody closed, or at the end of the process."""
+    """Of a PrefixCache that nobody closed, or at the end of the process; its thread ends."""
+    if tree.store is not None:
+        tree.store.end()
     try:
         lost = tree.unwritten
     except Exception:  # in the middle of a change, or half made
