@@ -69,6 +69,8 @@ class Retention:
     ranges: Sequence[TokenRange] = ()
 
     def __post_init__(self) -> None:
+        if strange := [each for each in self.ranges if type(each) is not TokenRange]:
+            raise InvalidRangeError(f"Retention: {strange[0]!r:.60}; a range must be a TokenRange")
         ranges = sorted(self.ranges, key=lambda each: each.begin)
         if len(ranges) > 64:
             raise InvalidRangeError(f"Retention: {len(ranges)} ranges; there must be at most 64")
