@@ -152,15 +152,10 @@ class StoreTier:
         with self._changed:
             self._changed.wait_for(lambda: not self.waiting and not self._touching)
 
-    def end(self) -> None:
-        """Have the thread end when it has written what is left; nothing is submitted any more."""
-        if self._thread is not None:
-            self._queue.put(None)
-
     def close(self) -> None:
         """Write what is left, and end the thread. The stores stay open: they are the caller's."""
         if self._thread is not None:
-            self.end()
+            self._queue.put(None)
             self._thread.join()
             self._thread = None
         self.finish_probe()

@@ -416,9 +416,7 @@ def _limits(
 
 
 def _warn_of_loss(tree: PrefixTree) -> None:
-    """Of a PrefixCache that nobody closed, or at the end of the process; its thread ends."""
-    if tree.store is not None:
-        tree.store.end()
+    """Of a PrefixCache that nobody closed, or at the end of the process."""
     try:
         lost = tree.unwritten
     except Exception:  # in the middle of a change, or half made

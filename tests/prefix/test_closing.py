@@ -43,7 +43,7 @@ def test_a_process_that_ends_unwritten_says_what_is_lost(tmp_path: Path, ends: s
     assert ("640 B that it kept are not in its stores; call close()" in done.stderr) is warns
 
 
-def test_one_that_is_dropped_says_so_at_once_and_its_thread_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_is_dropped_says_so_at_once(caplog: pytest.LogCaptureFixture) -> None:
     backend = ml.open_backend("numpy")
     cache, ctx = CausalCache(), backend.new_context()
     cache.init(backend, ml.DType.F32, 2, 64, 64)
@@ -52,16 +52,6 @@ def test_one_that_is_dropped_says_so_at_once_and_its_thread_ends(caplog: pytest.
         cache.start_forward(ctx, Batch(range(3), [session.seq] * 3))
         new = ctx.zeros((3, 1, 4), ml.DType.F32)
         cache.put(ctx, new, new)
-    prefix.flush()
-    with prefix.begin([4, 5, 6]) as session:
-        cache.start_forward(ctx, Batch(range(3), [session.seq] * 3))
-        cache.put(ctx, new, new)
-    store = prefix.tree.store
-    assert store is not None
-    thread = store._thread
-    assert thread is not None
     del prefix, session
     gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
     assert ["ended without close()" in message for message in caplog.messages] == [True]
