@@ -301,3 +301,17 @@ def test_conversations_are_no_longer_than_keys_are_rotated_by_position_alone(kin
             told = f"of more than {longest} the model rotates all keys otherwise"
             with pytest.raises(InvalidRangeError, match=told):
                 prefix.generate(hf.tokens(1, count), **OPTIONS)
+
+
+def test_a_session_that_cannot_be_kept_lets_go_of_its_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = hf.model("llama")
+    with HFPrefixCache(made, capacity=64) as prefix:
+        session = prefix.begin(hf.tokens(1, 9)[0].tolist())
+        session.prefill()
+        with monkeypatch.context() as patch:
+            patch.setattr(prefix.prefix.tree, "insert", lambda *_: exec("raise MemoryError()"))
+            with pytest.raises(MemoryError):
+                session.close()
+        assert session.cache.get_seq_length() == 0
+        with pytest.raises(InvalidSequenceError):
+            made(hf.tokens(1, 3), past_key_values=session.cache)

@@ -43,7 +43,7 @@ def _has_kernel(a: torch.Tensor) -> bool:
 
 def _aligned(x: torch.Tensor) -> bool:
     """Whether the kernel takes the layout: rows or columns without gaps, each at an aligned address."""
-    outer, inner = x.stride()[-2:]
+    *matrix, outer, inner = x.stride()
     rows, columns = x.shape[-2:]
     if inner == 1 and outer >= columns:
         step = outer
@@ -51,4 +51,7 @@ def _aligned(x: torch.Tensor) -> bool:
         step = inner
     else:
         return False
-    return not (x.data_ptr() % ALIGNED_BYTES or step * x.element_size() % ALIGNED_BYTES)
+    return not any(
+        place % ALIGNED_BYTES
+        for place in (x.data_ptr(), *(stride * x.element_size() for stride in (step, *matrix)))
+    )

@@ -33,7 +33,9 @@ class CommandGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        for option in (each for each in getattr(command, "params", ()) if each.name not in TEXTS):
+        for option in getattr(command, "params", ()):
+            if option.name in TEXTS or getattr(option, "is_flag", False):
+                continue
             if not ctx.resilient_parsing and "" in _values(option, rest):
                 raise typer.BadParameter(f"{_name(option)} is empty; give a value, or omit the option")
         return name, command, rest

@@ -62,13 +62,15 @@ def load_back(
     reached: int,
     ends: Sequence[int],
     told: Callable[[int], None] | None = None,
+    used: list[int] | None = None,
 ) -> int:
     """Put serialized snapshots of a store straight behind the first ``reached`` positions; how far that went.
 
     ``ends`` are where entries end that follow one another, the last one of each block: those that part
     inside one leave several entries of it, of which each tells of the one before. What cannot be had in
     this way ends it: whoever goes on there in the ordinary way finds out what is wrong. ``told``, which is
-    called by this thread and raises nothing, hears now and then how far it is.
+    called by this thread and raises nothing, hears now and then how far it is. ``used`` gets the ends of
+    all entries that were put there.
     """
     with contextlib.ExitStack() as stack:
         found: list[_StoredEntry] = []
@@ -82,6 +84,8 @@ def load_back(
             count = _land_some(cache, seq, found, told)
             if not count:
                 break
+            if used is not None:
+                used += [entry.end for entry in found[:count]]
             reached, found = found[count - 1].end, found[count:]
     return reached
 

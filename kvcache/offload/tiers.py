@@ -281,18 +281,20 @@ class StoreTier:
                 self._failed(store, READING, error, "the prefix is computed instead")
         return found
 
-    def lacks(self, key: str) -> bool:
-        """Whether every store answers that it does not have an entry."""
+    def lacking(self, keys: Sequence[str]) -> list[bool]:
+        """Which entries every store answers that it does not have; none where one does not answer."""
+        found = [True] * len(keys)
         for store in self.stores:
             if not self.outages.asks(store, READING):
-                return False
+                return [False] * len(keys)
             try:
-                if store.stat([key])[0] is not None:
-                    return False
+                for start in range(0, len(keys), _AT_ONCE):
+                    for i, stat in enumerate(store.stat(keys[start : start + _AT_ONCE]), start):
+                        found[i] &= stat is None
             except Exception as error:
                 self._failed(store, READING, error, "the prefix is computed instead")
-                return False
-        return True
+                return [False] * len(keys)
+        return found
 
     def entries(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
         """Serialized snapshots by their keys, in order, each good until the next one is asked for.
@@ -422,6 +424,8 @@ class StoreTier:
             self.on_drop(key)
 
 
+_AT_ONCE = 4096
+"""Keys that are asked for at a time."""
 _PROBES = 256
 """Keys that are asked for at first, from the end of a prompt; then twice as many each time."""
 

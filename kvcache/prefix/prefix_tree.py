@@ -78,7 +78,7 @@ class PrefixTree:
             None if host is None else self._queue(host.budget, _host_priority, lambda limit: limit.host)
         )
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
-        self._writer = None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible)
+        self.writer = None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible)
         self._backend = cache.backend
         self._round = 0
         """Counts the times that ``write_through`` has gone through all."""
@@ -306,14 +306,17 @@ class PrefixTree:
     def pin(self, ids: np.ndarray, change: int) -> int:
         """Pin (1) or unpin (-1) what is kept of a prefix; returns how many tokens that is."""
         match = self.radix_tree.match(ids)
-        if match.inside and self.divisible:
-            self.node_at(ids[: match.length])  # so that it ends there when it is unpinned too
+        if match.inside and self.divisible:  # it ends there when it is unpinned too
+            self._is_leaving(match.nodes[-1])
             match = self.radix_tree.match(ids)
-        nodes = [node for node in match.nodes if node.end <= match.length]
+            if match.inside:
+                self.node_at(ids[: match.length])
+                match = self.radix_tree.match(ids)
+        nodes = [node for node in match.nodes if node.end <= match.length and node.data is not None]
         for node in nodes:
-            if node.data is not None:
-                node.data.pins = max(0, node.data.pins + change)
-                self.reorder(node)
+            assert node.data is not None
+            node.data.pins = max(0, node.data.pins + change)
+            self.reorder(node)
         return nodes[-1].end if nodes else 0
 
     def tick(self) -> None:
@@ -399,8 +402,8 @@ class PrefixTree:
     def _write(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         """Have a serialized snapshot written that host memory has no place for, unless the stores have it."""
         assert node.data is not None
-        if self._writer is not None and not node.data.stored and node.data.store_write is None:
-            self._writer.submit(node, serialized)
+        if self.writer is not None and not node.data.stored and node.data.store_write is None:
+            self.writer.submit(node, serialized)
 
     def _land(self) -> None:
         """Take note of what has left the device by now."""
@@ -505,9 +508,9 @@ class PrefixTree:
         What they have evicted meanwhile is written again, and one that is in an outage is asked again.
         """
         self.drain()
-        if self.store is not None and self._writer is not None:
+        if self.store is not None and self.writer is not None:
             self.store.outages.ask_again()
-            for node in self._writer.gone([one for one in self.radix_tree if one.data and one.data.stored]):
+            for node in self.writer.gone(self.radix_tree):
                 assert node.data is not None
                 node.data.stored = False
                 self._changed(node)
@@ -520,15 +523,16 @@ class PrefixTree:
         With a ``limit`` that is about so many bytes at a time, and nobody waits for the stores. What is
         handed over stays where it is. What could not be written is tried again when all else has been.
         """
-        done, left, all_of_it = 0, False, limit is None
-        for node in list(self.radix_tree) if self._writer is not None else ():
+        done, left = 0, False
+        for node in list(self.radix_tree) if self.writer is not None else ():
             held = node.data
             if held is None or held.stored or held.store_write is not None:
                 continue
-            if held.refused == self._round and not all_of_it:
+            if held.tried == self._round and limit is not None:
                 continue
             if limit is not None and (done >= limit or not self._has_room(held)):
                 return True
+            held.tried = self._round
             serialized = self._to_write(held)
             if serialized is not None:
                 done += serialized.nbytes
@@ -542,7 +546,7 @@ class PrefixTree:
         try:
             return held.serialized or self._copied_out(held)
         except Exception:
-            self.failed, held.refused = self.failed + 1, self._round
+            self.failed += 1
             log.exception("offload: %d bytes did not leave the device", held.nbytes)
             return None
 
@@ -576,7 +580,6 @@ class PrefixTree:
             held: TreeEntry | None = node.data
             if held is not None and held.store_write is store_write:
                 held.stored, held.store_write = not store_write.failed, None
-                held.refused = self._round if store_write.failed else -1
                 self._changed(node)
                 self.tell()  # before the node goes, which only the stores have now
                 self._prune(node)

@@ -69,9 +69,10 @@ class Retention:
     ranges: Sequence[TokenRange] = ()
 
     def __post_init__(self) -> None:
-        if strange := [each for each in self.ranges if type(each) is not TokenRange]:
+        given = list(self.ranges)
+        if strange := [each for each in given if type(each) is not TokenRange]:
             raise InvalidRangeError(f"Retention: {strange[0]!r:.60}; a range must be a TokenRange")
-        ranges = sorted(self.ranges, key=lambda each: each.begin)
+        ranges = sorted(given, key=lambda each: each.begin)
         if len(ranges) > 64:
             raise InvalidRangeError(f"Retention: {len(ranges)} ranges; there must be at most 64")
         for one, other in itertools.pairwise(ranges):

@@ -37,6 +37,8 @@ class StoreLookup:
     def __init__(self, tree: PrefixTree, layers: Layers, ahead: Prefetcher | None = None) -> None:
         self._cache, self._tree, self._layers = tree.cache, tree, layers
         self._prefetcher = ahead
+        self._used: list[int] = []
+        """The ends of entries that the last ``fetch`` read, inside blocks too."""
 
     def prefetch(self, ids: np.ndarray, length: int) -> Prefetch | None:
         """Read ahead what stores have behind the first ``length`` tokens; None: there is nothing to read."""
@@ -68,9 +70,10 @@ class StoreLookup:
         chain = self._chain(ids)
         ends = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
         go_on = self._straight if self._store.reads_straight else self._ahead
+        self._used.clear()
         found = go_on(seq, ids, chain, reached, ends, told or _unheard)
         if found > reached:
-            self.touch(ids, [*range(size, found, size), found])
+            self.touch(ids, sorted({end for end in (*ends, *self._used) if end <= found}))
         return found
 
     def read_back(
@@ -88,7 +91,7 @@ class StoreLookup:
         while at > floor or not entries:
             serialized = self._checked(ids, lent.enter_context(self._read(chain.at(at))), at)
             if serialized is None:
-                if not self._store.lacks(chain.at(at)):
+                if not self._store.lacking([chain.at(at)])[0]:
                     return None
                 for part in entries:
                     self.drop(ids, span_of(part)[1])
@@ -111,9 +114,14 @@ class StoreLookup:
         self._store.drop(self._chain(ids[:end]).at(end))
 
     def touch(self, ids: np.ndarray, ends: Sequence[int]) -> None:
-        """Note that the entries that end there, each of which needs those before it, are in use."""
-        chain = self._chain(ids)
+        """Note that the entries that end there are in use, each of which needs those before it."""
+        chain, writer = self._chain(ids), self._tree.writer
+        assert writer is not None
         self._store.touch([chain.at(end) for end in ends])
+        nodes = self._tree.radix_tree.match(ids[: ends[0]]).nodes
+        before = [end for node in nodes if node.data is not None for end in writer.ends(node)]
+        if before := [end for end in before if end < ends[0]]:
+            self._store.touch([chain.at(end) for end in (*before, *ends)])
 
     def _straight(
         self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
@@ -123,7 +131,9 @@ class StoreLookup:
         while ends:
             before = reached
             if stuck < 2:  # the first may begin before what is held already; a cache that cannot never can
-                reached = load_back(self._cache, seq, self._store, chain, reached, ends, told)
+                reached = load_back(
+                    self._cache, seq, self._store, chain, reached, ends, told, self._used
+                )
                 stuck = stuck + 1 if reached == before else 0
                 ends = [end for end in ends if end > reached]
             if ends:
@@ -175,6 +185,7 @@ class StoreLookup:
                 if before is not None:
                     self.drop(ids, end)
                 return False
+            self._used += [span_of(part)[1] for part in before or ()]
             for part in (*(before or ()), serialized):
                 if not self.restore(seq, part):
                     self.drop(ids, span_of(part)[1])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from kvcache.offload.tiers import StoreTier, StoreWrite
 from kvcache.prefix.alphabet import Alphabet
-from kvcache.prefix.radix_tree import Node
+from kvcache.prefix.radix_tree import Node, RadixTree
 from kvcache.prefix.tree_entry import TreeEntry, span_of
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.stores import Chain, Keys, SerializedSnapshot
@@ -30,23 +30,30 @@ class StoreWriter:
         self._store.submit(store_write)
         node.data.store_write = store_write
 
-    def gone(self, nodes: Iterable[Node[TreeEntry]]) -> Iterator[Node[TreeEntry]]:
-        """Those of which no store has all entries any more."""
-        keys = {node: [*map(self._chain(node).at, self._ends(node))] for node in nodes}
-        there = iter(self._store.stored([key for own in keys.values() for key in own]))
+    def gone(self, tree: RadixTree[TreeEntry]) -> Iterator[Node[TreeEntry]]:
+        """The nodes that were stored, and of which every store lacks an entry by now."""
+        keys: dict[Node[TreeEntry], list[str]] = {}
+        for leaf in [node for node in tree if not node.children]:
+            chain = self._chain(leaf)
+            for node in leaf.path():
+                if node not in keys and node.data is not None and node.data.stored:
+                    keys[node] = [chain.at(end) for end in self.ends(node)]
+        lacking = iter(self._store.lacking([key for own in keys.values() for key in own]))
         for node, own in keys.items():
-            if sum(next(there) for _ in own) < len(own):
+            if any([next(lacking) for _ in own]):  # noqa: C419 - each has to be taken
                 yield node
 
     def _paths(self, node: Node[TreeEntry]) -> Iterator[list[int]]:
-        """The ends of a node's entries, and of all that lead to them."""
-        own = self._ends(node)
+        """The ends of a node's entries; of the last one of a conversation, with all that lead to them."""
+        own = self.ends(node)
         yield own
-        before = [end for one in node.path()[:-1] if one.data is not None for end in self._ends(one)]
-        if before:
-            yield [*before, *own]
+        if not node.children:
+            before = [end for one in node.path()[:-1] if one.data is not None for end in self.ends(one)]
+            if before:
+                yield [*before, *own]
 
-    def _ends(self, node: Node[TreeEntry]) -> list[int]:
+    def ends(self, node: Node[TreeEntry]) -> list[int]:
+        """Where the entries of a node end."""
         size = self._keys.block_size
         first = node.begin - node.begin % size + size
         return [*range(first, node.end, size), node.end] if self._divisible else [node.end]

@@ -47,8 +47,8 @@ class TreeEntry:
     store_write: StoreWrite | None = None
     """Its serialized snapshots on their way to the stores."""
     stored: bool = False
-    refused: int = -1
-    """The round of ``PrefixTree.write_through`` in which it could not be written."""
+    tried: int = -1
+    """The last round of ``PrefixTree.write_through`` that was to write it."""
     pins: int = 0
     rank: int = DEFAULT_PRIORITY
     grants: Grants = ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -45,7 +44,7 @@ class Sampler:
         stream: int | None = None,
         min_p: float = 0.0,
     ) -> None:
-        if not (_is_real(temperature) and 0 <= temperature <= sys.float_info.max):
+        if not (_is_real(temperature) and temperature >= 0):
             raise RequestError(
                 f"Sampler: temperature={temperature!r}; it must be a number of at least 0 (0 is greedy)"
             )
@@ -238,4 +237,10 @@ def _drafted(draws: Sequence[tuple[Sampler, int]], proposed: Sequence[Proposed])
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Whether it is a number that a float holds, and finite."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

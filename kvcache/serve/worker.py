@@ -122,7 +122,7 @@ class _Keeper:
     def keep(self) -> None:
         if not self._stored or time.monotonic() < self._due:
             return
-        failed = self._prefix.failed["store"]
+        failed = sum(self._prefix.failed.values())
         try:
             more = self._prefix.write_through(PART)
         except Exception as error:

@@ -29,7 +29,7 @@ def parse_bytes(what: str, size: object) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
         if found is not None and found[2].upper() in _UNITS:
             return int(float(found[1]) * _UNITS[found[2].upper()])
-    elif isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size >= 0:
+    elif isinstance(size, (int, float, np.integer)) and not isinstance(size, bool) and size >= 0 == size % 1:
         return int(size)
     raise InvalidRangeError(
         f"{what}={size!r}; it must be a number of bytes from 0, or a size such as '512MiB'"

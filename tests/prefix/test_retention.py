@@ -222,5 +222,6 @@ def test_ranges_that_overlap_and_too_many_are_refused() -> None:
         Retention([TokenRange(4), TokenRange(9, 12)])
     with pytest.raises(InvalidRangeError, match="at most 64"):
         Retention([TokenRange(i, i + 1) for i in range(65)])
+    assert Retention(TokenRange(i, i + 1) for i in range(2)).cuts() == [1, 2]  # type: ignore[arg-type]
     with pytest.raises(InvalidRangeError, match="a range must be a TokenRange"):
         Retention(["0-8"])  # type: ignore[list-item]

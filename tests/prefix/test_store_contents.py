@@ -15,6 +15,7 @@ from kvcache.prefix.session import SessionReplacedError
 from kvcache.stores import MemoryStore
 
 from .rigs.conversing import LONG, SOME, ConversationSetup, Rig
+from .rigs.stores import FlakyStore
 
 Talk = Callable[..., Rig]
 some_caches = pytest.mark.parametrize("cache", SOME)
@@ -80,6 +81,43 @@ def test_a_store_evicts_the_end_of_a_conversation_before_its_beginning(talk: Tal
     found = [r.peek([*LONG, *range(first, first + 13)]) for first in (0, 100, 200)]
     assert sorted(found) == [28, 32, 32]
     assert found[1] == 32 or not read
+
+
+def test_of_parted_conversations_what_is_read_is_used_last_and_its_beginning_last_of_all(talk: Talk) -> None:
+    store = MemoryStore()
+    r = talk(tiers=[store])
+    for tokens in BRANCHES:
+        r.keep(tokens)
+    r.prefix.close()
+    r = talk(tiers=[store])
+    assert r.keep([*BRANCHES[1], 1]) == 31
+    assert r.prefix.tree.store is not None
+    r.prefix.tree.store.flush()
+    used = list(store._entries)[::-1]
+    assert used[:9] == keys(r, BRANCHES[1], 4, 8, 10, 12, 16, 20, 24, 28, 31)
+
+
+def test_a_store_that_does_not_answer_has_what_it_had(talk: Talk) -> None:
+    store = FlakyStore()
+    r = talk(tiers=[store])
+    r.keep(LONG)
+    r.prefix.flush()
+    store.failing = frozenset(["stat"])
+    r.prefix.flush()
+    assert r.prefix.tree.unwritten == 0
+    assert r.prefix.tree.store is not None
+    assert r.prefix.tree.store.written == 5
+
+
+def test_what_was_not_taken_is_tried_once_in_each_round(talk: Talk) -> None:
+    store = FlakyStore()
+    store.failing = frozenset(["put"])
+    r = talk(tiers=[store])
+    r.keep(LONG)
+    for attempt in range(1, 4):
+        assert not r.prefix.write_through()
+        r.prefix.tree.drain()
+        assert r.prefix.failed["store"] == attempt
 
 
 def test_what_no_store_takes_keeps_nothing_else_from_it(talk: Talk) -> None:
@@ -204,3 +242,13 @@ def test_a_pin_is_undone_though_conversations_have_parted_since(talk: Talk) -> N
         r.keep(tokens)
         assert r.prefix.unpin(tokens[:9]) == 9
     assert all(node.data is None or not node.data.pins for node in r.prefix.tree.radix_tree)
+
+
+def test_a_pin_of_what_has_left_for_a_store_is_none(talk: Talk) -> None:
+    r = talk(tiers=[MemoryStore()])
+    r.keep(LONG)
+    r.prefix.evict()
+    assert r.prefix.pin(LONG[:10]) in (0, 10)
+    r.prefix.flush()
+    assert r.prefix.unpin(LONG[:10]) == 0
+    assert all(node.data is not None for node in r.prefix.tree.radix_tree)

@@ -80,10 +80,12 @@ class MLXSession:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        self._owner.pool.sequences.undo_unwritten()
-        yield
-        self._owner.pool.sequences.current = None
-        self._rows.leave()
+        try:
+            self._owner.pool.sequences.undo_unwritten()
+            yield
+        finally:
+            self._owner.pool.sequences.current = None
+            self._rows.leave()
 
     def __enter__(self) -> Self:
         return self

@@ -77,8 +77,10 @@ class HFSession:
 
     def close(self, keep: bool = True) -> None:
         """End the conversation; what the cache holds of it stays for others, unless ``keep`` is False."""
-        self._session.close(keep)
-        self.cache.detach()
+        try:
+            self._session.close(keep)
+        finally:
+            self.cache.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -87,8 +89,10 @@ class HFSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Left by an exception, it keeps what was evaluated by ``prefill``, or before an ``extend``."""
-        self._session.__exit__(kind, error, trace)
-        self.cache.detach()
+        try:
+            self._session.__exit__(kind, error, trace)
+        finally:
+            self.cache.detach()
 
 
 def _one_token(model: Any) -> dict[str, Any]:
