@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
@@ -222,7 +223,7 @@ def test_prompts_are_refused_before_any_is_computed(small: Any, prompt: Any, mes
         (GenerationOptions, "logprobs", [-1, 1.5, True, "x", math.nan]),
         (GenerationOptions, "stop", ["x", ["a", ""], [5], [b"a"], b"a", 5, None]),
         (GenerationOptions, "ignore_eos", ["no", 1, None]),
-        (GenerationOptions, "temperature", [-1.0, math.nan, math.inf, 10**400, np.float32("inf"), "0", None, True]),
+        (GenerationOptions, "temperature", [-1.0, math.nan, np.float32("inf"), 10**400, "0", None, True]),
         (GenerationOptions, "top_k", [-1, 2.5, True, "5", None]),
         (GenerationOptions, "top_p", [0.0, 1.5, math.nan, "1", None, True]),
         (GenerationOptions, "min_p", [-0.1, 1.1, math.nan, "0", None]),
