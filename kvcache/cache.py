@@ -58,6 +58,7 @@ __all__ = [
     "check_context",
     "check_whole",
     "computed",
+    "whole_numbers",
 ]
 
 Mask = ml.Tensor | ml.CausalMask | None
@@ -143,6 +144,14 @@ def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
     """Raise InvalidRangeError unless ``value`` is a whole number >= ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise InvalidRangeError(f"{op}: {name}={value!r}; it must be a whole number of at least {least}")
+
+
+def whole_numbers(op: str, name: str, values: Iterable[object]) -> list[int]:
+    """``values``, each once and ascending; InvalidRangeError unless all are whole numbers of at least 0."""
+    found = set(values)
+    for value in found:
+        check_whole(op, name, value)
+    return sorted(int(value) for value in found)  # type: ignore[call-overload]
 
 
 def check_context(op: str, ctx: ml.Context, backend: ml.Backend) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import deserialize, serialize
+from kvcache import Batch, CausalCache, deserialize, serialize
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialized_nbytes
 from kvcache.stores import SerializedSnapshot
@@ -110,3 +110,15 @@ def test_what_is_no_page_of_a_snapshot_is_corrupt(backend: ml.Backend) -> None:
     )
     with pytest.raises(SnapshotCorruptError, match="strange"):
         cut_serialized(strange, 4)
+
+
+def test_a_half_without_tokens_has_neither_latents_nor_extras(backend: ml.Backend) -> None:
+    cache = CausalCache()
+    cache.init(backend, ml.DType.F32, 1, 16, 8)
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch(range(6), [0] * 6))
+        new = ctx.zeros((6, 1, 3), ml.DType.F32)
+        cache.put(ctx, new, v_dim=2, extra={"keys": ctx.zeros((6, 2), ml.DType.F32)})
+        cache.evict(0, [0, 1, 2])
+        first, second = cut_serialized(serialize(backend, cache.snapshot(0)), 2)
+        assert [deserialize(backend, half).end for half in (first, second)] == [2, 6]

@@ -46,6 +46,7 @@ from kvcache.cache import (
     OrderError,
     ShiftFunction,
     check_context,
+    whole_numbers,
 )
 from kvcache.caches.base import BoundCache
 from kvcache.caches.editing import EditsTokens
@@ -372,13 +373,18 @@ class CausalCache(
         ``set_causal``; a window or chunk still bounds what lies before.
         """
         forward = self._started("set_causal")
-        indices = frozenset(int(index) for index in except_)
-        if any(not 0 <= index < forward.tokens for index in indices):
+        indices = frozenset(whole_numbers("set_causal", "except_", except_))
+        if any(index >= forward.tokens for index in indices):
             raise InvalidRangeError(
                 f"set_causal: except_={sorted(indices)}; the indices must be in 0 to {forward.tokens - 1}"
             )
+        before = forward.lifted
         forward.lift(indices)
-        forward.fill(ctx)
+        try:
+            forward.fill(ctx)
+        except BaseException:
+            forward.lift(before)
+            raise
 
     def put(
         self,

@@ -418,8 +418,10 @@ def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]
         if total % count:
             raise InvalidRangeError(f"put: {total} rows for {count} sequences; pass lengths=")
         return [total // count] * count
+    for size in lengths:
+        check_whole("put", "lengths", size)
     sizes = [int(size) for size in lengths]
-    if len(sizes) != count or sum(sizes) != total or min(sizes) < 0:
+    if len(sizes) != count or sum(sizes) != total:
         raise InvalidRangeError(f"put: lengths={sizes} for {total} rows of {count} sequences")
     return sizes
 
@@ -427,9 +429,10 @@ def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]
 def _receivers(batch: Batch) -> list[tuple[int, int]]:
     """(sequence, position of its item) in order of appearance; the last item of a sequence counts."""
     found: dict[int, int] = {}
-    indices = [int(index) for index, *_ in batch.multimodal] or range(len(batch))
-    for index in indices:
-        if not 0 <= index < len(batch):
+    for index, *_ in batch.multimodal:
+        check_whole("start_forward", "multimodal index", index)
+    for index in [int(index) for index, *_ in batch.multimodal] or range(len(batch)):
+        if index >= len(batch):
             raise InvalidRangeError(f"start_forward: multimodal index {index} of a batch of {len(batch)}")
         seq, position = int(batch.sequences[index]), int(batch.positions[index])
         if batch.multimodal or seq not in found:

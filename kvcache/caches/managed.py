@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+
 import ml
 from kvcache.cache import InvalidRangeError, SupportsMark, SupportsPrepare, SupportsReservation
 from kvcache.caches.sequences import drop_middle
@@ -104,6 +106,8 @@ class PreparedCalls(Generic[S]):
         suffice, InvalidRangeError for a snapshot of another kind, dtype or shape; all or nothing then too. A
         device that fails while data that is replaced is overwritten leaves the sequence lost.
         """
+        if target is not None and (isinstance(target, bool) or not isinstance(target, int | np.integer)):
+            raise InvalidRangeError(f"restore: target={target!r:.40}; it must be a whole number, or None")
         commit = self.prepare_restore_snapshot(seq, snapshot, target)
         if commit is not None:
             commit()

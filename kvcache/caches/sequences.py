@@ -17,7 +17,7 @@ from kvcache.cache import (
     NotSupportedError,
     SequenceLostError,
     ShiftFunction,
-    check_whole,
+    whole_numbers,
 )
 from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.storage import relocation as moving
@@ -85,9 +85,7 @@ class SequenceEditor:
         """Check all that ``evict`` may refuse; the callable returned then does it."""
         table = self.snapshots.storage.table
         row = table.rows[seq]
-        wanted = sorted(set(positions))
-        for position in wanted[:1] + wanted[-1:]:
-            check_whole("evict", "position", position)
+        wanted = whole_numbers("evict", "position", positions)
         if row.lost:
             raise lost_error("evict", seq)
         if wanted and wanted[-1] >= row.last:

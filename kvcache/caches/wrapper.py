@@ -38,6 +38,7 @@ from kvcache.cache import (
     SupportsSnapshots,
     check_whole,
     computed,
+    whole_numbers,
 )
 from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.sequences import drop_middle
@@ -92,7 +93,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def set_layer_type(self, i: int) -> None:
         """Which of the wrapped caches the next layers use, by its place in the constructor; 0 at first."""
-        if i not in range(len(self.caches)):
+        if isinstance(i, float | bool) or i not in range(len(self.caches)):
             kinds = ", ".join(f"{j}: {type(cache).__name__}" for j, cache in enumerate(self.caches))
             raise InvalidRangeError(f"set_layer_type: {i!r:.40}; it must be the place of a cache ({kinds})")
         self._type = i
@@ -340,10 +341,11 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             commit = cache.prepare_restore_snapshot(seq, part, end)
             if commit is None:
                 return None
-            commits.append(commit)
+            commits.append((cache in self._in_cells, commit))
+        commits.sort(key=lambda one: not one[0])  # what cannot fail, as an encoder's, comes last
 
         def restore_all() -> None:
-            for i, commit in enumerate(commits):
+            for i, (_, commit) in enumerate(commits):
                 try:
                     commit()
                 except BaseException:
@@ -383,7 +385,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def schedule_snapshots(self, seq: int, positions: Sequence[int]) -> None:
         """As CausalCache.schedule_snapshots; a batch has to end where ``next_snapshot`` says."""
-        offset, wanted = self.offset(seq), sorted({int(position) for position in positions})
+        offset, wanted = self.offset(seq), whole_numbers("schedule_snapshots", "position", positions)
         if wanted and wanted[0] <= offset:
             raise InvalidRangeError(
                 f"schedule_snapshots: position {wanted[0]} of sequence {seq}, which is already at {offset}; "

@@ -131,9 +131,7 @@ class StoreLookup:
         while ends:
             before = reached
             if stuck < 2:  # the first may begin before what is held already; a cache that cannot never can
-                reached = load_back(
-                    self._cache, seq, self._store, chain, reached, ends, told, self._used
-                )
+                reached = load_back(self._cache, seq, self._store, chain, reached, ends, told, self._used)
                 stuck = stuck + 1 if reached == before else 0
                 ends = [end for end in ends if end > reached]
             if ends:

@@ -92,6 +92,8 @@ class _Cut:
             arrays[f"{name}positions"] = positions[part].copy()
             if not positions[part].size:
                 half["layers"] = []
+                half.pop("latent", None)
+                half.pop("extra", None)
                 continue
             for _, _, tensors in meta["layers"]:
                 for array, axes in tensors:

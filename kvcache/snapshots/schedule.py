@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from kvcache.cache import InvalidRangeError
+from kvcache.cache import InvalidRangeError, whole_numbers
 from kvcache.snapshots.snapshot import Snapshot
 
 __all__ = ["REPLACED", "SnapshotSchedule"]
@@ -31,7 +31,7 @@ class SnapshotSchedule(Generic[S]):
 
     def add(self, seq: int, positions: Iterable[int], offset: int) -> None:
         """Have snapshots taken at ``positions``, all after ``offset``, where the sequence stands."""
-        wanted = sorted({int(position) for position in positions})
+        wanted = whole_numbers("schedule_snapshots", "position", positions)
         if wanted and wanted[0] <= offset:
             raise InvalidRangeError(
                 f"schedule_snapshots: position {wanted[0]} of sequence {seq}, which is already at {offset}; "

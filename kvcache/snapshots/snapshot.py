@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 import ml
-from kvcache.cache import InvalidRangeError, OrderError, SequenceLostError
+from kvcache.cache import InvalidRangeError, OrderError, SequenceLostError, check_whole
 from kvcache.storage.cell_table import CellTable, Pin
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_buffers import LayerBuffers
@@ -406,6 +406,7 @@ def check_kind(op: str, cache: object, snapshot: object, kind: type) -> None:
 
 def check_inside(snapshot: Snapshot, at: int) -> None:
     """Raise InvalidRangeError unless ``at`` is a position of the snapshot, its ends included."""
+    check_whole("split", "at", at)
     if not snapshot.begin <= at <= snapshot.end:
         raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
 

@@ -363,3 +363,73 @@ def test_a_whole_part_keeps_all_whole(everything: Callable[..., Everything]) -> 
     snapshot = r.cache.snapshot(0)
     assert r.cache.split(snapshot, 3) == (None, snapshot)
     assert r.cache.merge(None, snapshot) is snapshot
+
+
+def tokens(ctx: ml.Context, count: int, dim: int = 2) -> ml.Tensor:
+    return ctx.arange(0, count * dim, 1, DType.F32).reshape(ctx, count, 1, dim)
+
+
+def test_an_encoders_output_comes_back_when_all_else_has(
+    backend: ml.Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would tell that it is another conversation's: the sequence is empty, and its item at 0 too."""
+    encoder, causal = kvcache.EncoderCache(), kvcache.CausalCache()
+    cache = kvcache.WrapperCache(encoder, causal)
+    cache.init(backend, DType.F32, 2, 16, 8)
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3, multimodal=[(0, None)]))
+        for kind in (0, 1):
+            cache.set_layer_type(kind)
+            cache.put(ctx, tokens(ctx, 3), tokens(ctx, 3))
+        snapshot = cache.snapshot(0)
+        snapshot.detach()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(tokens(ctx, 1)), "copy", lambda *_: exec("raise MemoryError()"))
+            with pytest.raises(MemoryError):
+                cache.restore(1, snapshot)
+        assert (cache.offset(1), encoder.encoder_cached(1)) == (0, False)
+        assert cache.restore(1, snapshot)
+        assert (cache.offset(1), encoder.encoder_cached(1)) == (3, True)
+
+
+def test_what_is_no_whole_number_is_refused_by_name(backend: ml.Backend) -> None:
+    encoder, causal = kvcache.EncoderCache(), kvcache.CausalCache()
+    cache = kvcache.WrapperCache(encoder, causal)
+    cache.init(backend, DType.F32, 2, 16, 8)
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3))
+        snapshot = causal.snapshot(0)
+        calls: dict[str, Callable[[Any], object]] = {
+            "at": lambda bad: causal.split(snapshot, bad),
+            "target": lambda bad: causal.restore(1, snapshot, bad),
+            "position": lambda bad: causal.evict(0, [0, bad]),
+            "except_": lambda bad: causal.set_causal(ctx, [bad]),
+            "multimodal index": lambda bad: encoder.start_forward(
+                ctx, Batch([3], [0], multimodal=[(bad, 0)])
+            ),
+            "set_layer_type": cache.set_layer_type,
+        }
+        for name, call in calls.items():
+            for bad in (1.5, True, "1"):
+                with pytest.raises(kvcache.InvalidRangeError, match=name):
+                    call(bad)
+        for part in (cache, causal):
+            with pytest.raises(kvcache.InvalidRangeError, match=r"position=8\.7"):
+                part.schedule_snapshots(0, [8.7])  # type: ignore[list-item]
+
+
+def test_a_lifted_mask_that_cannot_be_made_is_not_lifted(
+    backend: ml.Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = kvcache.CausalCache()
+    cache.init(backend, DType.F32, 1, 8, 8)
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3))
+        cache.put(ctx, tokens(ctx, 3), tokens(ctx, 3))
+        forward = cache.pass_under_way()
+        assert forward is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(type(forward), "fill", lambda *_: exec("raise MemoryError()"))
+            with pytest.raises(MemoryError):
+                cache.set_causal(ctx, [0])
+        assert not forward.lifted
