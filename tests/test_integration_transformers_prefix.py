@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -309,7 +310,7 @@ def test_a_session_that_cannot_be_kept_lets_go_of_its_sequence(monkeypatch: pyte
         session = prefix.begin(hf.tokens(1, 9)[0].tolist())
         session.prefill()
         with monkeypatch.context() as patch:
-            patch.setattr(prefix.prefix.tree, "insert", lambda *_: exec("raise MemoryError()"))
+            patch.setattr(prefix.prefix.tree, "insert", Mock(side_effect=MemoryError()))
             with pytest.raises(MemoryError):
                 session.close()
         assert session.cache.get_seq_length() == 0

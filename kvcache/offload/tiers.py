@@ -167,7 +167,7 @@ class StoreTier:
 
     def _work(self) -> None:
         while (store_write := self._queue.get()) is not None:
-            if not isinstance(store_write, StoreWrite):
+            if not isinstance(store_write, StoreWrite):  # keys that are in use
                 self.prefix(store_write)
                 with self._changed:
                     self._touching -= 1

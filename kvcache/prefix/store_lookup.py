@@ -73,7 +73,7 @@ class StoreLookup:
         self._used.clear()
         found = go_on(seq, ids, chain, reached, ends, told or _unheard)
         if found > reached:
-            self.touch(ids, sorted({end for end in (*ends, *self._used) if end <= found}))
+            self._touch(chain, ids, sorted({end for end in (*ends, *self._used) if end <= found}))
         return found
 
     def read_back(
@@ -115,7 +115,10 @@ class StoreLookup:
 
     def touch(self, ids: np.ndarray, ends: Sequence[int]) -> None:
         """Note that the entries that end there are in use, each of which needs those before it."""
-        chain, writer = self._chain(ids), self._tree.writer
+        self._touch(self._chain(ids), ids, ends)
+
+    def _touch(self, chain: Chain, ids: np.ndarray, ends: Sequence[int]) -> None:
+        writer = self._tree.writer
         assert writer is not None
         self._store.touch([chain.at(end) for end in ends])
         nodes = self._tree.radix_tree.match(ids[: ends[0]]).nodes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -384,7 +385,7 @@ def test_an_encoders_output_comes_back_when_all_else_has(
         snapshot = cache.snapshot(0)
         snapshot.detach()
         with monkeypatch.context() as patch:
-            patch.setattr(type(tokens(ctx, 1)), "copy", lambda *_: exec("raise MemoryError()"))
+            patch.setattr(type(tokens(ctx, 1)), "copy", Mock(side_effect=MemoryError()))
             with pytest.raises(MemoryError):
                 cache.restore(1, snapshot)
         assert (cache.offset(1), encoder.encoder_cached(1)) == (0, False)
@@ -429,7 +430,7 @@ def test_a_lifted_mask_that_cannot_be_made_is_not_lifted(
         forward = cache.pass_under_way()
         assert forward is not None
         with monkeypatch.context() as patch:
-            patch.setattr(type(forward), "fill", lambda *_: exec("raise MemoryError()"))
+            patch.setattr(type(forward), "fill", Mock(side_effect=MemoryError()))
             with pytest.raises(MemoryError):
                 cache.set_causal(ctx, [0])
         assert not forward.lifted

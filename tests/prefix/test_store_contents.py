@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -167,7 +168,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_and_no_wait(
     r = talk(tiers=[tier])
     r.keep(LONG)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", lambda self: exec("raise RuntimeError('told to fail')"))
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("told to fail")))
         with pytest.raises(RuntimeError, match="told to fail"):
             r.prefix.evict() if isinstance(tier, HostTier) else r.prefix.write_through()
     r.prefix.evict()
@@ -196,7 +197,7 @@ def test_a_rewind_that_fails_half_way_leaves_a_session_that_says_so(
     chat.session.keep()
     r.prefix.evict()
     with monkeypatch.context() as patch:
-        patch.setattr(prefix_tree, "restore_serialized", lambda *_, **__: exec("raise MemoryError()"))
+        patch.setattr(prefix_tree, "restore_serialized", Mock(side_effect=MemoryError()))
         with pytest.raises(MemoryError):
             chat.session.rewind(9)
     with pytest.raises(SessionReplacedError, match="a rewind that failed"):
@@ -213,9 +214,7 @@ def test_a_session_that_cannot_begin_leaves_its_sequence_empty(
     r = talk(tiers=[HostTier()])
     r.keep(LONG)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            r.prefix.evictor, "enforce", lambda: exec("raise ml.DeviceError('told to fail')", {"ml": ml})
-        )
+        patch.setattr(r.prefix.evictor, "enforce", Mock(side_effect=ml.DeviceError("told to fail")))
         with pytest.raises(ml.DeviceError):
             r.prefix.begin([*LONG, 1])
     assert (r.prefix.sessions, r.cache.held()) == ((), {})
@@ -227,7 +226,7 @@ def test_a_session_whose_end_is_interrupted_gives_its_sequence_back(
     r = talk()
     chat = r.chat(LONG)
     with monkeypatch.context() as patch:
-        patch.setattr(r.cache, "remove", lambda *_: exec("raise KeyboardInterrupt()"))
+        patch.setattr(r.cache, "remove", Mock(side_effect=KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             chat.session.close()
     assert r.prefix.sessions == ()
