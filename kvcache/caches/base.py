@@ -83,7 +83,7 @@ class BoundCache(Generic[P]):
         """The backend; refuses a sequence that is none, and a snapshot of another kind of cache."""
         backend = self._bound("restore")
         check_sequence("restore", seq, self._max_sequences)
-        check_kind("restore", self, snapshot, kind)
+        check_kind("restore", self, kind, [snapshot])
         return backend
 
     @property

@@ -25,7 +25,7 @@ from kvcache.attention.device_copies import HostArray, HostArrays, near
 from kvcache.cache import Batch, CacheDType, InvalidRangeError, Mask, OrderError, check_context, check_whole
 from kvcache.caches.base import BoundCache
 from kvcache.caches.managed import PreparedCalls
-from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside
+from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside, check_kind
 from kvcache.storage.formats import CacheFormat
 from ml import nn
 
@@ -375,6 +375,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
     def merge(self, parent: EncoderSnapshot | None, child: EncoderSnapshot) -> EncoderSnapshot:
         """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; the later output stays."""
+        check_kind("merge", self, EncoderSnapshot, [child] if parent is None else [parent, child])
         if parent is None:
             return child
         check_following(parent, child)
@@ -383,10 +384,12 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
     def join(self, parts: Sequence[EncoderSnapshot]) -> EncoderSnapshot:
         """``merge`` of one or more, in order."""
+        check_kind("join", self, EncoderSnapshot, parts)
         return functools.reduce(self.merge, parts)
 
     def split(self, snapshot: EncoderSnapshot, at: int) -> tuple[EncoderSnapshot | None, EncoderSnapshot]:
         """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; the output goes with its token."""
+        check_kind("split", self, EncoderSnapshot, [snapshot])
         check_inside(snapshot, at)
         if at == snapshot.begin:
             return None, snapshot

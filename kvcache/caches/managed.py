@@ -12,7 +12,7 @@ import ml
 from kvcache.cache import InvalidRangeError, SupportsMark, SupportsPrepare, SupportsReservation
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.schedule import SnapshotSchedule
-from kvcache.snapshots.snapshot import Snapshot
+from kvcache.snapshots.snapshot import Snapshot, check_kind
 
 __all__ = ["ManagedSnapshots", "PreparedCalls", "SnapshotManager"]
 
@@ -35,6 +35,7 @@ _FOR_OTHER_ROOMS = frozenset(
 class SnapshotManager(Protocol[S]):
     """The part of a cache that takes, cuts and joins snapshots."""
 
+    kind: type[S]
     schedule: SnapshotSchedule[S]
 
     def merge(self, parent: S | None, child: S) -> S: ...
@@ -189,15 +190,18 @@ class ManagedSnapshots(Generic[S]):
 
     def merge(self, parent: S | None, child: S) -> S:
         """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; of a window or a state the child's is kept."""
-        self._bound("merge")
-        return self.snapshots.merge(parent, child)
+        return self._taking("merge", [child] if parent is None else [parent, child]).merge(parent, child)
 
     def join(self, parts: Sequence[S]) -> S:
         """``merge`` of one or more, in order; in one step where all of them lie in this cache."""
-        self._bound("join")
-        return self.snapshots.join(parts)
+        return self._taking("join", parts).join(parts)
 
     def split(self, snapshot: S, at: int) -> tuple[S | None, S]:
         """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; (None, snapshot) of what is whole, or at ``a``."""
-        self._bound("split")
-        return self.snapshots.split(snapshot, at)
+        return self._taking("split", [snapshot]).split(snapshot, at)
+
+    def _taking(self, op: str, snapshots: Sequence[S]) -> SnapshotManager[S]:
+        """The manager; refuses snapshots of another kind of cache, and none at all."""
+        self._bound(op)
+        check_kind(op, self, self.snapshots.kind, snapshots)
+        return self.snapshots

@@ -329,12 +329,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self, seq: int, snapshot: WrapperSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
         """Check all that ``restore`` may refuse; None where it would give False."""
-        keepers = self._keepers("restore")
-        check_kind("restore", self, snapshot, WrapperSnapshot)
-        if len(snapshot.parts) != len(keepers):
-            raise InvalidRangeError(
-                f"restore: a snapshot of {len(snapshot.parts)} caches into a wrapper of {len(keepers)}"
-            )
+        keepers = self._takers("restore", [snapshot])
         end = snapshot.end if target is None else target
         commits = []
         for cache, part in zip(keepers, snapshot.parts, strict=True):
@@ -357,27 +352,28 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def merge(self, parent: WrapperSnapshot | None, child: WrapperSnapshot) -> WrapperSnapshot:
         """Join ``[a, b)`` and ``[b, c)`` in all caches; a cache whose content is whole keeps the child's."""
+        keepers = self._takers("merge", [child] if parent is None else [parent, child])
         if parent is None:
             return child
         check_following(parent, child)
-        triples = zip(self._keepers("merge"), parent.parts, child.parts, strict=True)
+        triples = zip(keepers, parent.parts, child.parts, strict=True)
         parts = tuple(cache.merge(one, other) for cache, one, other in triples)
         return WrapperSnapshot(parent.begin, child.end, parts)
 
     def join(self, parts: Sequence[WrapperSnapshot]) -> WrapperSnapshot:
         """``merge`` of one or more, in order."""
+        keepers = self._takers("join", parts)
         columns = zip(*(part.parts for part in parts), strict=True)
-        inner = (cache.join(column) for cache, column in zip(self._keepers("join"), columns, strict=True))
+        inner = (cache.join(column) for cache, column in zip(keepers, columns, strict=True))
         return WrapperSnapshot(parts[0].begin, parts[-1].end, tuple(inner))
 
     def split(self, snapshot: WrapperSnapshot, at: int) -> tuple[WrapperSnapshot | None, WrapperSnapshot]:
         """Cut at a position; (None, snapshot) where the content of one of the caches is whole."""
+        keepers = self._takers("split", [snapshot])
         check_inside(snapshot, at)
         if at == snapshot.begin or not snapshot.divisible:
             return None, snapshot
-        pairs = [
-            cache.split(part, at) for cache, part in zip(self._keepers("split"), snapshot.parts, strict=True)
-        ]
+        pairs = [cache.split(part, at) for cache, part in zip(keepers, snapshot.parts, strict=True)]
         return (
             WrapperSnapshot(snapshot.begin, at, tuple(first for first, _ in pairs)),
             WrapperSnapshot(at, snapshot.end, tuple(second for _, second in pairs)),
@@ -449,6 +445,17 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             other = next(cache for cache in self.caches if cache not in self._kept)
             raise NotSupportedError(f"{op}: {type(other).__name__} does not support snapshots")
         return list(self._kept)
+
+    def _takers(self, op: str, snapshots: Sequence[WrapperSnapshot]) -> list[Any]:
+        """The wrapped caches; refuses snapshots of another kind of cache, or of as many as there are not."""
+        keepers = self._keepers(op)
+        check_kind(op, self, WrapperSnapshot, snapshots)
+        for snapshot in snapshots:
+            if len(snapshot.parts) != len(keepers):
+                raise InvalidRangeError(
+                    f"{op}: a snapshot of {len(snapshot.parts)} caches for a wrapper of {len(keepers)}"
+                )
+        return keepers
 
     @property
     def on_pressure(self) -> Callable[[int], bool | None] | None:

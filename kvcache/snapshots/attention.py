@@ -77,6 +77,8 @@ class AttentionSnapshots:
     It knows the cache's storage and nothing of its passes: who restores a snapshot ends the pass under way.
     """
 
+    kind = AttentionSnapshot
+
     def __init__(self) -> None:
         self.window: Window | None = None
         """None: all of the past is stored."""

@@ -35,6 +35,8 @@ class StateSnapshots:
     It knows nothing of passes: who restores a snapshot ends the pass under way.
     """
 
+    kind = RecurrentSnapshot
+
     def __init__(self, attention: TakesSnapshots) -> None:
         self.attention = attention
         self.schedule: SnapshotSchedule[RecurrentSnapshot] = SnapshotSchedule()

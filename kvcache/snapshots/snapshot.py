@@ -15,7 +15,7 @@ written (kvcache.storage.state_slots).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -396,12 +396,15 @@ class WrapperSnapshot:
             part.drop()
 
 
-def check_kind(op: str, cache: object, snapshot: object, kind: type) -> None:
-    """Refuse a snapshot of a cache that keeps something else."""
-    if not isinstance(snapshot, kind):
-        raise InvalidRangeError(
-            f"{op}: {type(cache).__name__} takes a {kind.__name__}, not {type(snapshot).__name__}"
-        )
+def check_kind(op: str, cache: object, kind: type, snapshots: Sequence[object]) -> None:
+    """Refuse snapshots of a cache that keeps something else, and none at all."""
+    if not snapshots:
+        raise InvalidRangeError(f"{op}: no snapshots; at least one must be given")
+    for snapshot in snapshots:
+        if not isinstance(snapshot, kind):
+            raise InvalidRangeError(
+                f"{op}: {type(cache).__name__} takes a {kind.__name__}, not {type(snapshot).__name__}"
+            )
 
 
 def check_inside(snapshot: Snapshot, at: int) -> None:

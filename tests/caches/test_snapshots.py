@@ -498,3 +498,33 @@ def test_a_window_that_goes_on_without_what_it_sees_says_so_once(
     cache.remove(0, 0)
     evaluate(range(3))
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        kvcache.CausalCache,
+        kvcache.EncoderCache,
+        lambda: kvcache.RecurrentCache((2,), (2,)),
+        lambda: kvcache.WrapperCache(kvcache.CausalCache(), SlidingWindowCache(4)),
+    ],
+    ids=["causal", "encoder", "recurrent", "wrapper"],
+)
+def test_snapshots_of_another_kind_of_cache_and_none_at_all_are_refused(
+    make: Callable[[], Any], backend: ml.Backend
+) -> None:
+    cache, other = make(), kvcache.WrapperCache(kvcache.CausalCache())
+    cache.init(backend, ml.DType.F32, 1, 8, 8)
+    other.init(backend, ml.DType.F32, 1, 8, 8)
+    own, foreign = cache.snapshot(0, 0, 0), other.snapshot(0, 0, 0)
+    with pytest.raises(kvcache.InvalidRangeError, match="join: no snapshots"):
+        cache.join([])
+    for name, use in {
+        "merge": lambda: cache.merge(own, foreign),
+        "join": lambda: cache.join([own, foreign]),
+        "split": lambda: cache.split(foreign, 0),
+        "restore": lambda: cache.restore(0, foreign),
+    }.items():
+        with pytest.raises(kvcache.InvalidRangeError, match=f"{name}: .*(takes a|for a wrapper of)"):
+            use()
+    assert cache.merge(None, own) is own
