@@ -236,6 +236,22 @@ class TestOtherWays:
         caplog.clear()
         self.check(HFStaticCache(config, capacity=32), caplog, "")
 
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda config: HFStaticCache(config, capacity=32),
+            lambda config: transformers.StaticCache(config, max_cache_len=32),
+        ],
+        ids=["HFStaticCache", "StaticCache"],
+    )
+    @pytest.mark.parametrize("name", ["llama", "gemma3"])
+    def test_several_tokens_at_once_behind_a_cache_of_fixed_shapes(self, name: str, make: Any) -> None:
+        made, ids = hf.model(name, attention.ATTENTION), hf.tokens(2, 20)
+        cache = make(made.config)
+        for part in (slice(0, 6), slice(6, 15), slice(15, 20)):
+            expected = hf.feed(hf.model(name), None, ids)[:, part]
+            hf.close(hf.feed(made, cache, ids[:, part]), expected)
+
     def test_a_cache_made_for_another_config(self, caplog: Any) -> None:
         self.check(HFCache(hf.model("llama", "sdpa").config, capacity=32), caplog, "not as an HFCache")
 

@@ -58,6 +58,8 @@ def causal_mask(**options: Any) -> torch.Tensor | None:
     if not options.get("allow_is_causal_skip", True) or is_tracing(padding):
         found: torch.Tensor | None = eager_mask(**options)
         return found
+    if isinstance(options.get("q_offset"), torch.Tensor):  # a static layer's counter, which update() advances
+        options["q_offset"] = options["q_offset"].clone()
     pattern = _Pattern(options)
     shape = options["batch_size"], 1, options["q_length"], options["kv_length"]
     like = torch.empty((), dtype=options["dtype"], device=options["device"])
