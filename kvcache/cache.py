@@ -148,10 +148,12 @@ def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
 
 def whole_numbers(op: str, name: str, values: Iterable[object]) -> list[int]:
     """``values``, each once and ascending; InvalidRangeError unless all are whole numbers of at least 0."""
-    found = set(values)
+    if not isinstance(values, Iterable):
+        raise InvalidRangeError(f"{op}: {name}={values!r:.40}; it must be a list of whole numbers")
+    found = list(values)
     for value in found:
         check_whole(op, name, value)
-    return sorted(int(value) for value in found)  # type: ignore[call-overload]
+    return sorted({int(value) for value in found})  # type: ignore[call-overload]
 
 
 def check_context(op: str, ctx: ml.Context, backend: ml.Backend) -> None:

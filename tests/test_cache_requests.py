@@ -16,6 +16,7 @@ from kvcache import (
     ChunkedCache,
     EncoderCache,
     HostTier,
+    InvalidBatchError,
     InvalidRangeError,
     OrderError,
     PrefixCache,
@@ -64,6 +65,8 @@ def test_positions_are_whole_numbers_and_a_refusal_changes_nothing(
         lambda: cache.copy_prefix(0, 1, number),
         lambda: cache.snapshot(0, number),
     ]
+    if hasattr(cache, "prepare_restore"):
+        calls += [lambda: cache.prepare_restore(0, number), lambda: cache.resume_point(0, number)]
     if number is not None:
         calls += [lambda: cache.remove(0, 0, number), lambda: cache.snapshot(0, 0, number)]
     for call in calls:
@@ -90,6 +93,25 @@ def test_positions_are_whole_numbers_and_a_refusal_changes_nothing(
 def test_a_cache_is_not_made_of_sizes_that_mean_nothing(make: Callable[[], object]) -> None:
     with pytest.raises(InvalidRangeError, match=r"it must be a whole number of at least|memory"):
         make()
+
+
+@pytest.mark.parametrize("caches", [(3,), (CausalCache,), (CausalCache(),) * 2], ids=["3", "class", "twice"])
+def test_a_wrapper_takes_cache_objects_each_once(caches: tuple[Any, ...]) -> None:
+    with pytest.raises(InvalidRangeError, match=r"is not a Cache|is given twice"):
+        WrapperCache(*caches)
+
+
+@pytest.mark.parametrize("items", [5, [3], [None]], ids=repr)
+def test_items_of_a_batch_come_in_pairs(numpy: ml.Backend, items: Any) -> None:
+    cache = EncoderCache()
+    cache.init(numpy, ml.DType.F32, 2, 8, 4)
+    with numpy.new_context() as ctx, pytest.raises(InvalidBatchError, match="pairs of"):
+        cache.start_forward(ctx, Batch([0], [0], multimodal=items))
+
+
+def test_a_shift_that_is_no_function_is_refused() -> None:
+    with pytest.raises(InvalidRangeError, match="shift=3; it must be a function"):
+        CausalCache(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["wrapper", "recurrent"])

@@ -11,7 +11,15 @@ import numpy as np
 import ml
 from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, InvalidSequenceError
 
-__all__ = ["SequenceTokens", "check_modes", "check_query", "check_sequence", "check_tensors", "split_batch"]
+__all__ = [
+    "SequenceTokens",
+    "check_floats",
+    "check_modes",
+    "check_query",
+    "check_sequence",
+    "check_tensors",
+    "split_batch",
+]
 
 _LIMIT = 2**31 - 1
 """Positions are I32 on the device."""
@@ -74,13 +82,35 @@ def check_tensors(op: str, backend: ml.Backend | None = None, /, **tensors: obje
             )
 
 
-def check_query(backend: ml.Backend | None, query: ml.Tensor, tokens: int) -> None:
-    """Raise unless ``query`` is floats of a batch of ``tokens``, on the cache's backend."""
-    check_tensors("attend", backend, query=query)
-    if not query.dtype.is_float:
-        raise ml.DTypeError(f"attend: query in {query.dtype.name}; it must be a float dtype")
-    if query.shape[0] != tokens:
-        raise InvalidRangeError(f"attend: query {query.shape} for a batch of {tokens} tokens")
+def check_floats(op: str, backend: ml.Backend | None = None, /, **tensors: ml.Tensor) -> None:
+    """``check_tensors``, and refuse tensors of integers or BOOL."""
+    check_tensors(op, backend, **tensors)
+    for name, tensor in tensors.items():
+        if not tensor.dtype.is_float:
+            raise ml.DTypeError(f"{op}: {name} in {tensor.dtype.name}; it must be a float dtype")
+
+
+def check_query(
+    backend: ml.Backend | None, query: ml.Tensor, tokens: int, key: tuple[int, ...], scale: float | None
+) -> float:
+    """The scale (None: 1/sqrt(head_dim)).
+
+    Raises unless ``query`` is floats of a batch of ``tokens``, on the cache's backend, and fits its keys.
+    """
+    check_floats("attend", backend, query=query)
+    kv_heads, dim = key
+    shape = query.shape
+    if len(shape) != 3 or shape[0] != tokens or shape[2] != dim or not shape[1] or shape[1] % kv_heads:
+        raise InvalidRangeError(
+            f"attend: query {shape}; it must be ({tokens}, heads, {dim}), heads a multiple of the "
+            f"{kv_heads} KV heads"
+        )
+    if type(scale) is float:
+        return scale
+    try:
+        return float(dim**-0.5 if scale is None else scale)
+    except (TypeError, ValueError) as error:
+        raise InvalidRangeError(f"attend: scale={scale!r:.40}; it must be a number") from error
 
 
 def check_modes(reserve: bool, read_only: bool) -> None:
@@ -129,7 +159,10 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
 
 
 def _integers(name: str, values: object) -> np.ndarray:
-    found = np.asarray(values)
+    try:
+        found = np.asarray(values)
+    except ValueError:  # of several lengths
+        found = np.empty(0, dtype=object)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise InvalidBatchError(
             f"start_forward: {name} are {found.dtype} {found.shape}; they must be integers"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import ml
-from kvcache.attention.batch import check_tensors
+from kvcache.attention.batch import check_floats, check_tensors
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.cache import InvalidRangeError
 from kvcache.storage.cell_storage import CellStorage
@@ -29,9 +29,9 @@ def put_layer(
 ) -> None:
     """What ``CausalCache.put`` does where the backend has no store of its own for it."""
     buffers = fresh = storage.buffers.get(layer)
-    check_tensors("put", storage.backend, key=key)
+    check_floats("put", storage.backend, key=key)
     if value is not None:
-        check_tensors("put", storage.backend, value=value)
+        check_floats("put", storage.backend, value=value)
     fits = False
     if buffers is not None and value is not None and v_dim is None and not extra:
         fits = buffers.fits(forward.tokens, key.shape, value.shape)

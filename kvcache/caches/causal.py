@@ -487,7 +487,7 @@ class CausalCache(
         """
         forward = self._pass or self._started("attend")
         buffers = forward.readable("attend", self._layer)
-        check_query(self._backend, query, forward.tokens)
+        scale = check_query(self._backend, query, forward.tokens, buffers.shape.key, scale)
         if select is not None:
             check_select(forward.tokens, select)
         if forward.reserve:

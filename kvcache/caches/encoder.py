@@ -22,7 +22,16 @@ from kvcache.attention.batch import (
     split_batch,
 )
 from kvcache.attention.device_copies import HostArray, HostArrays, near
-from kvcache.cache import Batch, CacheDType, InvalidRangeError, Mask, OrderError, check_context, check_whole
+from kvcache.cache import (
+    Batch,
+    CacheDType,
+    InvalidBatchError,
+    InvalidRangeError,
+    Mask,
+    OrderError,
+    check_context,
+    check_whole,
+)
 from kvcache.caches.base import BoundCache
 from kvcache.caches.managed import PreparedCalls
 from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside, check_kind
@@ -243,9 +252,9 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         An output that several sequences share (``copy_prefix``) is read once, by the queries of all of them.
         """
         current = self._started("attend")
-        check_query(self._bound("attend"), query, current.tokens)
         readers: dict[int, list[int]] = {}
         held = [self._held(current, group.seq) for group in current.groups]
+        scale = check_query(self._bound("attend"), query, current.tokens, held[0][0].shape[1:], scale)
         for i, (key, _) in enumerate(held):
             readers.setdefault(id(key), []).append(i)
         if len(readers) == 1:
@@ -432,9 +441,15 @@ def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]
 def _receivers(batch: Batch) -> list[tuple[int, int]]:
     """(sequence, position of its item) in order of appearance; the last item of a sequence counts."""
     found: dict[int, int] = {}
-    for index, *_ in batch.multimodal:
+    try:
+        indices = [index for index, *_ in batch.multimodal]
+    except TypeError as error:
+        raise InvalidBatchError(
+            f"start_forward: multimodal={batch.multimodal!r:.60}; it must be pairs of (index, item)"
+        ) from error
+    for index in indices:
         check_whole("start_forward", "multimodal index", index)
-    for index in [int(index) for index, *_ in batch.multimodal] or range(len(batch)):
+    for index in map(int, indices) if indices else range(len(batch)):
         if index >= len(batch):
             raise InvalidRangeError(f"start_forward: multimodal index {index} of a batch of {len(batch)}")
         seq, position = int(batch.sequences[index]), int(batch.positions[index])

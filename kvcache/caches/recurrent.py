@@ -496,6 +496,7 @@ class RecurrentCache(
         """Where ``remove(seq, position)`` would go: at or before ``position``; None: back to nothing."""
         self._bound("prepare_restore")
         check_sequence("prepare_restore", seq, self._max_sequences)
+        check_whole("prepare_restore", "position", position)
         if not self.attention.can_resume(seq, 0):  # a device failure took its keys
             return None
         return self._states.row_before(self._states.rows[seq], position).offset or None

@@ -38,6 +38,9 @@ class SequenceEditor:
         shift: ShiftFunction | None,
         shift_extra: ExtraShiftFunction | None = None,
     ) -> None:
+        for name, function in {"shift": shift, "shift_extra": shift_extra}.items():
+            if function is not None and not callable(function):
+                raise InvalidRangeError(f"{name}={function!r:.40}; it must be a function, or None")
         self.snapshots, self.shift, self.shift_extra = snapshots, shift, shift_extra
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
@@ -116,7 +119,9 @@ class SequenceEditor:
     def _cut_off(self, positions: np.ndarray, resume: int) -> int:
         """``resume``, if a window cannot go on from there with these positions; else 0."""
         window = self.snapshots.window
-        return resume if window is not None and resume and not window.reaches(positions, resume) else 0
+        if window is None or not resume or not (window.size or window.keep):  # it sees nothing that is gone
+            return 0
+        return 0 if window.reaches(positions, resume) else resume
 
     def _check_shift(self, seq: int, stop: int, distance: int) -> None:
         """Refuse to move entries ``stop`` and up where their keys cannot be changed."""

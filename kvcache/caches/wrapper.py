@@ -61,6 +61,11 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def __init__(self, *caches: Cache) -> None:
         if not caches:
             raise InvalidRangeError("WrapperCache: no cache given; it must wrap at least one")
+        for i, cache in enumerate(caches):
+            if isinstance(cache, type) or not isinstance(cache, Cache):
+                raise InvalidRangeError(f"WrapperCache: {cache!r:.60} is not a Cache; give it cache objects")
+            if any(cache is other for other in caches[:i]):
+                raise InvalidRangeError(f"WrapperCache: {cache!r:.60} is given twice; each must be its own")
         self.caches = caches
         self._type = 0
         others = [cache for cache in caches if not isinstance(cache, SupportsPrepare)]
@@ -184,7 +189,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         """As CausalCache.set_causal, on every wrapped cache that has it."""
-        indices = tuple(except_)
+        indices = whole_numbers("set_causal", "except_", except_)
         for cache in self._masked:
             cache.set_causal(ctx, except_=indices)
 
@@ -238,6 +243,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def resume_point(self, seq: int, position: int) -> int:
         """The last position up to ``position`` from which all caches can go on exactly; 0: from nothing."""
         keepers = self._keepers("resume_point")
+        check_whole("resume_point", "position", position)
         while position > 0:
             lower = min(cache.resume_point(seq, position) for cache in keepers)
             if lower == position:
@@ -267,6 +273,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def prepare_restore(self, seq: int, position: int) -> int | None:
         """Where ``remove(seq, position)`` would go: as far as the cache that goes back the farthest."""
+        check_whole("prepare_restore", "position", position)
         return self._reached(seq, min(position, self.offset(seq))) or None
 
     def _reached(self, seq: int, position: int) -> int:
@@ -283,7 +290,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
         NotSupportedError where one cannot forget a token alone, as a recurrent state cannot.
         """
-        wanted, changes = list(positions), []
+        wanted, changes = whole_numbers("evict", "position", positions), []
         for cache in self._positioned:
             if not isinstance(cache, SupportsEvict):
                 raise NotSupportedError(f"evict: {type(cache).__name__} cannot forget single tokens")

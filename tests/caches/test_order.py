@@ -188,14 +188,36 @@ def test_a_reserve_pass_spans_the_capacity_whatever_a_failed_pass_has_left(backe
     assert cache.attend(ctx, ctx.zeros((1, 2, 8), DType.F32), 1.0).shape == (1, 2, 5)
 
 
-def _attend(cache: CausalCache, ctx: ml.Context, dtype: DType) -> ml.Tensor:
-    return cache.attend(ctx, ctx.zeros((5, 2, 8), dtype), 1.0)
+def _attend(
+    cache: CausalCache,
+    ctx: ml.Context,
+    dtype: DType = DType.F32,
+    scale: Any = 1.0,
+    heads: int = 2,
+    dim: int = 8,
+) -> ml.Tensor:
+    return cache.attend(ctx, ctx.zeros((5, heads, dim), dtype), scale)
+
+
+def _put_as(cache: CausalCache, ctx: ml.Context, dtype: DType) -> None:
+    cache.put(ctx, ctx.zeros((5, 2, 8), dtype), ctx.zeros((5, 2, 5), dtype))
 
 
 BATCH = Batch([1], [0])
 CALLS: list[tuple[type[Exception], Call]] = [
     (ml.DTypeError, lambda cache, ctx: _attend(cache, ctx, DType.I32)),
     (ml.DTypeError, lambda cache, ctx: _attend(cache, ctx, DType.BOOL)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: _attend(cache, ctx, scale="x")),
+    (kvcache.InvalidRangeError, lambda cache, ctx: _attend(cache, ctx, scale=ctx.zeros((1,), DType.F32))),
+    (kvcache.InvalidRangeError, lambda cache, ctx: _attend(cache, ctx, heads=0)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: _attend(cache, ctx, heads=3)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: _attend(cache, ctx, dim=4)),
+    (ml.DTypeError, lambda cache, ctx: _put_as(cache, ctx, DType.I32)),
+    (ml.DTypeError, lambda cache, ctx: _put_as(cache, ctx, DType.BOOL)),
+    (kvcache.InvalidBatchError, lambda cache, ctx: cache.start_forward(ctx, Batch([5, [6, 7]], [0, 0]))),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.evict(0, 3)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.evict(0, [[3]])),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.set_causal(ctx, except_=3)),
     (kvcache.InvalidRangeError, lambda cache, ctx: cache.set_config(None)),
     (kvcache.InvalidRangeError, lambda cache, ctx: cache.set_layer(-1)),
     (kvcache.InvalidRangeError, lambda cache, ctx: cache.set_layer("0")),

@@ -500,6 +500,20 @@ def test_a_window_that_goes_on_without_what_it_sees_says_so_once(
     assert len(caplog.messages) == 1
 
 
+def test_a_window_that_sees_only_the_token_itself_lacks_nothing_when_cut(
+    backend: ml.Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, ctx = SlidingWindowCache(0), backend.new_context()
+    cache.init(backend, ml.DType.F32, 1, 16, 8)
+    for position in [*range(8), 7]:
+        if position == 7:
+            cache.remove(0, 7)
+        cache.start_forward(ctx, Batch([position], [0]))
+        new = ctx.full((1, 1, 4), 1.0, ml.DType.F32)
+        cache.put(ctx, new, new)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize(
     "make",
     [
