@@ -18,6 +18,7 @@ import ml
 from kvcache.cache import CacheFullError
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
+from kvcache.runner.saved import ConversationError, adopt, capture, read, write
 from kvcache.stores import FileStore
 
 from . import small_models, thread_ranks
@@ -127,6 +128,30 @@ def test_ranks_that_keep_different_things_answer_as_one_that_keeps_nothing(
     assert found[0][0] == alone(model, prompts)
 
 
+def test_a_name_for_the_model_is_of_one_rank_alone(divided: Path, tmp_path: Path) -> None:
+    """In one store, and in saved conversations: ranks have other heads under the same name."""
+    prompts = prompts_of(12, 1)
+
+    def work(model: Any, group: Any) -> Any:
+        always = replace(OPTIONS, fetch="always", block_size=4)
+        for _ in range(2):
+            with (
+                FileStore(tmp_path / "store") as store,
+                Engine(model, None, always, [store], {"model": "a"}) as engine,
+            ):
+                (answer,) = engine.complete(prompts, SETTINGS)
+                write(tmp_path / f"{group.rank}.kv", capture(engine, prompts[0]))
+            group.barrier()
+        with Engine(model, None, OPTIONS, identity={"model": "a"}) as engine:
+            adopt(engine, read(tmp_path / f"{group.rank}.kv"))
+            with pytest.raises(ConversationError, match=f"this is rank {group.rank}/2"):
+                adopt(engine, read(tmp_path / f"{1 - group.rank}.kv"))
+        assert answer.reused > 0
+        return answer.tokens
+
+    assert on_ranks(divided, work) == alone(divided, prompts) * 2
+
+
 def failing_once(what: Any, name: str, error: Exception, patch: pytest.MonkeyPatch, after: int = 1) -> None:
     """``what.name`` raises ``error`` at its call number ``after``, counted from 0."""
     real, calls = getattr(what, name), iter(range(10_000))
@@ -193,15 +218,19 @@ def test_after_a_pass_without_room_all_go_on_from_where_each_of_them_can(
 
 
 @pytest.mark.parametrize(("place", "name"), [("prefix", "begin"), ("cache", "start_forward")])
+@pytest.mark.parametrize("no_room", [False, True])
 def test_where_one_rank_fails_the_others_are_told_which_before_they_wait(
-    divided: Path, place: str, name: str, monkeypatch: pytest.MonkeyPatch
+    divided: Path, place: str, name: str, no_room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also one that has no room itself."""
     prompts = prompts_of(8)
 
     def work(model: Any, group: Any) -> Any:
         with Engine(model, None, OPTIONS) as engine:
             if group.rank == 1:
                 failing_once(getattr(engine, place), name, OSError("a bad disk"), monkeypatch)
+            elif no_room:
+                failing_once(getattr(engine, place), name, full(), monkeypatch)
             try:
                 answered(engine, prompts, 7, lambda: None)
             except (OSError, ml.GroupError) as error:

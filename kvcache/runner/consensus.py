@@ -15,7 +15,7 @@ import ml
 from kvcache.cache import CacheFullError
 from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
-from kvcache.runner.parallel import FAILED, NO_ROOM, Share, full_elsewhere, of_all
+from kvcache.runner.parallel import FAILED, NO_ROOM, Share, failed_elsewhere, of_all
 
 __all__ = ["Agreement"]
 
@@ -34,16 +34,20 @@ class Agreement:
 
     def least(self, values: Sequence[int]) -> list[int]:
         """Of each value, the least that any rank has."""
-        columns = zip(*self._gathered(values), strict=True)
-        return [min(column) for column in columns]
+        if self._group is None or not values:
+            return list(values)
+        with self._backend.new_context() as ctx:
+            own = ctx.from_numpy(list(values), ml.DType.I64).reshape(ctx, 1, len(values))
+            found: list[int] = self._group.all_gather(ctx, own).to_numpy().min(0).tolist()
+        return found
 
     def begin(self, prefix: PrefixCache, tokens: Sequence[int], tenant: Tenant = EVERYONE) -> Session:
         """A session that begins at the same position on all ranks: what one of them lacks, none reuses.
 
-        Raises what ``prefix.begin`` raised here; where that was elsewhere, CacheFullError or GroupError. No
-        session has begun on any rank then.
+        Raises what ``prefix.begin`` raised here; where that was elsewhere, or where another rank fails and
+        this one only has no room, CacheFullError or GroupError. No session has begun on any rank then.
         """
-        if self.alone:
+        if self._group is None:
             return prefix.begin(tokens, tenant.salt, tenant.shared)
         session: Session | None = None
         error: Exception | None = None
@@ -53,9 +57,13 @@ class Agreement:
             except Exception as found:
                 error = found
             while True:
-                cached = [row[0] for row in self._gathered([_outcome(session, error)])]
+                own = _outcome(session, error)
+                with self._backend.new_context() as ctx:
+                    cached = of_all(ctx, self._group, own)
                 if min(cached) < 0:
-                    raise error or self._elsewhere(cached)
+                    if error is None or min(cached) < own:
+                        raise failed_elsewhere("begin", cached) from error
+                    raise error
                 if min(cached) == max(cached):
                     assert session is not None
                     return session
@@ -73,28 +81,8 @@ class Agreement:
         if self._group is None:
             return
         own = NO_ROOM if isinstance(error, CacheFullError) else FAILED
-        if min(of_all(ctx, self._group, own)) < own:
-            raise ml.GroupError(
-                "forward: another rank failed before this pass; look for its own error"
-            ) from error
-
-    def _gathered(self, values: Sequence[int]) -> list[list[int]]:
-        """The values of each rank, which all have as many of them."""
-        if self._group is None or not values:
-            return [list(values)]
-        with self._backend.new_context() as ctx:
-            own = ctx.from_numpy(list(values), ml.DType.I64).reshape(ctx, 1, len(values))
-            found: list[list[int]] = self._group.all_gather(ctx, own).to_numpy().tolist()
-        return found
-
-    @staticmethod
-    def _elsewhere(cached: Sequence[int]) -> Exception:
-        rank = cached.index(min(cached))
-        if cached[rank] == NO_ROOM:
-            return full_elsewhere("begin", rank, len(cached))
-        return ml.GroupError(
-            f"begin: rank {rank} of {len(cached)} could not begin the conversation; look for its own error"
-        )
+        if min(found := of_all(ctx, self._group, own)) < own:
+            raise failed_elsewhere("forward", found) from error
 
 
 def _outcome(session: Session | None, error: Exception | None) -> int:

@@ -77,8 +77,10 @@ class Engine(Closing):
 
     ``tiers``: where snapshots go that the device has no room for, as PrefixCache takes them. A store
     among them is shared by all that load the same weights: ``identity`` says which these are (None: a
-    digest of the files that the model was loaded from, computed only where there is a store). ``cache`` is
-    a fresh one with snapshots, which the engine binds and closes (None: one for the model's layers).
+    digest of the files that the model was loaded from, computed only where there is a store). Of a model
+    that is split over ranks, "tensor_parallel" is added to it where it lacks that: each rank has heads of
+    its own. ``cache`` is a fresh one with snapshots, which the engine binds and closes (None: one for the
+    model's layers).
 
     After every call, whatever it raised, as many sessions are open as requests are running.
 
@@ -107,6 +109,9 @@ class Engine(Closing):
             model.config, *sizes, options.largest_batch, getattr(model, "dtype", ml.DType.F32)
         )
         """What the cache takes when its buffers are there, which is from the first token on."""
+        share = getattr(model, "share", None)
+        if share is not None and isinstance(identity, Mapping) and identity:
+            identity = {"tensor_parallel": share.name, **identity}
         self._identity = identity
         stores = any(not isinstance(tier, HostTier) for tier in tiers)
         identity = self.identity if stores else identity
@@ -158,7 +163,7 @@ class Engine(Closing):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Which model this is: what was given, or ``model_identity``, which reads all weights once."""
+        """What was given, and the rank; or ``model_identity``, which reads all weights once."""
         if self._identity is None:
             self._identity = model_identity(self.model)
         return self._identity

@@ -33,7 +33,7 @@ __all__ = [
     "Share",
     "check_ranks",
     "device_of_rank",
-    "full_elsewhere",
+    "failed_elsewhere",
     "join",
     "no_engine",
     "of_all",
@@ -118,7 +118,7 @@ class Share:
         """
         found = of_all(ctx, self.group, _digest(batch))
         if min(found) < 0:
-            raise self._refused(found)
+            raise failed_elsewhere("forward", found)
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]
         if others:
             raise ml.GroupError(
@@ -126,14 +126,6 @@ class Share:
                 "another pass than rank 0; give all ranks the same requests in the same order, and a seed "
                 "where they sample"
             )
-
-    def _refused(self, found: Sequence[int]) -> Exception:
-        rank = found.index(min(found))
-        if found[rank] == NO_ROOM:
-            return full_elsewhere("forward", rank, self.group.size)
-        return ml.GroupError(
-            f"forward: rank {rank} of {self.group.size} failed before this pass; look for its own error"
-        )
 
 
 def share_of(config: ModelConfig, group: ml.Group) -> Share:
@@ -184,8 +176,11 @@ def of_all(ctx: ml.Context, group: ml.Group, value: int) -> list[int]:
     return [int(found) for found in gathered.to_numpy()]
 
 
-def full_elsewhere(op: str, rank: int, size: int) -> CacheFullError:
-    """What CacheFullError of another rank is here."""
+def failed_elsewhere(op: str, found: Sequence[int]) -> Exception:
+    """The error for ranks of which the one with the least ``found`` cannot do this: NO_ROOM or FAILED."""
+    rank, size = found.index(min(found)), len(found)
+    if found[rank] == FAILED:
+        return ml.GroupError(f"{op}: rank {rank} of {size} failed before this; look for its own error")
     error = CacheFullError(0, 0, {}, op)
     error.args = (f"{op}: rank {rank} of {size} has no room for this; all ranks stop",)
     return error
