@@ -252,6 +252,9 @@ def test_a_cache_shows_what_it_holds() -> None:
     assert repr(cache).startswith(
         f"<HFCache, layers: {len(cache.layers)}, rows: 1, tokens of each: 8; in <Caus"
     )
+    static = HFStaticCache(made.config, capacity=32)
+    hf.feed(made, static, hf.tokens(1, 5))
+    assert repr(static) == "<HFStaticCache, layers: 2, capacity: 32, rows: 1, tokens of each: 5>"
 
 
 def test_a_model_in_place_of_its_config_is_named() -> None:

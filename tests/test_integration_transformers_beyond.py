@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -334,21 +335,39 @@ class TestGoingBack:
         with pytest.raises(NotSupportedError, match="t5"):
             rope_shift(hf.model("t5").config)
 
-    def test_a_pass_that_failed_is_noticed_and_taken_back(self) -> None:
-        made, ids = hf.model("gemma3"), hf.tokens(2, 20)
-        cache = HFCache(made.config, capacity=32)
-        hf.feed(made, cache, ids[:, :10])
+    @staticmethod
+    def fail(made: Any, cache: Any, ids: torch.Tensor) -> None:
+        """A pass that the first layer alone has had."""
         attention = made.model.layers[1].self_attn
-        hook = attention.register_forward_pre_hook(
-            lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
-        )
-        with pytest.raises(RuntimeError, match="no memory"):
-            hf.feed(made, cache, ids[:, 10:13])
-        hook.remove()
-        with pytest.raises(OrderError, match=r"crop\(-3\)"):
-            hf.feed(made, cache, ids[:, 13:14])
+        failing = mock.patch.object(attention, "forward", side_effect=RuntimeError("no memory"))
+        with failing, pytest.raises(RuntimeError, match="no memory"):
+            hf.feed(made, cache, ids)
+
+    @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
+    def test_a_pass_that_failed_is_noticed_and_taken_back(self, kind: Any) -> None:
+        made, ids = hf.model("gemma3"), hf.tokens(2, 20)
+        cache = kind(made.config, capacity=32)
+        hf.feed(made, cache, ids[:, :10])
+        self.fail(made, cache, ids[:, 10:13])
+        for _ in range(2):
+            with pytest.raises(OrderError, match=r"crop\(-3\)"):
+                hf.feed(made, cache, ids[:, 13:14])
+        with pytest.raises((OrderError, InvalidRangeError)):
+            cache.crop(12)
         cache.crop(-3)
         hf.close(hf.feed(made, cache, ids[:, 10:]), hf.fresh(made, ids[:, :10], ids[:, 10:]))
+
+    @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
+    def test_a_first_pass_that_failed_is_noticed_and_forgotten(self, kind: Any) -> None:
+        made, ids = hf.model("gemma3"), hf.tokens(2, 20)
+        cache = kind(made.config, capacity=32)
+        for _ in range(2):
+            self.fail(made, cache, ids[:, :3])
+            with pytest.raises(OrderError, match=r"reset\(\)"):
+                hf.feed(made, cache, ids[:, 3:5])
+            cache.reset()
+            hf.close(hf.feed(made, cache, ids), hf.fresh(made, ids))
+            cache.reset()
 
     def test_keys_that_could_not_be_stored_are_not_taken_for_stored(
         self, monkeypatch: pytest.MonkeyPatch

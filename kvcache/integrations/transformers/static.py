@@ -21,7 +21,15 @@ from transformers.cache_utils import (
 from transformers.utils import is_torchdynamo_compiling
 
 import ml
-from kvcache import Batch, CacheFullError, CausalCache, InvalidRangeError, NotSupportedError, StateSpec
+from kvcache import (
+    Batch,
+    CacheFullError,
+    CausalCache,
+    InvalidRangeError,
+    NotSupportedError,
+    OrderError,
+    StateSpec,
+)
 from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.transformers.arguments import check_names, check_options, signature_of
 from kvcache.integrations.transformers.indexers import Indexer
@@ -74,9 +82,8 @@ class HFStaticCache(RowsCache):
 
     def __repr__(self) -> str:
         pool = self.rows.pool
-        stored = (
-            f"rows: {len(self.rows.sequences)}, tokens of each: {self.rows.length}" if pool.bound else "empty"
-        )
+        held = max(self.rows.held(), default=0)
+        stored = f"rows: {len(self.rows.sequences)}, tokens of each: {held}" if pool.bound else "empty"
         return f"<HFStaticCache, layers: {len(self.layers)}, capacity: {pool.options.capacity}, {stored}>"
 
     def _attach(self, rows: StaticBatchRows) -> None:
@@ -89,18 +96,22 @@ class HFStaticCache(RowsCache):
 
         NotSupportedError with linear attention, whose states keep no checkpoints here.
         """
+        if tokens == 0:
+            return
+        held = self.rows.held()
+        most, least = max(held, default=0), min(held, default=0)
+        length = tokens if tokens > 0 else most + tokens
+        if not 0 <= length <= least:
+            raise cannot_crop(length, least)
         layers = _layers(self)
-        attention = [layer for layer in layers if isinstance(layer, StaticAttentionLayer)]
-        held = int(attention[0].get_seq_length()) if attention else 0
-        gone = held - tokens if tokens > 0 else -tokens
-        if not 0 <= gone <= held:
-            raise cannot_crop(held - gone, held)
-        if gone and any(isinstance(layer, StaticLinearLayer) for layer in layers):
+        if length < most and any(isinstance(layer, StaticLinearLayer) for layer in layers):
             raise NotSupportedError(
-                f"crop: {gone} tokens of recurrent states of fixed shapes; HFCache goes back to checkpoints"
+                f"crop: {most - length} tokens of recurrent states of fixed shapes; HFCache goes back to "
+                "checkpoints"
             )
-        for layer in attention:
-            layer.crop(-gone)
+        for layer in layers:
+            if isinstance(layer, StaticAttentionLayer):
+                layer.keep(length)
 
 
 setattr(HFStaticCache, "__signature__", signature_of(HFStaticCache.__init__))  # noqa: B010
@@ -137,7 +148,34 @@ def _layer(rows: StaticBatchRows, i: int, kind: Kind) -> Any:
 
 
 class StaticBatchRows(BatchRows):
-    """Rows that hold all of their positions from the beginning, whatever is in them."""
+    """Rows that hold all of their positions from the beginning, whatever is in them.
+
+    ``seen`` is what the host knows of: of passes that are compiled or captured only the device counts.
+    """
+
+    def __init__(self, pool: CachePool) -> None:
+        super().__init__(pool)
+        self.counters: dict[int, torch.Tensor] = {}
+        """By layer, where the device counts its tokens."""
+
+    def held(self) -> list[int]:
+        """Tokens of each layer that has any. Waits for the device."""
+        counters = [*self.counters.values()]
+        counts = [counter.to(counters[0].device) for counter in counters]
+        return [count for count in torch.stack(counts).tolist() if count] if counts else []
+
+    def check_complete(self, op: str) -> None:
+        """Refuse to go on behind a pass that did not reach all layers, where the host knows of it."""
+        if len({*self.seen} - {0}) > 1 and len({*(held := self.held())}) > 1:
+            raise self.unfinished(op, min(held), max(held))
+
+    def unfinished(self, op: str, least: int, most: int) -> OrderError:
+        """The error where layers have had ``least`` to ``most`` tokens."""
+        undone = least and not any(self.pool.plan.states)
+        return OrderError(
+            f"{op}: layers hold {least} to {most} tokens: a forward pass did not reach all of them. "
+            + (f"Call crop({least - most}) to undo it" if undone else "Call reset() and start again")
+        )
 
     def claim(self, batch: int, like: torch.Tensor) -> None:
         """Give every row its cells for all positions, once."""
@@ -208,8 +246,6 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         super().__init__(max_cache_len=rows.pool.options.capacity)
         self.rows, self.layer, self.kind = rows, layer, kind
         self.is_sliding = kind.size > 0
-        self._known = 0
-        """At least so many tokens are held: those of compiled or captured passes only the device counts."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -221,41 +257,57 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
                 f"HFStaticCache: fixed shapes on {self.keys.device} for a model on {self.device}"
             )
         self.cumulative_length = _addressed(self.cumulative_length.to(self.device))
+        self.rows.counters[self.layer] = self.cumulative_length
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         if not is_torchdynamo_compiling():
             self._check(key_states.shape[2])
+            self._check_begun(key_states.shape[2])
         found: Pair = super().update(key_states, value_states)
         if not (is_torchdynamo_compiling() or _is_captured(key_states)):
-            self._known += key_states.shape[2]
+            self.rows.seen[self.layer] += key_states.shape[2]
         if Trait.CONTIGUOUS in self.rows.pool.plan.traits:
             return found[0].contiguous(), found[1].contiguous()
         return found
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(capacity, 0). Outside of compiled code it refuses what does not fit: CacheFullError."""
+        """(capacity, 0). Outside of compiled code it refuses what does not fit: CacheFullError.
+
+        And what follows a pass that failed half way: OrderError.
+        """
         if not is_torchdynamo_compiling():
+            self.rows.check_complete("HFStaticCache")
             self._check(query_length)
         return self.max_cache_len, 0
 
     def _check(self, tokens: int) -> None:
         on_cpu = self.cumulative_length.device.type == "cpu"
-        held = int(self.cumulative_length) if on_cpu else self._known
+        held = int(self.cumulative_length) if on_cpu else self.rows.seen[self.layer]
         if held + tokens > self.max_cache_len:
             raise CacheFullError(
                 tokens, self.max_cache_len - held, dict.fromkeys(self.rows.sequences, held), "HFStaticCache",
                 f"a row has capacity={self.max_cache_len} cells, padding included: pass a larger capacity=",
             )  # fmt: skip
 
+    def _check_begun(self, tokens: int) -> None:
+        """Refuse a layer that holds nothing in a pass behind others: the first pass never came to it."""
+        most = max(self.rows.seen)
+        if not self.rows.seen[self.layer] and most > tokens and not int(self.cumulative_length):
+            raise self.rows.unfinished("HFStaticCache", 0, most)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Later tokens overwrite what is taken back; the masks hide it until then."""
         self.cumulative_length.sub_(-tokens_to_remove)
-        self._known = max(0, self._known + tokens_to_remove)
+        self.rows.seen[self.layer] = max(0, self.rows.seen[self.layer] + tokens_to_remove)
+
+    def keep(self, length: int) -> None:
+        """Take back what is behind the first ``length`` tokens, if anything is."""
+        self.cumulative_length.clamp_(max=length)
+        self.rows.seen[self.layer] = min(self.rows.seen[self.layer], length)
 
     def reset(self) -> None:
-        self.cumulative_length.zero_()
-        self._known = 0
+        self.keep(0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """In place: compiled code holds the addresses."""
@@ -282,11 +334,12 @@ class StaticIndexerLayer(StaticAttentionLayer, StaticIndexedLayer):  # type: ign
         if self.is_indexer_initialized:
             self.indexer_cumulative_length.sub_(-tokens_to_remove)
 
-    def reset(self) -> None:
-        super().reset()
-        self.indexer_position_ids = None
+    def keep(self, length: int) -> None:
+        super().keep(length)
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :length] if length else None
         if self.is_indexer_initialized:
-            self.indexer_cumulative_length.zero_()
+            self.indexer_cumulative_length.clamp_(max=length)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)
