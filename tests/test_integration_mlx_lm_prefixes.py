@@ -6,12 +6,14 @@ import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.generate import generate_step
 
 import ml
@@ -167,6 +169,17 @@ def test_options_of_prompt_caches_are_refused_where_they_come_too_late(option: d
             next(cache.generate(FIRST, **option))
         with pytest.raises(InvalidRangeError, match=r"room for 256"):
             cache.begin([*range(2, 99)] * 3)
+
+
+def test_stores_of_a_model_that_is_split_over_ranks_are_refused() -> None:
+    model = models.MODELS["llama"]()
+    for part in model.modules():
+        if "q_proj" in part:
+            part.q_proj = shard_linear(part.q_proj, "all-to-sharded")
+            part.q_proj.group = Mock(size=lambda: 2)
+    with pytest.raises(NotSupportedError, match="tiers= of a model split over 2 ranks"):
+        MLXPrefixCache(model, capacity=64, tiers=[MemoryStore()], **OPTIONS)
+    MLXPrefixCache(models.shared("llama"), capacity=64, tiers=[MemoryStore()], **OPTIONS).close()
 
 
 def test_repr_says_what_it_is_of() -> None:

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from kvcache.cache import OrderError
+from kvcache.cache import NotSupportedError, OrderError
 
-__all__ = ["MOST_DRAFTS", "check_missing", "names_of", "unknown_option"]
+__all__ = ["MOST_DRAFTS", "check_missing", "check_tiers", "names_of", "unknown_option"]
 
 MOST_DRAFTS = 64
 """Drafted tokens behind the last one of a prompt that are taken for drafts."""
@@ -30,6 +30,18 @@ def unknown_option(
             remedy = f"it is called {other} here" if other in known else f"known: {', '.join(known)}"
             return f"{op}: no option {name!r}; {remedy}"
     return None
+
+
+def check_tiers(op: str, ranks: int, tiers: object) -> None:
+    """Refuse tiers of a model that its runtime has split over ranks: NotSupportedError.
+
+    Each rank has other heads under the same keys, and a tier may give one of them more than another.
+    """
+    if ranks > 1 and tiers:
+        raise NotSupportedError(
+            f"{op}: tiers= of a model split over {ranks} ranks, whose heads differ under the same keys; "
+            "leave tiers= out, or use kvcache.runner.Engine on a model loaded with group="
+        )
 
 
 def check_missing(op: str, prompt: int, held: int, count: int) -> None:

@@ -8,13 +8,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import mlx.core as mx
+from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
 from mlx_lm.generate import generate_step
 
 import ml
 from kvcache.cache import CacheDType, InvalidRangeError
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
-from kvcache.integrations.session_rules import names_of, unknown_option
+from kvcache.integrations.session_rules import check_tiers, names_of, unknown_option
 from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
 from kvcache.stores.closing import Closing
 
@@ -118,11 +119,13 @@ class MLXPrefixCache(Closing):
     ) -> None:
         """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``interval``, ...
 
-        Raises NotSupportedError for layers that there is no cache for, as CachePool does.
+        Raises NotSupportedError for layers that there is no cache for, as CachePool does, and for ``tiers``
+        of a model that is split over ranks (``model.shard``).
         """
         known = names_of(MLXPrefixCache.__init__, PrefixCache.__init__)
         if (wrong := unknown_option("MLXPrefixCache", options, known)) is not None:
             raise InvalidRangeError(wrong)
+        check_tiers("MLXPrefixCache", _ranks_of(model), options.get("tiers"))
         self.model = model
         self.pool = CachePool(
             model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,
@@ -199,3 +202,10 @@ class MLXPrefixCache(Closing):
         """Close all conversations, write what is kept to the stores, and drop the caches."""
         self.prefix.close()
         self.pool.close()
+
+
+def _ranks_of(model: Any) -> int:
+    """Over how many ranks ``model.shard`` has divided its layers."""
+    kinds = AllToShardedLinear, QuantizedAllToShardedLinear
+    parts = model.modules() if hasattr(model, "modules") else ()
+    return max((part.group.size() for part in parts if isinstance(part, kinds)), default=1)

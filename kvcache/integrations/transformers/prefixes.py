@@ -15,7 +15,7 @@ import torch
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError
-from kvcache.integrations.session_rules import names_of, unknown_option
+from kvcache.integrations.session_rules import check_tiers, names_of, unknown_option
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
 from kvcache.integrations.transformers.cache import HFCache, cache_argument
@@ -137,8 +137,9 @@ def _preparing(prepare: Any, caches: list[HFCache]) -> Any:
         input_ids: torch.Tensor, next_sequence_length: int | None = None, **options: Any
     ) -> dict[str, Any]:
         ours = [value for value in options.values() if any(value is cache for cache in caches)]
-        if next_sequence_length is None and ours:
-            next_sequence_length = input_ids.shape[1] - ours[0].get_seq_length()
+        lacking = input_ids.shape[1] - ours[0].get_seq_length() if ours else 0
+        if next_sequence_length is None and lacking > 0:  # chunks of a prefill come without what is cached
+            next_sequence_length = lacking
         prepared: dict[str, Any] = prepare(input_ids, next_sequence_length=next_sequence_length, **options)
         return prepared
 
@@ -216,6 +217,7 @@ class HFPrefixCache(Closing):
         known = names_of(HFPrefixCache.__init__, PrefixCache.__init__)
         if (wrong := unknown_option("HFPrefixCache", options, known, THEIRS)) is not None:
             raise ArgumentError(wrong)
+        check_tiers("HFPrefixCache", getattr(model, "tp_size", None) or 1, options.get("tiers"))
         for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED):
             plan.refuse("HFPrefixCache", trait, "prefixes cannot be shared")
         self.by_one = Trait.BY_ONE in plan.traits
