@@ -178,17 +178,19 @@ def test_progress_counts_to_the_total(make_model: Make, numpy_backend: ml.Backen
 
 
 def write_gguf(
-    path: Path, folder: Path, arch: str, kind: Any = gguf.GGMLQuantizationType.F32, vocab: bool = False
-) -> None:
-    """What llama.cpp's converter would make of a Hugging Face folder."""
+    path: Path, folder: Path, arch: str, kind: Any = gguf.GGMLQuantizationType.F32, vocab: bool = False,
+    by_layer: bool = False,
+) -> None:  # fmt: skip
+    """What llama.cpp's converter would make of a Hugging Face folder; ``by_layer``: heads as a list."""
     config = load_config(folder)
+    layers = config.layers
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.layers)
+    writer.add_block_count(layers)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
+    writer.add_head_count([config.heads] * layers if by_layer else config.heads)
+    writer.add_head_count_kv([config.kv_heads] * layers if by_layer else config.kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
@@ -311,7 +313,7 @@ def test_the_families_through_gguf(
 ) -> None:
     """Logits agree, so each family's row order, biases and norms are read for what they are."""
     folder, path = make_model(**changes), tmp_path / "model.gguf"
-    write_gguf(path, folder, arch)
+    write_gguf(path, folder, arch, by_layer=arch == "llama")
     assert load_config(path) == load_config(folder)
     np.testing.assert_array_equal(logits(path, numpy_backend), logits(folder, numpy_backend))
 

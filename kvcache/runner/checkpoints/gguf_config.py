@@ -11,7 +11,7 @@ from kvcache.runner.rope_config import scaling_from_factors, yarn_from_gguf
 from ml.nn.rope import RopeSpec
 from ml.nn.scaling import LinearScaling, RopeScaling
 
-__all__ = ["config_from_gguf"]
+__all__ = ["Metadata", "config_from_gguf"]
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SCALING = ("factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")
@@ -29,8 +29,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         raise ModelError(f"{file.path}: its metadata cannot be read ({error})") from error
 
 
-class _Metadata:
-    """The keys below one architecture's name."""
+class Metadata:
+    """The keys below one architecture's name; of a list, whose values are those of layers, the one of all."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self._file = file
@@ -57,7 +57,7 @@ def _parse(file: GGUFFile) -> ModelConfig:
         raise ModelError(
             f"unsupported architecture {name!r}; supported in GGUF are {', '.join(_ARCHITECTURES)}"
         )
-    data = _Metadata(file, name)
+    data = Metadata(file, name)
     _refuse_unread(data)
     heads, hidden = data["attention.head_count"], data["embedding_length"]
     head_dim = data.get("attention.key_length") or hidden // heads
@@ -85,7 +85,7 @@ def _parse(file: GGUFFile) -> ModelConfig:
     )
 
 
-def _refuse_unread(data: _Metadata) -> None:
+def _refuse_unread(data: Metadata) -> None:
     if data.get("expert_count"):
         raise ModelError("mixtures of experts are not supported; use a dense model")
     window = data.get("attention.sliding_window")
@@ -106,7 +106,7 @@ def _eos(file: GGUFFile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in found if token is not None))
 
 
-def _rope(file: GGUFFile, data: _Metadata, head_dim: int) -> RopeSpec:
+def _rope(file: GGUFFile, data: Metadata, head_dim: int) -> RopeSpec:
     dim = data.get("rope.dimension_count", head_dim)
     if dim != head_dim:
         raise ModelError(
@@ -118,7 +118,7 @@ def _rope(file: GGUFFile, data: _Metadata, head_dim: int) -> RopeSpec:
     return RopeSpec(dim, base, scaling=_scaling(data))
 
 
-def _scaling(data: _Metadata) -> RopeScaling | None:
+def _scaling(data: Metadata) -> RopeScaling | None:
     kind = data.get("rope.scaling.type", "linear")
     scaling: dict[str, Any] = {key: data.get(f"rope.scaling.{key}") for key in _SCALING}
     scaling["factor"] = scaling["factor"] or data.get("rope.scale_linear")  # as older files have it

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvcache.runner.checkpoints.gguf_config import Metadata
 from kvcache.runner.checkpoints.gguf_file import GGUFFile
 from kvcache.runner.checkpoints.source import WeightSource
 
@@ -48,8 +49,9 @@ class GGUFSource(WeightSource):
         self._names = {hf: name for name in self._file.names if (hf := gguf_name(name)) is not None}
         self._heads: dict[str, int] = {}
         if self._file.get("general.architecture") == "llama":
-            heads = self._file.get("llama.attention.head_count")
-            self._heads = {"q": heads, "k": self._file.get("llama.attention.head_count_kv", heads)}
+            data = Metadata(self._file, "llama")
+            heads = data["attention.head_count"]
+            self._heads = {"q": heads, "k": data.get("attention.head_count_kv", heads)}
 
     def __getitem__(self, name: str) -> np.ndarray:
         stored = self._stored(name)
