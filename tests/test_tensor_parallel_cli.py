@@ -221,6 +221,15 @@ def test_a_frozen_rank_ends_all_within_the_limit_with_one_line(endless: Callable
     assert gone(list(running.ranks.values()))
 
 
+def test_ranks_whose_text_nobody_reads_end_without_a_word(endless: Callable[[], Running]) -> None:
+    running = endless()
+    assert running.process.stdout is not None
+    running.process.stdout.close()
+    running.process.stdout = None
+    assert running.ended(within=LIMIT + 10) == (1, "")
+    assert gone(list(running.ranks.values()))
+
+
 def test_no_rank_outlives_the_command_that_started_it(endless: Callable[[], Running]) -> None:
     running = endless()
     os.kill(running.process.pid, signal.SIGKILL)

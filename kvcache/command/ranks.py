@@ -30,7 +30,7 @@ from kvcache.runner.config import ModelConfig
 from kvcache.runner.models.families import family_of
 from kvcache.runner.options import EngineOptions
 from kvcache.runner.parallel import device_of_rank, join, no_engine, of_all
-from kvcache.runner.rank import RanksError, exit_code, job_of_rank, leave
+from kvcache.runner.rank import UNREAD, RanksError, exit_code, job_of_rank, leave
 from kvcache.runner.rank_limits import Limits
 from kvcache.runner.ranks import run_ranks
 from kvcache.runner.requests import Event, GenerationOptions, Statistics
@@ -123,6 +123,8 @@ def main() -> NoReturn:
     except ml.MLError as error:
         typer.echo(f"kvcache: {error}", err=True)
         code = 1
+    except BrokenPipeError:
+        code = UNREAD
     leave(code)
 
 

@@ -14,7 +14,7 @@ import ml
 from kvcache.runner.errors import RunnerError
 from ml.distributed import launched
 
-__all__ = ["ADDRESS", "LATE", "LOST", "RanksError", "exit_code", "job_of_rank", "leave"]
+__all__ = ["ADDRESS", "LATE", "LOST", "UNREAD", "RanksError", "exit_code", "job_of_rank", "leave"]
 
 ADDRESS = "KVCACHE_RANKS"
 """The variable with the path of the socket at which a rank reports to its starter."""
@@ -22,6 +22,9 @@ LOST = 75
 """What a rank exits with that failed because another did (EX_TEMPFAIL)."""
 LATE = 76
 """What a rank exits with that has waited for another for as long as its limit let it."""
+
+UNREAD = 74
+"""What a rank exits with whose output nobody reads any more (EX_IOERR)."""
 
 _starter: socket.socket | None = None
 
@@ -57,8 +60,11 @@ def job_of_rank() -> bytes:
 
 def leave(code: int) -> NoReturn:
     """End at once: a framework that still waits for another rank would not let this one go."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or UNREAD
+    sys.stderr.flush()
     if _starter is not None:
         with contextlib.suppress(OSError):
             _starter.sendall(f"{code}\n".encode())

@@ -8,6 +8,7 @@ also those that are stopped or whose starter was killed, rank 0 has the terminal
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 import ml
-from kvcache.runner.rank import ADDRESS, LATE, LOST, RanksError
+from kvcache.runner.rank import ADDRESS, LATE, LOST, UNREAD, RanksError
 from kvcache.runner.rank_limits import Limits
 
 __all__ = ["run_ranks"]
@@ -53,7 +54,8 @@ def run_ranks(
     ended well the others have as long to end; only rank 0, whose output somebody may be reading slowly,
     has any time.
 
-    Raises RanksError, and KeyboardInterrupt on Ctrl-C: no rank is left then. RunnerError for a timeout
+    Raises RanksError, KeyboardInterrupt on Ctrl-C, and BrokenPipeError where nobody reads what rank 0
+    writes: no rank is left then. RunnerError for a timeout
     that is no number of seconds > 0.
     """
     if not hasattr(socket, "AF_UNIX"):
@@ -167,6 +169,8 @@ class _Ranks:
                 until = time.monotonic() + limits.settling
                 while not any(rank.own for rank in self.all) and time.monotonic() < until:
                     self._look(_POLL)
+                if self.all[0].code == UNREAD:
+                    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
                 raise RanksError(self._cause())
             self._check_left_behind(limits)
             if self._launcher is not None and self._launcher.poll() is not None:
