@@ -276,8 +276,17 @@ def test_models_are_left_as_they_are_found_and_others_may_generate_meanwhile() -
     assert made.prepare_inputs_for_generation is own
 
 
-@pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}], ids=str)
-def test_what_a_model_is_configured_to_draft_with_drafts_from_a_prefix(option: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 1},
+        {"prefill_chunk_size": 3},
+        {"prefill_chunk_size": 3, "prompt_lookup_num_tokens": 3},
+    ],
+    ids=str,
+)
+def test_what_a_model_is_configured_to_generate_with_goes_on_from_a_prefix(option: dict[str, int]) -> None:
     made, ids = llama(2), hf.tokens(1, 12)
     prompts = [ids, torch.cat((ids, ids), 1)]
     expected = [plain(made, prompt) for prompt in prompts]
