@@ -193,6 +193,8 @@ class HFCache(RowsCache):
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         raise NotSupportedError("HFCache: open the backend on the host instead: backend='numpy'")
 
+    prefetch = offload
+
     # What transformers' caches do not offer.
 
     def remove(self, begin: int, end: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -94,6 +94,22 @@ class _OurLayer:
 
     def activate_past_recording(self) -> None:
         self.record_past = True
+
+
+def _refusing(op: str) -> Callable[..., None]:
+    def refuse(self: Any, *args: Any, **options: Any) -> None:
+        """All layers change together: NotSupportedError."""
+        raise NotSupportedError(
+            f"{op}: of layer {self.layer} alone; all layers change together: call {op} of the cache"
+        )
+
+    return refuse
+
+
+for _op in (
+    "reset", "crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices", "offload", "prefetch"
+):  # fmt: skip
+    setattr(_OurLayer, _op, _refusing(_op))
 
 
 class AttentionLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
