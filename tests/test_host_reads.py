@@ -14,8 +14,8 @@ import ml
 from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
 from kvcache.runner.drafts import ModelDraft
 from kvcache.runner.options import SpeculativeOptions
+from kvcache.testing.rigs.protocol import only_protocol
 
-from .named_backend import NamedBackend, NamedContext
 from .test_runner_models import peer
 
 PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(3, 97, 5)] for i in range(15)]
@@ -26,27 +26,20 @@ MIXED = [
 NAMES = ["llama", "gpt-oss", "llama4", "qwen3-next"]
 
 
-class ElsewhereContext(NamedContext):
-    __slots__ = ("backend",)
+FAR = ml.DeviceInfo("elsewhere", "elsewhere")
 
 
-class Elsewhere(NamedBackend):
+def elsewhere() -> ml.Backend:
     """The required core alone, on a device that is not the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.devices = (ml.DeviceInfo("elsewhere", "elsewhere"),)
-
-    def new_context(self, max_graph_nodes: int | None = None) -> ElsewhereContext:
-        ctx = ElsewhereContext(self._numpy.new_context(max_graph_nodes))
-        ctx.backend = self
-        return ctx
+    numpy: Any = ml.open_backend("numpy")
+    numpy._devices = (FAR,)
+    return only_protocol(numpy)
 
 
 @pytest.fixture(scope="module", params=["elsewhere", "numpy", "torch", "mlx"])
 def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
     if request.param == "elsewhere":
-        with Elsewhere() as found:
+        with elsewhere() as found:
             yield found
         return
     pytest.importorskip({"mlx": "mlx.core"}.get(request.param, request.param))
@@ -115,7 +108,7 @@ def test_a_step_reads_once_however_many_sequences_there_are(
                     reads.clear()
                     engine.step()
                     assert len(reads) == 1, reads
-                    if isinstance(backend, Elsewhere) and reads[0][0]:
+                    if FAR in backend.devices and reads[0][0]:
                         assert reads[0][1] == 2  # an id and the largest logit of each row
                 for request in requests:
                     known = answers.setdefault(request.tokens[:5], list(request.tokens[5:]))
@@ -137,7 +130,7 @@ def test_log_probabilities_come_in_the_same_read_and_only_for_those_that_ask(
             reads.clear()
             engine.step()
             assert len(reads) == 1, reads
-            if isinstance(backend, Elsewhere) and reads[0][0]:
+            if FAR in backend.devices and reads[0][0]:
                 # Ids and largest logits of all, then of each that asks its own, three values, three ids.
                 assert reads[0] == (8 * 2 + 2 * (1 + 2 * 3),)
     for i, request in enumerate(requests):
@@ -190,9 +183,9 @@ def test_a_draft_of_a_model_is_read_once(
 
 def test_every_device_draws_the_same(folders: dict[str, Path]) -> None:
     """Logits that differ in their last bits may make another draw: here none does."""
-    with ml.open_backend("numpy") as numpy, Elsewhere() as elsewhere:
+    with ml.open_backend("numpy") as numpy, elsewhere() as far:
         found = []
-        for backend in (numpy, elsewhere):
+        for backend in (numpy, far):
             with Engine(load_model(folders["gpt-oss"], backend), None, EngineOptions(8, 64)) as engine:
                 requests = [engine.submit(p, MIXED[i % 5], None, i) for i, p in enumerate(PROMPTS)]
                 while engine.busy:
