@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ml.base import BaseBackend, BaseContext
@@ -32,7 +32,7 @@ def asked_devices(device: Any, devices: Sequence[Any] | None) -> list[Any] | Non
         return None if device is None else [device]
     if device is not None:
         raise DeviceError("open_backend: device= and devices= are both given; give one of them")
-    if isinstance(devices, str):
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise DeviceError(f"open_backend: devices={devices!r}; it must be a list of names")
     return list(devices)
 
@@ -65,9 +65,19 @@ def only_device(
     return only
 
 
-def check_layers(layers: int | Sequence[int] | None) -> None:
-    """Raise ShapeError for a model without layers."""
-    if layers is not None and (len(layers) if isinstance(layers, Sequence) else operator.index(layers)) < 1:
+def check_layers(layers: Any) -> None:
+    """Raise ShapeError for a model without layers, and for what is no number of them."""
+    if layers is None:
+        return
+    try:
+        several = isinstance(layers, Sequence)
+        count = len([*map(operator.index, layers)]) if several else operator.index(layers)
+    except TypeError:
+        raise ShapeError(
+            f"open_backend: layers={layers!r:.60}; it must be a number of layers, or a list with the index "
+            "of each one's device"
+        ) from None
+    if count < 1:
         raise ShapeError(f"open_backend: layers={layers}; a model must have at least one")
 
 

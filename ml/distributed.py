@@ -44,10 +44,10 @@ def ring_hosts(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
     """Every rank's addresses, "host:port", from the file that MLX_HOSTFILE names. GroupError without it."""
     path = environ.get("MLX_HOSTFILE", "")
     try:
-        hosts = json.loads(
-            Path(path).read_text(encoding="utf-8").strip() or "[[]]"
-        )  # empty: of a single rank
+        hosts = json.loads(Path(path).read_text(encoding="utf-8").strip() or "[[]]")  # empty: one rank
         found = [[node] if isinstance(node, str) else [str(address) for address in node] for node in hosts]
+        if len(found) > 1 and not all(found):
+            raise ValueError("a rank has no address")
     except (OSError, ValueError, TypeError) as error:
         raise GroupError(
             f"distributed: MLX_HOSTFILE={path!r} lists no hosts ({error}); start the ranks with mlx.launch"

@@ -297,6 +297,7 @@ def test_devices_that_are_not_there_named_twice_or_too_many_are_refused_by_name(
     config = load_config(bundled_model())
     for names, message in (
         (["cpu:0", "cuda:99"], r"no device 'cuda:99'"),
+        (["cpu:0", "cpu:128"], r"no device 'cpu:128' .*places on the CPU are cpu and cpu:0 to cpu:127"),
         (["cpu:1", "cpu:1"], r"\['cpu:1', 'cpu:1'\]; each must be named once"),
         ([f"cpu:{i}" for i in range(5)], r"5 devices for 4 layers: .*; each must have at least one layer"),
         ([], r"devices=\[\]"),
@@ -325,6 +326,13 @@ def test_layers_are_placed_by_an_index_for_each_or_split_evenly() -> None:
         ml.open_backend("torch", devices=TWO, layers=[])
 
 
+@pytest.mark.parametrize("layers", [2.5, "ab", ["a"], [0, None], np.array([0, 1])])
+def test_what_is_no_number_of_layers_is_refused(layers: Any) -> None:
+    for name, devices in (("torch", TWO), ("numpy", ["cpu"])):
+        with pytest.raises(ml.ShapeError, match="it must be a number of layers, or a list"):
+            ml.open_backend(name, devices=devices, layers=layers)
+
+
 @pytest.mark.parametrize("name", ["numpy", "mlx"])
 def test_a_backend_of_one_device_takes_one_and_refuses_more(name: str) -> None:
     info = next(info for info in ml.available_backends() if info.name == name)
@@ -335,7 +343,12 @@ def test_a_backend_of_one_device_takes_one_and_refuses_more(name: str) -> None:
         assert [device.name for device in backend.devices] == ["cpu"]
     with pytest.raises(ml.DeviceError, match=f"{name} keeps all layers on one device.* torch and cupy"):
         open_on_devices(name, ["cpu", "gpu"], config)
-    for wrong in ({"device": "cpu", "devices": ["cpu"]}, {"devices": "cpu"}, {"devices": ["nowhere"]}):
+    for wrong in (
+        {"device": "cpu", "devices": ["cpu"]},
+        {"devices": "cpu"},
+        {"devices": 5},
+        {"devices": ["nowhere"]},
+    ):
         with pytest.raises(ml.DeviceError):
             ml.open_backend(name, **wrong)
     with pytest.raises(ml.ShapeError, match="layers=0"):

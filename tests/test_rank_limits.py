@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -76,11 +77,11 @@ def test_whatever_ends_a_rank_there_is_time_left_to_end_all(timeout: float) -> N
     assert limits.waiting >= max(timeout - 2, timeout * 0.66)
 
 
-@pytest.mark.parametrize("timeout", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("timeout", [0.0, -1.0, math.inf, math.nan, 1e10, 10**400, "5", None])
 def test_a_timeout_that_is_no_number_of_seconds_is_refused_before_anything_starts(
-    timeout: float, tmp_path: Path
+    timeout: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(RunnerError, match="a number of seconds above 0"):
+    with pytest.raises(ml.ShapeError, match="a number of seconds above 0, at most 604800"):
         run("leave(0)", tmp_path, timeout=timeout)
     assert not list(tmp_path.iterdir())
 
@@ -149,6 +150,12 @@ def test_ranks_end_when_their_starter_is_killed(tmp_path: Path) -> None:
     while left(tmp_path) and time.monotonic() < until:
         time.sleep(0.02)
     assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(("command", "size"), [(["true"], 0), (["true"], -1), ([], 2)])
+def test_no_rank_and_no_command_are_refused(command: list[str], size: int) -> None:
+    with pytest.raises(RunnerError, match="give at least one rank and a command"):
+        run_ranks([], command, size, b"", 5.0)
 
 
 def test_a_launcher_that_cannot_start_is_told(tmp_path: Path) -> None:

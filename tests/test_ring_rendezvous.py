@@ -109,8 +109,9 @@ def test_an_address_that_cannot_be_used_is_told() -> None:
         taken.listen()
         with pytest.raises(ml.GroupError, match=r"its address 127\.0\.0\.1:\d+ cannot be used"):
             rendezvous(ring, 0, 1.0)
-    with pytest.raises(ml.GroupError, match=r"'localhost' in MLX_HOSTFILE is not an address host:port"):
-        rendezvous([["localhost"], ring[1]], 0, 1.0)
+    for wrong in ("localhost", "localhost:99999"):
+        with pytest.raises(ml.GroupError, match=f"'{wrong}' in MLX_HOSTFILE is not an address host:port"):
+            rendezvous([[wrong], ring[1]], 0, 1.0)
 
 
 def test_a_call_that_waits_is_interrupted_and_the_alarm_of_others_is_put_back() -> None:

@@ -186,6 +186,12 @@ def test_variables_that_make_no_sense_are_told(variables: dict[str, str]) -> Non
         launched(variables)
 
 
+def test_a_rank_without_addresses_is_told(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text('[["127.0.0.1:23801"], []]')
+    with pytest.raises(ml.GroupError, match="a rank has no address"):
+        launched({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "hosts")})
+
+
 def test_ports_are_free_and_follow_each_other() -> None:
     ports = free_ports(20)
     assert ports == list(range(ports[0], ports[0] + 20))

@@ -180,6 +180,6 @@ def interrupted(until: float) -> Iterator[None]:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not port.isdecimal():
+    if not port.isdecimal() or int(port) >= 1 << 16:
         raise GroupError(f"distributed: {text!r} in MLX_HOSTFILE is not an address host:port")
     return host, int(port)

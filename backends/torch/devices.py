@@ -63,6 +63,8 @@ def _find(wanted: str | torch.device) -> Place:
         if device.type == "meta":
             raise TypeError("the meta device holds no data")
         if device.type == "cpu":
+            if isinstance(wanted, str) and str(device) != wanted:  # torch counts them in 8 bits
+                raise TypeError("places on the CPU are cpu and cpu:0 to cpu:127")
             return Place(str(device), torch.device("cpu"))
         if str(device) in existing_devices() and device.type == "cuda":  # to try it would take of its memory
             return Place(str(device), device)

@@ -80,7 +80,7 @@ def _rendezvous(rank: int, size: int, began: float, seconds: float) -> Any:
     torch's own wait counts in whole seconds, and adds some while rank 0 is not there.
     """
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if not (host and port.isdecimal()):
+    if not (host and port.isdecimal() and int(port) < 1 << 16):
         raise GroupError(
             f"distributed: MASTER_ADDR={host!r} and MASTER_PORT={port!r} do not give the address of "
             "rank 0; start "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from kvcache.runner.errors import RunnerError
+from ml.base.group import check_timeout
 
 __all__ = ["Limits"]
 
@@ -24,8 +23,7 @@ class Limits:
     timeout: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.timeout) and self.timeout > 0):
-            raise RunnerError(f"ranks: timeout={self.timeout}; it must be a number of seconds above 0")
+        check_timeout(self.timeout, "ranks")
 
     @property
     def reserve(self) -> float:

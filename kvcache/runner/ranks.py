@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 import ml
+from kvcache.runner.errors import RunnerError
 from kvcache.runner.rank import ADDRESS, LATE, LOST, UNREAD, RanksError
 from kvcache.runner.rank_limits import Limits
 
@@ -55,11 +56,15 @@ def run_ranks(
     has any time.
 
     Raises RanksError, KeyboardInterrupt on Ctrl-C, and BrokenPipeError where nobody reads what rank 0
-    writes: no rank is left then. RunnerError for a timeout
-    that is no number of seconds > 0.
+    writes: no rank is left then. ShapeError for a timeout that is no number of seconds above 0 and at most
+    a week, RunnerError without a rank or a command.
     """
     if not hasattr(socket, "AF_UNIX"):
         raise ml.NotSupportedError("starting ranks needs a POSIX system; start them with torchrun")
+    if size < 1 or not command:
+        raise RunnerError(
+            f"run_ranks: size={size}, command={command!r:.60}; give at least one rank and a command"
+        )
     limits = Limits(timeout)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _Ranks(Path(folder), size, job) as ranks:
         try:

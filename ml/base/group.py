@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from abc import ABC, abstractmethod
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from ml.base.checks import foreign
@@ -21,11 +21,18 @@ __all__ = ["BaseGroup", "SoloGroup", "check_timeout"]
 SUMMED = (DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64)
 
 
-def check_timeout(timeout: float) -> float:
-    """Seconds, finite and more than none; else ShapeError."""
-    if not (math.isfinite(timeout) and timeout > 0):
-        raise ShapeError(f"distributed: timeout={timeout}; it must be a number of seconds above 0")
-    return float(timeout)
+LONGEST = 7 * 86_400
+"""Seconds: what all that waits for ranks can count, in milliseconds of 32 bits too."""
+
+
+def check_timeout(timeout: Any, op: str = "distributed") -> float:
+    """Seconds, more than none and at most LONGEST; else ShapeError."""
+    number: Any = timeout if isinstance(timeout, Real) else 0
+    if not 0 < number <= LONGEST:
+        raise ShapeError(
+            f"{op}: timeout={timeout!r:.40}; it must be a number of seconds above 0, at most {LONGEST}"
+        )
+    return float(number)
 
 
 class BaseGroup(ABC):
