@@ -29,7 +29,10 @@ class SessionReplacedError(KVCacheError):
 
 @dataclass(slots=True, repr=False)
 class PrefixStats:
-    """What was asked for and where it came from, in tokens, since the start."""
+    """What was asked for and where it came from, in tokens, since the start.
+
+    Of what was found here, ranks may agree to reuse less: the engine's ``Statistics.reused_tokens``.
+    """
 
     sessions: int = 0
     tokens: int = 0
