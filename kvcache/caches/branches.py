@@ -12,7 +12,7 @@ Each call does all or nothing, in all caches that a WrapperCache wraps. It is ex
 from where a sequence is left, it goes on as one that never had the tokens that are gone, and holds the
 cells, checkpoints and slots that such a one holds. What can be exact depends on the cache::
 
-    causal, chunked   any position
+    causal, chunked   any position right behind a stored token
     sliding window    ``memory - window`` tokens back (see window_memory), or what one pass has just added
     recurrent         to a checkpoint, to the ``mark`` that was taken before, or to what ``want_states``
                       had the model deliver inside the last pass
@@ -227,8 +227,6 @@ def _reached(part: Any, seq: int, position: int, to: Mark | None, i: int) -> int
         found = part.resume_point(seq, position)
     else:
         found = position if part.can_resume(seq, position) else 0
-    if isinstance(part, SlidingWindowCache) and not part.window and not part.can_resume(seq, found - 1):
-        return 0  # a window of nothing: no token would be left to say where the sequence is
     if to is not None and to.states[i] is not None and to.position <= position:
         return max(found, to.position)
     return found

@@ -171,14 +171,22 @@ class CausalCache(
         return []
 
     def can_resume(self, seq: int, position: int) -> bool:
-        """Whether all that a token at ``position`` attends to is still stored: always, without a window."""
+        """Whether a sequence cut at ``position`` stands there, with all that its next token attends to.
+
+        Without a window it does, except before its end where the token before ``position`` is not stored.
+        """
         self._bound("can_resume")
         check_sequence("can_resume", seq, self._max_sequences)
-        return not self._table.rows[seq].lost
+        row = self._table.rows[seq]
+        stands = position <= 0 or position > row.last or row.index(position) > row.index(position - 1)
+        return stands and not row.lost
 
     def resume_point(self, seq: int, position: int) -> int:
         """The last position up to ``position`` from which the sequence can continue exactly; 0: none."""
-        reached = min(position, self.offset(seq))
+        self.offset(seq)  # refuses an unknown sequence
+        row = self._table.rows[seq]
+        below = row.index(position)
+        reached = int(row.positions[below - 1]) + 1 if below else 0
         return reached if reached > 0 and self.can_resume(seq, reached) else 0
 
     # One pass.

@@ -221,6 +221,24 @@ def test_caches_that_keep_everything_can_take_back_any_number(branching: MakeBra
         branches.check_reach(branching("wrapper of sliding, full and recurrent").cache, 4)
 
 
+@pytest.mark.parametrize("kind", ["causal", "chunked", "window with memory"])
+def test_a_sequence_goes_back_to_right_behind_a_token_that_was_not_evicted(
+    branching: MakeBranches, kind: str
+) -> None:
+    cache = branching(kind).cache
+    with cache.backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch(range(6), [0] * 6))
+    cache.evict(0, [2, 3])
+    for position, reached in ((5, 5), (4, 2), (3, 2), (2, 2)):
+        assert branches.resume_point(cache, 0, position) == reached
+        assert cache.can_resume(0, position) == (position == reached)
+    for call in (branches.rollback, lambda *to: branches.fork(to[0], to[1], [1], to[2])):
+        with pytest.raises(kvcache.NotSupportedError, match=r"exactly at 4, as .* can at 2"):
+            call(cache, 0, 4)
+    cache.evict(0, [0, 1])
+    assert branches.resume_point(cache, 0, 4) == 0
+
+
 def test_a_recurrent_cache_goes_to_checkpoints_and_marks_only(branching: MakeBranches) -> None:
     r = branching("recurrent")
     r.forward(0, 0, 0)

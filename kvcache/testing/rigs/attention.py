@@ -343,6 +343,7 @@ class Rig:
             for position in {
                 *(0, first, edge - 1, edge, edge + 1, last, last + 1, last + 2),
                 *(keep, keep + 1, slid - 1, slid, slid + 1),
+                *(position + 2 for position in row if position + 1 not in row),
             } - {-1}:
                 found = cache.can_resume(seq, position)
                 assert found == model.can_resume(seq, position), f"can_resume({seq}, {position}) is {found}"
