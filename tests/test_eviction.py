@@ -137,6 +137,24 @@ def test_what_a_snapshot_brings_back_into_other_cells_has_no_mass(backend: ml.Ba
         assert not r.cache.observer.of(r.cache.storage.table, 0).any()
 
 
+def test_attention_mass_is_that_of_each_cache_and_anew_where_one_is_bound_anew(backend: ml.Backend) -> None:
+    observer, caches = AttentionMass(), [kvcache.CausalCache(), kvcache.CausalCache()]
+    for _ in range(2):
+        for cache, capacity in zip(caches, (4, 24), strict=True):
+            cache.observer = observer
+            cache.init(backend, ml.DType.F32, 1, capacity, 4)
+            with backend.new_context() as ctx:
+                cache.start_forward(ctx, kvcache.Batch(range(3), [0] * 3))
+                token = ctx.zeros((3, 1, 8), ml.DType.F32)
+                cache.put(ctx, token, token)
+                cache.attend(ctx, token, 1.0)
+        caches[1].evict(0, [1])
+        caches[1].defrag()
+        for cache, expected in zip(caches, ([11 / 6, 5 / 6, 1 / 3], [11 / 6, 1 / 3]), strict=True):
+            np.testing.assert_allclose(observer.of(cache.storage.table, 0), expected, rtol=1e-5)
+            cache.close()
+
+
 class Lightest:
     """Of all but the last token the lightest goes."""
 
@@ -164,6 +182,20 @@ def test_a_policy_that_needs_mass_says_so_and_evicts_by_it() -> None:
         assert r.cache.positions(0).tolist() == [p for p in range(4) if p != gone]
 
 
+def test_a_policy_may_return_a_list() -> None:
+    class First:
+        needs_mass = False
+
+        def evicted(self, positions: np.ndarray, mass: np.ndarray | None) -> list[int]:
+            return [0]
+
+    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+        r = Rig(Setup(), backend, ctx)
+        r.forward(range(3), 0)
+        assert r.cache.compress(0, First()) == 1
+        assert r.cache.positions(0).tolist() == [1, 2]
+
+
 def test_a_wrapper_evicts_in_all_caches_and_refuses_where_one_has_states() -> None:
     with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
         whole = kvcache.WrapperCache(kvcache.CausalCache(), kvcache.SlidingWindowCache(2))
@@ -174,6 +206,10 @@ def test_a_wrapper_evicts_in_all_caches_and_refuses_where_one_has_states() -> No
                 whole.evict(0, wrong)
         whole.evict(0, iter([1, 3]))
         assert [cache.positions(0).tolist() for cache in whole.caches] == [[0, 2, 4]] * 2
+        with pytest.raises(NotSupportedError, match="set observer of each of its caches"):
+            whole.observer = AttentionMass()
+        with pytest.raises(NotSupportedError, match="call compress on each of its caches"):
+            whole.compress(0, Lightest())
         mixed = kvcache.WrapperCache(kvcache.CausalCache(), kvcache.RecurrentCache((1, 1), (1,)))
         mixed.init(backend, ml.DType.F32, 1, 16, 16)
         with pytest.raises(NotSupportedError, match="RecurrentCache"):

@@ -6,6 +6,7 @@ attention, by the required operations of a backend: the kernels of ``attend`` do
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,8 +32,11 @@ class AttentionObserver(Protocol):
     def attended(self, ctx: ml.Context, seen: Attended) -> None:
         """A pass has attended in a layer; not called with ``select``, nor in a pass that reserves."""
 
-    def moved(self, backend: ml.Backend, target: np.ndarray) -> None:
-        """``defrag`` has moved cells: what lay in cell i lies in ``target[i]`` now; -1: nothing lay there."""
+    def moved(self, backend: ml.Backend, table: CellTable, target: np.ndarray) -> None:
+        """``defrag`` has moved cells of ``table``.
+
+        What lay in cell i lies in ``target[i]`` now; -1: nothing lay there.
+        """
 
 
 class ObservedRows:
@@ -116,6 +120,10 @@ class _Total:
     """One that lies there."""
 
 
+_Totals = weakref.WeakKeyDictionary[CellTable, dict[int, _Total]]
+"""By device, for the table of each cache, which has a new one when it is bound anew."""
+
+
 class AttentionMass:
     """How much weight each stored token has had: an observer that adds up softmax weights.
 
@@ -127,19 +135,20 @@ class AttentionMass:
 
     def __init__(self, last: int | None = None) -> None:
         self.last = last
-        self._totals: dict[int, _Total] = {}
+        self._totals: _Totals = weakref.WeakKeyDictionary()
 
     def clear(self) -> None:
         """Forget all that was added up."""
-        self._totals = {}
+        self._totals.clear()
 
     def attended(self, ctx: ml.Context, seen: Attended) -> None:
         rows, table = seen.rows, seen.rows.table
         mass = seen.mass(ctx, self.last).reshape(ctx, rows.cells.size, 1)
-        total = self._totals.get(device_of(ctx))
+        totals = self._totals.setdefault(table, {})
+        total = totals.get(device_of(ctx))
         if total is None:
             zeros = ctx.zeros((table.cells, 1), ml.DType.F32)
-            total = self._totals[device_of(ctx)] = _Total(zeros, table.taken.copy(), seen.layer)
+            total = totals[device_of(ctx)] = _Total(zeros, table.taken.copy(), seen.layer)
         stale = rows.cells[total.taken[rows.cells] != table.taken[rows.cells]]
         if stale.size:  # other tokens lie there now
             total.tensor.set_rows(ctx, ctx.zeros((stale.size, 1), ml.DType.F32), stale.tolist())
@@ -147,9 +156,9 @@ class AttentionMass:
         where = rows.index.on(ctx)
         ctx.forward(total.tensor.set_rows(ctx, total.tensor.rows(ctx, where).add(ctx, mass), where))
 
-    def moved(self, backend: ml.Backend, target: np.ndarray) -> None:
+    def moved(self, backend: ml.Backend, table: CellTable, target: np.ndarray) -> None:
         used = np.flatnonzero(target >= 0)
-        totals, self._totals = self._totals, {}  # forgotten where the device fails
+        totals = self._totals.pop(table, {})  # forgotten where the device fails
         with backend.new_context() as ctx:
             for total in totals.values():
                 place = ctx.layer(total.layer)
@@ -157,13 +166,13 @@ class AttentionMass:
                 ctx.forward(total.tensor.set_rows(place, held, target[used].tolist()))
                 total.taken[target[used]] = total.taken[used]
             ctx.compute()
-        self._totals = totals
+        self._totals[table] = totals
 
     def of(self, table: CellTable, seq: int) -> np.ndarray:
         """F64 (tokens,): the mass of each stored token of a sequence, by position. Waits for the device."""
         cells = table.rows[seq].cells
         found = np.zeros(cells.size)
-        for total in self._totals.values():
+        for total in self._totals.get(table, {}).values():
             known = total.taken[cells] == table.taken[cells]
             found += np.where(known, total.tensor.to_numpy()[cells, 0], 0)
         return found

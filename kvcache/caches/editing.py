@@ -83,7 +83,7 @@ class EditsTokens:
                 )
             mass = self.observer.of(table, seq)
         before = table.rows[seq].positions.copy()
-        self.evict(seq, policy.evicted(before, mass).tolist())
+        self.evict(seq, np.asarray(policy.evicted(before, mass)).tolist())
         return before.size - len(table.rows[seq])
 
     def defrag(self) -> None:
@@ -94,7 +94,7 @@ class EditsTokens:
     def _defragment(self, backend: ml.Backend) -> None:
         target = self.editor.defrag()
         if self.observer is not None and target is not None:
-            self.observer.moved(backend, target)
+            self.observer.moved(backend, self.editor.snapshots.storage.table, target)
 
     def mark_lost(self, seq: int) -> None:
         """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""
