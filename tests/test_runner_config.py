@@ -57,8 +57,6 @@ def test_every_field_of_a_plain_llama() -> None:
         qk_norm=False,
         bos_id=1,
         eos_ids=(2,),
-        sliding_window=None,
-        layer_types=None,
     )
 
 
@@ -106,13 +104,12 @@ def test_rope_in_the_old_and_the_new_form(changes: dict[str, Any], rope: RopeSpe
         ({"eos_token_id": None, "bos_token_id": None}, {"eos_ids": (), "bos_id": None}),
         ({"architectures": None, "model_type": "mistral", "sliding_window": None},
          {"architecture": "MistralForCausalLM"}),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, {"sliding_window": None}),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, {}),
         ({"architectures": ["Qwen2ForCausalLM"]},
          {"attention_bias": True, "output_bias": False, "qk_norm": False}),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4, "use_sliding_window": False},
-         {"sliding_window": None}),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4, "use_sliding_window": False}, {}),
         ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"] * 5},
-         {"qk_norm": True, "attention_bias": False, "head_dim": 128, "layer_types": ("full_attention",) * 5}),
+         {"qk_norm": True, "attention_bias": False, "head_dim": 128}),
         ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True},
          {"attention_bias": True, "output_bias": True}),
     ],
@@ -133,6 +130,7 @@ def test_what_the_families_say(changes: dict[str, Any], expected: dict[str, Any]
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "mscale_all_dim with"),
         ({"num_key_value_heads": 3}, "8 heads are not a multiple of 3"),
         ({"head_dim": 7}, "dim=7; it must be even"),
         ({"vocab_size": 0}, "vocab_size=0"),

@@ -81,7 +81,7 @@ def test_removal_from_the_middle_shifts_keys(
     count = 1 + shared
     config: Any = models("gemma3n").config
     config = dataclasses.replace(
-        config, layers=count, kinds=(kind,) * count, layer_types=(kind,) * count, sources=(0,) * count,
+        config, layers=count, kinds=(kind,) * count, sources=(0,) * count,
         inner_sizes=config.inner_sizes[:count], sparsity=(0.0,) * count,
     )  # fmt: skip
     draws = np.random.default_rng(0)

@@ -490,6 +490,10 @@ class TestRefusals:
             ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
             ("gemma3", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
             ("llama4", {"layer_types": ["mamba"] * 3}, "layer type 'mamba' is not supported"),
+            ("lfm2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+            ("falcon-h1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+            ("llama4", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+            ("deepseek-v3", {"rope_parameters": {**FULL, "mscale_all_dim": 1.0}}, "mscale_all_dim with rope"),
             ("qwen3-next", {"linear_num_key_heads": 3}, "4 linear value heads for 3 key heads"),
             ("qwen3.5", {"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
         ],
@@ -509,6 +513,35 @@ class TestRefusals:
 def test_configs_by_model_type(name: str) -> None:
     raw = peer(name).config.to_dict() | {"architectures": None}
     assert parse_config(raw).architecture == f"{MODELS[name][0]}ForCausalLM"
+
+
+@pytest.mark.parametrize("name", [*MODELS, *LLAMAS])
+def test_what_config_json_leaves_out_is_what_transformers_takes(name: str) -> None:
+    """Or it is asked for by name."""
+    theirs = type(peer(name).config)
+    whole = theirs(**(BASE | (MODELS | LLAMAS)[name][2])).to_dict()
+    named = {"architectures": [f"{(MODELS | LLAMAS)[name][0]}ForCausalLM"]}
+    for left_out in set(whole) - {"architectures", "model_type", "transformers_version"}:
+        less = {key: value for key, value in whole.items() if key != left_out}
+        try:
+            full = theirs(**{key: value for key, value in less.items() if key != "model_type"}).to_dict()
+        except Exception:  # transformers does without it no better
+            continue
+        ours, wanted = _parsed(less | named), _parsed(full | named)
+        assert ours == wanted or ours == f"config.json: config.json has no {left_out!r}", left_out
+
+
+def _parsed(raw: dict[str, Any]) -> Any:
+    try:
+        return parse_config(raw)
+    except ModelError as error:
+        return str(error)
+
+
+def test_generation_config_says_where_a_text_ends_in_place_of_a_default() -> None:
+    raw = peer("llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    del raw["eos_token_id"]
+    assert [parse_config(raw, {**each}).eos_ids for each in ({}, {"eos_token_id": 9})] == [(2,), (9,)]
 
 
 def test_configs_as_they_were_before_transformers_5() -> None:

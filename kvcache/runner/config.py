@@ -18,7 +18,7 @@ class ModelConfig:
     """A Llama-family model. Sizes count elements, ``max_positions`` tokens; ids are token ids.
 
     ``attention_bias``: q, k and v have biases; ``output_bias``: o has one; ``qk_norm``: an RMS norm per
-    head on queries and keys. ``sliding_window`` and ``layer_types`` are as config.json says them.
+    head on queries and keys.
 
     Raises ModelError for sizes that do not go together.
     """
@@ -41,8 +41,6 @@ class ModelConfig:
     qk_norm: bool
     bos_id: int | None
     eos_ids: tuple[int, ...]
-    sliding_window: int | None
-    layer_types: tuple[str, ...] | None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -92,12 +90,12 @@ def read_token_ids(value: Any) -> list[int]:
 
 
 def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The fields of ModelConfig, ``rope`` aside."""
+    """The fields of ModelConfig, ``rope`` aside; nothing that has a default is missing in ``raw``."""
     refuse_quantized(raw)
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-    bos = read_token_ids(raw.get("bos_token_id"))
-    eos = read_token_ids(raw.get("eos_token_id")) + read_token_ids(generation.get("eos_token_id"))
-    bias = bool(raw.get("attention_bias", False))
+    bos = read_token_ids(raw["bos_token_id"])
+    eos = read_token_ids(raw["eos_token_id"]) + read_token_ids(generation.get("eos_token_id"))
+    bias = bool(raw["attention_bias"])
     return {
         "architecture": architecture,
         "vocab_size": raw["vocab_size"],
@@ -109,15 +107,13 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], archite
         "head_dim": raw.get("head_dim") or hidden // heads,
         "rms_norm_eps": float(raw["rms_norm_eps"]),
         "max_positions": raw["max_position_embeddings"],
-        "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "tie_embeddings": bool(raw["tie_word_embeddings"]),
         "attention_bias": bias,
         "output_bias": bias,
         "mlp_bias": False,
         "qk_norm": False,
         "bos_id": bos[0] if bos else None,
         "eos_ids": tuple(dict.fromkeys(eos)),
-        "sliding_window": raw.get("sliding_window"),
-        "layer_types": None,
     }
 
 

@@ -11,25 +11,25 @@ from kvcache.runner.errors import ModelError
 from ml.nn.rope import RopeSpec
 from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
-__all__ = ["rope_from_config", "rope_from_parameters", "scaling_from_factors", "yarn_from_gguf"]
+__all__ = ["parse_rope", "scaling_from_factors", "yarn_from_gguf"]
 
 
-def rope_from_config(raw: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
-    """From ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``."""
-    given = raw.get("rope_parameters") or {}
-    given = given.get("full_attention", given)  # one set per type of layer
-    parameters = {**(raw.get("rope_scaling") or {}), **given}
-    partial = float(parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0)
-    if partial != 1.0:
-        raise ModelError(f"partial_rotary_factor={partial} is not supported; only 1 is")
-    base = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    return RopeSpec(dim=head_dim, base=base, scaling=_scaling(parameters, max_positions))
+def parse_rope(
+    raw: Mapping[str, Any], head_dim: int, kind: str = "full_attention", partial: bool = False
+) -> RopeSpec:
+    """From ``rope_scaling`` or, of layers of type ``kind`` where each has its own, ``rope_parameters``.
 
-
-def rope_from_parameters(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
-    """From one set of ``rope_parameters``; ``partial_rotary_factor`` of head_dim is rotated."""
-    dim = int(head_dim * float(parameters.get("partial_rotary_factor") or 1.0))
-    return RopeSpec(dim, float(parameters["rope_theta"]), scaling=_scaling(parameters, max_positions))
+    ``partial``: as much of head_dim is rotated as they say. Raises ModelError where that is not all of it, in
+    a family that has no such thing.
+    """
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    named = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
+    parameters = {**named, **given.get(kind, given)}
+    share = float(parameters.get("partial_rotary_factor") or 1.0)
+    if share != 1.0 and not partial:
+        raise ModelError(f"partial_rotary_factor={share} is not supported; only 1 is")
+    scaling = _scaling(parameters, raw["max_position_embeddings"])
+    return RopeSpec(int(head_dim * share), float(parameters["rope_theta"]), scaling=scaling)
 
 
 def _scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
@@ -37,6 +37,8 @@ def _scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScaling |
     original = int(parameters.get("original_max_position_embeddings") or max_positions)
     if kind in ("default", None):
         return None
+    if kind != "yarn" and parameters.get("mscale_all_dim"):
+        raise ModelError(f"mscale_all_dim with rope scaling {kind!r} is not supported; with yarn it is")
     if kind == "linear":
         return LinearScaling(float(parameters["factor"]))
     if kind == "llama3":

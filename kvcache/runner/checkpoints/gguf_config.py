@@ -80,8 +80,6 @@ def _parse(file: GGUFFile) -> ModelConfig:
         qk_norm="blk.0.attn_q_norm.weight" in file.names,
         bos_id=file.get("tokenizer.ggml.bos_token_id"),
         eos_ids=_eos(file),
-        sliding_window=None,
-        layer_types=None,
     )
 
 

@@ -31,7 +31,7 @@ from kvcache.runner.models.indexer import (
     load_indexer,
 )
 from kvcache.runner.models.latent import LatentSizes, latent_shapes, load_latent_attention
-from kvcache.runner.models.layer_types import layer_types, parse_rope
+from kvcache.runner.models.layer_types import layer_types
 from kvcache.runner.models.mtp import load_mtp
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import (
@@ -42,6 +42,7 @@ from kvcache.runner.models.routing import (
     load_corrected,
     load_each_expert,
 )
+from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 from kvcache.storage.layer_shape import LayerShape
 from ml import nn
@@ -107,7 +108,7 @@ def parse_v2(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeekC
             "mlp_bias": [False],
         },
     )
-    grouped = raw.get("topk_method") == "group_limited_greedy"
+    grouped = raw["topk_method"] == "group_limited_greedy"
     routing = group_routing(raw, grouped, normalize=False)
     return _parse(raw, generation, "DeepseekV2ForCausalLM", routing=routing, corrected=False)
 
@@ -115,8 +116,8 @@ def parse_v2(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeekC
 def parse_v3(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeekConfig:
     """DeepseekV3ForCausalLM."""
     refuse(raw, {"topk_method": ["noaux_tc"], "scoring_func": ["sigmoid"]})
-    routing = group_routing(raw, True, normalize=bool(raw.get("norm_topk_prob", True)))
-    interleaved = bool(raw.get("rope_interleave", True))
+    routing = group_routing(raw, True, normalize=bool(raw["norm_topk_prob"]))
+    interleaved = bool(raw["rope_interleave"])
     return _parse(raw, generation, "DeepseekV3ForCausalLM", interleaved, routing=routing, corrected=True)
 
 
@@ -124,7 +125,7 @@ def parse_v32(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeek
     """DeepseekV32ForCausalLM."""
     refuse(raw, {"topk_method": ["noaux_tc"], "scoring_func": ["sigmoid"], "mlp_bias": [False]})
     layer_types(raw, (_INDEXED,), lambda _: _INDEXED)
-    routing = group_routing(raw, True, normalize=bool(raw.get("norm_topk_prob", True)))
+    routing = group_routing(raw, True, normalize=bool(raw["norm_topk_prob"]))
     index = IndexSizes(raw["index_n_heads"], raw["index_head_dim"], raw["index_topk"])
     config = _parse(raw, generation, "DeepseekV32ForCausalLM", routing=routing, corrected=True, index=index)
     rank, rope_dim = config.latent.query_rank, config.latent.rope_dim
@@ -150,7 +151,7 @@ def _parse(
     **fields: Any,
 ) -> DeepSeekConfig:
     refuse(raw, {"hidden_act": ["silu", "swish"], "moe_layer_freq": [1]})
-    common = common_fields({"rms_norm_eps": 1e-6, **raw}, generation, architecture)
+    common = common_fields(raw, generation, architecture)
     for name in _SIZES:
         if type(raw[name]) is not int or raw[name] < 1:
             raise ModelError(f"{name}={raw[name]!r}; it is a whole number >= 1")
@@ -163,16 +164,16 @@ def _parse(
         query_rank=raw["q_lora_rank"],
         bias=common["attention_bias"],
     )
-    dense = raw.get("first_k_dense_replace") or 0
+    dense = raw["first_k_dense_replace"] or 0
     return DeepSeekConfig(
-        **(common | {"kv_heads": 1, "head_dim": latent.stored, "sliding_window": None}),
-        rope=replace(parse_rope(raw, latent.rope_dim, 10_000.0), interleaved=interleaved),
+        **(common | {"kv_heads": 1, "head_dim": latent.stored}),
+        rope=replace(parse_rope(raw, latent.rope_dim), interleaved=interleaved),
         latent=latent,
         sparse=tuple(i >= dense for i in range(common["layers"])),
         experts=raw["n_routed_experts"],
         experts_per_token=raw["num_experts_per_tok"],
         expert_size=raw["moe_intermediate_size"],
-        shared_size=raw["moe_intermediate_size"] * (raw.get("n_shared_experts") or 0),
+        shared_size=raw["moe_intermediate_size"] * (raw["n_shared_experts"] or 0),
         **fields,
     )
 

@@ -23,11 +23,11 @@ from kvcache.runner.config import common_fields, refuse
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
 from kvcache.runner.models.decoder import CausalModel, Layer, Names, Step, model_shapes
 from kvcache.runner.models.feedforward import GatedMLP, mlp_shapes
-from kvcache.runner.models.layer_types import parse_rope
 from kvcache.runner.models.mamba_mixer import Mamba2Mixer, MambaSizes, load_mamba, mamba_shapes
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.recurrent import StateConfig, recurrent_cache, time_limits
 from kvcache.runner.models.state_runs import begin_runs
+from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Linear, Loader, Shape
 from ml import nn
 
@@ -69,14 +69,14 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> FalconH1Conf
     plain = "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"
     refuse(raw, {"hidden_act": ["silu", "swish"], **{name: [False] for name in plain}})
     time_limits(raw)
-    common = common_fields({"rms_norm_eps": 1e-5, **raw}, generation, "FalconH1ForCausalLM")
-    heads, inner = raw["mamba_n_heads"], raw.get("mamba_d_ssm")
-    inner = inner or int(raw.get("mamba_expand", 2) * raw["hidden_size"])
+    common = common_fields(raw, generation, "FalconH1ForCausalLM")
+    heads, inner = raw["mamba_n_heads"], raw["mamba_d_ssm"]
+    inner = inner or int(raw["mamba_expand"] * raw["hidden_size"])
     sizes = MambaSizes(
-        heads, inner // heads, raw["mamba_n_groups"], raw["mamba_d_state"], raw.get("mamba_d_conv", 4),
-        normed=bool(raw.get("mamba_rms_norm", False)),
-        norm_first=bool(raw.get("mamba_norm_before_gate", True)),
-        conv_bias=bool(raw.get("mamba_conv_bias", True)),
+        heads, inner // heads, raw["mamba_n_groups"], raw["mamba_d_state"], raw["mamba_d_conv"],
+        normed=bool(raw["mamba_rms_norm"]),
+        norm_first=bool(raw["mamba_norm_before_gate"]),
+        conv_bias=bool(raw["mamba_conv_bias"]),
     )  # fmt: skip
 
     def number(name: str) -> float:
@@ -95,7 +95,7 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> FalconH1Conf
         gate=float(gate),
         down=float(down),
     )
-    rope = parse_rope(raw, common["head_dim"], 10_000.0)
+    rope = parse_rope(raw, common["head_dim"])
     return FalconH1Config(**common, rope=rope, mamba=sizes, multipliers=multipliers)
 
 

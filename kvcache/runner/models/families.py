@@ -32,6 +32,7 @@ from kvcache.runner.models import (
     qwen3_next,
     whisper,
 )
+from kvcache.runner.models.defaults import filled
 from kvcache.runner.parallel import Share, check_ranks, share_of
 from kvcache.runner.weights import Shapes
 
@@ -54,11 +55,11 @@ Raw = Mapping[str, Any]
 class Family:
     """How a kind of model is read and run.
 
-    ``parse(raw, generation)``: config.json and generation_config.json to a config. ``model(backend,
-    config, weights, dtype, progress)``: the weights and their forward pass. ``model_type``: as config.json
-    has it where it names no architecture. ``causal``: a decoder alone, which ``Generator`` and ``kvcache
-    generate`` can run. ``divisible``: its layers can be split over ranks by heads, and ``model`` takes
-    ``share=``.
+    ``parse(raw, generation)``: config.json, with its defaults, and generation_config.json to a config.
+    ``model(backend, config, weights, dtype, progress)``: the weights and their forward pass. ``model_type``:
+    as config.json has it where it names no architecture. ``causal``: a decoder alone, which ``Generator`` and
+    ``kvcache generate`` can run. ``divisible``: its layers can be split over ranks by heads, and ``model``
+    takes ``share=``.
     """
 
     parse: Callable[[Raw, Raw], Any]
@@ -133,7 +134,8 @@ def parse_config(
 ) -> ModelConfig:
     """From the contents of config.json and generation_config.json; ``origin`` names them in errors."""
     try:
-        config: ModelConfig = FAMILIES[_architecture(raw)].parse(raw, generation or {})
+        name, generation = _architecture(raw), generation or {}
+        config: ModelConfig = FAMILIES[name].parse(filled(raw, generation, name), generation)
         return config
     except KeyError as error:
         raise ModelError(f"{origin}: config.json has no {error.args[0]!r}") from error

@@ -29,11 +29,11 @@ from kvcache.runner.models.layer_types import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     SlidingConfig,
-    parse_rope,
     sliding_cache,
     sliding_fields,
 )
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
+from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 from ml import nn
 
@@ -50,12 +50,6 @@ __all__ = [
     "parse",
     "shapes",
 ]
-
-_DEFAULTS = {
-    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +72,8 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config
     )
     pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
     return Gemma3Config(
-        **gemma_fields({**_DEFAULTS, **raw}, generation, "Gemma3ForCausalLM", pattern),
-        query_scalar=float(raw.get("query_pre_attn_scalar", 256)),
+        **gemma_fields(raw, generation, "Gemma3ForCausalLM", pattern),
+        query_scalar=float(raw["query_pre_attn_scalar"]),
     )
 
 
@@ -89,14 +83,13 @@ def gemma_fields(
     """Those of a SlidingConfig whose every ``pattern``-th layer is full, both rotations, the cap."""
     fields = common_fields(raw, generation, architecture)
     types = SLIDING_ATTENTION, FULL_ATTENTION
-    local = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)}
-    local = (raw.get("rope_parameters") or {}).get(SLIDING_ATTENTION) or local
-    cap = raw.get("final_logit_softcapping")
-    head_dim = fields["head_dim"]
+    own = (raw.get("rope_parameters") or {}).get(SLIDING_ATTENTION) or {}
+    local = {"rope_theta": raw["rope_local_base_freq"], "rope_parameters": own, "rope_scaling": None}
+    cap, head_dim = raw["final_logit_softcapping"], fields["head_dim"]
     return {
         **sliding_fields(raw, fields, lambda i: types[(i + 1) % pattern == 0]),
-        "rope": parse_rope(raw, head_dim, 1_000_000.0, FULL_ATTENTION),
-        "local_rope": parse_rope({**raw, "rope_parameters": local}, head_dim, 10_000.0),
+        "rope": parse_rope(raw, head_dim),
+        "local_rope": parse_rope({**raw, **local}, head_dim),
         "logit_softcap": None if cap is None else float(cap),
     }
 

@@ -42,14 +42,6 @@ from ml import nn
 
 __all__ = ["Gemma3n", "Gemma3nConfig", "make_cache", "parse", "shapes"]
 
-_DEFAULTS = {
-    "vocab_size": 262400, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32768, "sliding_window": 512, "tie_word_embeddings": True,
-    "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": 262144,
-    "hidden_size_per_layer_input": 256, "altup_active_idx": 0, "altup_correct_scale": True,
-    "altup_num_inputs": 4, "num_kv_shared_layers": 15, "laurel_rank": 64,
-}  # fmt: skip
 _PATTERN = 5
 _INPUTS = "per_layer_inputs"
 
@@ -84,7 +76,6 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3nConfi
     """Gemma3nForCausalLM."""
     refuse(raw, {"hidden_activation": ["gelu_pytorch_tanh"]})
     refuse(raw, {"use_bidirectional_attention": [False, None]})
-    raw = {**_DEFAULTS, **raw}
     count = raw["num_hidden_layers"]
     inner = _each(raw, "intermediate_size", count, raw["intermediate_size"])
     usual = [0.95] * 10 + [0.0] * (count - 10) if count > 10 else 0.0

@@ -25,23 +25,19 @@ from kvcache.runner.models.layer_types import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     SlidingConfig,
-    parse_rope,
     sliding_cache,
     sliding_fields,
 )
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import SparseMLP, load_experts
+from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 
 __all__ = ["GptOss", "GptOssConfig", "make_cache", "parse", "shapes"]
 
-_DEFAULTS = {
-    "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
-    "sliding_window": 128, "attention_bias": True,
-}  # fmt: skip
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    "original_max_position_embeddings": 4096, "rope_theta": 150_000.0,
+    "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
 
@@ -57,20 +53,18 @@ class GptOssConfig(SlidingConfig):
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> GptOssConfig:
     refuse(raw, {"hidden_act": ["silu", "swish"]})
-    raw = {**_DEFAULTS, **raw}
+    raw = {**raw, "rope_parameters": raw.get("rope_parameters") or _YARN}
     if (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         raw["quantization_config"] = None  # as the checkpoint's reader gives them, weights are not
     fields = common_fields(raw, generation, "GptOssForCausalLM")
-    if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
-        raw["rope_parameters"] = _YARN
     types = SLIDING_ATTENTION, FULL_ATTENTION
     return GptOssConfig(
         **sliding_fields(raw, fields, lambda i: types[i % 2]),
-        rope=parse_rope(raw, fields["head_dim"], 150_000.0),
+        rope=parse_rope(raw, fields["head_dim"]),
         experts=raw["num_local_experts"],
         experts_per_token=raw["num_experts_per_tok"],
-        alpha=float(raw.get("swiglu_alpha", 1.702)),
-        limit=float(raw.get("swiglu_limit", 7.0)),
+        alpha=float(raw["swiglu_alpha"]),
+        limit=float(raw["swiglu_limit"]),
     )
 
 

@@ -11,7 +11,6 @@ from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
-from kvcache.runner.rope_config import rope_from_parameters
 from ml import nn
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "SLIDING_ATTENTION",
     "SlidingConfig",
     "layer_types",
-    "parse_rope",
     "sliding_cache",
     "sliding_fields",
 ]
@@ -71,24 +69,8 @@ def sliding_fields(
 ) -> dict[str, Any]:
     """Those of a SlidingConfig: the common ``fields``, with the layers' types and their window."""
     kinds = layer_types(raw, (SLIDING_ATTENTION, FULL_ATTENTION), default)
-    window = int(fields["sliding_window"] or fields["max_positions"])
-    return {**fields, "layer_types": kinds, "kinds": kinds, "window": window}
-
-
-def parse_rope(
-    raw: Mapping[str, Any], head_dim: int, base: float, kind: str = "", partial: float = 1.0
-) -> nn.RopeSpec:
-    """The rotary embedding, of layers of type ``kind`` where each type has its own.
-
-    ``base`` and ``partial`` (the share of head_dim that is rotated) are used where none is given.
-    """
-    given = raw.get("rope_parameters") or {}
-    given = given.get(kind, given)
-    parameters = {"partial_rotary_factor": raw.get("partial_rotary_factor", partial), **given}
-    if not given:
-        parameters.update({"rope_theta": raw.get("rope_theta", base), **(raw.get("rope_scaling") or {})})
-    parameters.setdefault("rope_theta", base)
-    return rope_from_parameters(parameters, head_dim, raw["max_position_embeddings"])
+    window = int(raw["sliding_window"] or fields["max_positions"])
+    return {**fields, "kinds": kinds, "window": window}
 
 
 def sliding_cache(

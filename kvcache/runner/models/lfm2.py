@@ -22,10 +22,11 @@ from kvcache.runner.config import common_fields, refuse
 from kvcache.runner.models.attention import attention_shapes, load_attention, qk_norm
 from kvcache.runner.models.decoder import CausalModel, Layer, Names, Step, model_shapes
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
-from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types, parse_rope
+from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.recurrent import StateConfig
 from kvcache.runner.models.state_runs import begin_runs, convolve
+from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Linear, Loader, Shape
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.state_specs import StateSpec
@@ -62,14 +63,14 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> LFM2Config:
     """Lfm2ForCausalLM."""
     refuse(raw, {"hidden_act": ["silu", "swish"]})
     inner = raw.get("block_ff_dim") or raw["intermediate_size"]
-    if raw.get("block_auto_adjust_ff_dim", True):
-        multiple = raw.get("block_multiple_of", 256)
-        inner = int(float(raw.get("block_ffn_dim_multiplier", 1.0) or 1.0) * int(2 * inner / 3))
+    if raw["block_auto_adjust_ff_dim"]:
+        multiple = raw["block_multiple_of"]
+        inner = int(float(raw["block_ffn_dim_multiplier"] or 1.0) * int(2 * inner / 3))
         inner = multiple * -(-inner // multiple)
     raw = {
         **raw,
-        "tie_word_embeddings": raw.get("tie_embedding", raw.get("tie_word_embeddings", True)),
-        "rms_norm_eps": raw.get("norm_eps", 1e-5),
+        "tie_word_embeddings": raw.get("tie_embedding", raw["tie_word_embeddings"]),
+        "rms_norm_eps": raw["norm_eps"],
         "intermediate_size": inner,
     }
     common = common_fields(raw, generation, "Lfm2ForCausalLM")
@@ -78,11 +79,11 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> LFM2Config:
         raw, (CONV, FULL_ATTENTION), lambda i: FULL_ATTENTION if full is None or i in full else CONV
     )
     return LFM2Config(
-        **(common | {"layer_types": kinds, "qk_norm": True}),
-        rope=parse_rope(raw, common["head_dim"], 1_000_000.0),
+        **(common | {"qk_norm": True}),
+        rope=parse_rope(raw, common["head_dim"]),
         kinds=kinds,
-        taps=raw.get("conv_L_cache", 3),
-        conv_bias=bool(raw.get("conv_bias", False)),
+        taps=raw["conv_L_cache"],
+        conv_bias=bool(raw["conv_bias"]),
     )
 
 

@@ -23,7 +23,7 @@ from kvcache.runner.models.attention import attention_shapes, load_attention, qk
 from kvcache.runner.models.decoder import CausalModel, Layer, model_shapes
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
-from kvcache.runner.rope_config import rope_from_config
+from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape, Weights
 from ml import nn
 
@@ -41,38 +41,29 @@ MODEL_TYPES = {
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str) -> ModelConfig:
     """From the contents of config.json and generation_config.json."""
     refuse(raw, {"hidden_act": ["silu", "swish"]})
-    check_window(raw, _window(raw, architecture))
-    fields = common_fields({"rms_norm_eps": 1e-6, **raw}, generation, architecture)
+    check_window(raw)
+    fields = common_fields(raw, generation, architecture)
     llama, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3"))
     bias = fields["attention_bias"] and (llama or qwen3)
     fields |= {
-        "head_dim": raw.get("head_dim") or 128 if qwen3 else fields["head_dim"],
         "attention_bias": bias or qwen2,
         "output_bias": bias,
-        "mlp_bias": llama and bool(raw.get("mlp_bias", False)),
+        "mlp_bias": llama and bool(raw["mlp_bias"]),
         "qk_norm": qwen3,
-        "sliding_window": None,
-        "layer_types": tuple(raw["layer_types"]) if raw.get("layer_types") else None,
     }
-    return ModelConfig(**fields, rope=rope_from_config(raw, fields["head_dim"], fields["max_positions"]))
+    return ModelConfig(**fields, rope=parse_rope(raw, fields["head_dim"]))
 
 
-def check_window(raw: Mapping[str, Any], window: int | None) -> None:
-    """ModelError for sliding layers, which are not run here. A window that no position outgrows is none."""
+def check_window(raw: Mapping[str, Any]) -> None:
+    """ModelError for sliding layers, which are not run here. A window that no position outgrows is none.
+
+    Qwen uses its window only with ``use_sliding_window``.
+    """
     windowed = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
     if windowed or (window is not None and window < raw["max_position_embeddings"]):
         shown = f"layer type {windowed[0]!r}" if windowed else f"a sliding window of {window} tokens"
         raise ModelError(f"{shown} is not supported by the runner yet; use a model with full attention")
-
-
-def _window(raw: Mapping[str, Any], architecture: str) -> int | None:
-    """Mistral uses its window wherever there is one (and has 4096 where config.json leaves it out); Qwen only
-    with ``use_sliding_window``.
-    """
-    if architecture == "MistralForCausalLM":
-        window: int | None = raw.get("sliding_window", 4096)
-        return window
-    return raw.get("sliding_window") if raw.get("use_sliding_window") else None
 
 
 def shapes(config: ModelConfig) -> dict[str, Shape]:

@@ -24,9 +24,10 @@ from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.models.attention import attention_shapes, load_attention
 from kvcache.runner.models.decoder import ROPE, CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
-from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types, parse_rope
+from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import SparseMLP, load_experts
+from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 from ml import nn
 
@@ -35,11 +36,6 @@ __all__ = ["Llama4", "Llama4Config", "make_cache", "parse", "shapes"]
 _CHUNKED_ATTENTION = "chunked_attention"
 _CHUNKED, _FULL = 0, 1
 _TEMPERATURE = "temperature"
-_DEFAULTS = {
-    "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
-    "attention_chunk_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
-    "num_experts_per_tok": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +57,30 @@ class Llama4Config(ModelConfig):
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Llama4Config:
     refuse(raw, {"hidden_act": ["silu", "swish"]})
-    raw = {**_DEFAULTS, **raw}
     fields = common_fields(raw, generation, "Llama4ForCausalLM")
     count = raw["num_hidden_layers"]
-    interval = raw.get("no_rope_layer_interval", 4)
+    interval = raw["no_rope_layer_interval"]
     rotated = raw.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(count)]
     types = _CHUNKED_ATTENTION, FULL_ATTENTION
     kinds = layer_types(raw, types, lambda i: types[not rotated[i]])
-    step = raw.get("interleave_moe_layer_step", 1)
+    step = raw["interleave_moe_layer_step"]
     sparse = raw.get("moe_layers")
     if sparse is None:
         sparse = range(step - 1, count, step)
-    temperature = float(raw.get("attn_scale", 0.1)), float(raw.get("floor_scale", 8192))
-    rope = parse_rope(raw, fields["head_dim"], 500_000.0)
+    temperature = float(raw["attn_scale"]), float(raw["floor_scale"])
+    rope = parse_rope(raw, fields["head_dim"])
     return Llama4Config(
-        **(fields | {"layer_types": kinds, "sliding_window": None}),
+        **fields,
         rope=replace(rope, interleaved=True),
         kinds=kinds,
         chunk=int(raw["attention_chunk_size"] or fields["max_positions"]),
         rotated=tuple(map(bool, rotated)),
-        plain_norm=bool(raw.get("use_qk_norm", True)),
+        plain_norm=bool(raw["use_qk_norm"]),
         sparse=tuple(i in sparse for i in range(count)),
         dense_size=raw["intermediate_size_mlp"],
         experts=raw["num_local_experts"],
         experts_per_token=raw["num_experts_per_tok"],
-        temperature=temperature if raw.get("attn_temperature_tuning", True) else None,
+        temperature=temperature if raw["attn_temperature_tuning"] else None,
     )
 
 

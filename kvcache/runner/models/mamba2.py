@@ -52,12 +52,12 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Mamba2Config
     heads, dim = raw["num_heads"], raw["head_dim"]
     raw = {
         **raw, "num_attention_heads": heads, "intermediate_size": heads * dim,
-        "max_position_embeddings": 1 << 30, "rms_norm_eps": raw.get("layer_norm_epsilon", 1e-5),
+        "max_position_embeddings": 1 << 30, "rms_norm_eps": raw["layer_norm_epsilon"],
     }  # fmt: skip
     common = common_fields(raw, generation, "Mamba2ForCausalLM")
     sizes = MambaSizes(
-        heads, dim, raw.get("n_groups", 1), raw["state_size"], raw.get("conv_kernel", 4),
-        conv_bias=bool(raw.get("use_conv_bias", True)),
+        heads, dim, raw["n_groups"], raw["state_size"], raw["conv_kernel"],
+        conv_bias=bool(raw["use_conv_bias"]),
     )  # fmt: skip
     return Mamba2Config(**common, rope=nn.RopeSpec(2, 10_000.0), mamba=sizes)
 

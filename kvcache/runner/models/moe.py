@@ -22,7 +22,6 @@ from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.models.attention import attention_shapes, load_attention, qk_norm
 from kvcache.runner.models.decoder import CausalModel, Layer, model_shapes
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
-from kvcache.runner.models.layer_types import parse_rope
 from kvcache.runner.models.llama import check_window, make_cache
 from kvcache.runner.models.mtp import load_mtp
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
@@ -35,6 +34,7 @@ from kvcache.runner.models.routing import (
     load_corrected,
     load_each_expert,
 )
+from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 from kvcache.storage.layer_shape import LayerShape
 from ml import nn
@@ -78,10 +78,9 @@ class MoEConfig(ModelConfig):
 
 def parse_mixtral(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEConfig:
     """MixtralForCausalLM."""
-    raw = {"rms_norm_eps": 1e-5, **raw}
-    check_window(raw, raw.get("sliding_window"))
+    check_window(raw)
     return _parse(
-        raw, generation, "MixtralForCausalLM", 1.0, sparse=(True,) * raw["num_hidden_layers"],
+        raw, generation, "MixtralForCausalLM", sparse=(True,) * raw["num_hidden_layers"],
         experts=raw["num_local_experts"], expert_size=raw["intermediate_size"], routing="normalized",
         block="block_sparse_moe", names=MIXTRAL_NAMES,
     )  # fmt: skip
@@ -89,40 +88,38 @@ def parse_mixtral(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEC
 
 def parse_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEConfig:
     """Qwen3MoeForCausalLM."""
-    raw = {"rms_norm_eps": 1e-6, **raw}
-    check_window(raw, raw.get("sliding_window") if raw.get("use_sliding_window") else None)
-    experts = raw.get("num_experts", raw.get("num_local_experts"))
-    dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
+    check_window(raw)
+    experts = raw.get("num_experts", raw["num_local_experts"])
+    dense, step = raw.get("mlp_only_layers") or (), raw["decoder_sparse_step"]
     sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
-    routing: Routing = "normalized" if raw.get("norm_topk_prob", False) else "softmax"
+    routing: Routing = "normalized" if raw["norm_topk_prob"] else "softmax"
     return _parse(
-        raw, generation, "Qwen3MoeForCausalLM", 1.0, sparse=sparse, experts=experts,
+        raw, generation, "Qwen3MoeForCausalLM", sparse=sparse, experts=experts,
         expert_size=raw["moe_intermediate_size"], routing=routing, qk_norm=True,
-        output_bias=bool(raw.get("attention_bias", False)),
     )  # fmt: skip
 
 
 def parse_glm4(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEConfig:
     """Glm4MoeForCausalLM."""
-    raw = {"rms_norm_eps": 1e-5, **raw}
-    dense = raw.get("first_k_dense_replace") or 0
+    dense = raw["first_k_dense_replace"] or 0
     return _parse(
-        raw, generation, "Glm4MoeForCausalLM", 0.5,
+        raw, generation, "Glm4MoeForCausalLM", partial=True,
         sparse=tuple(i >= dense for i in range(raw["num_hidden_layers"])),
         experts=raw["n_routed_experts"], expert_size=raw["moe_intermediate_size"],
-        shared_size=raw["moe_intermediate_size"] * (raw.get("n_shared_experts") or 0),
-        routing=group_routing(raw, True, bool(raw.get("norm_topk_prob", True))),
-        qk_norm=bool(raw.get("use_qk_norm", False)), output_bias=False,
+        shared_size=raw["moe_intermediate_size"] * (raw["n_shared_experts"] or 0),
+        routing=group_routing(raw, True, bool(raw["norm_topk_prob"])),
+        qk_norm=bool(raw["use_qk_norm"]), output_bias=False,
     )  # fmt: skip
 
 
 def _parse(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str, partial: float, **fields: Any
-) -> MoEConfig:
+    raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str, partial: bool = False,
+    **fields: Any,
+) -> MoEConfig:  # fmt: skip
     refuse(raw, {"hidden_act": ["silu", "swish"]})
     common = common_fields(raw, generation, architecture)
-    rope = parse_rope(raw, common["head_dim"], 10_000.0, partial=partial)
-    common |= {"sliding_window": None, "rope": rope, "experts_per_token": raw["num_experts_per_tok"]}
+    rope = parse_rope(raw, common["head_dim"], partial=partial)
+    common |= {"rope": rope, "experts_per_token": raw["num_experts_per_tok"]}
     return MoEConfig(**{"shared_size": 0, **common, **fields})
 
 

@@ -26,10 +26,11 @@ from kvcache.runner.models.attention import Attention, attention_shapes, load_at
 from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
 from kvcache.runner.models.delta_net import DeltaNet, DeltaSizes, delta_shapes, load_delta_net
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
-from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types, parse_rope
+from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types
 from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
 from kvcache.runner.models.routing import SparseMLP, expert_shapes, load_each_expert
 from kvcache.runner.models.state_runs import begin_runs
+from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 from kvcache.storage.layer_shape import LayerShape
 from ml import nn
@@ -37,11 +38,6 @@ from ml import nn
 __all__ = ["Qwen3Next", "Qwen3NextConfig", "make_cache", "parse", "parse_dense", "shapes"]
 
 _LINEAR_ATTENTION = "linear_attention"
-_DEFAULTS = {
-    "head_dim": 256, "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "full_attention_interval": 4, "max_position_embeddings": 32768,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +73,7 @@ class Qwen3NextConfig(ModelConfig):
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextConfig:
     """Qwen3NextForCausalLM."""
-    experts, step = raw["num_experts"], raw.get("decoder_sparse_step", 1)
+    experts, step = raw["num_experts"], raw["decoder_sparse_step"]
     dense = raw.get("mlp_only_layers") or ()
     count = raw["num_hidden_layers"]
     return _parse(
@@ -90,7 +86,7 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextCon
         experts_per_token=raw["num_experts_per_tok"],
         expert_size=raw["moe_intermediate_size"],
         shared_size=raw["shared_expert_intermediate_size"],
-        normalize=bool(raw.get("norm_topk_prob", True)),
+        normalize=bool(raw["norm_topk_prob"]),
     )
 
 
@@ -114,7 +110,6 @@ def _parse(
     raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str, **fields: Any
 ) -> Qwen3NextConfig:
     refuse(raw, {"hidden_act": ["silu", "swish"]})
-    raw = {**_DEFAULTS, **raw}
     common = common_fields(raw, generation, architecture)
     interval = raw["full_attention_interval"]
     types = _LINEAR_ATTENTION, FULL_ATTENTION
@@ -129,8 +124,8 @@ def _parse(
     if delta.value_heads % delta.key_heads:
         raise ModelError(f"{delta.value_heads} linear value heads for {delta.key_heads} key heads")
     return Qwen3NextConfig(
-        **(common | {"layer_types": kinds, "sliding_window": None, "qk_norm": True}),
-        rope=parse_rope(raw, common["head_dim"], 10_000.0, partial=0.25),
+        **(common | {"qk_norm": True}),
+        rope=parse_rope(raw, common["head_dim"], partial=True),
         kinds=kinds,
         delta=delta,
         **fields,

@@ -80,14 +80,14 @@ class GroupLimited:
 
 def group_routing(raw: Mapping[str, Any], grouped: bool, normalize: bool) -> GroupLimited:
     """What config.json says of groups, or none (not ``grouped``). Raises ModelError if they do not fit."""
-    groups, kept = (raw.get("n_group") or 1, raw.get("topk_group") or 1) if grouped else (1, 1)
+    groups, kept = (raw["n_group"] or 1, raw["topk_group"] or 1) if grouped else (1, 1)
     experts, chosen = raw["n_routed_experts"], raw["num_experts_per_tok"]
     if experts % groups or not 1 <= kept <= groups or chosen > kept * (experts // groups):
         raise ModelError(
             f"{chosen} of {experts} experts within {kept} of {groups} groups; groups are of one size, and "
             "those that are kept must contain at least the experts that are chosen"
         )
-    return GroupLimited(groups, kept, float(raw.get("routed_scaling_factor", 1.0)), normalize)
+    return GroupLimited(groups, kept, float(raw["routed_scaling_factor"]), normalize)
 
 
 def _picked(ctx: ml.Context, scores: ml.Tensor, chosen: ml.Tensor) -> ml.Tensor:

@@ -27,6 +27,7 @@ from kvcache.runner.config import read_token_ids, refuse, refuse_quantized
 from kvcache.runner.errors import RequestError
 from kvcache.runner.models.attention import Attention, merge_heads
 from kvcache.runner.models.decoder import Decoder, Step, token_ids
+from kvcache.runner.models.defaults import filled
 from kvcache.runner.weights import Linear, Loader, Progress, Shape, Weights
 from ml import nn
 
@@ -61,7 +62,8 @@ class WhisperConfig:
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> WhisperConfig:
     refuse_quantized(raw)
     refuse(raw, {"activation_function": ["gelu"]})
-    eos = read_token_ids(raw.get("eos_token_id")) + read_token_ids(generation.get("eos_token_id"))
+    raw = filled(raw, generation, "WhisperForConditionalGeneration")
+    eos = read_token_ids(raw["eos_token_id"]) + read_token_ids(generation.get("eos_token_id"))
     return WhisperConfig(
         architecture="WhisperForConditionalGeneration",
         vocab_size=raw["vocab_size"],
@@ -70,8 +72,8 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> WhisperConfi
         layers=raw["decoder_layers"],
         heads=raw["decoder_attention_heads"],
         max_positions=raw["max_target_positions"],
-        tie_embeddings=bool(raw.get("tie_word_embeddings", True)),
-        start_id=raw.get("decoder_start_token_id"),
+        tie_embeddings=bool(raw["tie_word_embeddings"]),
+        start_id=raw["decoder_start_token_id"],
         eos_ids=tuple(dict.fromkeys(eos)),
     )
 
