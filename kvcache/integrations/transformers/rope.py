@@ -8,7 +8,7 @@ from typing import Any
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError, ShiftFunction
-from kvcache.runner.rope_config import rope_from_parameters
+from kvcache.runner.rope_config import parse_rope
 from ml import nn
 
 __all__ = ["check_rotation", "rope_shift", "rotation_limit"]
@@ -70,10 +70,9 @@ def _layer(config: Any, i: int) -> Callable[..., ml.Tensor] | None:
     """The rotation of layer ``i``; None where it has none."""
     if config.model_type in _PAIRS and not config.no_rope_layers[i]:
         return None
-    parameters = config.rope_parameters
+    given = {name: getattr(config, name) for name in ("rope_parameters", "max_position_embeddings")}
     types = getattr(config, "layer_types", None)
-    if types is not None:
-        parameters = parameters.get(types[i], parameters)  # one set per type of layer
+    kind = "full_attention" if types is None else types[i]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    spec = rope_from_parameters(parameters, head_dim, config.max_position_embeddings)
+    spec = parse_rope(given, head_dim, kind, partial=True)
     return nn.rope_shift(replace(spec, interleaved=config.model_type in _PAIRS))
