@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.stores import SNAPSHOT_FORMAT, Keys, StoreValueError, check_key
+from kvcache.stores import SNAPSHOT_FORMAT, Keys, SaltedToken, StoreValueError, check_key
 
 IDENTITY = {"model": "m", "weights": "w", "dtype": "F16", "rope": {"base": 10000.0, "scale": None}, "rank": 0}
 
@@ -67,6 +67,12 @@ def test_the_same_tokens_in_another_type_have_the_same_keys() -> None:
     assert every_key(np.repeat(tokens, 2)[::2]) == expected
     assert every_key([np.int64(token) for token in tokens]) == expected
     assert every_key(np.arange(9, dtype=np.uint16)) == every_key(range(9))
+
+
+def test_what_stands_between_ids_may_be_given_beside_them() -> None:
+    keys, others = Keys(IDENTITY, 4), {0: SaltedToken("a", 0), 5: b"image", 9: SaltedToken("b", b"image")}
+    mixed = [others.get(place, place) for place in range(12)]
+    assert keys.chain(np.arange(12), others=others).aligned == keys.chain(mixed).aligned
 
 
 def test_no_two_prefixes_share_a_key() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -19,13 +20,13 @@ from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.vllm import versions
 from kvcache.integrations.vllm.counters import COUNTED, Counters
 from kvcache.integrations.vllm.identity import check_config, identity_of_config, settings_of
-from kvcache.integrations.vllm.naming import Pages, adapter_digest, refusal, salted
+from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.options import ConnectorOptions
 from kvcache.integrations.vllm.sides import SchedulerSide
 from kvcache.integrations.vllm.steps import Report
 from kvcache.runner.errors import ModelError
 from kvcache.runner.fingerprint import identity_of
-from kvcache.stores import SaltedToken
+from kvcache.stores import Keys, SaltedToken
 
 SETTINGS = {"kind": "CausalCache", "dtype": "F32"}
 
@@ -114,7 +115,12 @@ def image(offset: int, name: str) -> Any:
 def adapter(folder: Path, data: bytes = b"weights") -> Any:
     folder.mkdir(exist_ok=True)
     (folder / "adapter_model.safetensors").write_bytes(data)
-    return space(lora_path=str(folder), lora_name="any", lora_int_id=1)
+    return adapter_at(folder)
+
+
+def adapter_at(folder: Path) -> Any:
+    number = sum(map(ord, folder.name))
+    return space(lora_path=str(folder), lora_name="any", lora_int_id=number, load_inplace=False)
 
 
 def test_all_that_changes_k_and_v_changes_the_keys(tmp_path: Path) -> None:
@@ -131,7 +137,7 @@ def test_all_that_changes_k_and_v_changes_the_keys(tmp_path: Path) -> None:
         "other adapter": request(lora_request=adapter(tmp_path / "two", b"others")),
         "adapter and salt": request(lora_request=adapter(tmp_path / "one"), cache_salt="a"),
         "adapter and image": request(lora_request=adapter(tmp_path / "one"), mm_features=[image(0, "x")]),
-        "a salt like an adapter": request(cache_salt=json.dumps([0, "lora", adapter_digest(str(tmp_path))])),
+        "a salt like an adapter": request(cache_salt=json.dumps([0, "lora", "x"])),
         "a salt like an image": request(cache_salt=json.dumps([0, "mm", "x"])),
         "a salt like its mark": request(cache_salt="mm:x"),
     }
@@ -163,20 +169,46 @@ def test_ranks_and_models_have_keys_of_their_own() -> None:
 
 
 def test_a_salt_is_that_of_a_prefix_cache() -> None:
-    assert salted(request(cache_salt="a"), 3) == [SaltedToken("a", 0), 1, 2]
-    assert [*salted(request(), 3)] == [0, 1, 2]
-    assert [*salted(request(cache_salt="a"), 0)] == []
+    keys = Pages({"model": "m"}, SETTINGS, 3).keys(request(cache_salt="a"), 20)[0]
+    named = {"given": {"model": "m"}, "salt": "", "cache": SETTINGS}
+    assert keys == Keys(named, 3).chain([SaltedToken("a", 0), *range(1, 20)]).aligned
 
 
-def test_adapters_that_are_not_here_are_refused(tmp_path: Path) -> None:
-    assert refusal(request()) is None
-    assert refusal(request(lora_request=adapter(tmp_path / "one"))) is None
-    missing = space(lora_path=str(tmp_path / "no"), lora_name="any", lora_int_id=1)
-    assert "LoRA" in str(refusal(request(lora_request=missing)))
-    assert "embeddings" in str(refusal(request(prompt_embeds=object())))
-    before = adapter_digest(str(tmp_path / "one"))
-    adapter(tmp_path / "one", b"longer weights")
-    assert adapter_digest(str(tmp_path / "one")) != before
+def test_keys_that_are_asked_for_bit_by_bit_are_those_of_the_whole(tmp_path: Path) -> None:
+    pages = Pages({"model": "m"}, SETTINGS, 4, 2)
+    images = [image(0, "x"), image(9, "y"), image(9, "z")]
+    given = request(cache_salt="a", lora_request=adapter(tmp_path / "one"), mm_features=images)
+    own = pages.of(given)
+    for tokens in (3, 4, 4, 9, 20, 8):
+        assert own.upto(tokens) == pages.keys(given, tokens)
+
+
+def test_requests_that_no_key_names_are_refused(tmp_path: Path) -> None:
+    pages = Pages({"model": "m"}, SETTINGS, 8)
+    for no, fields in (
+        ("LoRA adapter '.*' are not in a folder", {"lora_request": adapter_at(tmp_path / "no")}),
+        ("embeddings", {"prompt_embeds": object()}),
+    ):
+        with pytest.raises(NotSupportedError, match=no):
+            pages.of(request(**fields))
+
+
+def test_an_adapter_is_named_by_the_files_that_were_loaded(tmp_path: Path) -> None:
+    """It is trained again in its folder, and vLLM goes on with the weights that it has."""
+    pages, folder = Pages({"model": "m"}, SETTINGS, 8), tmp_path / "one"
+    given = request(lora_request=adapter(folder))
+    own, before = pages.of(given), pages.keys(given, 8)[0]
+    adapter(folder, b"longer weights")
+    assert own.upto(16)[0][:1] == before
+    with pytest.raises(NotSupportedError, match="have changed since it was first used"):
+        pages.of(given)
+    for again in ({"lora_int_id": 2}, {"load_inplace": True}):
+        anew = request(lora_request=space(**{**vars(given.lora_request), **again}))
+        assert pages.keys(anew, 8)[0] != before
+    shutil.rmtree(folder)
+    assert own.upto(16)[0][:1] == before
+    with pytest.raises(NotSupportedError, match="have changed"):
+        pages.of(given)
 
 
 # vLLM's configuration.
@@ -206,13 +238,15 @@ class UniformTypeKVCacheSpecs:
 def config(model: Path | str = "m", **fields: Any) -> Any:
     given: dict[str, Any] = {
         "model": str(model), "revision": None, "dtype": "torch.float32", "quantization": None,
-        "hf_overrides": {}, "max_model_len": 100,
-        "hf_config": space(architectures=["LlamaForCausalLM"]),
+        "hf_overrides": {}, "max_model_len": 100, "hf_config_path": None, "quantization_config": None,
+        "multimodal_config": None, "hf_config": space(architectures=["LlamaForCausalLM"]),
         "hf_text_config": space(rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
     }  # fmt: skip
     return space(
         model_config=space(**{**given, **{name: fields[name] for name in fields.keys() & given.keys()}}),
-        load_config=space(load_format=fields.get("load_format", "auto")),
+        load_config=space(
+            load_format=fields.get("load_format", "auto"), model_loader_extra_config=fields.get("loader", {})
+        ),
         parallel_config=space(
             pipeline_parallel_size=fields.get("pipeline", 1),
             tensor_parallel_size=fields.get("tensor", 1),
@@ -270,6 +304,13 @@ def test_what_is_changed_as_the_model_is_loaded_is_named_too(make_model: Callabl
     assert "vllm" not in identify(config(folder, quantization="awq", hf_config=quantized))
     overrides = {"rope_parameters": {"rope_theta": 1.0}}
     assert identify(config(folder, hf_overrides=overrides))["vllm"] == {"hf_overrides": overrides}
+    for fields in (
+        {"quantization_config": {"linear": "fp8_per_block"}},
+        {"loader": {"qlora_adapter_name_or_path": "x"}},
+        {"multimodal_config": space(mm_processor_kwargs={"max_pixels": 9}, media_io_kwargs={})},
+        {"hf_config_path": "elsewhere", "hf_config": space(to_json_string=lambda: '{"rope_theta": 1.0}')},
+    ):
+        assert identify(config(folder, **fields)) != identify(config(folder)), fields
     dynamic = space(rope_parameters={"full": {"rope_type": "dynamic"}, "other": {"rope_type": "default"}})
     assert identify(config(folder, hf_text_config=dynamic))["vllm"] == {"max_model_len": 100}
     with pytest.raises(ModelError, match="hf_overrides is a function"):

@@ -47,7 +47,8 @@ def forward(cache: Any, ctx: ml.Context, seq: int, positions: Sequence[int]) -> 
 
 
 def bare(tokens: Sequence[int], salt: str | None = None) -> Any:
-    return SimpleNamespace(all_token_ids=[*tokens], cache_salt=salt, lora_request=None, mm_features=())
+    plain = {"lora_request": None, "mm_features": (), "prompt_embeds": None}
+    return SimpleNamespace(all_token_ids=[*tokens], cache_salt=salt, **plain)
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "mlx"])

@@ -86,14 +86,24 @@ def test_a_prefix_counts_where_all_ranks_have_it(make: Any, store: MemoryStore, 
     assert run(make(ranks=1), PROMPT) == 33  # other heads
 
 
-def test_what_a_store_has_evicted_is_written_again(make: Any, store: MemoryStore) -> None:
-    engine = make()
+@pytest.mark.parametrize("reads", [True, False])
+def test_what_a_store_has_evicted_is_written_again(make: Any, store: MemoryStore, reads: bool) -> None:
+    engine = make(reads=reads)
     run(engine, PROMPT)
     for key in engine.pages.keys(Request("r", PROMPT, 0), 24)[0][1:]:
         store.delete(key)
-    assert run(engine, PROMPT) == 33 - 8
+    assert run(engine, PROMPT) == 33 - 8 * reads
     assert [*entries(store, engine.pages, Request("r", PROMPT, 0))] == [[True] * 3]
-    assert run(engine, PROMPT) == 33 - 24
+    assert run(engine, PROMPT) == 33 - 24 * reads
+
+
+def test_a_request_that_reads_nothing_waits_for_no_store(made: list[Engine]) -> None:
+    made.append(Engine([MemoryStore()], reads=False, wait=0.0))
+    assert run(made[0], PROMPT) == 33
+    planner, hang = made[0].planner, threading.Event()
+    planner._lookups._count = lambda keys: hang.wait() and 3
+    assert planner.match(Request("r", PROMPT, 0), 0) == (0, False)
+    hang.set()
 
 
 def test_salts_are_apart_and_the_first_token_decides(make: Any) -> None:
@@ -336,6 +346,27 @@ def test_no_answer_in_time_is_a_miss_until_the_request_is_another() -> None:
     assert one.pages("r", 9, lambda: [["a"]]) == 0
     hang.set()
     assert one.pages("r", 9, lambda: [["a"]]) == 0
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["forgotten", "too late"])
+def test_a_store_is_not_asked_what_nobody_waits_for_any_more(late: bool) -> None:
+    asked, hang, now = [], threading.Event(), [0.0]
+
+    def count(keys: Any) -> int:
+        asked.append(keys)
+        return int(hang.wait())
+
+    one, names = lookups(count, lambda: now[0], wait=0.0), ["hangs", *"abc"]
+    assert [one.pages(name, 9, lambda: [["a"]]) for name in names] == [None] * 4
+    now[0] = 10.0 if late else 0.0
+    assert not late or [one.pages(name, 9, lambda: [["a"]]) for name in names] == [0] * 4
+    for name in [] if late else names:
+        one.forget(name)
+    hang.set()
+    while one.pages("d", 9, lambda: [["d"]]) is None:
+        time.sleep(0.001)
+    assert asked[-1] == [["d"]]
+    assert len(asked) <= 2  # the first one, where a thread had taken it
 
 
 def test_a_lookup_that_raises_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:

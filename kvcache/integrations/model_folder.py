@@ -1,10 +1,12 @@
-"""Where the files of a model lie that another runtime has loaded."""
+"""Where the files of a model lie that another runtime has loaded, and what an adapter's files are."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
-__all__ = ["model_folder"]
+__all__ = ["adapter_digest", "model_folder"]
 
 
 def model_folder(name: str, revision: str | None = None) -> Path | None:
@@ -21,3 +23,26 @@ def model_folder(name: str, revision: str | None = None) -> Path | None:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception:
         return None
+
+
+_digests: dict[tuple[str, tuple[tuple[str, int, int], ...]], str] = {}
+
+
+def adapter_digest(path: str) -> str | None:
+    """sha256 (hex) over the names and bytes of the files of a LoRA adapter; None where it is no folder.
+
+    The name that a server gives it says nothing of its weights, and means another adapter elsewhere.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    stats = [(file.name, file.stat()) for file in files]
+    seen = path, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    if seen not in _digests:
+        total = hashlib.sha256()
+        for file in files:
+            total.update(json.dumps([file.name, file.stat().st_size]).encode())
+            total.update(file.read_bytes())
+        _digests[seen] = total.hexdigest()
+    return _digests[seen]

@@ -66,15 +66,19 @@ class Keys:
         return self._root.hex()
 
     def chain(
-        self, tokens: Sequence[int | bytes | SaltedToken] | np.ndarray, after: str | None = None
+        self,
+        tokens: Sequence[int | bytes | SaltedToken] | np.ndarray,
+        after: str | None = None,
+        others: Mapping[int, bytes | SaltedToken] | None = None,
     ) -> Chain:
         """The keys of all prefixes of ``tokens``: ids (int64), and bytes that name multimodal items.
 
-        ``after``: an aligned key of what comes before them (None: nothing does). Raises StoreValueError for
-        other tokens.
+        ``after``: an aligned key of what comes before them (None: nothing does). ``others``: with an array of
+        ids, by place what stands there; a SaltedToken of an id has that of the array. Raises
+        StoreValueError for other tokens.
         """
         root = self._root if after is None else bytes.fromhex(after)
-        return Chain(root, self.block_size, _items(tokens))
+        return Chain(root, self.block_size, _items(tokens, others))
 
 
 class Chain:
@@ -142,9 +146,12 @@ def _link(before: bytes, parts: list[bytes | memoryview]) -> bytes:
     return digest.digest()
 
 
-def _items(tokens: Sequence[int | bytes | SaltedToken] | np.ndarray) -> _Items:
+def _items(
+    tokens: Sequence[int | bytes | SaltedToken] | np.ndarray,
+    others: Mapping[int, bytes | SaltedToken] | None,
+) -> _Items:
     if isinstance(tokens, np.ndarray):
-        return _Items(_integers(tokens))
+        return _Items(_integers(tokens), others)
     if isinstance(tokens, str | bytes | bytearray):
         raise StoreValueError(f"Keys.chain: tokens of type {type(tokens).__name__}; pass a sequence of items")
     try:

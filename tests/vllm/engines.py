@@ -60,7 +60,8 @@ class Engine:
 
     def keys(self, tokens: Sequence[int], count: int) -> list[str]:
         """Of the pages of a prompt that nothing is salted with."""
-        bare = SimpleNamespace(all_token_ids=tokens, cache_salt=None, lora_request=None, mm_features=())
+        plain = dict.fromkeys(("cache_salt", "lora_request", "prompt_embeds"))
+        bare = SimpleNamespace(all_token_ids=tokens, mm_features=(), **plain)
         return list(self.connector._planner._pages.keys(bare, count)[0])
 
     def counts(self) -> dict[str, float]:

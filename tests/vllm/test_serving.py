@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from vllm.config import PoolerConfig
 
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.stores import open_store
@@ -49,6 +53,34 @@ def test_a_second_engine_computes_only_the_rest(
         counts = second.counts()
         assert counts["tokens_found"] == 256 + 192 + 192
         assert counts["pages_lost"] == counts["lookups_timed_out"] == 0
+
+
+def test_another_config_beside_the_same_weights_is_another_model(
+    llama: Path, store: str, tmp_path: Path
+) -> None:
+    with engine(llama, store) as first:
+        first.generate(LONG[:1])
+        first.written()
+    config = json.loads((llama / "config.json").read_text(encoding="utf-8"))
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with engine(llama, store, hf_config_path=str(tmp_path)) as second:
+        assert second.generate(LONG[:1])[0].cached == 0
+
+
+def test_a_mean_of_all_tokens_is_computed_of_all_tokens(llama: Path, store: str, tmp_path: Path) -> None:
+    words = models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0", pad_token="w1")
+    shutil.copytree(llama, tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    options = {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False}
+    pooler, given = PoolerConfig(seq_pooling_type="MEAN"), [{"prompt_token_ids": LONG[0]}]
+    with engine(tmp_path / "model", store, pooler_config=pooler, **options) as one:
+        found = []
+        for _ in range(2):
+            found.append(one.llm.embed(given, use_tqdm=False)[0].outputs.embedding)
+            one.written()
+    assert found[0] == found[1]
 
 
 RUN = """

@@ -99,7 +99,9 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         config = self._kv_transfer_config
         settings = {rank: found.settings for rank, found in metadata.items()}
-        self._scheduler.begin(settings, config.is_kv_consumer, config.is_kv_producer)
+        # A pooler that needs every token of a prompt fails where a prefix of it is not computed.
+        reads = config.is_kv_consumer and self._vllm_config.model_config.is_prefix_caching_supported
+        self._scheduler.begin(settings, reads, config.is_kv_producer)
         log.info(
             "KVCacheConnector: pages of %d tokens (%d blocks) in %s, %d rank(s), %s",
             self._page_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def identity_of_config(config: Any, options: ConnectorOptions) -> dict[str, Any]
     Whatever else changes K and V is added. Raises ModelError where nothing tells the weights.
     """
     model = config.model_config
-    more = {**_quantization(model), **_overrides(model), **_lengths(model)}
+    more = {**_quantization(model), **_overrides(config), **_lengths(model)}
     if options.identity is not None:
         found = dict(options.identity)
     else:
@@ -104,11 +105,21 @@ def _quantization(model: Any) -> dict[str, Any]:
     return {"quantization": str(model.quantization)} if model.quantization and not given else {}
 
 
-def _overrides(model: Any) -> dict[str, Any]:
-    overrides = getattr(model, "hf_overrides", None)
-    if callable(overrides):
+def _overrides(config: Any) -> dict[str, Any]:
+    """What was set in place of what the model's files say."""
+    model, images = config.model_config, config.model_config.multimodal_config
+    if callable(model.hf_overrides):
         raise ModelError("KVCacheConnector: hf_overrides is a function, which names no model; give a dict")
-    return {"hf_overrides": overrides} if overrides else {}
+    text = model.hf_config.to_json_string() if model.hf_config_path else ""  # it lies beside other files
+    named = {
+        "hf_config": text and hashlib.sha256(text.encode()).hexdigest(),
+        "quantization_config": model.quantization_config,
+        "model_loader_extra_config": config.load_config.model_loader_extra_config,
+        "mm_processor_kwargs": getattr(images, "mm_processor_kwargs", None),
+        "media_io_kwargs": getattr(images, "media_io_kwargs", None),
+    }
+    overrides = {"hf_overrides": model.hf_overrides} if model.hf_overrides else {}
+    return overrides | {name: str(value) for name, value in named.items() if value}
 
 
 def _lengths(model: Any) -> dict[str, Any]:

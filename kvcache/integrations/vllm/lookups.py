@@ -60,6 +60,7 @@ class Lookups:
         """Leading pages of a request of so many ``tokens`` that are stored; None: not known yet."""
         lookup = self._found.get(request)
         if lookup is None or lookup.tokens != tokens:
+            self.forget(request)
             lookup = self._found[request] = _Lookup(tokens, self._clock())
             self._counters.add("lookups")
             self._workers.submit(self._job(lookup, keys()))
@@ -69,16 +70,21 @@ class Lookups:
         if self._clock() - lookup.asked >= self._timeout:
             self._counters.add("lookups_timed_out")
             log.warning("lookup: no answer in %.3g s; the prompt is computed instead", self._timeout)
+            self.forget(request)
             self._found[request] = late = _Lookup(tokens, lookup.asked)
             late.done.set()
             return 0
         return None
 
     def forget(self, request: str) -> None:
-        self._found.pop(request, None)
+        lookup = self._found.pop(request, None)
+        if lookup is not None:
+            lookup.done.set()
 
     def _job(self, lookup: _Lookup, keys: PageKeys) -> Callable[[], None]:
         def look() -> None:
+            if lookup.done.is_set():  # nobody waits for it any more
+                return
             try:
                 lookup.pages = self._count(keys)
             finally:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from kvcache.cache import NotSupportedError
+from kvcache.integrations.model_folder import adapter_digest
 from kvcache.stores import Keys, SaltedToken
 
-__all__ = ["Pages", "Request", "adapter_digest", "refusal", "salted"]
+__all__ = ["Pages", "Request", "RequestKeys", "salted"]
 
 
 class Request(Protocol):
@@ -43,6 +43,7 @@ class Pages:
         self.tokens, self.ranks = tokens, ranks
         self._identity, self._settings = dict(identity), dict(settings)
         self._keys = self._made({})
+        self._adapters: dict[tuple[int, str], str | None] = {}
 
     def _made(self, more: Mapping[str, Any]) -> list[Keys]:
         shares = [
@@ -61,64 +62,73 @@ class Pages:
         """Name pages anew, so that nothing that was stored is found: the weights have changed, say."""
         self._keys = self._made({"reset": secrets.token_hex(16)})
 
+    def of(self, request: Request) -> RequestKeys:
+        """Raises NotSupportedError for a request that keys cannot name."""
+        if request.prompt_embeds is not None:
+            raise NotSupportedError("its prompt has embeddings, which keys do not name")
+        return RequestKeys(self._keys, request, self._adapter(request.lora_request))
+
+    def _adapter(self, lora: Any) -> str | None:
+        """The digest of an adapter's files, as they were when it was first used: vLLM has these loaded."""
+        if lora is None:
+            return None
+        found = adapter_digest(lora.lora_path)
+        if not lora.load_inplace:  # else vLLM loads it again
+            first = self._adapters.setdefault((lora.lora_int_id, lora.lora_path), found)
+            if first != found:
+                raise NotSupportedError(
+                    f"the files of its LoRA adapter {lora.lora_path!r} have changed since it was first used; "
+                    "have vLLM load it under another name"
+                )
+        if found is None:
+            raise NotSupportedError(
+                f"the files of its LoRA adapter {lora.lora_path!r} are not in a folder here"
+            )
+        return found
+
     def keys(self, request: Request, tokens: int) -> list[list[str]]:
         """By rank the keys of the full pages among a request's first ``tokens`` tokens."""
-        count = tokens - tokens % self.tokens
-        items = salted(request, count)
-        return [keys.chain(items).aligned for keys in self._keys]
+        return self.of(request).upto(tokens)
 
 
-def salted(request: Request, count: int) -> np.ndarray | list[int | bytes | SaltedToken]:
-    """A request's first ``count`` tokens as they are named, for a chain.
+class RequestKeys:
+    """The keys of a request's pages, each hashed once: what is in a page does not change any more."""
 
-    The first one carries vLLM's ``cache_salt``, as ``PrefixCache.begin`` has it, and the adapter; the
-    first one of each image its hash. What is more than an id is bytes, which no salt can imitate.
+    def __init__(self, keys: Sequence[Keys], request: Request, adapter: str | None) -> None:
+        self._keys, self._request, self._adapter = keys, request, adapter
+        self._known: list[list[str]] = [[] for _ in keys]
+
+    def upto(self, tokens: int) -> list[list[str]]:
+        """By rank those of the full pages among the first ``tokens`` tokens."""
+        size = self._keys[0].block_size
+        known, count = len(self._known[0]), tokens // size
+        if known < count:
+            ids, others = salted(self._request, self._adapter, known * size, count * size)
+            for keys, own in zip(self._keys, self._known, strict=True):
+                own += keys.chain(ids, own[-1] if own else None, others).aligned
+        return [own[:count] for own in self._known]
+
+
+def salted(
+    request: Request, adapter: str | None, begin: int, end: int
+) -> tuple[np.ndarray, dict[int, bytes | SaltedToken]]:
+    """A request's tokens ``[begin, end)`` as they are named, for a chain: ids, and by place what is more.
+
+    The first token of all carries vLLM's ``cache_salt``, as ``PrefixCache.begin`` has it, and the adapter;
+    the first one of each image its hash. What is more than an id is bytes, which no salt can imitate.
     """
-    tokens = np.array(request.all_token_ids[:count], np.int64)
+    ids = np.array(request.all_token_ids[begin:end], np.int64)
     more: dict[int, list[str]] = {}
-    if request.lora_request is not None:
-        more[0] = ["lora", str(adapter_digest(request.lora_request.lora_path))]
+    if adapter is not None:
+        more[0] = ["lora", adapter]
     for feature in request.mm_features:
         more.setdefault(feature.mm_position.offset, []).extend(("mm", feature.identifier))
-    if not count or not (more or request.cache_salt):
-        return tokens
-    named: list[int | bytes | SaltedToken] = tokens.tolist()
-    for place in more.keys() & range(count):
-        named[place] = json.dumps([int(tokens[place]), *more[place]]).encode()
-    if request.cache_salt:
-        first = named[0]
-        assert not isinstance(first, SaltedToken)
-        named[0] = SaltedToken(request.cache_salt, first)
-    return named
-
-
-def refusal(request: Request) -> str | None:
-    """Why nothing of this request is stored or looked up; None: it is."""
-    if request.prompt_embeds is not None:
-        return "its prompt has embeddings, which keys do not name"
-    if request.lora_request is not None and adapter_digest(request.lora_request.lora_path) is None:
-        return f"the files of its LoRA adapter {request.lora_request.lora_path!r} are not in a folder here"
-    return None
-
-
-_digests: dict[tuple[str, tuple[tuple[str, int, int], ...]], str] = {}
-
-
-def adapter_digest(path: str) -> str | None:
-    """sha256 (hex) over the names and bytes of the files of a LoRA adapter; None where it is no folder.
-
-    The name that a server gives it says nothing of its weights, and means another adapter elsewhere.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        return None
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    stats = [(file.name, file.stat()) for file in files]
-    seen = path, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-    if seen not in _digests:
-        total = hashlib.sha256()
-        for file in files:
-            total.update(json.dumps([file.name, file.stat().st_size]).encode())
-            total.update(file.read_bytes())
-        _digests[seen] = total.hexdigest()
-    return _digests[seen]
+    others: dict[int, bytes | SaltedToken] = {
+        place - begin: json.dumps([int(ids[place - begin]), *what]).encode()
+        for place, what in more.items()
+        if begin <= place < end
+    }
+    if request.cache_salt and not begin and ids.size:
+        first = others.get(0)
+        others[0] = SaltedToken(request.cache_salt, first if isinstance(first, bytes) else int(ids[0]))
+    return ids, others

@@ -18,9 +18,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from kvcache.cache import NotSupportedError
 from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.lookups import Lookups
-from kvcache.integrations.vllm.naming import Pages, Request, refusal
+from kvcache.integrations.vllm.naming import Pages, Request, RequestKeys
 from kvcache.integrations.vllm.steps import PageLoad, PageSave, Report, Step
 
 __all__ = ["Planner"]
@@ -36,7 +37,8 @@ BlockIds = Callable[[str], Sequence[int]]
 @dataclass(slots=True)
 class _Tracked:
     request: Request
-    refused: bool
+    keys: RequestKeys | None
+    """None: it is not stored and not looked up."""
     done: int = 0
     """Its pages before this one are stored, or on their way, or somebody else's to store."""
     computed: int = 0
@@ -79,20 +81,19 @@ class Planner:
         tracked.computed = computed
         size, tokens = self._pages.tokens, len(request.all_token_ids)
         last = (tokens - 1) // size
-        if tracked.refused or tracked.given_up or not self._reads or last * size <= computed:
+        keys = tracked.keys
+        if keys is None or tracked.given_up or last * size <= computed:
             if not tracked.given_up:
                 tracked.done = max(tracked.done, computed // size)
             return 0, False
-        found = self._lookups.pages(
-            request.request_id, tokens, lambda: self._pages.keys(request, last * size)
-        )
-        if found is None:
+        found = self._lookups.pages(request.request_id, tokens, lambda: keys.upto(last * size))
+        if found is None and self._reads:
             return None, False
-        if found < last:
-            self._forget_written(request, found, last)
-        tracked.done = found
-        more = found * size - computed
-        return (more, True) if more > 0 else (0, False)
+        tracked.done = found or 0  # a request that reads nothing waits for no store
+        if tracked.done < last:
+            self._forget_written(keys, tracked.done, last)
+        more = tracked.done * size - computed
+        return (more, True) if more > 0 and self._reads else (0, False)
 
     def admitted(self, request: Request, blocks: Sequence[int], external: int) -> None:
         """vLLM has given ``blocks`` to a request, of which ``external`` tokens are to be loaded."""
@@ -100,8 +101,9 @@ class Planner:
         if not external:
             return
         tracked, size = self._tracked[request.request_id], self._pages.tokens
+        assert tracked.keys is not None
         begin, end = tracked.computed, tracked.computed + external
-        keys = self._pages.keys(request, -(-end // size) * size)
+        keys = tracked.keys.upto(-(-end // size) * size)
         first = begin // size
         self._counters.add("tokens_found", external)
         self._loads[request.request_id] = [
@@ -128,7 +130,7 @@ class Planner:
         self._writing.clear()
         for request, tracked in self._tracked.items():
             self._lookups.forget(request)
-            tracked.given_up = tracked.refused = True  # what it has computed is of both
+            tracked.given_up, tracked.keys = True, None  # what it has computed is of both
 
     # One step.
 
@@ -138,11 +140,13 @@ class Planner:
         saves: list[PageSave] = []
         for request, computed in scheduled:
             tracked = self._tracked.get(request)
-            if tracked is not None and self._writes and not tracked.refused:
-                saves += self._due(tracked, computed, blocks)
+            if tracked is not None and tracked.keys is not None and self._writes:
+                saves += self._due(tracked, tracked.keys, computed, blocks)
         return Step(loads, saves, idle=not scheduled)
 
-    def _due(self, tracked: _Tracked, computed: int, blocks: BlockIds) -> Iterable[PageSave]:
+    def _due(
+        self, tracked: _Tracked, named: RequestKeys, computed: int, blocks: BlockIds
+    ) -> Iterable[PageSave]:
         """The pages that are whole by now. Of drafts and tokens still to be sampled nothing is final."""
         request, size = tracked.request, self._pages.tokens
         sure = min(computed, len(request.all_token_ids))
@@ -151,7 +155,7 @@ class Planner:
         first, tracked.done = tracked.done, max(tracked.done, sure // size)
         if tracked.done == first:
             return
-        keys, held = self._pages.keys(request, tracked.done * size), blocks(request.request_id)
+        keys, held = named.upto(tracked.done * size), blocks(request.request_id)
         count = size // self._block_size
         for page in range(first, tracked.done):
             own = tuple(keys[rank][page] for rank in range(self._pages.ranks))
@@ -179,20 +183,24 @@ class Planner:
         for name in report.broken & self._tracked.keys():  # what was damaged is written again
             tracked = self._tracked[name]
             tracked.given_up, tracked.done = True, 0
-            self._forget_written(tracked.request, 0, len(tracked.request.all_token_ids) // self._pages.tokens)
+            if tracked.keys is not None:
+                pages = len(tracked.request.all_token_ids) // self._pages.tokens
+                self._forget_written(tracked.keys, 0, pages)
 
-    def _forget_written(self, request: Request, found: int, last: int) -> None:
+    def _forget_written(self, keys: RequestKeys, found: int, last: int) -> None:
         """The stores lack pages from ``found`` on: those that they once had are written again."""
-        keys = self._pages.keys(request, last * self._pages.tokens)
-        for key in keys[0][found:]:
+        for key in keys.upto(last * self._pages.tokens)[0][found:]:
             self._written.pop(key, None)
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
-            reason = refusal(request)
-            if reason is not None and reason not in self._said:
-                self._said.add(reason)
-                log.warning("a request is not stored and not looked up: %s", reason)
-            tracked = self._tracked[request.request_id] = _Tracked(request, reason is not None)
+            keys = None
+            try:
+                keys = self._pages.of(request)
+            except NotSupportedError as error:
+                if str(error) not in self._said:
+                    self._said.add(str(error))
+                    log.warning("a request is not stored and not looked up: %s", error)
+            tracked = self._tracked[request.request_id] = _Tracked(request, keys)
         return tracked
