@@ -156,11 +156,30 @@ def test_the_model_is_named_by_its_files_and_what_changes_them(tmp_path: Path) -
     quantized = identity_of_server(SimpleNamespace(**{**vars(args), "quantization": "fp8"}))
     assert plain["files"] == quantized["files"]
     assert quantized["sglang"] == {"quantization": "fp8"}
+    assert quantized.keys() - plain.keys() == {"sglang"}
     (tmp_path / "model.safetensors").write_bytes(b"Weights")
     assert identity_of_server(args)["files"] != plain["files"]
     for unknown in (None, SimpleNamespace(**{**vars(args), "load_format": "dummy"})):
         with pytest.raises(ModelError, match="no files tell which weights"):
             identity_of_server(unknown)
+
+
+def test_the_model_is_named_by_its_adapters_files_too(tmp_path: Path) -> None:
+    """SGLang names them by their names and paths, whatever lies there."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    ref = SimpleNamespace(lora_name="fine", lora_path=str(adapter))
+    args = SimpleNamespace(model_path=str(tmp_path), dtype="auto", load_format="auto")
+    found = []
+    for weights in (b"old", b"trained again"):
+        (adapter / "adapter_model.safetensors").write_bytes(weights)
+        found.append(identity_of_server(args, [ref])["lora"]["fine"])
+    assert found[0] != found[1]
+    missing = SimpleNamespace(lora_name="x", lora_path=str(tmp_path / "no"))
+    with pytest.raises(ModelError, match=r"which weights the adapter '.*' has"):
+        identity_of_server(args, [missing])
 
 
 def test_ranks_share_what_is_replicated_and_nothing_else() -> None:

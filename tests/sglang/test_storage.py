@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.runtime_context import create_context, use_context
+from sglang.srt.server_args import ServerArgs
 
 from kvcache import InvalidRangeError
 from kvcache.runner.errors import ModelError
@@ -95,6 +98,27 @@ def test_pages_of_another_layout_or_dtype_are_misses(url: str) -> None:
     assert storage(pool, url).batch_set_v1(KEYS[:1], slots(0)) == [True]
     for other in (host_pool("mha", "layer_first"), host_pool("mha", "page_first", torch.bfloat16)):
         assert storage(other, url).batch_exists(KEYS[:1]) == 0
+
+
+def test_pages_of_an_adapter_that_was_trained_again_are_misses(url: str, tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    args = ServerArgs(model_path=str(tmp_path), device="cpu", lora_paths=[f"fine={adapter}"])
+    args.resolve_once()
+    args.check_server_args()
+    pool = host_pool("mha", "page_first")
+    with use_context(create_context(args, role="scheduler")):
+        for weights in (b"old", b"trained again"):
+            (adapter / "adapter_model.safetensors").write_bytes(weights)
+            one = storage(pool, url, extra={"identity": None})
+            assert one.batch_exists(KEYS[:1]) == 0
+            assert one.batch_set_v1(KEYS[:1], slots(0)) == [True]
+            one.close()
 
 
 def test_latents_are_the_same_on_all_ranks_of_tensor_parallelism(url: str) -> None:

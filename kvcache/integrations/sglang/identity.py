@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from kvcache.integrations.model_folder import model_folder
+from kvcache.integrations.model_folder import adapter_digest, model_folder
 from kvcache.integrations.sglang.options import WHERE
 from kvcache.runner.errors import ModelError
 from kvcache.runner.fingerprint import files_digest
 
 __all__ = ["identity_of_server", "share_of"]
 
-_CHANGES = ("quantization", "json_model_override_args", "torchao_config")
+_CHANGES = (
+    "quantization", "quantization_param_path", "modelopt_quant", "rl_quant_profile", "model_impl",
+    "json_model_override_args", "decrypted_config_file", "model_loader_extra_config", "mm_process_config",
+    "speculative_draft_model_path",
+)  # fmt: skip
 """Server arguments that change K and V beside the model's files and its dtype."""
+_UNSET = ("None", "", "auto", "{}")
 
 
-def identity_of_server(args: Any) -> dict[str, Any]:
+def identity_of_server(args: Any, adapters: Sequence[Any] = ()) -> dict[str, Any]:
     """JSON-able: a digest of the model's files, and what else ``ServerArgs`` say about its K and V.
 
+    So is a digest of each of the LoRA ``adapters``: SGLang tells them apart by names and paths alone.
     Raises ModelError where no files tell which weights are loaded.
     """
     dummy = args is not None and str(getattr(args, "load_format", "auto")).lower().endswith("dummy")
@@ -25,15 +32,26 @@ def identity_of_server(args: Any) -> dict[str, Any]:
     if args is not None and not dummy:
         path = model_folder(args.model_path, getattr(args, "revision", None))
     if path is None:
-        name = "the model" if args is None else repr(args.model_path)
-        raise ModelError(
-            f"HiCacheStore: no files tell which weights {name} has; name them in {WHERE}: "
-            '"identity": {"model": ..., "weights": ...}'
-        )
-    changes = {
-        name: str(value) for name in _CHANGES if (value := getattr(args, name, None)) not in (None, "", "{}")
-    }
-    return {"files": files_digest(path), "dtype": str(args.dtype), **({"sglang": changes} if changes else {})}
+        raise _unknown("the model" if args is None else repr(args.model_path))
+    changes = {name: str(getattr(args, name, None)) for name in _CHANGES}
+    changes = {name: value for name, value in changes.items() if value not in _UNSET}
+    lora = {adapter.lora_name: _adapter(adapter.lora_path) for adapter in adapters}
+    found = {"files": files_digest(path), "dtype": str(args.dtype), "sglang": changes, "lora": lora}
+    return {name: value for name, value in found.items() if value}
+
+
+def _adapter(path: str) -> str | None:
+    folder = model_folder(path)
+    if folder is None:
+        raise _unknown(f"the adapter {path!r}")
+    return adapter_digest(str(folder))
+
+
+def _unknown(what: str) -> ModelError:
+    return ModelError(
+        f"HiCacheStore: no files tell which weights {what} has; name them in {WHERE}: "
+        '"identity": {"model": ..., "weights": ...}'
+    )
 
 
 def share_of(config: Any, replicated: bool) -> dict[str, str]:

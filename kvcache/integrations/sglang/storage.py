@@ -54,7 +54,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self.registered_pools: dict[Any, Any] = {}
         self.mem_pool_host: Any = None
         self._options = StorageOptions.parse(storage_config.extra_config or {})
-        self._identity = self._options.identity or identity_of_server(_server_args())
+        self._identity = self._options.identity or identity_of_server(*_server())
         self._pages: dict[str, tuple[Any, HostPages, PageKind]] = {}
         self._stores = StoresInUse(self._options.store, 0)
         self._store = PageStore(self._stores.tier)
@@ -276,11 +276,12 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
 _STATS = ("prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth")
 
 
-def _server_args() -> Any:
-    """The server's arguments; None: no server runs in this process."""
-    from sglang.srt.runtime_context import get_server_args
+def _server() -> tuple[Any, Sequence[Any]]:
+    """The server's arguments, and the adapters it starts with; None: no server runs in this process."""
+    from sglang.srt.runtime_context import get_lora, get_server_args
 
     try:
-        return get_server_args()
+        args, lora = get_server_args(), get_lora()
     except ValueError:
-        return None
+        return None, ()
+    return args, (lora.lora_paths or ()) if lora.enable_lora else ()
