@@ -68,6 +68,16 @@ def test_a_store_that_fails_is_left_alone_each_time_longer(clock: Clock) -> None
     assert outages.asks(store, READING), "after it has worked, the waiting begins anew"
 
 
+def test_calls_that_were_under_way_together_are_one_failure(clock: Clock) -> None:
+    outages, store = Outages(clock), object()
+    for wait in (FIRST, 2 * FIRST):
+        for _ in range(8):
+            outages.failed(store, READING, StoreUnavailableError("gone"))
+            clock.now += FIRST / 16
+        clock.now += wait - FIRST / 2
+        assert outages.asks(store, READING)
+
+
 def test_of_those_that_come_when_the_time_is_over_one_asks(clock: Clock) -> None:
     outages, store = Outages(clock), object()
     outages.failed(store, READING, StoreUnavailableError("gone"))

@@ -204,7 +204,8 @@ def test_after_a_failure_calls_are_refused_for_ever_longer_times_and_then_one_tr
     outage, waits = Outage(lambda: now[0]), []
     assert outage.admit("get") is False
     for _ in range(8):
-        outage.failed("the master does not answer")
+        for _ in range(3):  # calls that were under way together
+            outage.failed("the master does not answer")
         with pytest.raises(
             StoreUnavailableError, match=r"^get: the master does not answer; next attempt in \d+\.0 s$"
         ):

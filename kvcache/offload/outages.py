@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcache.stores.back_off import BackOff
 from kvcache.stores.errors import StoreFullError, StoreReadOnlyError, StoreUnavailableError
 
 __all__ = ["READING", "WRITING", "Outages"]
@@ -22,8 +23,7 @@ FIRST, LONGEST = 0.5, 30.0
 @dataclass(slots=True)
 class _Outage:
     since: float
-    until: float
-    wait: float = FIRST
+    back_off: BackOff
     spared: int = 0
 
 
@@ -54,30 +54,24 @@ class Outages:
             return True
         with self._lock:
             outage = self._out.get((id(store), way))
-            now = self._clock()
-            if outage is None:
+            if outage is None or outage.back_off.tries(self._clock()):
                 return True
-            if now < outage.until:
-                outage.spared += 1
-                return False
-            outage.until = now + outage.wait  # of the threads that come now, this one finds out
-            return True
+            outage.spared += 1
+            return False
 
     def ask_again(self) -> None:
         """Ask every store at the next call, however long it was to be left alone."""
         with self._lock:
             for outage in self._out.values():
-                outage.until = min(outage.until, self._clock())
+                outage.back_off.until = min(outage.back_off.until, self._clock())
 
     def failed(self, store: object, way: str, error: StoreUnavailableError) -> None:
         """It could not be reached. One line of the log for each outage."""
         with self._lock:
             said = any((id(store), other) in self._out for other in (READING, WRITING))
             now = self._clock()
-            outage = self._out.setdefault((id(store), way), _Outage(now, now))
-            if outage.until > outage.since:
-                outage.wait = min(2 * outage.wait, LONGEST)
-            outage.until = now + outage.wait
+            fresh = _Outage(now, BackOff(FIRST, LONGEST, now + FIRST))
+            self._out.setdefault((id(store), way), fresh).back_off.failed(now)
         if said:
             return
         if isinstance(error, StoreReadOnlyError):

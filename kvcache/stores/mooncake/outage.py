@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvcache.stores.back_off import BackOff
 from kvcache.stores.errors import StoreUnavailableError
 
 __all__ = ["Outage"]
@@ -23,29 +24,28 @@ class Outage:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._reason: str | None = None
-        self._wait = _FIRST
-        self._until = 0.0
+        self._reason = ""
+        self._back_off: BackOff | None = None
 
     def admit(self, op: str) -> bool:
         """Whether this call is the one that tries again. StoreUnavailableError where it is not time yet."""
         with self._lock:
-            if self._reason is None:
+            if self._back_off is None:
                 return False
-            left = self._until - self._clock()
-            if left > 0:
-                raise StoreUnavailableError(f"{op}: {self._reason}; next attempt in {left:.1f} s")
-            self._until = self._clock() + self._wait
-            return True
+            now = self._clock()
+            if self._back_off.tries(now):
+                return True
+            left = self._back_off.until - now
+            raise StoreUnavailableError(f"{op}: {self._reason}; next attempt in {left:.1f} s")
 
     def failed(self, reason: str) -> None:
         with self._lock:
-            if self._reason is not None:
-                self._wait = min(2 * self._wait, _LONGEST)
+            now = self._clock()
+            self._back_off = self._back_off or BackOff(_FIRST, _LONGEST, now + _FIRST)
+            self._back_off.failed(now)
             self._reason = reason
-            self._until = self._clock() + self._wait
 
     def over(self) -> None:
-        if self._reason is not None:
+        if self._back_off is not None:
             with self._lock:
-                self._reason, self._wait = None, _FIRST
+                self._back_off = None
