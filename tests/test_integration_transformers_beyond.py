@@ -260,6 +260,25 @@ class TestGoingBack:
             expected = made(torch.cat((ids, new), 1), use_cache=False).logits[:, -2:]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
+    @pytest.mark.parametrize("lookback", [0, 2])
+    def test_of_several_recorded_passes_the_first_is_taken_back_as_far_as_windows_keep(
+        self, lookback: int
+    ) -> None:
+        made, ids = hf.model("gemma3"), hf.tokens(1, 30)
+        for length in range(15, 23):
+            cache = HFCache(made.config, capacity=64, lookback=lookback)
+            cache.activate_past_recording()
+            hf.feed(made, cache, ids[:, :15])
+            cache.crop(0)
+            for part in (slice(15, 20), slice(20, 21), slice(21, 24)):
+                hf.feed(made, cache, ids[:, part])
+            if length < 20 - lookback:
+                with pytest.raises(NotSupportedError, match="no longer have"):
+                    cache.crop(length)
+            else:
+                cache.crop(length)
+                hf.close(hf.feed(made, cache, ids[:, length:]), hf.feed(made, None, ids)[:, length:])
+
     def test_a_prefill_longer_than_a_window_leaves_no_hole_to_go_back_to(self) -> None:
         made, ids = hf.model("gemma3"), hf.tokens(1, 40)
         cache = HFCache(made.config, capacity=64, lookback=8)

@@ -84,7 +84,7 @@ class _OurLayer:
 
     @property
     def record_past(self) -> bool:
-        """Whether a crop takes back all that came since the crop before. It holds for all layers alike."""
+        """Whether a crop takes back the pass since the crop before. It holds for all layers alike."""
         return self.rows.settled is not None
 
     @record_past.setter

@@ -548,7 +548,10 @@ class BatchRows:
                 self._pass.aside.clear()
 
     def record(self, on: bool = True) -> None:
-        """From now on a crop takes back all tokens since the crop before, whatever windows keep."""
+        """From now on a crop takes back the pass since the crop before, whatever windows keep.
+
+        Of several passes, all but the first, of which windows have ``lookback`` tokens by then.
+        """
         self.settled = self.length if on else None
         self.inputs.clear()
 
