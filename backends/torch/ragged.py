@@ -60,13 +60,14 @@ def attend_ragged(
 def stored_of(parts: Sequence[TorchTensor], kind: str) -> Stored | None:
     """Where K or V lies on the CPU, as its kernels take it: numbers, or codes and scales; None: they do not.
 
-    Kept with the tensor: caches ask with the same one in each pass.
+    Kept with the first tensor, beside the others that it is true of: caches ask with the same in each pass.
     """
-    first = parts[0]
-    found: Stored | None = getattr(first, "on_cpu", None)
-    if found is None and all(part.native.is_cpu for part in parts):
-        found = Stored.of([array_of(part.native) for part in parts], kind)
-        first.on_cpu = found
+    first, asked = parts[0], (kind, *parts[1:])
+    known, found = getattr(first, "on_cpu", ((), None))
+    if known != asked:
+        on_cpu = all(part.native.is_cpu for part in parts)
+        found = Stored.of([array_of(part.native) for part in parts], kind) if on_cpu else None
+        first.on_cpu = asked, found
     return found
 
 

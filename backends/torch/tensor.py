@@ -112,7 +112,7 @@ class TorchTensor(BaseTensor):
 
     native: torch.Tensor
     on_cpu: Any
-    """What the kernels of the CPU are told of it, once that was asked."""
+    """What the kernels of the CPU were told of it, and as what: see stored_of of ragged.py."""
 
     def __init__(self, native: torch.Tensor, dtype: DType, storage: TorchStorage) -> None:
         self.native = native

@@ -124,6 +124,27 @@ class QuantizedTests(BackendCase):
         np.testing.assert_allclose(out[:3], right[:3], rtol=0, atol=2e-5)
         assert np.isnan(out[3]).all()
 
+    @each(name=FORMATS)
+    def test_codes_are_read_with_the_scales_that_are_given_with_them(
+        self, backend: Backend, ctx: Context, name: str
+    ) -> None:
+        """The second time that one tensor of codes is read, with others."""
+        if not isinstance(backend, SupportsQuantizedAttention):
+            pytest.skip("no SupportsQuantizedAttention: caches read blocks back")
+        query, plan = normal((1, 2, 32), DType.F32, 57, spread=1), random_plan(9, 1, 8)
+        codes, scales = encoded(normal((8, 1, 32), DType.F32, 58, spread=1), name)
+        held = ctx.from_numpy(codes)
+        for parts in ((codes, scales), (codes, scales[::-1] * np.float16(3))):
+            given = held, ctx.from_numpy(parts[1])
+            found = backend.quantized_attention(
+                ctx, ctx.from_numpy(query), given, given, (name, name), plan, 0.3
+            )
+            if found is None:
+                pytest.skip("the kernel leaves this case to blocks that are read back")
+            values = decoded(parts, name)
+            right = ragged_reference(exact(query), values, values, plan, 0.3)
+            np.testing.assert_allclose(exact(found.to_numpy()), right, rtol=0, atol=2e-5)
+
     def _check(
         self, backend: Backend, ctx: Context, query: np.ndarray, key: Arrays, value: Arrays,
         formats: tuple[str, str], order: tuple[int, ...], plan: RaggedPlan, sinks: np.ndarray | None,
