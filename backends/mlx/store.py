@@ -38,8 +38,9 @@ class Half:
         """The storage's axis k is the tensor's axis ``order[k]``."""
         self.axis = self.order.index(0)
         self.before = (slice(None),) * self.axis
-        self.one: Shape = (*sizes[: self.axis], 1, *sizes[self.axis + 1 :])
-        """One row as it lies in the storage."""
+        heads_first = self.order.index(1) < self.order.index(2)
+        self.one: Shape = (*sizes[: self.axis], 1, *sizes[self.axis + 1 :]) if heads_first else ()
+        """One row as it lies in the storage, where that is the order that rows come in."""
         self.whole = tensor.offset == 0 and tuple(tensor.shape[axis] for axis in self.order) == sizes
 
     @classmethod
@@ -48,6 +49,8 @@ class Half:
         for tensor in tensors:
             if len(tensor.shape) != 3 or len(tensor.storage.shape) != 3 or min(tensor.shape) < 2:
                 return None  # an axis of size 1 has no stride to know it by
+            if sorted(tensor.strides) != sorted(contiguous_strides(tensor.storage.shape)):
+                return None
         if len({id(tensor.storage) for tensor in tensors}) < len(tensors):
             return None
         halves = [cls(tensor) for tensor in tensors]

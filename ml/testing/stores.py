@@ -15,7 +15,14 @@ from ml.testing.harness import BackendCase, each
 __all__ = ["KVStoreTests"]
 
 ROWS, HEADS, DIM, V_DIM = 12, 2, 4, 6
-ORDERS = {"head major": (1, 0, 2), "token major": (0, 1, 2)}
+ORDERS = {"head major": (1, 0, 2), "token major": (0, 1, 2), "dim first": (2, 1, 0)}
+BUFFERS: dict[str, Callable[[Context, int], Tensor]] = {
+    "reshaped": lambda ctx, dim: ctx.zeros((HEADS, ROWS, dim), DType.F32).reshape(ctx, ROWS, HEADS, dim),
+    "stepped": lambda ctx, dim: ctx.zeros((2 * ROWS, HEADS, dim), DType.F32).slice(ctx, 0, 0, 2 * ROWS, 2),
+    "some columns": lambda ctx, dim: ctx.zeros((ROWS, HEADS, dim + 3), DType.F32).slice(ctx, 2, 0, dim),
+    "viewed": lambda ctx, dim: ctx.zeros((4, ROWS, HEADS * dim), DType.F32).view(ctx, 0, (ROWS, HEADS, dim)),
+}
+"""Where a backend may have nothing to offer."""
 
 
 def halves(ctx: Context, order: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -63,7 +70,11 @@ class KVStoreTests(BackendCase):
         key, value = halves(ctx, order)
         store = store_of(backend, key, value)
         new_key, new_value = numbers(count, DIM), numbers(count, V_DIM, 1000)
-        assert store.write(ctx, start, count, ctx.from_numpy(new_key), ctx.from_numpy(new_value))
+        given = [  # rows in storage of the shape that they have in the buffer
+            ctx.from_numpy(new.reshape([new.shape[axis] for axis in order])).reshape(ctx, *new.shape)
+            for new in (new_key, new_value)
+        ]
+        assert store.write(ctx, start, count, given[0], given[1])
         expected_key, expected_value = np.zeros((ROWS, HEADS, DIM)), np.zeros((ROWS, HEADS, V_DIM))
         expected_key[start : start + count], expected_value[start : start + count] = new_key, new_value
         for whole, expected in ((key, expected_key), (value, expected_value)):
@@ -85,6 +96,18 @@ class KVStoreTests(BackendCase):
         assert store.write(ctx, 5, 3, new_key, new_value)
         np.testing.assert_array_equal(key.to_numpy()[5:8], numbers(3, DIM))
         np.testing.assert_array_equal(value.to_numpy()[5:8], numbers(6, V_DIM)[::2])
+
+    @each(buffer=BUFFERS)
+    def test_any_buffers_are_written_where_the_rows_lie_or_left_to_copy(
+        self, backend: Backend, ctx: Context, buffer: Callable[[Context, int], Tensor]
+    ) -> None:
+        key, value = buffer(ctx, DIM), buffer(ctx, V_DIM)
+        store = store_of(backend, key, value)
+        if store.write(ctx, 3, 2, ctx.from_numpy(numbers(2, DIM)), ctx.from_numpy(numbers(2, V_DIM))):
+            for tensor, dim in ((key, DIM), (value, V_DIM)):
+                expected = np.zeros((ROWS, HEADS, dim), np.float32)
+                expected[3:5] = numbers(2, dim)
+                np.testing.assert_array_equal(tensor.to_numpy(), expected)
 
     def test_what_is_read_aliases_the_storage(self, backend: Backend, ctx: Context) -> None:
         key, value = halves(ctx, ORDERS["head major"])
