@@ -56,7 +56,7 @@ class ArrayTensor(StorageView, BaseTensor):
         return array.astype(np.float32) if source.is_integer and target in _NARROW else array
 
     def _overlaps(self, src: Self) -> bool:
-        return src.storage is self.storage
+        return bool(self.xp.may_share_memory(self.native, src.native))
 
     def _index(self, indices: Any) -> Any:
         return indices.native if isinstance(indices, ArrayTensor) else indices

@@ -114,9 +114,6 @@ class CupyTensor(ArrayTensor):
         via = source is not target and DType.F32 not in (source, target)
         return array.astype(np.float32) if via and (source in narrow or target in narrow) else array
 
-    def _overlaps(self, src: Self) -> bool:
-        return bool(cupy.may_share_memory(self.native, src.native))
-
     def _index(self, indices: Any) -> Any:
         return indices.native if isinstance(indices, CupyTensor) else cupy.asarray(indices)
 

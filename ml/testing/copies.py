@@ -7,7 +7,7 @@ import numpy as np
 import ml
 from ml.dtypes import DType
 from ml.protocols import Context
-from ml.testing.harness import BackendCase, assert_same, each, unchanged
+from ml.testing.harness import BackendCase, assert_same, each, needs, unchanged
 from ml.testing.samples import DTYPES, LAYOUTS, Place, counting, positions
 
 __all__ = ["CopyTests"]
@@ -74,6 +74,18 @@ class CopyTests(BackendCase):
         model[positions(*destination)] = model[positions(*source)]
         tensor.view(ctx, *source).copy(ctx, tensor.view(ctx, *destination))
         assert_same(tensor, model)
+
+    @needs("from_native")
+    @each(views=OVERLAPS)
+    def test_two_tensors_of_one_native_array_overlap_too(
+        self, ctx: Context, views: tuple[Geometry, Geometry]
+    ) -> None:
+        model = counting((40,), DType.F32, start=1)
+        native = ctx.from_numpy(model).native
+        first, second = ctx.from_native(native), ctx.from_native(native)
+        model[positions(*views[1])] = model[positions(*views[0])]
+        first.view(ctx, *views[0]).copy(ctx, second.view(ctx, *views[1]))
+        assert_same(second, model)
 
     @each(shift=(1, 3, 1000))
     def test_a_long_overlapping_copy_moves_every_element_once(self, ctx: Context, shift: int) -> None:
