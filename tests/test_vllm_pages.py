@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 import ml
 from kvcache import Batch, CausalCache, PrefixCache
+from kvcache.integrations.vllm import paged_cache
 from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.packing import digits, places, strides_of
 from kvcache.integrations.vllm.paged_cache import CacheLayer, Fill, PagedCache, find_pages
@@ -299,3 +301,25 @@ def test_nan_and_signs_are_carried_bit_for_bit() -> None:
     layers[0].cache.view(torch.int32).copy_(bits)
     found.scatter([2, 3], found.pages.unpack(0, found.pages.pack(0, found.gather([4, 1]).arrays)))
     assert torch.equal(layers[0].cache.view(torch.int32)[[2, 3]], bits[[4, 1]])
+
+
+def test_on_a_device_a_load_waits_for_the_copies_that_were_begun_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its blocks were another request's a moment ago, whose page may still be copied."""
+    waited: list[Any] = []
+
+    class Stream(contextlib.nullcontext[None]):
+        def __init__(self, device: Any) -> None:
+            super().__init__()
+            self.wait_event = waited.append
+
+    monkeypatch.setattr(paged_cache.torch, "Stream", Stream)
+    monkeypatch.setattr(paged_cache.torch, "Event", lambda device: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(paged_cache, "_to_host", lambda part: part)
+    found = find(make_layers("dense", torch.float32, (0, 1, 2, 3), 1))
+    monkeypatch.setattr(found, "_ids", lambda blocks: torch.tensor(blocks))
+    found._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    copied = found.gather([1])
+    with found._beside():
+        assert waited == [copied.event]

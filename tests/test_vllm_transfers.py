@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvcache.integrations.open_stores import StoresInUse
+from kvcache.integrations.vllm import transfers as module
 from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.steps import PageLoad, PageSave, Step
 from kvcache.integrations.vllm.transfers import Transfers
@@ -257,6 +258,19 @@ def test_a_device_that_fails_is_a_load_that_fails(
     transfers.load(loads("r", [11, 12]))
     assert arrived(transfers) == {"r"}
     assert transfers.invalid_blocks() == {11, 12}
+
+
+def test_closing_waits_for_a_store_that_hangs_no_longer_than_it_says(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    one = open_transfers(store := Held(), blocks, backlog=NBYTES)
+    one._has_room = lambda until: True  # type: ignore[method-assign]
+    one.save(saves([1, 2], [3, 4]))
+    one.load(loads("r", [5, 6]))
+    assert not one.close()
+    assert f"close: {2 * NBYTES} bytes are not written" in caplog.text
+    store.go_on.set()
 
 
 def test_what_no_store_takes_is_told(blocks: Blocks) -> None:

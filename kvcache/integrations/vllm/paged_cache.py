@@ -201,6 +201,8 @@ class PagedCache:
         """``parts``: arrays of a page for each layer; ``ratio``: blocks of the kernels in one of vLLM's."""
         self.pages = pages
         self._layers, self._parts, self._ratio, self._device = layers, parts, ratio, device
+        self._copied: Any = None
+        """The event behind the last copy to host memory, where there are streams."""
         self._dtype: Any = pages.dtype.numpy if isinstance(pages, TokenPages) else np.dtype(np.uint8)
 
     @property
@@ -219,6 +221,7 @@ class PagedCache:
             parts = [_to_host(part) for part in parts]
             event = torch.Event(self._device)
             event.record()
+            self._copied = event
         return _Copied([part.numpy().view(self._dtype) for part in parts], event)
 
     def scatter(self, blocks: Sequence[int | None], arrays: Sequence[np.ndarray]) -> None:
@@ -248,11 +251,16 @@ class PagedCache:
 
     @contextlib.contextmanager
     def _beside(self) -> Any:
-        """A stream of one's own, where there are streams: no pass waits for it, and it for none."""
+        """A stream of one's own, where there are streams; no pass waits for it.
+
+        It waits for the copies that were begun before: blocks may be another request's by now.
+        """
         if self._device.type == "cpu":
             yield None
             return
         stream = torch.Stream(self._device)
+        if self._copied is not None:
+            stream.wait_event(self._copied)
         with stream:
             yield stream
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -16,15 +15,10 @@ from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.options import ConnectorOptions
 from kvcache.integrations.vllm.pages import PageFormat
 from kvcache.integrations.vllm.planner import Planner
-from kvcache.integrations.vllm.transfers import DeviceBlocks, Transfers
+from kvcache.integrations.vllm.transfers import PATIENCE, DeviceBlocks, Transfers
 from kvcache.integrations.vllm.work import Workers
 
 __all__ = ["SchedulerSide", "WorkerSide"]
-
-log = logging.getLogger("kvcache")
-
-PATIENCE = 10.0
-"""Seconds that a thread inside a store is waited for when all ends."""
 
 
 class SchedulerSide:
@@ -60,8 +54,8 @@ class SchedulerSide:
         return self.planner
 
     def close(self) -> None:
-        self._workers.close(PATIENCE)
-        self._stores.close()
+        if self._workers.close(PATIENCE):
+            self._stores.close()
 
 
 class PagedBlocks(DeviceBlocks, Protocol):
@@ -82,5 +76,5 @@ class WorkerSide:
         at_exit(self.close)
 
     def close(self) -> None:
-        self.transfers.close()
-        self._stores.close()
+        if self.transfers.close():
+            self._stores.close()

@@ -32,7 +32,7 @@ log = logging.getLogger("kvcache")
 POLL = 0.001
 """Seconds between two looks for room."""
 PATIENCE = 10.0
-"""Seconds that a load inside a store is waited for when all ends."""
+"""Seconds that a thread inside a store is waited for when all ends."""
 IDLE = 0.002
 """Seconds that a step with nothing to compute waits for loads: one that spins keeps threads from running."""
 
@@ -190,7 +190,7 @@ class Transfers:
 
     def settle(self) -> None:
         """Hand over what the device has copied, and note what was written."""
-        while self._copying and self._copying[0][1].ready():
+        while self._copying and self._copying[0][1].ready() and self._tier.has_room(self._pages.nbytes):
             page, copied = self._copying.popleft()
             packed = self._pages.pack(page.begin, copied.arrays)
             self._tier.submit(StoreWrite([(page.keys[self._rank], packed)], packed, page.keys[0]))
@@ -205,13 +205,18 @@ class Transfers:
         found, self._report = self._report, Report()
         return found if found else None
 
-    def close(self) -> None:
-        """End the loads, and write what was copied."""
+    def close(self) -> bool:
+        """End the loads, and write what was copied. False: a store hangs, and is not to be closed."""
         for loading in [*self._loading.values()]:
             loading.stopped = True
-        self._workers.close(PATIENCE)
-        while self._copying:
+        ended = self._workers.close(PATIENCE)
+        until = time.monotonic() + PATIENCE
+        while self._copying and time.monotonic() < until:
             self.settle()
             time.sleep(POLL)
-        self._tier.close()
+        written = self._tier.close(PATIENCE)
+        if not written:
+            lost = self._tier.waiting + len(self._copying) * self._pages.nbytes
+            log.warning("close: %d bytes are not written: a store does not answer in %g s", lost, PATIENCE)
         self.settle()
+        return ended and written

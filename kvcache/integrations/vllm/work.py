@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 __all__ = ["Workers"]
@@ -27,13 +29,15 @@ class Workers:
             thread.start()
         self._jobs.put(job)
 
-    def close(self, timeout: float | None = None) -> None:
-        """Let the jobs end that were given, and the threads with them; wait no longer than ``timeout``."""
+    def close(self, timeout: float = math.inf) -> bool:
+        """Let the jobs end that were given, and the threads with them. False: some did not in ``timeout``."""
+        until = time.monotonic() + timeout
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(timeout)
-        self._threads = []
+            thread.join(max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX)))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return not self._threads
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
