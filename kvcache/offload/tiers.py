@@ -152,13 +152,19 @@ class StoreTier:
         with self._changed:
             self._changed.wait_for(lambda: not self.waiting and not self._touching)
 
-    def close(self) -> None:
-        """Write what is left, and end the thread. The stores stay open: they are the caller's."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Write what is left, and end the thread. The stores stay open: they are the caller's.
+
+        False: it has not ended after ``timeout`` seconds (None: however long it takes).
+        """
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
             self._thread = None
         self.finish_probe()
+        return True
 
     def finish_probe(self) -> None:
         """Wait until no store is probed."""
