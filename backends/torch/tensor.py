@@ -260,6 +260,8 @@ class TorchTensor(BaseTensor):
     @_guarded
     def _scatter(self, src: Self, indices: Any, axis: int) -> None:
         native, source = self.native, self._read_first(src)
+        if not source.numel():
+            return
         if source.dtype is not native.dtype or source.device != native.device:
             source = source.to(native.device, native.dtype)
         if isinstance(indices, TorchTensor):

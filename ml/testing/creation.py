@@ -95,8 +95,10 @@ class CreationTests(BackendCase):
     def test_arange_neither_gathers_rounding_errors_nor_passes_through_a_float(self, ctx: Context) -> None:
         actual = ctx.arange(0, 1000, 0.1, DType.F32).to_numpy()
         np.testing.assert_allclose(actual, np.arange(10000) * 0.1, rtol=2e-7)
-        first = 2**53 + 1
-        assert_same(ctx.arange(first, first + 4, 1, DType.I64), first + np.arange(4, dtype=np.int64))
+        for first in (2**53 + 1, 2**63 - 5, -(2**63)):
+            assert_same(ctx.arange(first, first + 4, 1, DType.I64), first + np.arange(4, dtype=np.int64))
+        down = ctx.arange(3 - 2**63, -(2**63), -1, DType.I64)
+        assert_same(down, 3 - 2**63 - np.arange(3, dtype=np.int64))
 
     # To and from the host.
 

@@ -122,6 +122,8 @@ class RowTests(BackendCase):
         tensor.set_rows(ctx, tensor.permute(ctx, 1, 0), [3, 1, 0, 2])
         model[[3, 1, 0, 2]] = model.T.copy()
         assert_same(tensor, model)
+        empty = tensor.slice(ctx, 1, 2, 2)
+        assert empty.set_rows(ctx, empty, [3, 1, 0, 2]) is empty
         whole = ctx.from_numpy(np.array([2, 0, 1, 9], dtype=np.int32))
         picked = whole.slice(ctx, 0, 0, 3)
         picked.set_rows(ctx, ctx.from_numpy(np.array([70, 80, 90], dtype=np.int32)), picked)
