@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from ml.strided import Shape, contiguous_strides, regular_region
+from ml.strided import Shape, base_of, contiguous_strides, regular_region
 
 __all__ = [
     "Region",
@@ -69,7 +68,7 @@ def may_overlap(shape: Shape, strides: Shape) -> bool:
 @lru_cache(maxsize=4096)
 def region_of(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> Region | None:
     """The block that a view is, or None where it is none. The view is not empty."""
-    for base in (allocated or (1,), _base_of(math.prod(allocated), shape, strides)):
+    for base in (allocated or (1,), base_of(math.prod(allocated), shape, strides)):
         found = None if base is None else regular_region(base, offset, shape, strides)
         if base is None or found is None or any(part.step != 1 for part in found[0]):
             continue
@@ -79,22 +78,6 @@ def region_of(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> Re
         start = mx.array([slices[k].start for k in axes], mx.int32)
         return Region(base, sizes, _inverse(len(base), placed), axes, start)
     return None
-
-
-def _base_of(size: int, shape: Shape, strides: Shape) -> Shape | None:
-    """The shape in which the strides of a view are those of whole axes, if there is one.
-
-    A storage of 24 elements, seen with strides (12, 2), is (2, 6, 2).
-    """
-    steps = sorted({s for n, s in zip(shape, strides, strict=True) if n > 1} | {1}, reverse=True)
-    if steps[-1] < 1 or size % steps[0]:
-        return None
-    base = [size // steps[0]]
-    for outer, inner in pairwise(steps):
-        if outer % inner:
-            return None
-        base.append(outer // inner)
-    return tuple(base)
 
 
 @lru_cache(maxsize=4096)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -35,6 +36,23 @@ from ml.ragged import RaggedPlan
 from ml.strided import Shape, overlaps_itself
 
 __all__ = ["TorchBackend", "TorchContext"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _guarded(method: _Method) -> _Method:
+    """Of an open context; what torch raises becomes an ml error that names the operation and the device."""
+    op = method.__name__
+
+    @functools.wraps(method)
+    def call(self: TorchBackend, ctx: TorchContext, *args: Any, **options: Any) -> Any:
+        ctx.check(op)
+        try:
+            return method(self, ctx, *args, **options)
+        except (RuntimeError, IndexError, MemoryError) as error:
+            raise translated(op, error, ctx.device) from error
+
+    return cast("_Method", call)
 
 
 class TorchBackend(PlacedBackend):
@@ -153,6 +171,7 @@ class TorchBackend(PlacedBackend):
             return None
         return TorchKVStore(self, key, value)
 
+    @_guarded
     def attention(
         self,
         ctx: TorchContext,
@@ -164,12 +183,9 @@ class TorchBackend(PlacedBackend):
         sinks: TorchTensor | None = None,
     ) -> TorchTensor:
         """See :class:`ml.SupportsAttention`. Keys and values may be strided; they are not copied."""
-        ctx.check("attention")
-        try:
-            return attend(ctx, self.causal_masks, query, key, value, mask, scale, sinks)
-        except (RuntimeError, IndexError, MemoryError) as error:
-            raise translated("attention", error, ctx.device) from error
+        return attend(ctx, self.causal_masks, query, key, value, mask, scale, sinks)
 
+    @_guarded
     def attention_calls(
         self,
         ctx: TorchContext,
@@ -181,11 +197,7 @@ class TorchBackend(PlacedBackend):
         sinks: TorchTensor | None = None,
     ) -> TorchTensor:
         """See :class:`ml.SupportsAttentionCalls`."""
-        ctx.check("attention_calls")
-        try:
-            return attend_calls(ctx, self.causal_masks, query, key, value, levels, scale, sinks)
-        except (RuntimeError, IndexError, MemoryError) as error:
-            raise translated("attention_calls", error, ctx.device) from error
+        return attend_calls(ctx, self.causal_masks, query, key, value, levels, scale, sinks)
 
     def quantize(self, ctx: TorchContext, x: TorchTensor, format: str) -> tuple[TorchTensor, ...] | None:
         """See :class:`ml.SupportsBlockFormats`."""
@@ -197,6 +209,7 @@ class TorchBackend(PlacedBackend):
         ctx.check("dequantize")
         return decoded(ctx, parts, format)
 
+    @_guarded
     def quantized_attention(
         self,
         ctx: TorchContext,
@@ -209,11 +222,7 @@ class TorchBackend(PlacedBackend):
         sinks: TorchTensor | None = None,
     ) -> TorchTensor | None:
         """See :class:`ml.SupportsQuantizedAttention`. By numba on the CPU, by Triton on CUDA."""
-        ctx.check("quantized_attention")
-        try:
-            return attend_quantized(ctx, query, key, value, formats, plan, scale, sinks)
-        except (RuntimeError, IndexError, MemoryError) as error:
-            raise translated("quantized_attention", error, ctx.device) from error
+        return attend_quantized(ctx, query, key, value, formats, plan, scale, sinks)
 
     def quantized_store(
         self, key: Sequence[TorchTensor], value: Sequence[TorchTensor], formats: tuple[str, str]
@@ -221,6 +230,7 @@ class TorchBackend(PlacedBackend):
         """See :class:`ml.SupportsQuantizedStore`."""
         return quantized_store(self, key, value, formats)
 
+    @_guarded
     def partial_attention(
         self,
         ctx: TorchContext,
@@ -231,12 +241,9 @@ class TorchBackend(PlacedBackend):
         scale: float,
     ) -> tuple[TorchTensor, TorchTensor]:
         """See :class:`ml.SupportsPartialAttention`."""
-        ctx.check("partial_attention")
-        try:
-            return attend_partially(ctx, self.causal_masks, query, key, value, mask, scale)
-        except (RuntimeError, IndexError, MemoryError) as error:
-            raise translated("partial_attention", error, ctx.device) from error
+        return attend_partially(ctx, self.causal_masks, query, key, value, mask, scale)
 
+    @_guarded
     def ragged_attention(
         self,
         ctx: TorchContext,
@@ -248,21 +255,14 @@ class TorchBackend(PlacedBackend):
         sinks: TorchTensor | None = None,
     ) -> TorchTensor | None:
         """See :class:`ml.SupportsRaggedAttention`. By Triton on CUDA; None elsewhere, and without triton."""
-        ctx.check("ragged_attention")
-        try:
-            return attend_ragged(ctx, query, key, value, plan, scale, sinks)
-        except (RuntimeError, IndexError, MemoryError) as error:
-            raise translated("ragged_attention", error, ctx.device) from error
+        return attend_ragged(ctx, query, key, value, plan, scale, sinks)
 
+    @_guarded
     def grouped_matmul(
         self, ctx: TorchContext, x: TorchTensor, weight: TorchTensor, groups: TorchTensor
     ) -> TorchTensor | None:
         """See :class:`ml.SupportsGroupedMatmul`. On CUDA BF16 alone: of others torch asks the device."""
-        ctx.check("grouped_matmul")
-        try:
-            return multiply_grouped(ctx, x, weight, groups)
-        except (RuntimeError, IndexError, MemoryError) as error:
-            raise translated("grouped_matmul", error, ctx.device) from error
+        return multiply_grouped(ctx, x, weight, groups)
 
 
 class TorchContext(PlacedContext):
@@ -338,7 +338,8 @@ class TorchContext(PlacedContext):
         return self._allocate(torch.full, shape, as_element(value, dtype), dtype=dtype)
 
     def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
-        if dtype.is_float or not count:  # to be rounded once, which torch does not promise
+        # Floats are to be rounded once, which torch does not promise; its stop has to fit 64 bits.
+        if dtype.is_float or not count or max(abs(start), abs(start + count * step)) > 1 << 62:
             return super()._arange(start, step, count, dtype)
         return self._allocate(self._integers, (count,), int(start), int(step), dtype=dtype)
 
