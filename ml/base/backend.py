@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
@@ -18,6 +17,7 @@ from ml.errors import (
     ShapeError,
 )
 from ml.protocols import Context
+from ml.strided import integers
 
 __all__ = ["BaseBackend", "Storage"]
 
@@ -80,7 +80,8 @@ class BaseBackend(ABC):
 
     def new_context(self, max_graph_nodes: int | None = None) -> Context:
         self.check("new_context")
-        nodes = DEFAULT_GRAPH_NODES if max_graph_nodes is None else operator.index(max_graph_nodes)
+        wanted = DEFAULT_GRAPH_NODES if max_graph_nodes is None else max_graph_nodes
+        (nodes,) = integers("new_context", wanted)
         if nodes < 1:
             raise ShapeError(f"new_context: max_graph_nodes={nodes}; it must be at least 1")
         return self._new_context(nodes)

@@ -27,6 +27,7 @@ from ml.strided import (
     Shape,
     as_shape,
     check_count,
+    integers,
 )
 
 __all__ = ["BaseContext"]
@@ -196,9 +197,10 @@ class BaseContext(ABC):
 
     def layer(self, i: int) -> BaseContext:
         self.check("layer")
-        if i < 0:
-            raise BoundsError(f"layer: {i}; layers count from 0")
-        device = self._device_of_layer(i)
+        (layer,) = integers("layer", i)
+        if layer < 0:
+            raise BoundsError(f"layer: {layer}; layers count from 0")
+        device = self._device_of_layer(layer)
         return self if device == self.device_index else self._on_device(device)
 
     def close(self) -> None:

@@ -382,11 +382,11 @@ class BaseTensor(ABC):
     def clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
         ctx.check("clamp", self)
         self._need_number("clamp")
-        if lo is not None and hi is not None and lo > hi:
-            raise ShapeError(f"clamp: lo {lo} > hi {hi}")
         for name, bound in (("lo", lo), ("hi", hi)):
             if bound is not None:
                 check_representable("clamp", name, bound, self.dtype)
+        if lo is not None and hi is not None and lo > hi:
+            raise ShapeError(f"clamp: lo {lo} > hi {hi}")
         return self._clamp(ctx, lo, hi)
 
     def matmul(self, ctx: Any, other: Tensor) -> Self:
@@ -403,20 +403,20 @@ class BaseTensor(ABC):
 
     def sum(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
         ctx.check("sum", self)
-        return self._reduce(ctx, "sum", self._axis("sum", axis), keepdims)
+        return self._reduce(ctx, "sum", self._axis("sum", axis), bool(keepdims))
 
     def mean(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
         ctx.check("mean", self)
         self._need_float("mean")
-        return self._reduce(ctx, "mean", self._filled("mean", axis), keepdims)
+        return self._reduce(ctx, "mean", self._filled("mean", axis), bool(keepdims))
 
     def max(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
         ctx.check("max", self)
-        return self._reduce(ctx, "max", self._filled("max", axis), keepdims)
+        return self._reduce(ctx, "max", self._filled("max", axis), bool(keepdims))
 
     def argmax(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
         ctx.check("argmax", self)
-        return self._reduce(ctx, "argmax", self._filled("argmax", axis), keepdims)
+        return self._reduce(ctx, "argmax", self._filled("argmax", axis), bool(keepdims))
 
     def argsort(self, ctx: Any, axis: int = -1) -> Self:
         ctx.check("argsort", self)
@@ -434,6 +434,7 @@ class BaseTensor(ABC):
         ctx.check("rms_norm", self)
         self._need_float("rms_norm")
         size = self.shape[self._axis("rms_norm", -1)]
+        check_representable("rms_norm", "eps", eps, DType.F32)
         if weight is None:
             return self._rms_norm(ctx, None, eps)
         peer = self._operand("rms_norm", weight)
@@ -443,7 +444,7 @@ class BaseTensor(ABC):
 
     def compare(self, ctx: Any, op: str, other: Tensor) -> Self:
         ctx.check("compare", self)
-        if op not in COMPARISONS:
+        if op not in tuple(COMPARISONS):  # a tuple, since what is asked for may have no hash
             raise ShapeError(f"compare: op {op!r}; it must be one of {', '.join(COMPARISONS)}")
         peer = self._operand("compare", other)
         broadcast_shapes("compare", self.shape, peer.shape)
