@@ -23,8 +23,8 @@ from kvcache import (
     RecurrentCache,
     WrapperCache,
 )
-from kvcache.storage.sizes import bytes_text, parse_bytes
-from kvcache.stores import FileStore, MemoryStore
+from kvcache.sizes import bytes_text, parse_bytes
+from kvcache.stores import FileStore, MemoryStore, StoreValueError, open_store
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,8 @@ def test_the_package_knows_its_version() -> None:
     [
         ("512MiB", 512 << 20),
         ("1.5 GiB", 3 << 29),
+        ("500MB", 500_000_000),
+        ("1.5 gb", 1_500_000_000),
         ("64K", 65536),
         ("2t", 2 << 40),
         ("7", 7),
@@ -184,10 +186,18 @@ def test_the_package_knows_its_version() -> None:
 def test_sizes_are_read_as_people_write_them(text: int | str, count: int) -> None:
     assert parse_bytes("here", text) == count
     assert HostTier(text).budget == count
+    store = open_store("memory", budget=text)
+    assert isinstance(store, MemoryStore)
+    assert store.budget == count
 
 
-@pytest.mark.parametrize("text", ["lots", "", "-1", "1.5.2MiB", "3 MiBs", -1])
+@pytest.mark.parametrize(
+    "text", ["lots", "", "-1", "1.5.2MiB", "3 MiBs", "1e9", "1ib", "GiB", "1 0", "9" * 30, -1, True]
+)
 def test_what_is_no_size_is_refused(text: int | str) -> None:
-    with pytest.raises(InvalidRangeError, match=rf"HostTier: budget={text!r}; it must be a number"):
+    message = rf"budget={text!r}; it must be a number of bytes from 0, or a size such as"
+    with pytest.raises(InvalidRangeError, match=f"HostTier: {message}"):
         HostTier(text)
+    with pytest.raises(StoreValueError, match=f"open_store: {message}"):
+        open_store("memory", budget=text)
     assert bytes_text(1536) == "1.5 KiB"

@@ -27,7 +27,7 @@ from kvcache.runner.loading import bundled_model, load_config, load_model
 from kvcache.runner.requests import Event, GenerationOptions
 from kvcache.runner.saved import write_whole
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.storage.sizes import bytes_text
+from kvcache.sizes import bytes_text
 from kvcache.stores.builtin import path_of
 from kvcache.stores.options import parse_bytes
 from kvcache.views.disk import is_store, look_at_page, look_at_store, page_meta
@@ -79,7 +79,7 @@ def inspect(
     Example: kvcache inspect --prompt "In the beginning" --prompt "In the land" --html cache.html
     """
     with reported(debug):
-        limit = parse_bytes(budget)
+        limit = parse_bytes(budget, "--budget")
         if (target is None) == (not prompt):
             raise typer.BadParameter("give a store, a saved conversation, or --prompt TEXT")
         console = None if as_json or as_text or not draws(sys.stdout) else Console(highlight=False)
@@ -105,7 +105,8 @@ def look_at(
     if target.startswith("file:"):
         url, _, query = target.partition("?")
         target = path_of(url)
-        budget = parse_bytes(dict(parse_qsl(query)).get("budget")) if budget is None else budget
+        if budget is None:
+            budget = parse_bytes(dict(parse_qsl(query)).get("budget"), "inspect: budget")
     elif "://" in target:
         raise RunnerError(f"inspect: {target}: only a store in a folder can be inspected")
     path = Path(target).expanduser()

@@ -18,7 +18,7 @@ import ml
 from kvcache.offload.break_even import BreakEven, Decision
 from kvcache.offload.buffer_pool import Lender, Loan
 from kvcache.offload.outages import READING, WRITING, Outages
-from kvcache.storage.sizes import parse_bytes
+from kvcache.sizes import parse_bytes
 from kvcache.stores.buffers import WritableBuffer
 from kvcache.stores.errors import SnapshotCorruptError, StoreError, StoreFullError, StoreUnavailableError
 from kvcache.stores.keys import Chain

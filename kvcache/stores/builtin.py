@@ -111,11 +111,12 @@ def _open_file(
     if where is None or (url is not None and path is not None):
         raise StoreValueError(f"open_store: a file store has one path; the URL is {url!r}, path={path!r}")
     wait = read_truth("open_store", "durable", durable)
-    return FileStore(where, parse_bytes(budget), durable=wait, digest=digest, secret=secret)
+    limit = parse_bytes(budget, "open_store: budget")
+    return FileStore(where, limit, durable=wait, digest=digest, secret=secret)
 
 
 def _open_memory(url: str | None = None, *, budget: int | str | None = None) -> SnapshotStore:
-    return MemoryStore(parse_bytes(budget))
+    return MemoryStore(parse_bytes(budget, "open_store: budget"))
 
 
 def path_of(url: str) -> str:

@@ -6,23 +6,23 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from kvcache import sizes
+from kvcache.cache import InvalidRangeError
 from kvcache.stores.errors import StoreValueError
 
 __all__ = ["check_options", "parse_bytes", "read_prefix", "read_truth", "without_secrets"]
 
 _PREFIX = re.compile(r"[0-9A-Za-z._:-]{1,64}")
 _TRUTH = dict.fromkeys(("yes", "true", "1", "on"), True) | dict.fromkeys(("no", "false", "0", "off"), False)
-_SIZE = re.compile(r"(\d{1,18})(?:\.(\d{1,6}))?\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
-_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _USER = re.compile(r"//.*@", re.DOTALL)
 _FIELD = re.compile(r"\b((?:\w*_)?(?:password|secret|token))=.*", re.IGNORECASE | re.DOTALL)
 
 
 def check_options(owner: str, given: Iterable[str], known: Collection[str]) -> None:
-    """TypeError for the first that is not known."""
+    """StoreValueError for the first that is not known."""
     for name in given:
         if name not in known:
-            raise TypeError(f"{owner}: no option {name!r}; there are: {', '.join(sorted(known))}")
+            raise StoreValueError(f"{owner}: no option {name!r}; there are: {', '.join(sorted(known))}")
 
 
 def read_prefix(owner: str, name: str, value: Any) -> str:
@@ -40,20 +40,15 @@ def read_truth(owner: str, name: str, value: Any) -> bool:
     return found
 
 
-def parse_bytes(size: int | str | None) -> int | None:
-    """Bytes of 4096, "4096", "1.5GB" (powers of 1000) or "10GiB" (powers of 1024); None stays None.
+def parse_bytes(size: int | str | None, what: str = "size") -> int | None:
+    """Bytes of 4096, "4096", "1.5GB" (powers of 1000), "10GiB" or "10G" (powers of 1024); None stays None.
 
-    Raises StoreValueError for anything else.
+    Raises StoreValueError for anything else, of which the message says ``what`` it is.
     """
-    if size is None or isinstance(size, int):
-        return size
-    match = _SIZE.fullmatch(str(size).strip())
-    if match is None:
-        raise StoreValueError(f"the size {size!r}; write 4096, 500MB or 10GiB")
-    whole, fraction, power, binary = match.groups()
-    unit = (1024 if binary else 1000) ** _POWERS[power.lower()] if power else 1
-    digits = int(whole + (fraction or ""))
-    return int(digits * unit // 10 ** len(fraction or ""))
+    try:
+        return None if size is None else sizes.parse_bytes(what, size)
+    except InvalidRangeError as error:
+        raise StoreValueError(str(error)) from None
 
 
 def without_secrets(url: str) -> str:

@@ -23,7 +23,7 @@ _SMALLEST_SEGMENT = 1 << 24
 class MooncakeOptions:
     """``mooncake://host[:port]``, and options; sizes in bytes or as ``"4GiB"``, times in seconds.
 
-    Raises StoreValueError for what makes no sense, TypeError for an option that does not exist.
+    Raises StoreValueError for what makes no sense, and for an option that does not exist.
     """
 
     host: str = "localhost"
@@ -103,9 +103,9 @@ def _where(url: str) -> dict[str, Any]:
 
 def _typed(name: str, value: Any) -> Any:
     """An option as it is kept, from the text of a URL too."""
+    if name in _SIZES:
+        return parse_bytes(value, f"mooncake: {name}")
     try:
-        if name in _SIZES:
-            return parse_bytes(value)
         if name in ("port", "lanes", "replicas"):
             return int(value)
         return float(value) if name == "timeout" else value

@@ -43,8 +43,8 @@ class MooncakeStore(RemoteStore):
     StoreUnavailableError, at once and without asking for a second and then ever longer, up to half a minute.
     After a fork, open the store anew in the child.
 
-    Raises StoreValueError for a URL or an option that makes no sense, TypeError for one that does not
-    exist, StoreUnavailableError where a package is missing.
+    Raises StoreValueError for a URL or an option that makes no sense or does not exist,
+    StoreUnavailableError where a package is missing.
     """
 
     def __init__(self, url: str | None = None, *, client: Any = None, **options: Any) -> None:

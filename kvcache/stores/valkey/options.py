@@ -52,7 +52,7 @@ class ValkeyOptions:
     def of(cls, url: str | None, options: Mapping[str, Any]) -> ValkeyOptions:
         """From a URL without a query, and options, which may be text.
 
-        Raises StoreValueError for what makes no sense, TypeError for an option that does not exist,
+        Raises StoreValueError for what makes no sense, and for an option that does not exist,
         StoreUnavailableError where a ``password_file`` cannot be read.
         """
         found: dict[str, Any] = {} if url is None else _parsed(url)

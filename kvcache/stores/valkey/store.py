@@ -54,8 +54,8 @@ class ValkeyStore(RemoteStore):
     call tries again. After a fork the child goes on with connections of its own; fork while no other
     thread is in a call.
 
-    Raises StoreValueError for a URL or an option that makes no sense, TypeError for one that does not
-    exist, StoreUnavailableError where a package is missing.
+    Raises StoreValueError for a URL or an option that makes no sense or does not exist,
+    StoreUnavailableError where a package is missing.
     """
 
     def __init__(self, url: str = "valkey://localhost:6379/0", **options: Any) -> None:
