@@ -22,7 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from kvcache.cache import ClosedError, InvalidRangeError, SnapshotCache, SupportsOffset, check_whole
+from kvcache.cache import (
+    ClosedError,
+    InvalidRangeError,
+    OrderError,
+    SnapshotCache,
+    SupportsOffset,
+    check_whole,
+)
 from kvcache.offload.break_even import BreakEven
 from kvcache.offload.prefetch import Prefetch, Prefetcher
 from kvcache.offload.tiers import HostTier, StoreTier
@@ -99,10 +106,7 @@ class PrefixCache(Closing):
         break_even: BreakEven | None = None,
         read_ahead: int = 256 << 20,
     ) -> None:
-        if not hasattr(cache, "settings"):
-            raise InvalidRangeError(
-                f"PrefixCache: {cache!r:.60} is not a cache; it must be an initialized cache"
-            )
+        settings = _settings_of(cache)
         budget = None if budget is None else parse_bytes("PrefixCache: budget", budget)
         check_whole("PrefixCache", "interval", interval, least=1)
         for name, value in (("backlog", backlog), ("in_flight", in_flight), ("read_ahead", read_ahead)):
@@ -112,7 +116,7 @@ class PrefixCache(Closing):
         if not isinstance(break_even, BreakEven | None):
             raise InvalidRangeError(f"PrefixCache: break_even={break_even!r:.60}; it must be a BreakEven")
         _check_given(tiers, identity, layers)
-        keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": cache.settings()}, block_size)
+        keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": settings}, block_size)
         if not isinstance(cache, SupportsOffset):
             raise InvalidRangeError(
                 f"PrefixCache: {type(cache).__name__} knows no positions; wrap it with the cache of the "
@@ -427,6 +431,15 @@ def _warn_of_loss(tree: PrefixTree) -> None:
             "flush() while it is in use",
             bytes_text(lost),
         )
+
+
+def _settings_of(cache: SnapshotCache) -> dict[str, object]:
+    if not hasattr(cache, "settings"):
+        raise InvalidRangeError(f"PrefixCache: {cache!r:.60} is not a cache; it must be an initialized cache")
+    try:
+        return cache.settings()
+    except (OrderError, ClosedError) as error:  # its message begins with "settings: "
+        raise type(error)(f"PrefixCache: {str(error).partition(': ')[2]}") from None
 
 
 def _check_given(tiers: object, identity: object, layers: object) -> None:
