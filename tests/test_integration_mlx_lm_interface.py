@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
@@ -12,14 +15,15 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 
 import kvcache
-from kvcache.integrations.mlx_lm import Attention, CachePool, make_prompt_cache
+from kvcache import InvalidRangeError, NotSupportedError
+from kvcache.integrations.mlx_lm import Attention, CachePool, MLXPrefixCache, make_prompt_cache
 
 from . import mlx_lm_models as models
 
 
 def marked(*values: float) -> mx.array:
     """K or V of one row and one head: a token for each value."""
-    return mx.array([[[[value] * 4 for value in values]]])
+    return mx.array([[[[float(value)] * 4 for value in values]]])
 
 
 class TestKeysAndValues:
@@ -130,6 +134,38 @@ class TestQuantizedByMlxLm:
         entries = [pool.make_prompt_cache()[0] for _ in range(2)]
         with pytest.raises(kvcache.NotSupportedError, match="batch"):
             entries[0].merge(entries).to_quantized()
+
+
+def test_rows_are_told_by_their_numbers() -> None:
+    entry = CachePool([Attention()], capacity=16, max_sequences=3).make_prompt_cache()[0]
+    x = mx.arange(3, dtype=mx.float32).reshape(-1, 1, 1, 1) * mx.ones((1, 1, 2, 4))
+    entry.update_and_fetch(x, x)
+    for mask in (mx.array([False, True, True]), [False, True, True], np.array([False, True, True])):
+        with pytest.raises(InvalidRangeError, match="give the numbers of the rows, not a mask"):
+            entry.filter(mask)
+    for call in (lambda: entry.filter([0, 3]), lambda: entry.extract(3), lambda: entry.filter([-4])):
+        with pytest.raises(InvalidRangeError, match=r"row (3|-4); the prompt cache has 3"):
+            call()
+    with pytest.raises(InvalidRangeError, match="not a mask"):
+        entry.extract(True)
+    assert entry.extract(-1).keys[0, 0, 0, 0] == 2
+    entry.filter(mx.array([2, -3]))
+    assert entry.keys[:, 0, 0, 0].tolist() == [2, 0]
+
+
+def test_a_row_of_a_session_is_not_doubled() -> None:
+    with MLXPrefixCache(models.shared("llama"), capacity=64) as cache, cache.begin([5, 6, 7]) as session:
+        session.prefill()
+        with pytest.raises(NotSupportedError, match=r"filter: .* has no copies"):
+            session.prompt_cache[0].filter([0, 0])
+
+
+@pytest.mark.parametrize("make", [models.make_llama, models.make_qwen], ids=["llama", "qwen"])
+def test_a_state_is_not_set_and_what_takes_one_over_is_named(make: Any) -> None:
+    for entry in make_prompt_cache(make(), capacity=16):
+        for call in (lambda e: type(e).from_state(e.state), lambda e: setattr(e, "state", e.state)):
+            with pytest.raises(NotSupportedError, match=r"adopt\(prompt_cache, pool\)"):
+                call(entry)
 
 
 def test_a_loop_over_an_entry_of_states_ends_after_the_last() -> None:

@@ -227,8 +227,7 @@ class Attending(LayerCache):
             made.offset = keys.shape[2]
         return made
 
-    @property
-    def state(self) -> Any:
+    def saved(self) -> Any:
         """What ``save_prompt_cache`` saves and mlx-lm's KVCache loads: K, V and the offset."""
         return *self._stored(), self._saved_offset()
 
@@ -304,8 +303,7 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
     def size(self) -> int:
         return min(super().size(), self.max_size)
 
-    @property
-    def state(self) -> Any:
+    def saved(self) -> Any:
         """What mlx-lm's RotatingKVCache loads: the window in the order of positions.
 
         A full one overwrites its oldest token next. Where that has left already, zeros stand for it.
@@ -351,8 +349,7 @@ class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
         first = keys.shape[2] - one.tokens - self._reach(keys.shape[2] - one.tokens)
         return keys[..., first:, :].astype(key_dtype), values[..., first:, :].astype(value_dtype)
 
-    @property
-    def state(self) -> Any:
+    def saved(self) -> Any:
         """What mlx-lm's ChunkedKVCache loads: the last tokens in the order of positions, and the first's."""
         keys, values = self._stored()
         size = 0 if keys is None else keys.shape[2]

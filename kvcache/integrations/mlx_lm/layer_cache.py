@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import mlx.core as mx
+import numpy as np
 
-from kvcache.cache import InvalidRangeError
+from kvcache.cache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.mlx_lm.layers import OwnCacheList
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.storage import Storage
@@ -20,7 +21,30 @@ from kvcache.integrations.mlx_lm.storage import Storage
 __all__ = ["BatchState", "CacheList", "LayerCache"]
 
 
-class LayerCache:
+class _Saved:
+    """An entry's ``state``, which ``save_prompt_cache`` reads and nobody sets."""
+
+    def saved(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def state(self) -> Any:
+        """What mlx-lm's class of the same name loads."""
+        return self.saved()
+
+    @state.setter
+    def state(self, new: Any) -> None:
+        type(self).from_state(new)
+
+    @classmethod
+    def from_state(cls, state: Any) -> Self:
+        raise NotSupportedError(
+            f"state: a {cls.__name__} of a CachePool is not made from one; adopt(prompt_cache, pool) takes "
+            "over a prompt cache of mlx-lm's, load_prompt_cache(file, pool) one that was saved"
+        )
+
+
+class LayerCache(_Saved):
     """One layer of a prompt cache. All layers of a prompt cache share its :class:`BatchRows`."""
 
     def __init__(self, rows: BatchRows, layer: int, seen: int = 0) -> None:
@@ -94,7 +118,7 @@ class LayerCache:
 
     def filter(self, batch_indices: Any) -> None:
         """Keep these rows."""
-        self._do("filter", _integers(batch_indices))
+        self._do("filter", _rows("filter", batch_indices))
 
     def extend(self, other: LayerCache) -> None:
         """Add the rows of ``other``, sharing what is stored."""
@@ -115,7 +139,7 @@ class LayerCache:
 
     def extract(self, idx: int) -> Self:
         """One row as an entry of its own, sharing what is stored."""
-        idx, rows = int(idx), self.rows
+        (idx,), rows = _rows("extract", [idx]), self.rows
         rows.settle()
         return type(self)(rows.derived("extract", (idx,), self.layer, lambda: rows.extract(idx)), self.layer)
 
@@ -135,7 +159,7 @@ class LayerCache:
         return cls(made, caches[0].layer)
 
 
-class CacheList(OwnCacheList):  # type: ignore[misc]
+class CacheList(_Saved, OwnCacheList):  # type: ignore[misc]
     """An entry of several of ours, for layers that have attention beside states, or twice."""
 
     @property
@@ -143,6 +167,9 @@ class CacheList(OwnCacheList):  # type: ignore[misc]
         """Those of all entries of the prompt cache."""
         rows: BatchRows = self.caches[0].rows
         return rows
+
+    def saved(self) -> Any:
+        return [(entry.state, type(entry).__name__) for entry in self.caches]
 
     def extract(self, idx: int) -> Self:
         """One row as an entry of its own, sharing what is stored."""
@@ -160,3 +187,12 @@ def _integers(values: Any) -> tuple[int, ...]:
     if isinstance(values, mx.array):
         values = values.tolist()
     return tuple([int(value) for value in values])
+
+
+def _rows(op: str, rows: Any) -> tuple[int, ...]:
+    """Numbers of rows, those below 0 from the end. A mask of BOOL is refused, as mlx-lm's own entries do."""
+    found: Any = rows.tolist() if isinstance(rows, mx.array) else list(rows)
+    for row in found:
+        if isinstance(row, bool | np.bool_):
+            raise InvalidRangeError(f"{op}: {row!r:.20} for a row; give the numbers of the rows, not a mask")
+    return _integers(found)

@@ -110,8 +110,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         self.rows.settle()
         return [self[i] for i in range(len(self._spec.shapes))]
 
-    @property
-    def state(self) -> Any:
+    def saved(self) -> Any:
         """What mlx-lm's ArraysCache loads: the states, left padding and lengths."""
         return self.cache, None, None
 
@@ -160,8 +159,7 @@ class CompressedCache(ArraysCache):
         self.window = found[:, -self.window_size :]
         return found
 
-    @property
-    def state(self) -> Any:
+    def saved(self) -> Any:
         """What mlx-lm's holds of one row: five states, None where there is nothing, and the offset."""
         if self.rows.batched:
             return (BatchState(),)

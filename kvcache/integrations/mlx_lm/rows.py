@@ -357,10 +357,19 @@ class BatchRows:
 
     def filter(self, keep: Sequence[int]) -> None:
         """Keep these rows, in this order."""
+        self._check_rows("filter", keep)
+        if len({row % len(self.held) for row in keep}) < len(keep):
+            self.pool.check_sharing("filter")
         skip, left = self.skip, self.left
         self._replace([self.held[row] for row in keep], [self.lengths[row] for row in keep])
         self.skip = [skip[row] for row in keep]
         self.left = None if left is None else [left[row] for row in keep]
+
+    def _check_rows(self, op: str, rows: Sequence[int]) -> None:
+        count = len(self.held)
+        for row in rows:
+            if not -count <= row < count:
+                raise InvalidRangeError(f"{op}: row {row}; the prompt cache has {count}")
 
     def extend(self, other: BatchRows) -> None:
         """The rows of ``other`` behind these."""
@@ -396,6 +405,7 @@ class BatchRows:
     def extract(self, row: int) -> BatchRows:
         """One row as a prompt cache of its own, sharing what is stored."""
         self.pool.check_sharing("extract")
+        self._check_rows("extract", [row])
         return BatchRows(self.pool, [self.held[row]], [self.lengths[row]], batched=False)
 
     @staticmethod
