@@ -160,6 +160,27 @@ def test_a_run_stops_at_the_first_failure_and_goes_on_from_there(
     assert [result.outcome for result in load(path).results] == ["pass"] * 3
 
 
+TABLE = """
+from ml.testing.harness import BackendCase, each
+
+class TestTable(BackendCase):
+    @each(number={"one": 1, "two": 2, "four": 4})
+    def test_odd(self, number):
+        assert number % 2 == 1, f"{number} is even"
+"""
+
+
+def test_of_a_table_the_cases_that_failed_are_named_and_the_reason_of_the_first(
+    tmp_path: Path, suites_of: Any
+) -> None:
+    suites_of("suite_of_a_table", TABLE)
+    with (tmp_path / "log").open("w") as log:
+        run_suites("numpy", tmp_path / "kept", Selection(("suite_of_a_table",), isolated=True), log)
+    (result,) = load(tmp_path / "kept").results
+    assert result.cases == ["two", "four"]
+    assert result.reason == "2 of 3 cases failed: two; four (two: AssertionError: 2 is even)"
+
+
 def test_the_command_says_what_was_not_run_and_goes_on(tmp_path: Path, ran: None) -> None:
     unfinished = RUN._replace(tests=9, unfinished=5)
     with pytest.MonkeyPatch.context() as patch:

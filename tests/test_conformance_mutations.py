@@ -224,8 +224,11 @@ def test_an_absence_that_is_not_true_fails(copy: ModuleType, run_suite: Any, abs
 
 
 def test_an_absence_that_the_contract_does_not_know_fails(copy: ModuleType, run_suite: Any) -> None:
-    reports = run_suite(copy, RefusalTests, Features(absent=frozenset({"sofmax"})))
+    features = Features(absent=frozenset({"sofmax"}))
+    reports = run_suite(copy, RefusalTests, features)
     assert reports.failed == ["test_what_is_declared_absent_exists_in_the_contract"]
+    with pytest.raises(AssertionError, match=r"names no operations of the contract: \['sofmax'\]"):
+        RefusalTests().test_what_is_declared_absent_exists_in_the_contract(features)
 
 
 def test_a_backend_without_some_dtypes_that_says_so_passes(copy: ModuleType, run_suite: Any) -> None:

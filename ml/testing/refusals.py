@@ -221,8 +221,11 @@ class RefusalTests(BackendCase):
 
     @checks_absence
     def test_what_is_declared_absent_exists_in_the_contract(self, declared: Features) -> None:
-        assert declared.absent <= {"compute", *OPERATIONS}
-        assert OFFERED_BY_ALL <= declared.dtypes <= frozenset(DTYPES)
+        unknown = sorted(declared.absent - {"compute", *OPERATIONS})
+        assert not unknown, f"Features(absent=) names no operations of the contract: {unknown}"
+        missing, strange = OFFERED_BY_ALL - declared.dtypes, declared.dtypes - frozenset(DTYPES)
+        assert not missing, f"Features(dtypes=) lacks {missing}, which every backend has"
+        assert not strange, f"Features(dtypes=) has {strange}, which are no dtypes of tensors"
 
     # Closed.
 

@@ -155,10 +155,13 @@ class _Collector:
 
 
 def _failed(report: pytest.TestReport) -> str:
-    """The first line of what was raised."""
+    """The first line of what was raised; of a table, the first of its cases too."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = str(crash.message if crash is not None else report.longrepr).splitlines()
-    return lines[0].removeprefix("ml.testing.harness.CasesFailedError: ") if lines else report.when
+    if not lines:
+        return report.when
+    cases = lines[0].removeprefix("ml.testing.harness.CasesFailedError: ")
+    return lines[0] if cases == lines[0] else f"{cases} ({lines[1].strip()})"
 
 
 def _skipped(report: pytest.TestReport) -> tuple[str, str]:
