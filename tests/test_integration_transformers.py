@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -255,6 +256,50 @@ def test_a_cache_shows_what_it_holds() -> None:
     static = HFStaticCache(made.config, capacity=32)
     hf.feed(made, static, hf.tokens(1, 5))
     assert repr(static) == "<HFStaticCache, layers: 2, capacity: 32, rows: 1, tokens of each: 5>"
+
+
+def test_a_cache_of_fixed_shapes_is_not_copied_and_none_is_pickled() -> None:
+    config = hf.model("llama").config
+    with pytest.raises(NotSupportedError, match=r"deepcopy: an HFStaticCache, .* HFCache is copied"):
+        copy.deepcopy(HFStaticCache(config, capacity=8))
+    for cache in (HFCache(config), HFStaticCache(config, capacity=8)):
+        with pytest.raises(NotSupportedError, match=r"pickle: .*HFCache\.save\(store, key\) keeps"):
+            pickle.dumps(cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "t5"])
+def test_what_a_cache_tells_of_itself_is_what_transformers_own_tells(name: str) -> None:
+    made = hf.model(name)
+    cache, plain = HFCache(made.config), transformers.DynamicCache(config=made.config)
+    assert cache.is_initialized is False
+    if name == "t5":
+        plain = transformers.EncoderDecoderCache(plain, transformers.DynamicCache())
+    for each in (cache, plain):
+        hf.generate(made, {"input_ids": hf.tokens(2)}, each)
+    assert cache.is_initialized
+    for ours, own in zip(cache, plain, strict=True):
+        for one, two in zip(ours, own, strict=True):
+            torch.testing.assert_close(one, two)
+    assert [cache.get_seq_length(i) for i in (0, 1, 9)] == [plain.get_seq_length(i) for i in (0, 1, 9)]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen3-next", "t5"])
+def test_one_layer_alone_is_not_changed(name: str) -> None:
+    made, ids = hf.model(name), hf.tokens(1, 12)
+    cache = HFCache(made.config, capacity=40)
+    first, more = hf.generate(made, {"input_ids": ids}, cache).sequences, hf.tokens(1, 3)
+    caches = [cache.self_attention_cache, cache.cross_attention_cache] if name == "t5" else [cache]
+    calls = {"reset": (), "crop": (-1,), "reorder_cache": (torch.tensor([0]),), "offload": ()}
+    calls |= {"batch_repeat_interleave": (2,), "batch_select_indices": ([0],), "prefetch": ()}
+    for layer in (layer for each in caches for layer in each.layers):
+        for op, given in calls.items():
+            with pytest.raises(NotSupportedError, match=f"call {op} of the cache"):
+                getattr(layer, op)(*given)
+    for op in ("offload", "prefetch"):
+        with pytest.raises(NotSupportedError, match="backend='numpy'"):
+            getattr(cache, op)(0)
+    if name != "t5":
+        hf.close(hf.feed(made, cache, more), hf.fresh(made, first[:, :-1], more))
 
 
 def test_a_model_in_place_of_its_config_is_named() -> None:

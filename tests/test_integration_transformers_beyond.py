@@ -464,24 +464,6 @@ class TestSharing:
             cache.batch_select_indices(torch.tensor([5, 0, 3]))
             hf.close(hf.feed(made, cache, more), hf.fresh(made, ids[[1, 0, 1]], more))
 
-    @pytest.mark.parametrize("name", [*EACH_KIND, "t5"])
-    def test_one_layer_alone_is_not_changed(self, name: str) -> None:
-        made, ids = hf.model(name), hf.tokens(1, 12)
-        cache = HFCache(made.config, capacity=40)
-        first, more = hf.generate(made, {"input_ids": ids}, cache).sequences, hf.tokens(1, 3)
-        caches = [cache.self_attention_cache, cache.cross_attention_cache] if name == "t5" else [cache]
-        calls = {"reset": (), "crop": (-1,), "reorder_cache": (torch.tensor([0]),), "offload": ()}
-        calls |= {"batch_repeat_interleave": (2,), "batch_select_indices": ([0],), "prefetch": ()}
-        for layer in (layer for each in caches for layer in each.layers):
-            for op, given in calls.items():
-                with pytest.raises(NotSupportedError, match=f"call {op} of the cache"):
-                    getattr(layer, op)(*given)
-        for op in ("offload", "prefetch"):
-            with pytest.raises(NotSupportedError, match="backend='numpy'"):
-                getattr(cache, op)(0)
-        if name != "t5":
-            hf.close(hf.feed(made, cache, more), hf.fresh(made, first[:, :-1], more))
-
     def test_rows_are_selected_by_a_tensor_a_mask_or_a_sequence(self) -> None:
         made, held = hf.model("llama"), []
         for chosen in (torch.tensor([0, 2]), torch.tensor([True, False, True]), (0, 2), [0, 2]):

@@ -33,6 +33,7 @@ from kvcache.integrations.transformers.layers import (
     IndexedLayer,
     LinearLayer,
     RowsCache,
+    each_layer,
 )
 from kvcache.integrations.transformers.places import layer_devices
 from kvcache.integrations.transformers.pool import CacheOptions, CachePool
@@ -141,8 +142,16 @@ class HFCache(RowsCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has had; of layers that do not count them, those of the rows."""
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if layer_idx >= len(self.layers):
+            return 0
+        layer = self.layers[layer_idx]
         return layer.get_seq_length() if isinstance(layer, AttentionLayer) else self.rows.length
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.rows.length > 0
+
+    __iter__ = each_layer
 
     @property
     def is_compileable(self) -> bool:
@@ -306,6 +315,8 @@ class HFEncoderDecoderCache(Crossing, HFCache, EncoderDecoderCache):  # type: ig
         cross = CrossCache([CrossLayer(rows, i) for i in rows.pool.plan.crossing])
         EncoderDecoderCache.__init__(self, HFCache.of(rows), cross)
         self._note()
+
+    __iter__ = EncoderDecoderCache.__iter__
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self.self_attention_cache.get_seq_length(layer_idx))

@@ -18,7 +18,7 @@ from kvcache.integrations.transformers.states import States, state_name
 
 __all__ = [
     "AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "HybridLayer", "IndexedLayer", "LinearLayer",
-    "RowsCache",
+    "RowsCache", "each_layer",
 ]  # fmt: skip
 
 
@@ -230,11 +230,19 @@ class CrossLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
         return None if (found := self.found) is None else found[1]
 
 
+def each_layer(cache: Any) -> Iterator[tuple[Any, ...]]:
+    """K, V and the window, or None, of each layer, as a DynamicCache gives them to a loop."""
+    for layer in cache.layers:
+        yield layer.keys, layer.values, torch.tensor(layer.kind.size) if layer.is_sliding else None
+
+
 class CrossCache(TransformersCache):  # type: ignore[misc]
     """What all layers of cross attention read. Some models make another one, empty, by this class."""
 
     def __init__(self, layers: Sequence[CrossLayer] = (), **options: Any) -> None:
         TransformersCache.__init__(self, layers=[*layers])
+
+    __iter__ = each_layer
 
 
 class Crossing:

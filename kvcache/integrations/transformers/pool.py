@@ -73,6 +73,12 @@ class CachePool:
         self.given_away = False
         """Whether someone else owns the sequences: see ``give_away``."""
 
+    def __reduce__(self) -> str:
+        raise NotSupportedError(
+            "pickle: what a cache holds lies in buffers of an open backend; HFCache.save(store, key) keeps "
+            "it, and load(store, key) reads it in another process"
+        )
+
     def bind(self, batch: int, like: torch.Tensor) -> None:
         """Make the caches, for a first batch of ``batch`` sequences with activations as ``like``."""
         if self.bound:

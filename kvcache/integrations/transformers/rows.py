@@ -548,10 +548,7 @@ class BatchRows:
                 self._pass.aside.clear()
 
     def record(self, on: bool = True) -> None:
-        """From now on a crop takes back the pass since the crop before, whatever windows keep.
-
-        Of several passes, all but the first, of which windows have ``lookback`` tokens by then.
-        """
+        """From now on passes are taken back whole, but for the first of several: that by ``lookback`` tokens."""
         self.settled = self.length if on else None
         self.inputs.clear()
 

@@ -86,6 +86,11 @@ class HFStaticCache(RowsCache):
         stored = f"rows: {len(self.rows.sequences)}, tokens of each: {held}" if pool.bound else "empty"
         return f"<HFStaticCache, layers: {len(self.layers)}, capacity: {pool.options.capacity}, {stored}>"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise NotSupportedError(
+            "deepcopy: an HFStaticCache, whose buffers stay where they are; an HFCache is copied, and forked"
+        )
+
     def _attach(self, rows: StaticBatchRows) -> None:
         self.rows = rows
         plan = rows.pool.plan
