@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("typer")
@@ -137,69 +136,6 @@ def test_without_the_bundled_model_another_is_asked_for(
     result = run("generate", "--prompt", "x")
     assert result.exit_code == 1
     assert "name another with --model" in result.stderr
-
-
-# Bad input: one line on stderr, exit code 1, and nothing on stdout.
-
-
-def broken(folder: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
-    (folder / name).write_bytes(change((folder / name).read_bytes()))
-    return folder
-
-
-QUERY = "model.layers.1.self_attn.q_proj.weight"
-BAD: dict[str, tuple[Callable[[Make], list[object]], str]] = {
-    "no such folder": (lambda make: ["--model", "/no/such/folder"], "/no/such/folder: no such model folder"),
-    "no config": (lambda make: ["--model", ROOT / "tests"], "no config.json"),
-    "architecture": (
-        lambda make: ["--model", broken(make(), "config.json", lambda b: b.replace(b"Llama", b"Mamba"))],
-        "unsupported architecture MambaForCausalLM; supported are LlamaForCausalLM, MistralForCausalLM",
-    ),
-    "missing tensor": (
-        lambda make: ["--model", broken(make(), "config.json", lambda b: b.replace(b'": true', b'": false'))],
-        "no tensor 'lm_head.weight'",
-    ),
-    "wrong shape": (
-        lambda make: ["--model", make({QUERY: np.zeros((32, 48), np.float32)})],
-        f"{QUERY} has shape (32, 48); the config says (32, 32)",
-    ),
-    "truncated": (
-        lambda make: ["--model", broken(make(), "model.safetensors", lambda b: b[:-1000])],
-        "truncated or not a safetensors file",
-    ),
-    "no tokenizer": (
-        lambda make: ["--model", broken(make(), "tokenizer.json", lambda b: b"{}")],
-        "not a tokenizer.json",
-    ),
-    "long prompt": (
-        lambda make: ["--model", make(), "--capacity", 8, "--prompt", "more than eight"],
-        "the prompt has 16 tokens, more than the capacity of 8",
-    ),
-    "longer than the model": (
-        lambda make: ["--model", make(), "--prompt", "x" * 300],
-        "301 tokens, more than the model's 256 positions",
-    ),
-    "backend": (lambda make: ["--model", make(), "--backend", "abacus"], "no backend 'abacus'; known: "),
-    "device": (lambda make: ["--model", make(), "--device", "tpu"], "no device 'tpu'"),
-    "capacity": (
-        lambda make: ["--model", make(), "--capacity", 10**12],
-        "a cache of 1 x 1000000000000 tokens in F32 needs",
-    ),
-    "stop": (lambda make: ["--model", make(), "--stop", ""], "--stop must not be empty"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_exit_code_1(case: str, make_model: Make) -> None:
-    make, message = BAD[case]
-    arguments = make(make_model)
-    prompt = [] if "--prompt" in arguments else ["--prompt", "x"]
-    result = run("generate", *arguments, *prompt)
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert message in result.stderr
-    assert result.stderr.startswith("kvcache: ")
-    assert result.stderr.count("\n") == 1
 
 
 def test_an_unknown_backend_says_how_to_install_the_others(make_model: Make) -> None:

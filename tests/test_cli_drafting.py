@@ -63,21 +63,6 @@ def test_without_a_draft_the_engine_is_as_before() -> None:
     assert (made.tokens, made.capacity, made.acceptance) == (7, 8, "rejection")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--draft", "mtp"], "no layer for multi-token prediction (model.layers.4.eh_proj.weight)"),
-        (["--draft", "/no/such/model"], "/no/such/model: no such model"),
-        (["--draft", "lookup", "--tensor-parallel", "2", "--backend", "torch"], "cannot be combined"),
-        (["--draft", "lookup", "--acceptance", "some"], "some"),
-    ],
-)
-def test_what_cannot_draft_is_refused(words: list[str], says: str) -> None:
-    result = CliRunner().invoke(app, [*WORDS, *words])
-    assert result.exit_code != 0
-    assert says in result.output
-
-
 def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     config = json.loads((bundled_model() / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 77}), encoding="utf-8")

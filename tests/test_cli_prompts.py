@@ -77,30 +77,6 @@ def test_a_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gathered([], [], []) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text", "message"),
-    [
-        (["--prompt-file", "/no/such/file"], "", "prompt: /no/such/file: cannot be read (No such file"),
-        (["--prompt-file", "/"], "", "cannot be read (Is a directory"),
-        (["--prompt-file", "BINARY"], "", "binary is not UTF-8 text"),
-        (["--prompt-lines", "EMPTY"], "", "empty is empty"),
-        (["--prompt", "-"], "", "standard input is empty"),
-        (["--prompt", "-", "--prompt-lines", "-"], "x", "'-' is given more than once"),
-    ],
-)
-def test_what_cannot_be_read_is_one_line(
-    arguments: list[str], text: str, message: str, tmp_path: Path
-) -> None:
-    files = {"BINARY": tmp_path / "binary", "EMPTY": tmp_path / "empty"}
-    files["BINARY"].write_bytes(b"\xff\xfe\x00text")
-    files["EMPTY"].write_text("\n\n")
-    result = run("generate", *(files.get(word, word) for word in arguments), text=text)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert message in result.stderr
-    assert result.stderr.startswith("kvcache: ")
-    assert result.stderr.count("\n") == 1
-
-
 def test_a_text_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text_or_stdin("--") == "--"
     assert gathered(["", "a\n"], [], []) == ["", "a\n"]

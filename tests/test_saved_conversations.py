@@ -323,35 +323,6 @@ def test_a_conversation_that_came_to_its_end_needs_a_prompt(make_model: Make, tm
     assert json.loads(result.stdout)["outputs"][0]["reused"] == 3
 
 
-def damaged(path: Path) -> list[object]:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    return [path]
-
-
-BAD: dict[str, tuple[Callable[[Path, Make], list[object]], str]] = {
-    "no file": (lambda path, make: [path.with_name("none.kv")], "none.kv: cannot be read (No such file"),
-    "folder": (lambda path, make: [path.parent], "cannot be read (Is a directory"),
-    "another file": (lambda path, make: [Path(__file__)], "damaged, or not a saved conversation"),
-    "damaged": (lambda path, make: damaged(path), "c.kv: damaged: its digest does not match"),
-    "another model": (lambda path, make: [path, "--model", make()], "was saved with another model than"),
-    "too long": (lambda path, make: [path, "--prompt", "a " * 600], "more than the model's 512 positions"),
-    "no folder": (lambda path, make: [path, "--out", "/no/such/folder/c.kv"], "there is no folder /no/such"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_file_that_cannot_be_used_is_one_line(case: str, make_model: Make, tmp_path: Path) -> None:
-    make, message = BAD[case]
-    run("save", "--prompt", PROMPT, "--out", tmp_path / "c.kv")
-    result = run("load", *make(tmp_path / "c.kv", make_model))
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert message in result.stderr
-    assert result.stderr.startswith("kvcache: ")
-    assert result.stderr.count("\n") == 1
-
-
 def test_save_refuses_before_it_computes(tmp_path: Path) -> None:
     result = run("save", "--prompt", PROMPT, "--out", tmp_path / "none" / "c.kv")
     assert (result.exit_code, result.stdout) == (1, "")

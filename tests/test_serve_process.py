@@ -19,9 +19,7 @@ pytest.importorskip("typer")
 pytest.importorskip("openai")
 
 import openai
-from typer.testing import CliRunner
 
-import kvcache.command.main
 from kvcache.runner.engine import EngineOptions
 from kvcache.runner.requests import GenerationOptions
 from kvcache.stores import open_store
@@ -142,26 +140,6 @@ def test_a_router_hears_which_prefixes_are_kept() -> None:
         assert process.wait(timeout=60) == 0
     assert {event["medium"] for event in stored} == {"GPU"}
     assert {event["block_size"] for event in stored} == {4}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--kv-events", "nowhere"], "serve: --kv-events: nowhere cannot be used"),
-        (["--eviction-policy", "arc"], "eviction_policy='arc'; it must be 'lru', 'gdsf'"),
-        (["--tenant-budget", "1MiB/much"], "TenantBudget: host='much'; it must be a number of bytes"),
-        (["--model", "/no/such/folder"], "kvcache: /no/such/folder: "),
-        (["--host", "no.such.host.invalid"], "kvcache: serve: no.such.host.invalid:8000: no such address"),
-        (["--port", "taken"], "is not available (Address already in use); choose another port, or 0"),
-    ],
-)
-def test_what_cannot_be_served_is_one_line(arguments: list[str], said: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        words = [str(taken.getsockname()[1]) if word == "taken" else word for word in arguments]
-        done = CliRunner().invoke(kvcache.command.main.app, ["serve", *words])
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 WITHOUT = """

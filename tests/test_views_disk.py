@@ -299,24 +299,6 @@ def test_inspect_a_saved_conversation(make_model: Make, tmp_path: Path) -> None:
         flip(out, at)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["/no/such/place"], "there is no such file or folder"),
-        (["/"], "is not a store"),
-        ([__file__], f"{__file__}: damaged, or not a saved conversation"),
-        (["/tmp", "--budget", "much"], "the size 'much'"),
-        (["--prompt", "x", "--backend", "abacus"], "no backend 'abacus'"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize("error", [None, errno.ENOSPC])
 def test_a_page_that_cannot_be_written_is_one_line(
     folder: Path, tmp_path: Path, error: int | None, monkeypatch: pytest.MonkeyPatch
