@@ -123,8 +123,8 @@ class OpenSessions:
         skipped = self._cache.skipped_snapshots(seq)
         if skipped and not self._stats.skipped:
             log.warning(
-                "a batch of sequence %d passed %s, where snapshots were due: this model delivers recurrent "
-                "states at the end of a batch only. Prompts that part at these positions go on from earlier "
+                "a batch of sequence %d passed %s, where snapshots were due: recurrent states and sliding "
+                "windows are those of a batch's end. Prompts that part at these positions go on from earlier "
                 "ones; end batches where session.chunks() and prefix.next_snapshot() say. "
                 "prefix.stats.skipped counts all such snapshots",
                 seq,

@@ -548,7 +548,7 @@ class BatchRows:
                 self._pass.aside.clear()
 
     def record(self, on: bool = True) -> None:
-        """From now on passes are taken back whole, but for the first of several: that by ``lookback`` tokens."""
+        """From now on passes are taken back whole, but of the first of several ``lookback`` tokens."""
         self.settled = self.length if on else None
         self.inputs.clear()
 
