@@ -171,18 +171,19 @@ class CausalCache(
         return []
 
     def can_resume(self, seq: int, position: int) -> bool:
-        """Whether a sequence cut at ``position`` stands there, with all that its next token attends to.
+        """Whether all that a token at ``position`` attends to is still stored: always, without a window.
 
-        Without a window it does, except before its end where the token before ``position`` is not stored.
+        Tokens that were evicted by name (``evict``) are not asked for; see ``resume_point``.
         """
         self._bound("can_resume")
         check_sequence("can_resume", seq, self._max_sequences)
-        row = self._table.rows[seq]
-        stands = position <= 0 or position > row.last or row.index(position) > row.index(position - 1)
-        return stands and not row.lost
+        return not self._table.rows[seq].lost
 
     def resume_point(self, seq: int, position: int) -> int:
-        """The last position up to ``position`` from which the sequence can continue exactly; 0: none."""
+        """The last position up to ``position`` from which the sequence can continue exactly; 0: none.
+
+        It lies right behind a token that is stored, so that the sequence cut there has it as its ``offset``.
+        """
         self.offset(seq)  # refuses an unknown sequence
         row = self._table.rows[seq]
         below = row.index(position)
@@ -230,8 +231,7 @@ class CausalCache(
                 self._make_room(count, groups)
                 self._join_arrivals(groups)
             except BaseException:
-                if before is not None:
-                    before.resume()
+                self._resume()
                 raise
             cells, slots = place_exact(table, groups, count)
             forward = ForwardPass(table, config, lower, count, groups, cells, layers, slots=slots)
@@ -297,8 +297,8 @@ class CausalCache(
             forward.fill(ctx)
         except BaseException:
             self._take_back()
-            if self._pass is not None and not forward.read_only:
-                self._pass.resume()
+            if not forward.read_only:
+                self._resume()
             raise
 
     def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
@@ -344,6 +344,8 @@ class CausalCache(
         The pass ends, or goes on with ``resume``: what ``pass_under_way`` gave before that start.
         """
         self._bound("undo_forward")
+        if self._pass is not None and self._undo is not None and not self._undo.evicts:
+            self._pass.end()  # snapshots of it are said to lack what was never put
         saved = self._take_back()
         if saved and self._table.exact is not None:
             self._table.exact.undo()
@@ -351,8 +353,17 @@ class CausalCache(
             self.snapshots.schedule.cut(seq, self._table.rows[seq].last + 1)
         self._pass = resume if isinstance(resume, ForwardPass) else None
         self._table.placed = None
-        if self._pass is not None:
-            self._pass.resume()
+        self._resume()
+
+    def _resume(self) -> None:
+        """The pass goes on after it was ended: snapshots of its tokens are taken anew, with what follows."""
+        forward = self._pass
+        if forward is None:
+            return
+        forward.resume()
+        for group in forward.groups if forward.cells is not None else ():
+            self.snapshots.schedule.again(group.seq, group.lowest)
+            self.snapshots.capture(group.seq)
 
     def _take_back(self) -> Iterable[int]:
         """Undo what the last pass changed when it began; the sequences that this was about."""
@@ -596,12 +607,16 @@ class CausalCache(
     def land(self, seq: int, incoming: IncomingSnapshot) -> CellReservation | None:
         """Hold free cells behind what the sequence has, for a snapshot whose content is still to come.
 
-        What comes of it lies in the cache, and ``restore`` shares it. None, and nothing touched, where the
-        cells free do not lie in a run, the host cannot write there, or it does not follow the sequence.
+        What comes of it lies in the cache, and ``restore`` shares it; the pass under way ends. None, and
+        nothing touched, where the cells free do not lie in a run, the host cannot write there, or it does not
+        follow the sequence.
         """
         self._bound("land")
         check_sequence("land", seq, self._max_sequences)
-        return self.snapshots.land(seq, incoming)
+        reservation = self.snapshots.land(seq, incoming)
+        if reservation is not None:
+            self._changed()
+        return reservation
 
     @property
     def on_pressure(self) -> Callable[[int], bool | None] | None:

@@ -187,9 +187,6 @@ class RecurrentCache(
         check_context("start_forward", ctx, self._bound("start_forward"))
         groups = split_batch(batch, self._max_sequences)
         stores = not reserve and not read_only
-        if self.snapshots.schedule and stores:
-            for group in groups:
-                self.snapshots.capture(group.seq)
         tokens = Counter(int(seq) for seq in batch.sequences)
         if not reserve:
             for group in groups:
@@ -202,12 +199,14 @@ class RecurrentCache(
             self._pass = StatePass(tokens, 0, reserve=reserve, read_only=read_only)
             return
         try:
+            for group in groups if self.snapshots.schedule else ():
+                self.snapshots.capture(group.seq)
             self._pass = self._states.start(tokens, self._inside(tokens))
         except BaseException:
             if self._states.lost() != lost:
                 self._pass = under_way = None  # states of the pass under way may be among the lost
             self.attention.undo_forward(under_way)
-            self._states.go_on(self._pass)
+            self._go_on(self._pass)
             raise
         if self._wants:
             self._pass.wants = self._wants
@@ -267,8 +266,13 @@ class RecurrentCache(
         if current is not None:
             self._states.take_back(current)
             self._wants = {**self._wants, **(current.wants or {})}
-        self._states.go_on(own)
-        self._pass = own
+        self._go_on(own)
+
+    def _go_on(self, current: StatePass | None) -> None:
+        """A pass goes on after another was refused: the snapshots of its tokens are taken anew."""
+        self._pass = current
+        for seq, before in self._states.go_on(current).items():
+            self.snapshots.schedule.again(seq, before)
 
     @property
     def sequences(self) -> tuple[int, ...]:

@@ -106,9 +106,12 @@ class SequenceEditor:
         return commit
 
     def _drop(self, seq: int, begin: int, start: int, stop: int) -> None:
-        self.snapshots.schedule.cut(seq, begin)
         table = self.snapshots.storage.table
         row = table.rows[seq]
+        left = begin
+        if stop == len(row):  # where a window let go of what lies before, the sequence stands lower
+            left = min(begin, int(row.positions[start - 1]) + 1 if start else 0)
+        self.snapshots.schedule.cut(seq, left)
         if stop == len(row) and stop > start:
             row.cut_off = self._cut_off(row.positions[:start], begin)
         elif not begin:

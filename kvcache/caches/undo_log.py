@@ -44,6 +44,11 @@ class UndoLog:
             if first:
                 table.drop(seq, first, stop)
 
+    @property
+    def evicts(self) -> bool:
+        """Whether anything was evicted."""
+        return self._evicted is not None
+
     def restore(self) -> None:
         """Bring the rows, and the numbers of what was evicted, back to what they were."""
         for seq, row in self.rows.items():

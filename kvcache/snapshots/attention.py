@@ -267,8 +267,9 @@ class AttentionSnapshots:
         cells = np.arange(start, start + count)
         table.join_arrivals(cells)
 
-        def keep(count: int, end: int) -> AttentionSnapshot:
-            source = InCache(backend, table, buffers, cells[:count])
+        def keep(cells: np.ndarray, end: int) -> AttentionSnapshot:
+            count = cells.size
+            source = InCache(backend, table, buffers, cells)
             return self._remember(incoming.begin, end, incoming.positions[:count], source)
 
         return CellReservation(table, cells, LandingPlace(backend, buffers, incoming, start), keep)

@@ -53,10 +53,12 @@ class StateSnapshots:
         self.states, self.schedule = StateTable(0), SnapshotSchedule()
 
     def capture(self, seq: int) -> None:
-        """Take what is due, when a pass has set the states of all layers."""
+        """Take what is due; that of the end stays due while the pass under way may still set states."""
         row = self.states.rows[seq]
         offset, inside = row.offset, self.states.inside(row)
         for begin, end in self.schedule.due(seq, offset):
+            if end == offset and self.states.is_open(seq):
+                continue
             try:
                 found = self.snapshot(seq, begin, end) if end == offset or end in inside else None
             except (NotSupportedError, OrderError):  # a window with gaps, tokens of a pass that failed

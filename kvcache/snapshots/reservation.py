@@ -121,9 +121,9 @@ class CellReservation:
         table: CellTable,
         cells: np.ndarray,
         place: LandingPlace,
-        keep: Callable[[int, int], AttentionSnapshot],
+        keep: Callable[[np.ndarray, int], AttentionSnapshot],
     ) -> None:
-        """``keep`` makes the snapshot of some of the cells."""
+        """``keep`` makes the snapshot of the first of the cells, wherever they are by then."""
         self._table, self._cells, self._place, self._keep = table, cells, place, keep
         self._pin = table.hold(cells)
         self._places: Places = {}
@@ -150,7 +150,7 @@ class CellReservation:
     def keep(self, count: int, end: int) -> AttentionSnapshot:
         """The first ``count`` cells as a snapshot up to ``end``, which lies in the cache."""
         self._clear(count)
-        snapshot = self._keep(count, end)
+        snapshot = self._keep(self._pin.cells[:count], end)
         self._table.unpin(self._pin)
         return snapshot
 

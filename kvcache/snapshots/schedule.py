@@ -92,6 +92,12 @@ class SnapshotSchedule(Generic[S]):
     def cut(self, seq: int, position: int) -> None:
         """The sequence lost what lies at ``position`` and after: snapshots of it are due again."""
         self._cuts[seq] = min(position, self._cuts.get(seq, position))
+        self.again(seq, position)
+        if self._from.get(seq, 0) > position:
+            self._from[seq] = position
+
+    def again(self, seq: int, position: int) -> None:
+        """Have those that end behind ``position``, and were not handed over, taken anew."""
         taken, skipped = self._taken.get(seq, []), self._skipped.get(seq, [])
         gone = [snapshot for snapshot in taken if snapshot.end > position]
         again = [end for end in skipped if end > position]
@@ -102,8 +108,6 @@ class SnapshotSchedule(Generic[S]):
             self._skipped[seq] = [end for end in skipped if end <= position]
         if gone or again:
             self._due[seq] = sorted({*self._due.get(seq, ()), *again, *(snapshot.end for snapshot in gone)})
-        if self._from.get(seq, 0) > position:
-            self._from[seq] = position
 
     def replace(self, seq: int) -> None:
         """The sequence holds the beginning of another one now."""

@@ -200,11 +200,20 @@ class StateTable:
         stores = not current.reserve and not current.read_only
         return not stores or current.asked >= self.buffers.tensors.keys()
 
+    def is_open(self, seq: int) -> bool:
+        """Whether the pass under way has yet to be asked for states of a sequence.
+
+        In a cache's first pass nobody knows which layers have states: it is whole once one was asked for.
+        """
+        current = self.under_way
+        if current is None or seq not in current.tokens:
+            return False
+        return not (current.asked and self.is_whole(current))
+
     def check_whole(self, op: str, seq: int) -> None:
         """Raise OrderError where the layers' states of a sequence are of different positions."""
-        row, current = self.rows[seq], self.under_way
-        partly = current is not None and seq in current.tokens and not self.is_whole(current)
-        if partly or (row.computed is not None and row.computed < row.offset):
+        row = self.rows[seq]
+        if self.is_open(seq) or (row.computed is not None and row.computed < row.offset):
             raise OrderError(
                 f"{op}: not all layers have their states of position {row.offset} of sequence {seq}; {op} "
                 f"when all were updated in the pass under way, or call remove({seq}, n) after one that failed"
@@ -219,12 +228,18 @@ class StateTable:
                 known = row.offset - count
                 row.computed = known if row.computed is None else min(row.computed, known)
 
-    def go_on(self, current: StatePass | None) -> None:
-        """A pass goes on after ``end``: its layers may still be given their states. None: none does."""
+    def go_on(self, current: StatePass | None) -> dict[int, int]:
+        """A pass goes on after ``end``: its layers may still be given their states. None: none does.
+
+        The sequences of the pass, and where each stood before it.
+        """
         self.under_way = current
-        before = {} if current is None else current.before
-        for seq in before.keys() & (current.tokens if current is not None else ()):
-            self.rows[seq].computed = before[seq].computed
+        if current is None:
+            return {}
+        stood = {seq: current.before[seq] for seq in current.before.keys() & current.tokens.keys()}
+        for seq, row in stood.items():
+            self.rows[seq].computed = row.computed
+        return {seq: row.offset for seq, row in stood.items()}
 
     def take_back(self, current: StatePass) -> None:
         """Make the rows what they were before ``current``, and move the states that it moved back.

@@ -135,9 +135,7 @@ class Model:
         return max(self.tokens[seq], default=-1)
 
     def can_resume(self, seq: int, position: int) -> bool:
-        row = self.tokens[seq]
-        stands = position == 0 or position > self.last(seq) or position - 1 in row
-        return stands and seq not in self.lost and self._resumes(row, position)
+        return seq not in self.lost and self._resumes(self.tokens[seq], position)
 
     def _resumes(self, row: dict[int, int], position: int) -> bool:
         window = self.setup.window
