@@ -49,19 +49,75 @@ def mutant(area: type[BackendCase], method: str = "") -> Callable[[Any], Any]:
     """Either a function of the module, or one in place of a method, which it is given first."""
 
     def register(function: Any) -> Any:
-        def plant(module: ModuleType) -> None:
-            owner, _, name = method.partition(".")
-            override(getattr(module, owner), name, function)
-
-        MUTANTS.append(Mutant(function.__name__, area, plant if method else function))
+        plant = in_place_of(method, function) if method else function
+        MUTANTS.append(Mutant(function.__name__, area, plant))
         return function
 
     return register
 
 
+def in_place_of(method: str, function: Any) -> Callable[[ModuleType], None]:
+    owner, _, name = method.partition(".")
+    return lambda module: override(getattr(module, owner), name, function)
+
+
 def override(owner: Any, name: str, function: Any) -> None:
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: function(original, *args, **kwargs))
+
+
+# In one expression.
+
+ROWS: list[tuple[type[BackendCase], str, str, Callable[..., Any]]] = [
+    (CreationTests, "to_numpy_hands_out_the_storage", "NumpyTensor.to_numpy", lambda f, self: self.native),
+    (CreationTests, "arange_drops_the_last_partial_step", "NumpyContext.arange",
+     lambda f, self, start, stop, step, dtype: f(
+         self, start, start + step * math.floor((stop - start) / step) if step else stop, step, dtype)),
+    (CreationTests, "full_forgets_the_sign_of_zero", "NumpyContext._full",
+     lambda f, self, shape, value, dtype: f(self, shape, value + 0.0 if value == 0 else value, dtype)),
+    (MovementTests, "view_counts_from_the_storage", "NumpyTensor.view",
+     lambda f, self, ctx, offset, *args: f(self, ctx, offset - self.offset, *args)),
+    (MovementTests, "view_is_bound_by_what_is_shown", "NumpyTensor._storage_size",
+     lambda f, self: self.offset + extent(self.shape, self.strides)),
+    (MovementTests, "slice_ignores_its_step_beyond_the_first", "NumpyTensor.slice",
+     lambda f, self, *args: (shown := f(self, *args))._alias(shown.offset, shown.shape, self.strides)),
+    (AliasingTests, "a_stepped_slice_is_a_copy", "NumpyTensor.slice",
+     lambda f, self, ctx, *args: (
+         f(self, ctx, *args).contiguous(ctx) if args[3:] > (1,) else f(self, ctx, *args))),
+    (CopyTests, "an_overlapping_copy_trusts_numpy", "NumpyTensor.write_from",
+     lambda f, self, src: np.copyto(self.native, src.native, casting="unsafe")),  # 2.4: a[0:10:2] = a[:5]
+    (CopyTests, "a_write_to_a_strided_destination_is_lost", "NumpyTensor.write_from",
+     lambda f, self, src: np.copyto(self.native.reshape(-1), src.native.reshape(-1), casting="unsafe")),
+    (CopyTests, "a_stride_0_destination_is_written", "NumpyTensor.check_writable", lambda *args: None),
+    (RowTests, "an_index_tensor_is_read_without_its_strides", "NumpyTensor._indices",
+     lambda f, *args, **named: rows._alias(rows.offset, rows.shape, (1,))
+     if isinstance(rows := f(*args, **named), BaseTensor) else rows),
+    (RowTests, "repeat_repeats_each_element", "NumpyTensor._repeat",
+     lambda f, self, ctx, axis, n: self.own(ctx, np.repeat(self.native, n, axis), self.dtype)),
+    (ComputeTests, "gelu_is_always_the_tanh_one", "NumpyTensor._gelu",
+     lambda f, self, ctx, tanh: ArrayTensor._gelu(self, ctx, True)),
+    (ComputeTests, "clamp_without_bounds_returns_its_operand", "NumpyTensor._clamp",
+     lambda f, self, ctx, lo, hi: self if lo is None and hi is None else f(self, ctx, lo, hi)),
+    (ComputeTests, "sums_of_i32_stay_i32", "NumpyTensor._reduce",
+     lambda f, self, ctx, op, axis, keepdims: self.own(
+         ctx, self.native.sum(axis=axis, keepdims=keepdims, dtype=np.int32), DType.I32)
+     if op == "sum" and self.dtype is DType.I32 else f(self, ctx, op, axis, keepdims)),
+    (ComputeTests, "argsort_is_not_stable", "NumpyTensor._argsort", lambda f, self, ctx, axis: self._result(
+        ctx, self.shape[axis] - 1 - np.argsort(np.flip(self.wide(), axis), axis, "stable"), DType.I32)),
+    (ComputeTests, "indices_are_i64", "NumpyTensor._top_k", lambda f, self, ctx, k: (
+        (found := f(self, ctx, k))[0], found[1].cast(ctx, DType.I64))),
+    (ComputeTests, "ties_come_last_first", "NumpyTensor._largest", lambda f, self, x, k:
+     np.argsort(-x[..., ::-1], axis=-1, kind="stable")[..., :k] * -1 + x.shape[-1] - 1),
+    (RefusalTests, "binary_operands_are_promoted", "NumpyTensor._operand",
+     lambda f, self, op, other, dtype=None: self.check_peer(op, other)),
+    (RefusalTests, "a_closed_context_still_works", "NumpyContext.close", lambda f, self: None),
+    (RefusalTests, "tensors_of_other_backends_are_taken", "NumpyTensor.check_peer",
+     lambda f, self, op, other: other),
+    (RefusalTests, "tensors_can_be_pickled", "NumpyTensor.__reduce__", lambda f, self: (list, ())),
+    (RefusalTests, "an_operation_is_left_out_without_a_word", "NumpyTensor._softmax",
+     lambda f, *args: BaseTensor._softmax(*args)),
+]  # fmt: skip
+MUTANTS += [Mutant(name, area, in_place_of(method, function)) for area, name, method, function in ROWS]
 
 
 # Creation and transfer.
@@ -70,24 +126,6 @@ def override(owner: Any, name: str, function: Any) -> None:
 @mutant(CreationTests)
 def from_numpy_keeps_the_callers_memory(numpy: ModuleType) -> None:
     numpy.NumpyContext._from_array = lambda self, array, dtype: numpy.NumpyTensor.own(self, array, dtype)
-
-
-@mutant(CreationTests, "NumpyTensor.to_numpy")
-def to_numpy_hands_out_the_storage(original: Any, self: Any) -> Any:
-    return self.native
-
-
-@mutant(CreationTests, "NumpyContext.arange")
-def arange_drops_the_last_partial_step(
-    original: Any, self: Any, start: float, stop: float, step: float, dtype: DType
-) -> Any:
-    whole = start + step * math.floor((stop - start) / step) if step else stop
-    return original(self, start, whole, step, dtype)
-
-
-@mutant(CreationTests, "NumpyContext._full")
-def full_forgets_the_sign_of_zero(original: Any, self: Any, shape: Any, value: float, dtype: DType) -> Any:
-    return original(self, shape, value + 0.0 if value == 0 else value, dtype)
 
 
 @mutant(CreationTests)
@@ -99,22 +137,6 @@ def memory_never_shrinks(numpy: ModuleType) -> None:
 
 
 # Movement.
-
-
-@mutant(MovementTests, "NumpyTensor.view")
-def view_counts_from_the_storage(original: Any, self: Any, ctx: Any, offset: int, *args: Any) -> Any:
-    return original(self, ctx, offset - self.offset, *args)
-
-
-@mutant(MovementTests)
-def view_is_bound_by_what_is_shown(numpy: ModuleType) -> None:
-    numpy.NumpyTensor._storage_size = lambda self: self.offset + extent(self.shape, self.strides)
-
-
-@mutant(MovementTests, "NumpyTensor.slice")
-def slice_ignores_its_step_beyond_the_first(original: Any, self: Any, ctx: Any, *args: int) -> Any:
-    shown = original(self, ctx, *args)
-    return shown._alias(shown.offset, shown.shape, self.strides)
 
 
 @mutant(RefusalTests, "NumpyTensor.slice")
@@ -144,14 +166,6 @@ def reshape_copies_when_it_has_to(original: Any, self: Any, ctx: Any, *shape: in
 # Aliasing.
 
 
-@mutant(AliasingTests, "NumpyTensor.slice")
-def a_stepped_slice_is_a_copy(
-    original: Any, self: Any, ctx: Any, axis: int, start: int, stop: int, step: int = 1
-) -> Any:
-    shown = original(self, ctx, axis, start, stop, step)
-    return shown.contiguous(ctx) if step > 1 else shown
-
-
 @mutant(AliasingTests, "NumpyTensor.reshape")
 def reshape_merges_a_gap_of_one_row(original: Any, self: Any, ctx: Any, *shape: int) -> Any:
     try:
@@ -167,20 +181,9 @@ def reshape_merges_a_gap_of_one_row(original: Any, self: Any, ctx: Any, *shape: 
 
 
 @mutant(CopyTests, "NumpyTensor.write_from")
-def an_overlapping_copy_trusts_numpy(original: Any, self: Any, src: Any) -> None:
-    """NumPy 2.4 gets ``a[0:10:2] = a[:5]`` wrong."""
-    np.copyto(self.native, src.native, casting="unsafe")
-
-
-@mutant(CopyTests, "NumpyTensor.write_from")
 def an_overlapping_copy_runs_forward(original: Any, self: Any, src: Any) -> None:
     for index in np.ndindex(self.shape):
         self.native[index] = src.native[index].astype(self.dtype.numpy)
-
-
-@mutant(CopyTests, "NumpyTensor.write_from")
-def a_write_to_a_strided_destination_is_lost(original: Any, self: Any, src: Any) -> None:
-    self.native.reshape(-1)[...] = src.native.reshape(-1).astype(self.dtype.numpy)
 
 
 @mutant(CopyTests, "NumpyTensor.copy")
@@ -191,11 +194,6 @@ def copy_broadcasts(original: Any, self: Any, ctx: Any, dst: Any) -> Any:
     except ValueError as error:
         raise ml.ShapeError(str(error)) from error
     return dst
-
-
-@mutant(CopyTests, "NumpyTensor.check_writable")
-def a_stride_0_destination_is_written(original: Any, self: Any, op: str) -> None:
-    pass
 
 
 # Rows.
@@ -210,12 +208,6 @@ def host_indices_wrap(original: Any, self: Any, op: str, indices: Any, size: int
     return original(self, op, indices, size, *distinct)
 
 
-@mutant(RowTests, "NumpyTensor._indices")
-def an_index_tensor_is_read_without_its_strides(original: Any, *args: Any, **named: Any) -> Any:
-    rows = original(*args, **named)
-    return rows._alias(rows.offset, rows.shape, (1,)) if isinstance(rows, BaseTensor) else rows
-
-
 @mutant(RowTests, "NumpyTensor._scatter")
 def set_rows_reads_its_own_rows_while_writing(
     original: Any, self: Any, src: Any, indices: Any, axis: int
@@ -224,11 +216,6 @@ def set_rows_reads_its_own_rows_while_writing(
     target, source = np.moveaxis(self.native, axis, 0), np.moveaxis(src.native, axis, 0)
     for i, row in enumerate(rows.tolist()):
         target[row] = source[i].astype(self.dtype.numpy)
-
-
-@mutant(RowTests, "NumpyTensor._repeat")
-def repeat_repeats_each_element(original: Any, self: Any, ctx: Any, axis: int, n: int) -> Any:
-    return self.own(ctx, np.repeat(self.native, n, axis), self.dtype)
 
 
 @mutant(RowTests, "NumpyTensor.set_rows")
@@ -302,34 +289,12 @@ def matmul_accumulates_in_the_operands_dtype(original: Any, self: Any, ctx: Any,
     return self.own(ctx, total if other.native.ndim > 1 else total[..., 0], self.dtype)
 
 
-@mutant(ComputeTests, "NumpyTensor._gelu")
-def gelu_is_always_the_tanh_one(original: Any, self: Any, ctx: Any, tanh: bool) -> Any:
-    return ArrayTensor._gelu(self, ctx, True)
-
-
-@mutant(ComputeTests, "NumpyTensor._clamp")
-def clamp_without_bounds_returns_its_operand(original: Any, self: Any, ctx: Any, lo: Any, hi: Any) -> Any:
-    return self if lo is None and hi is None else original(self, ctx, lo, hi)
-
-
 @mutant(ComputeTests, "NumpyTensor._unary")
 def round_takes_halves_away_from_zero(original: Any, self: Any, ctx: Any, op: str) -> Any:
     if op != "round" or not self.dtype.is_float:
         return original(self, ctx, op)
     x = self.wide()
     return self._result(ctx, np.copysign(np.floor(np.abs(x) + np.float32(0.5)), x), self.dtype)
-
-
-@mutant(RefusalTests, "NumpyTensor._operand")
-def binary_operands_are_promoted(original: Any, self: Any, op: str, other: Any, dtype: Any = None) -> Any:
-    return self.check_peer(op, other)
-
-
-@mutant(ComputeTests, "NumpyTensor._reduce")
-def sums_of_i32_stay_i32(original: Any, self: Any, ctx: Any, op: str, axis: int, keepdims: bool) -> Any:
-    if op == "sum" and self.dtype is DType.I32:
-        return self.own(ctx, self.native.sum(axis=axis, keepdims=keepdims, dtype=np.int32), DType.I32)
-    return original(self, ctx, op, axis, keepdims)
 
 
 @mutant(ComputeTests, "NumpyTensor._reduce")
@@ -358,23 +323,6 @@ def rms_norm_squares_in_the_operands_dtype(
     with np.errstate(all="ignore"):
         square = (self.native * self.native).astype(np.float32).mean(axis=-1, keepdims=True)
         return self._result(ctx, self.wide() / np.sqrt(square + np.float32(eps)), self.dtype)
-
-
-@mutant(ComputeTests, "NumpyTensor._argsort")
-def argsort_is_not_stable(original: Any, self: Any, ctx: Any, axis: int) -> Any:
-    order = np.argsort(np.flip(self.wide(), axis), axis=axis, kind="stable")
-    return self._result(ctx, self.shape[axis] - 1 - order, DType.I32)
-
-
-@mutant(ComputeTests, "NumpyTensor._top_k")
-def indices_are_i64(original: Any, self: Any, ctx: Any, k: int) -> Any:
-    values, indices = original(self, ctx, k)
-    return values, indices.cast(ctx, DType.I64)
-
-
-@mutant(ComputeTests, "NumpyTensor._largest")
-def ties_come_last_first(original: Any, self: Any, x: Any, k: int) -> Any:
-    return np.argsort(-x[..., ::-1], axis=-1, kind="stable")[..., :k] * -1 + x.shape[-1] - 1
 
 
 # Order.
@@ -424,30 +372,10 @@ def reserve_clears_what_was_forwarded(numpy: ModuleType) -> None:
 # Refusals.
 
 
-@mutant(RefusalTests, "NumpyContext.close")
-def a_closed_context_still_works(original: Any, self: Any) -> None:
-    pass
-
-
-@mutant(RefusalTests, "NumpyTensor.check_peer")
-def tensors_of_other_backends_are_taken(original: Any, self: Any, op: str, other: Any) -> Any:
-    return other
-
-
-@mutant(RefusalTests, "NumpyTensor.__reduce__")
-def tensors_can_be_pickled(original: Any, self: Any) -> Any:
-    return (list, ())
-
-
 @mutant(RefusalTests, "NumpyContext.check")
 def refusals_are_plain_builtin_errors(original: Any, self: Any, op: str, tensor: Any = None) -> None:
     if self.closed:
         raise RuntimeError("closed")
-
-
-@mutant(RefusalTests)
-def an_operation_is_left_out_without_a_word(numpy: ModuleType) -> None:
-    numpy.NumpyTensor._softmax = BaseTensor._softmax
 
 
 # Capabilities.
