@@ -62,7 +62,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         if not caches:
             raise InvalidRangeError("WrapperCache: no cache given; it must wrap at least one")
         for i, cache in enumerate(caches):
-            if isinstance(cache, type) or not isinstance(cache, Cache):
+            if isinstance(cache, type) or not hasattr(cache, "start_forward"):
                 raise InvalidRangeError(f"WrapperCache: {cache!r:.60} is not a Cache; give it cache objects")
             if any(cache is other for other in caches[:i]):
                 raise InvalidRangeError(f"WrapperCache: {cache!r:.60} is given twice; each must be its own")
