@@ -51,8 +51,9 @@ class BaseTensor(ABC):
 
     Arguments of these methods are checked: axes count from the front, tensors are of this class and backend
     and dtypes are those that the operation takes. A tensor that is returned has new, C-contiguous storage,
-    which shares nothing with an argument, also where the operation changes nothing. Any size may be 0. F16
-    and BF16 are computed in F32 and rounded once; infinities and NaN are values, and no warnings.
+    which shares nothing with an argument, also where the operation changes nothing. Any size may be 0.
+    Integers wrap. F16 and BF16 are computed in F32 and rounded once; infinities and NaN are values, and no
+    warnings.
     """
 
     __slots__ = ()
@@ -110,7 +111,7 @@ class BaseTensor(ABC):
     # What a backend fills in: compute.
 
     def _binary(self, ctx: Any, op: str, other: Self) -> Self:
-        """``op``: add, sub, mul, or div (floats). This dtype, broadcast as in NumPy; integers wrap."""
+        """``op``: add, sub, mul, or div (floats). This dtype, broadcast as in NumPy."""
         raise self._unsupported(op)
 
     def _unary(self, ctx: Any, op: str) -> Self:
@@ -143,8 +144,8 @@ class BaseTensor(ABC):
     def _reduce(self, ctx: Any, op: str, axis: int, keepdims: bool) -> Self:
         """``op``: sum, mean (floats), max, argmax, along ``axis``, which is empty for a sum alone.
 
-        This dtype; a sum of integers or BOOL is I64, argmax I32 and the first of equals. ``keepdims`` leaves
-        the axis with size 1.
+        This dtype; a sum of integers or BOOL is I64, argmax I32 and the first of equals. The max of NaN is
+        NaN, its argmax is left open. ``keepdims`` leaves the axis with size 1.
         """
         raise self._unsupported(op)
 
@@ -155,7 +156,7 @@ class BaseTensor(ABC):
     def _top_k(self, ctx: Any, k: int) -> tuple[Self, Self]:
         """The k largest of the last axis, 1 <= k <= its size, descending, the first of equals first.
 
-        (values of this dtype, I32 indices).
+        NaN comes before all numbers. (values of this dtype, I32 indices).
         """
         raise self._unsupported("top_k")
 

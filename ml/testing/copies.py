@@ -90,7 +90,7 @@ class CopyTests(BackendCase):
     @each(shift=(1, 3, 1000))
     def test_a_long_overlapping_copy_moves_every_element_once(self, ctx: Context, shift: int) -> None:
         """Longer than any vector width or block that a kernel copies at once."""
-        model = np.arange(100_000, dtype=np.int32)
+        model = np.arange((1 << 20) + 1007, dtype=np.int32)
         tensor = ctx.from_numpy(model)
         for begin, end in ((0, shift), (shift, 0)):
             count = model.size - shift

@@ -181,6 +181,8 @@ class CreationTests(BackendCase):
         ctx.full((3,), -1, DType.I32).copy(ctx, flipped.slice(ctx, 0, 1, 2).reshape(ctx, 3))
         assert_same(tensor, [[0, -1, 2, 3], [4, -1, 6, 7], [8, -1, 10, 11]], DType.I32)
         assert_same(flipped.view(ctx, 4, (2,)), [4, -1], DType.I32)
+        with unchanged(tensor, error=ml.BoundsError):
+            tensor.view(ctx, 0, (13,))
 
     @needs("from_native")
     def test_from_native_allocates_nothing(self, backend: Backend, ctx: Context) -> None:

@@ -18,11 +18,11 @@ from ml.capabilities import Features
 from ml.dtypes import STORAGE_DTYPES, DType
 from ml.protocols import Backend, Context, Tensor
 from ml.testing import plugin, quick
+from ml.testing.samples import exact
 
 __all__ = [
-    "BackendCase", "CasesFailedError", "assert_close", "assert_same", "bits", "each", "evaluate", "needs",
-    "refused",
-    "unchanged",
+    "BackendCase", "CasesFailedError", "assert_close", "assert_rounded_once", "assert_same", "bits", "each",
+    "evaluate", "needs", "refused", "unchanged",
 ]  # fmt: skip
 
 NAMED = 10
@@ -267,6 +267,20 @@ def assert_close(
     np.testing.assert_allclose(
         actual.astype(np.float64), rounded, rtol=relative * slack, atol=max(least * slack, absolute)
     )
+
+
+def assert_rounded_once(tensor: Tensor, expected: np.ndarray, dtype: DType, slack: float) -> None:
+    """``slack`` times the tolerance of F32 about a float64 reference, and of that what ``dtype`` makes."""
+    actual = tensor.to_numpy()
+    assert tensor.dtype is dtype
+    assert tuple(tensor.shape) == actual.shape == expected.shape
+    relative, least = _TOLERANCE[DType.F32]
+    with np.errstate(all="ignore"):
+        off = np.where(np.isfinite(expected), (relative * np.abs(expected) + least) * slack, 0)
+        low, high = (exact((expected + by).astype(dtype.numpy)) for by in (-off, off))
+        found = exact(actual)
+        nearest = np.where(low <= found, np.where(found <= high, found, high), low)
+    np.testing.assert_array_equal(found, nearest)
 
 
 class unchanged:  # noqa: N801

@@ -10,8 +10,8 @@ import numpy as np
 import ml
 from ml.dtypes import DType
 from ml.protocols import Context, Indices
-from ml.testing.harness import BackendCase, assert_same, each, unchanged
-from ml.testing.samples import DTYPES, LAYOUTS, Place, counting
+from ml.testing.harness import BackendCase, assert_same, each, evaluate, unchanged
+from ml.testing.samples import DTYPES, LAYOUTS, Place, counting, special_values
 
 __all__ = ["RowTests"]
 
@@ -47,7 +47,23 @@ NO_INDICES: dict[str, Any] = {"a fraction": [0.5], "two axes": [[0], [1]], "text
                               "a number": 1, "None": None, "ragged": [[0], [1, 2]]}  # fmt: skip
 
 
+MOVES = (
+    "a.rows(ctx, every)", "a.rows(ctx, ctx.from_numpy(every))",
+    "ctx.zeros(a.shape, D).set_rows(ctx, a, every)", "ctx.full((), True, BOOL).where(ctx, a, a)",
+    "a.concat(ctx, a, 0).rows(ctx, every)", "a.repeat(ctx, 0, 2).rows(ctx, every)",
+)  # fmt: skip
+"""The same elements elsewhere."""
+
+
 class RowTests(BackendCase):
+    @each(call=MOVES, dtype=DTYPES)
+    def test_what_only_moves_elements_keeps_every_bit(self, ctx: Context, call: str, dtype: DType) -> None:
+        """Also of hundreds of rows."""
+        special = special_values(dtype)
+        values = np.resize(special, max(400, len(special)))
+        every = np.arange(len(values), dtype=np.int32)
+        assert_same(evaluate(call, ctx=ctx, a=ctx.from_numpy(values), every=every, D=dtype), values)
+
     # Reading.
 
     @each(axis=AXES, kind=KINDS)
