@@ -63,6 +63,8 @@ SAMPLE = {
     "TestCaches": [
         "every_token_is_found_again[token major-window]", "layers_keep_apart[elided and padded-causal]",
         "a_query_sees_exactly[one sequence]",
+        "what_was_put_is_read_bit_for_bit[BF16-of fixed shapes]",
+        "what_was_put_is_read_bit_for_bit[F16-permuted v]",
         "what_follows_moves_down_with_its_keys_re_encoded[causal-token major, permuted v]",
         "columns_of_padding_do_no_harm_whatever_they_hold[4-head_major-window]",
         "a_snapshot_fits_any_arrangement_of_the_same_cache[F32-of fixed shapes]",

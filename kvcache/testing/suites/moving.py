@@ -14,9 +14,11 @@ from kvcache import Batch
 from kvcache.testing.harness import KINDS, CacheCase, MakeRig, computes, every_arrangement, every_kind
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Setup
-from kvcache.testing.rigs.attention import Rig
+from kvcache.testing.rigs.attention import Rig, mask_of
 from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml import DType, nn
+from ml.testing.harness import bits
+from ml.testing.samples import converted
 
 __all__ = ["MovingTests"]
 
@@ -61,6 +63,28 @@ class MovingTests(CacheCase):
         r.remove(1, 0, 1)
         r.defrag()
         r.drain()
+
+    @every_arrangement
+    @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16], ids=lambda dtype: dtype.name)
+    def test_what_was_put_is_read_bit_for_bit(
+        self, rig: MakeRig, floats: list[DType], dtype: DType, arranged: ml.CacheConfig
+    ) -> None:
+        """Negative zeros, infinities, subnormals, ties: in a run of cells, in scattered ones, and alone."""
+        if dtype not in floats:
+            pytest.skip(f"declared absent: {dtype.name}")
+        given, expected = (part.reshape(26, 2, 26) for part in converted(DType.F32, dtype))
+        r = rig(dtype=dtype, capacity=26, max_batch=20, config=arranged)
+        for tokens, sequences in (([i // 2 for i in range(20)], [0, 1] * 10), (range(10, 25), 0), ([25], 0)):
+            r.cache.remove(1, 0)
+            r.cache.start_forward(r.ctx, Batch(tokens, np.resize(sequences, len(tokens)).tolist()))
+            r.cache.set_layer(0)
+            r.cache.put(r.ctx, *(r.ctx.from_numpy(part[[*tokens]]) for part in (given, given[::-1])))
+        key, value, mask = r.cache.get(r.ctx)
+        seen = mask_of(mask, 1, key.shape[0], arranged)[0]
+        wide = value.permute(r.ctx, 2, 0, 1) if arranged.permuted_v else value
+        for found, right in ((key, expected), (wide, expected[::-1])):
+            assert found.dtype is dtype
+            assert sorted(map(bytes, bits(found.to_numpy()[seen]))) == sorted(map(bytes, bits(right)))
 
     def test_cells_in_any_order_come_apart_and_together(self, rig: MakeRig) -> None:
         """Every arrangement of four neighbours, two of each sequence: swaps and cycles among them."""
