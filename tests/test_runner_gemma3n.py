@@ -31,7 +31,7 @@ def test_the_last_layers_read_the_last_of_their_type_that_has_keys() -> None:
     assert list(config.cached_layers) == list(range(20))
     assert config.sparsity == (0.95,) * 10 + (0.0,) * 25
     assert config.inner_sizes == (16384,) * 35
-    shapes = gemma3n.shapes(config)
+    shapes = gemma3n.Gemma3n.shapes(config)
     assert "model.layers.19.self_attn.k_norm.weight" in shapes
     shared = {name for name in shapes if name.startswith("model.layers.20.self_attn.")}
     assert {name.split(".")[4] for name in shared} == {"q_proj", "q_norm", "o_proj"}
@@ -85,12 +85,11 @@ def test_removal_from_the_middle_shifts_keys(
         inner_sizes=config.inner_sizes[:count], sparsity=(0.0,) * count,
     )  # fmt: skip
     draws = np.random.default_rng(0)
-    weights = {
-        name: draws.normal(0, 0.3, shape).astype(np.float32) for name, shape in gemma3n.shapes(config).items()
-    }
+    shapes = gemma3n.Gemma3n.shapes(config)
+    weights = {name: draws.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
     model, tokens = gemma3n.Gemma3n(backend, config, weights), prompt(30)
     short = tokens[:4] + tokens[9:]
-    caches = (gemma3n.make_cache(config, memory=32) for _ in range(2))
+    caches = (gemma3n.Gemma3n.cache_of(config, memory=32) for _ in range(2))
     cache, fresh = (new_cache(model, cache=each) for each in caches)
     feed(model, cache, tokens, 0, 29)
     cache.remove(0, 4, 9)

@@ -17,8 +17,8 @@ from kvcache import Batch
 from kvcache.caches import branches
 from kvcache.runner.engine import Engine
 from kvcache.runner.loading import load_model
-from kvcache.runner.models.chunks import chunk_masks, chunk_size
-from kvcache.runner.models.delta import gated_delta_scan
+from kvcache.runner.models.chunks import chunk_masks, chunk_size, scan
+from kvcache.runner.models.delta import gated_delta_rule
 from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.speculative import SpeculativeGenerator
@@ -61,7 +61,8 @@ def test_a_scan_that_is_cut_has_the_states_of_the_recurrence(
     arrays = inputs(tokens)
     with backend.new_context() as ctx:
         tensors = [ctx.from_numpy(array, DType.F32) for array in arrays]
-        out, states = gated_delta_scan(ctx, *tensors, chunk_masks(ctx, chunk_size(tokens)), cuts)
+        masks = chunk_masks(ctx, chunk_size(tokens))
+        out, states = scan(ctx, gated_delta_rule, tensors[:5], tensors[5], masks, cuts)
         np.testing.assert_allclose(out.to_numpy(), recurrence(*arrays)[0], rtol=0, atol=2e-5)
         for end, state in zip((*cuts, tokens), states, strict=True):
             *run, first = arrays

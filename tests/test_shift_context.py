@@ -13,7 +13,7 @@ import kvcache
 import ml
 from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache
 from kvcache.runner import Llama, load_model
-from ml import DType
+from ml import DType, nn
 
 CAPACITY, KEEP, DROPPED = 40, 4, 18
 
@@ -70,7 +70,7 @@ def test_shifted_keys_are_those_of_a_model_that_recomputes_at_the_new_positions(
     model: Llama, runner_backend: ml.Backend
 ) -> None:
     tokens = tokens_of(model)
-    cache = bound(CausalCache(model.shift), runner_backend)
+    cache = bound(model.make_cache(), runner_backend)
     run(model, cache, tokens)
     before = stored(cache)
     assert cache.shift_context(0, KEEP) == DROPPED
@@ -79,7 +79,7 @@ def test_shifted_keys_are_those_of_a_model_that_recomputes_at_the_new_positions(
     assert cache.positions(0).tolist() == list(range(len(kept)))
 
     # In the first layer a key is a function of its token and position: a fresh run gives it.
-    fresh = bound(CausalCache(model.shift), runner_backend)
+    fresh = bound(model.make_cache(), runner_backend)
     run(model, fresh, kept)
     np.testing.assert_allclose(after[0][0], stored(fresh)[0][0], rtol=1e-4, atol=1e-5)
 
@@ -93,7 +93,7 @@ def test_shifted_keys_are_those_of_a_model_that_recomputes_at_the_new_positions(
 def test_generation_goes_on_as_on_a_cache_that_was_given_the_keys(
     model: Llama, runner_backend: ml.Backend
 ) -> None:
-    cache = bound(CausalCache(model.shift), runner_backend)
+    cache = bound(model.make_cache(), runner_backend)
     tokens = tokens_of(model)
     run(model, cache, tokens)
     before = stored(cache)
@@ -122,7 +122,7 @@ def test_generation_goes_on_as_on_a_cache_that_was_given_the_keys(
 def test_a_conversation_may_outgrow_its_context_again_and_again(
     model: Llama, runner_backend: ml.Backend
 ) -> None:
-    cache = CausalCache(model.shift)
+    cache = model.make_cache()
     cache.init(runner_backend, DType.F32, 1, 16, 16)
     token, position, shifts = 1, 0, 0
     for _ in range(60):
@@ -138,7 +138,7 @@ def test_a_conversation_may_outgrow_its_context_again_and_again(
 def test_a_window_that_could_not_resume_refuses_a_context_shift(
     model: Llama, runner_backend: ml.Backend
 ) -> None:
-    cache = bound(SlidingWindowCache(6, shift=model.shift), runner_backend)
+    cache = bound(SlidingWindowCache(6, shift=nn.rope_shift(model.config.rope)), runner_backend)
     tokens = tokens_of(model)
     run(model, cache, tokens[:9])
     run(model, cache, tokens[9:10], 9)  # of the 10, position 2 and up are stored

@@ -62,8 +62,22 @@ class ModelConfig:
     @property
     def cached_layers(self) -> dict[int, LayerShape]:
         """What a cache stores of a token, by the layers that it stores anything of."""
+        return dict.fromkeys(self.attending, self.stored)
+
+    @property
+    def attending(self) -> Sequence[int]:
+        """The layers that put keys and values."""
+        return range(self.layers)
+
+    @property
+    def stored(self) -> LayerShape:
+        """What such a layer stores of a token."""
         widths = self.kv_heads, self.head_dim
-        return dict.fromkeys(range(self.layers), LayerShape(widths, widths))
+        return LayerShape(widths, widths)
+
+    def cache_kind(self, i: int) -> int | None:
+        """The type of layer i in a WrapperCache; None: the model runs on a cache of one type."""
+        return None
 
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
         """Bytes of what a cache holds beside its cells: recurrent states, at most."""

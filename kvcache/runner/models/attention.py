@@ -79,13 +79,15 @@ def merge_heads(ctx: ml.Context, attended: ml.Tensor) -> ml.Tensor:
 
 
 def load_attention(
-    load: Loader, ctx: ml.Context, prefix: str, config: ModelConfig, **options: Any
+    load: Loader, ctx: ml.Context, prefix: str, config: ModelConfig, offset: float = 0.0, **options: Any
 ) -> Attention:
-    """Of the tensors below ``prefix``; ``options`` are fields of Attention."""
+    """Of the tensors below ``prefix``; ``options`` are fields of Attention, ``offset`` as in ``qk_norm``."""
     if "qkv" not in options:
         options["qkv"] = load.linear(ctx, *(f"{prefix}.{name}_proj" for name in "qkv"))
     if "output" not in options:
         options["output"] = load.summed(ctx, f"{prefix}.o_proj")
+    if "qk_norm" not in options and config.qk_norm:
+        options["qk_norm"] = qk_norm(load, ctx, prefix, config, offset)
     fields = {
         "heads": config.heads,
         "kv_heads": config.kv_heads,
@@ -109,7 +111,7 @@ def qk_norm(
     return load.put(ctx, np.stack([query] * config.heads + [key] * config.kv_heads) + np.float32(offset))
 
 
-def attention_shapes(config: ModelConfig, qk_norm: bool = False, gates: int = 0) -> dict[str, Shape]:
+def attention_shapes(config: ModelConfig, gates: int = 0) -> dict[str, Shape]:
     """Of ``self_attn``, with its biases; ``gates`` rows more in the queries' projection."""
     hidden, queries = config.hidden_size, config.heads * config.head_dim
     keys = config.kv_heads * config.head_dim
@@ -121,6 +123,6 @@ def attention_shapes(config: ModelConfig, qk_norm: bool = False, gates: int = 0)
     shapes["self_attn.o_proj.weight"] = (hidden, queries)
     if config.output_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
-    if qk_norm:
+    if config.qk_norm:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
     return shapes

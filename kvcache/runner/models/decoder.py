@@ -9,7 +9,7 @@ A layer is two parts, so that the last layer need not compute rows that nobody r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -18,6 +18,7 @@ import numpy as np
 
 import ml
 from kvcache.cache import Batch, Cache
+from kvcache.caches.causal import CausalCache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
 from kvcache.runner.parallel import Share
@@ -32,7 +33,7 @@ __all__ = [
     "Layer",
     "Names",
     "Step",
-    "model_shapes",
+    "causal_cache",
     "token_ids",
 ]
 
@@ -98,8 +99,8 @@ class Decoder:
     of ``ctx.layer(i)``, embeddings and head on that of ``ctx.input()``.
     """
 
-    cache_type: type
-    """What ``make_cache`` returns."""
+    cache_type: type = object
+    """What ``make_cache`` returns, where the layers run on no other."""
     cache_of: Callable[..., Cache]
     """A cache, bound to none, of a config, with the dtype of the model's activations."""
     config: Any
@@ -170,6 +171,11 @@ class Decoder:
         return logits if self.dtype is ml.DType.F32 else logits.cast(here, ml.DType.F32)
 
 
+def causal_cache(config: ModelConfig, dtype: ml.DType | None = None) -> CausalCache:
+    """Of any ``dtype`` alike."""
+    return CausalCache(nn.rope_shift(config.rope))
+
+
 class CausalModel(Decoder, Generic[C]):
     """A decoder whose tensors are called as Llama's: embedding, layers, an RMS norm and a head.
 
@@ -179,6 +185,7 @@ class CausalModel(Decoder, Generic[C]):
     Raises ModelError for a tensor missing or of the wrong shape.
     """
 
+    cache_of: Callable[..., Cache] = staticmethod(causal_cache)
     names = LLAMA_NAMES
     norm_offset = 0.0
     """1 where norms are stored around zero."""
@@ -208,9 +215,24 @@ class CausalModel(Decoder, Generic[C]):
             self._head = Linear(self._load_head(load, here).permute(here, 1, 0))
             self._load_more(load, here)
 
-    @staticmethod
-    def shapes(config: Any) -> Shapes:
+    @classmethod
+    def shapes(cls, config: Any) -> dict[str, Shape]:
         """The name and shape of every tensor of a model of this config."""
+        names, size = cls.names, (config.vocab_size, config.hidden_size)
+        shapes: dict[str, Shape] = {f"{names.embedding}.weight": size}
+        for i in range(config.layers):
+            shapes |= cls.numbered(cls.layer_shapes(config, i), i)
+        shapes[f"{names.norm}.weight"] = size[1:]
+        return shapes if config.tie_embeddings else {**shapes, "lm_head.weight": size}
+
+    @classmethod
+    def numbered(cls, shapes: Shapes, i: int) -> dict[str, Shape]:
+        """Those of layer i by their whole names."""
+        return {f"{cls.names.layers}.{i}.{name}": shape for name, shape in shapes.items()}
+
+    @classmethod
+    def layer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        """The tensors of layer i."""
         raise NotImplementedError
 
     def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
@@ -247,26 +269,6 @@ class CausalModel(Decoder, Generic[C]):
         return self.share.all_logits(ctx, logits, self.config.vocab_size) if self.share else logits
 
 
-def model_shapes(
-    config: ModelConfig,
-    layer: Callable[[int], Mapping[str, Shape]],
-    names: Names = LLAMA_NAMES,
-    mtp: bool = False,
-) -> dict[str, Shape]:
-    """Embedding, layers, norm and head; ``layer(i)`` names the tensors of layer i.
-
-    ``mtp``: those of the layer behind the last one too, for multi-token prediction.
-    """
-    shapes: dict[str, Shape] = {f"{names.embedding}.weight": (config.vocab_size, config.hidden_size)}
-    for i in range(config.layers + mtp):
-        found = layer(i) if i < config.layers else {**layer(i), **mtp_shapes(config.hidden_size)}
-        shapes.update({f"{names.layers}.{i}.{name}": shape for name, shape in found.items()})
-    shapes[f"{names.norm}.weight"] = (config.hidden_size,)
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    return shapes
-
-
 def token_ids(batch: Batch) -> ml.Indices:
     """The batch's inputs. Raises RequestError unless there is one token id per position."""
     if batch.inputs is None:
@@ -278,9 +280,3 @@ def token_ids(batch: Batch) -> ml.Indices:
             f"forward: {count} inputs for {len(batch)} positions; there must be one token for each"
         )
     return tokens
-
-
-def mtp_shapes(hidden: int) -> dict[str, Shape]:
-    """Of what a layer for multi-token prediction has beside the tensors of a layer."""
-    norms = {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
-    return {**norms, "eh_proj.weight": (hidden, 2 * hidden)}

@@ -44,7 +44,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {
         **_DEEPSEEK, **_LLAMA, "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2,
         "routed_scaling_factor": 1.0, "n_group": None, "topk_group": None, "topk_method": "greedy",
-        "first_k_dense_replace": 0,
+        "norm_topk_prob": False, "first_k_dense_replace": 0,
     },
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "DeepseekV32ForCausalLM": _DEEPSEEK_V3,

@@ -12,16 +12,15 @@ transformers does. Everything here is F32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 import ml
-from kvcache.runner.models.chunks import chunk, chunks, joined, scan
+from kvcache.runner.models.chunks import chunk, chunks, joined
 from ml import DType
 
-__all__ = ["gated_delta_rule", "gated_delta_scan"]
+__all__ = ["gated_delta_rule"]
 
 
 class _Tokens(NamedTuple):
@@ -32,25 +31,6 @@ class _Tokens(NamedTuple):
     value: ml.Tensor
     decay: ml.Tensor
     beta: ml.Tensor
-
-
-def gated_delta_scan(
-    ctx: ml.Context,
-    query: ml.Tensor,
-    key: ml.Tensor,
-    value: ml.Tensor,
-    decay: ml.Tensor,
-    beta: ml.Tensor,
-    state: ml.Tensor,
-    masks: ml.Tensor,
-    cuts: Sequence[int] = (),
-) -> tuple[ml.Tensor, list[ml.Tensor]]:
-    """As ``gated_delta_rule``, cut after each of ``cuts`` tokens, ascending: the outputs, and the states.
-
-    These are the ones at the cuts, and that of the end. A piece of one token is computed as in decoding.
-    """
-    run = query, key, value, decay, beta
-    return scan(ctx, gated_delta_rule, run, state, masks, cuts)
 
 
 def gated_delta_rule(

@@ -12,9 +12,10 @@ import numpy as np
 
 import ml
 from kvcache.runner.models.decoder import Step
-from kvcache.runner.models.delta import gated_delta_scan
-from kvcache.runner.models.state_runs import MASKS, Runs, convolve, repeat_heads, split_heads
+from kvcache.runner.models.delta import gated_delta_rule
+from kvcache.runner.models.state_runs import Runs, by_runs, convolve, recur, repeat_heads, split_heads
 from kvcache.runner.weights import Linear, Loader
+from kvcache.storage.state_specs import StateSpec
 from ml import DType, nn
 
 __all__ = ["DeltaNet", "DeltaSizes", "delta_shapes", "load_delta_net"]
@@ -43,6 +44,13 @@ class DeltaSizes:
         """Of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
+    @property
+    def states(self) -> dict[str, StateSpec]:
+        """What a layer keeps of a sequence."""
+        matrices = self.value_heads, self.key_dim, self.value_dim
+        conv = StateSpec((self.channels, self.kernel - 1))
+        return {"conv": conv, "recurrent": StateSpec(matrices, DType.F32)}
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
@@ -70,15 +78,7 @@ class DeltaNet:
         gate = joined.slice(ctx, 1, start, stop)
         write, fade = self._rates(ctx, joined.slice(ctx, 1, stop, stop + 2 * sizes.value_heads))
         mixed = joined.slice(ctx, 1, 0, start)
-        result: ml.Tensor | None = None
-        for run in step.plans["runs"]:
-            part = self._run(ctx, run, (mixed, write, fade), step)
-            if run.rows is None:
-                result = part
-            else:
-                result = ctx.empty((tokens, sizes.values), x.dtype) if result is None else result
-                result.set_rows(ctx, part, run.rows)
-        assert result is not None
+        result = by_runs(ctx, step, lambda run: self._run(ctx, run, (mixed, write, fade), step))
         heads = result.reshape(ctx, tokens * sizes.value_heads, sizes.value_dim)
         heads = heads.rms_norm(ctx, self.norm, self.eps).reshape(ctx, tokens, sizes.values)
         return self.output(ctx, heads.mul(ctx, gate.silu(ctx)))
@@ -105,15 +105,7 @@ class DeltaNet:
         query, key = (repeat_heads(ctx, x, sizes.value_heads) for x in (query.scale(ctx, dim**-0.5), key))
         value = split_heads(ctx, mixed.slice(ctx, 2, 2 * keys, sizes.channels), sizes.value_heads)
         write, fade = (x.permute(ctx, 0, 2, 1).contiguous(ctx) for x in (write, fade))
-        states = cache.recurrent_state(ctx, self.index)
-        state = states if run.rows is None else states.rows(ctx, run.states)
-        tokens = query, key, value, fade, write
-        out, (*inside, state) = gated_delta_scan(ctx, *tokens, state, step.tensors[MASKS], run.cuts)
-        run.deliver(ctx, cache, "recurrent", self.index, inside)
-        if run.rows is None:
-            cache.set_recurrent_state(ctx, self.index, state)
-        else:
-            ctx.forward(states.set_rows(ctx, state, run.states))
+        out = recur(ctx, run, step, self.index, gated_delta_rule, (query, key, value, fade, write))
         out = out.permute(ctx, 0, 2, 1, 3).contiguous(ctx)
         return out.reshape(ctx, -1, sizes.values).cast(ctx, inputs[0].dtype)
 

@@ -17,21 +17,18 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.cache import Batch, Cache
-from kvcache.caches.recurrent import RecurrentCache
+from kvcache.cache import Batch
 from kvcache.runner.config import common_fields, refuse
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
-from kvcache.runner.models.decoder import CausalModel, Layer, Names, Step, model_shapes
+from kvcache.runner.models.decoder import Names, Step
 from kvcache.runner.models.feedforward import GatedMLP, mlp_shapes
 from kvcache.runner.models.mamba_mixer import Mamba2Mixer, MambaSizes, load_mamba, mamba_shapes
-from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
-from kvcache.runner.models.recurrent import StateConfig, recurrent_cache, time_limits
-from kvcache.runner.models.state_runs import begin_runs
+from kvcache.runner.models.recurrent import RecurrentModel, StateConfig, time_limits
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Linear, Loader, Shape
-from ml import nn
+from kvcache.storage.state_specs import StateSpec
 
-__all__ = ["FalconH1", "FalconH1Config", "make_cache", "parse", "shapes"]
+__all__ = ["FalconH1", "FalconH1Config", "parse"]
 
 NAMES = Names("model.embed_tokens", "model.layers", "model.final_layernorm")
 NORMS = ("input_layernorm", "pre_ff_layernorm")
@@ -60,8 +57,12 @@ class FalconH1Config(StateConfig):
     multipliers: Multipliers
 
     @property
-    def state_values(self) -> int:
-        return self.layers * self.mamba.state_values
+    def states(self) -> dict[str, StateSpec]:
+        return self.mamba.states
+
+    @property
+    def state_layers(self) -> int:
+        return self.layers
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> FalconH1Config:
@@ -99,24 +100,6 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> FalconH1Conf
     return FalconH1Config(**common, rope=rope, mamba=sizes, multipliers=multipliers)
 
 
-def shapes(config: FalconH1Config) -> dict[str, Shape]:
-    """The name and shape of every tensor."""
-    hidden = config.hidden_size
-    layer = (
-        norm_shapes(hidden, NORMS) | attention_shapes(config) | mamba_shapes("mamba", hidden, config.mamba)
-    )
-    layer |= mlp_shapes("feed_forward", hidden, config.intermediate_size)
-    return model_shapes(config, lambda _: layer, NAMES)
-
-
-def make_cache(config: FalconH1Config, dtype: ml.DType | None = None, **options: Any) -> RecurrentCache:
-    """A cache for the states and the keys of every layer.
-
-    ``dtype`` is that of the model's activations; ``options`` go to RecurrentCache.
-    """
-    return recurrent_cache(config.mamba, nn.rope_shift(config.rope), dtype, options)
-
-
 @dataclass(frozen=True, slots=True)
 class _Both:
     """A layer's mixer and its attention, of the same input."""
@@ -128,16 +111,19 @@ class _Both:
         return self.mixer(ctx, x, step).add(ctx, self.attention(ctx, x, step))
 
 
-class FalconH1(CausalModel[FalconH1Config]):
+class FalconH1(RecurrentModel[FalconH1Config]):
     """The weights of a model and its forward pass."""
 
-    cache_type = RecurrentCache
     names = NAMES
-    cache_of = staticmethod(make_cache)
-    shapes = staticmethod(shapes)
+    norm_names = NORMS
 
-    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        return begin_runs(ctx, super().begin_pass(ctx, batch, cache))
+    @classmethod
+    def mixer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        return attention_shapes(config) | mamba_shapes("mamba", config.hidden_size, config.mamba)
+
+    @classmethod
+    def mlp_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        return mlp_shapes("feed_forward", config.hidden_size, config.intermediate_size)
 
     def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         return super().embed(ctx, batch).scale(ctx, self.config.multipliers.embedding)
@@ -145,30 +131,32 @@ class FalconH1(CausalModel[FalconH1Config]):
     def logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         return super().logits(ctx, hidden).scale(ctx, self.config.multipliers.head)
 
-    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
-        config, prefix, by = self.config, f"{NAMES.layers}.{i}", self.config.multipliers
+    def mixer(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> _Both:
+        config, by, attention = self.config, self.config.multipliers, f"{prefix}.self_attn"
+        factors = {"q": by.query, "k": by.key, "v": by.query}
+        qkv = _scaled(load, ctx, {f"{attention}.{name}_proj": by for name, by in factors.items()})
+        output = _scaled(load, ctx, {f"{attention}.o_proj": by.attention})
+        return _Both(
+            load_mamba(
+                load, ctx, f"{prefix}.mamba", i, config.mamba, config.rms_norm_eps, by.mixer, by.mixer_output
+            ),
+            load_attention(load, ctx, attention, config, qkv=qkv, output=output),
+        )
 
-        def scaled(*parts: tuple[str, float]) -> Linear:
-            arrays = [
-                load.take(f"{prefix}.{name}_proj.weight").astype(np.float32) * np.float32(factor)
-                for name, factor in parts
-            ]
-            return load.joined(ctx, arrays)
+    def mlp(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> GatedMLP:
+        by, prefix = self.config.multipliers, f"{prefix}.feed_forward"
+        return GatedMLP(
+            _scaled(load, ctx, {f"{prefix}.gate_proj": by.gate, f"{prefix}.up_proj": 1.0}),
+            _scaled(load, ctx, {f"{prefix}.down_proj": by.down}),
+        )
 
-        attention = load_attention(
-            load,
-            ctx,
-            f"{prefix}.self_attn",
-            config,
-            qkv=scaled(("self_attn.q", by.query), ("self_attn.k", by.key), ("self_attn.v", by.query)),
-            output=scaled(("self_attn.o", by.attention)),
-        )
-        mixer = load_mamba(
-            load, ctx, f"{prefix}.mamba", i, config.mamba, config.rms_norm_eps, by.mixer, by.mixer_output
-        )
-        mlp = GatedMLP(
-            scaled(("feed_forward.gate", by.gate), ("feed_forward.up", 1.0)),
-            scaled(("feed_forward.down", by.down)),
-        )
-        norms = load_norms(load, ctx, prefix, names=NORMS)
-        return PreNormLayer(config.rms_norm_eps, norms, _Both(mixer, attention), mlp)
+
+def _scaled(load: Loader, ctx: ml.Context, factors: Mapping[str, float]) -> Linear:
+    """Several maps joined, each times its factor."""
+    return load.joined(
+        ctx,
+        [
+            load.take(f"{name}.weight").astype(np.float32) * np.float32(factor)
+            for name, factor in factors.items()
+        ],
+    )

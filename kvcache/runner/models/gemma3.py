@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,9 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import common_fields, refuse
-from kvcache.runner.models.attention import attention_shapes, load_attention, qk_norm
-from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
-from kvcache.runner.models.feedforward import geglu, load_mlp, mlp_shapes
+from kvcache.runner.models.attention import Attention, load_attention
+from kvcache.runner.models.decoder import Step
+from kvcache.runner.models.feedforward import GatedMLP, geglu, load_mlp
 from kvcache.runner.models.layer_types import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -32,9 +32,9 @@ from kvcache.runner.models.layer_types import (
     sliding_cache,
     sliding_fields,
 )
-from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
+from kvcache.runner.models.prenorm import PreNormModel
 from kvcache.runner.rope_config import parse_rope
-from kvcache.runner.weights import Loader, Shape
+from kvcache.runner.weights import Loader
 from ml import nn
 
 __all__ = [
@@ -46,17 +46,14 @@ __all__ = [
     "capped",
     "embedding_scale",
     "gemma_fields",
-    "make_cache",
     "parse",
-    "shapes",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Config(SlidingConfig):
-    """``rope`` is that of the full layers."""
+    """``query_scalar``: what scores are divided by the square root of."""
 
-    local_rope: nn.RopeSpec
     logit_softcap: float | None
     query_scalar: float
 
@@ -90,37 +87,16 @@ def gemma_fields(
         **sliding_fields(raw, fields, lambda i: types[(i + 1) % pattern == 0]),
         "rope": parse_rope(raw, head_dim),
         "local_rope": parse_rope({**raw, **local}, head_dim),
+        "qk_norm": True,
         "logit_softcap": None if cap is None else float(cap),
     }
-
-
-def shapes(config: Gemma3Config) -> dict[str, Shape]:
-    """The name and shape of every tensor."""
-    layer = attention_shapes(config, qk_norm=True)
-    layer |= norm_shapes(config.hidden_size, BEFORE + AFTER)
-    layer |= mlp_shapes("mlp", config.hidden_size, config.intermediate_size)
-    return model_shapes(config, lambda _: layer)
 
 
 BEFORE = ("input_layernorm", "pre_feedforward_layernorm")
 AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
-def make_cache(
-    config: Gemma3Config, dtype: ml.DType | None = None, memory: int | None = None
-) -> WrapperCache:
-    """For the two types of layers; ``memory`` as SlidingWindowCache has it, any ``dtype`` alike."""
-    return sliding_cache(config.window, config.local_rope, config.rope, memory)
-
-
-class _Rotated(Protocol):
-    @property
-    def rope(self) -> nn.RopeSpec: ...
-    @property
-    def local_rope(self) -> nn.RopeSpec: ...
-
-
-def begin_gemma(ctx: ml.Context, batch: Batch, cache: Cache, config: _Rotated) -> Step:
+def begin_gemma(ctx: ml.Context, batch: Batch, cache: Cache, config: SlidingConfig) -> Step:
     """A pass with the rotations of both types of layers."""
     ropes = {SLIDING_ATTENTION: config.local_rope, FULL_ATTENTION: config.rope}
     rotations = {kind: nn.Rotation(ctx, batch.positions, rope) for kind, rope in ropes.items()}
@@ -137,13 +113,12 @@ def capped(ctx: ml.Context, logits: ml.Tensor, cap: float | None) -> ml.Tensor:
     return logits if cap is None else logits.scale(ctx, 1 / cap).tanh(ctx).scale(ctx, cap)
 
 
-class Gemma3(CausalModel[Gemma3Config]):
+class Gemma3(PreNormModel[Gemma3Config]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache
-    cache_of = staticmethod(make_cache)
-    norm_offset = 1.0
-    shapes = staticmethod(shapes)
+    cache_of = staticmethod(sliding_cache)
+    norm_offset, norm_names, after_names = 1.0, BEFORE, AFTER
 
     def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         return super().embed(ctx, batch).scale(ctx, embedding_scale(self.config.hidden_size, self.dtype))
@@ -154,22 +129,10 @@ class Gemma3(CausalModel[Gemma3Config]):
     def logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
         return capped(ctx, super().logits(ctx, hidden), self.config.logit_softcap)
 
-    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
-        config, prefix = self.config, f"model.layers.{i}"
+    def mixer(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> Attention:
+        config, scale = self.config, self.config.query_scalar**-0.5
         attention = f"{prefix}.self_attn"
-        return PreNormLayer(
-            eps=config.rms_norm_eps,
-            norms=load_norms(load, ctx, prefix, 1.0, BEFORE),
-            mixer=load_attention(
-                load,
-                ctx,
-                attention,
-                config,
-                scale=config.query_scalar**-0.5,
-                qk_norm=qk_norm(load, ctx, attention, config, 1.0),
-                rotation=config.kinds[i],
-            ),
-            mlp=load_mlp(load, ctx, f"{prefix}.mlp", geglu),
-            cache_kind=config.cache_kind(i),
-            after=load_norms(load, ctx, prefix, 1.0, AFTER),
-        )
+        return load_attention(load, ctx, attention, config, 1.0, scale=scale, rotation=config.kinds[i])
+
+    def mlp(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> GatedMLP:
+        return load_mlp(load, ctx, f"{prefix}.mlp", geglu)

@@ -30,17 +30,16 @@ from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import refuse
 from kvcache.runner.errors import ModelError
 from kvcache.runner.models.altup import AltUp, altup_shapes, load_altup, magnitude, rescaled
-from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, merge_heads, qk_norm
-from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes, token_ids
+from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, merge_heads
+from kvcache.runner.models.decoder import CausalModel, Layer, Step, token_ids
 from kvcache.runner.models.feedforward import Activation, geglu, load_mlp, mlp_shapes
 from kvcache.runner.models.gemma3 import AFTER, BEFORE, begin_gemma, capped, embedding_scale, gemma_fields
 from kvcache.runner.models.layer_types import SlidingConfig, sliding_cache
 from kvcache.runner.models.prenorm import Norms, load_norms, norm_shapes
 from kvcache.runner.weights import Linear, Loader, Shape
-from kvcache.storage.layer_shape import LayerShape
 from ml import nn
 
-__all__ = ["Gemma3n", "Gemma3nConfig", "make_cache", "parse", "shapes"]
+__all__ = ["Gemma3n", "Gemma3nConfig", "parse"]
 
 _PATTERN = 5
 _INPUTS = "per_layer_inputs"
@@ -48,12 +47,11 @@ _INPUTS = "per_layer_inputs"
 
 @dataclass(frozen=True, slots=True)
 class Gemma3nConfig(SlidingConfig):
-    """``rope`` is that of the full layers; ``inner_sizes[i]`` is the width of layer i's MLP, of which all
+    """``inner_sizes[i]`` is the width of layer i's MLP, of which all
     but a share ``sparsity[i]`` of the gates is kept. Layer i reads the keys and values of layer
     ``sources[i]``, its own or an earlier layer's. ``streams`` are the versions of the hidden states.
     """
 
-    local_rope: nn.RopeSpec
     logit_softcap: float | None
     inner_sizes: tuple[int, ...]
     sparsity: tuple[float, ...]
@@ -66,10 +64,8 @@ class Gemma3nConfig(SlidingConfig):
     input_vocab: int
 
     @property
-    def cached_layers(self) -> dict[int, LayerShape]:
-        """Of the layers that keep keys and values of their own."""
-        widths = self.kv_heads, self.head_dim
-        return {i: LayerShape(widths, widths) for i in range(self.layers) if self.sources[i] == i}
+    def attending(self) -> Sequence[int]:
+        return [i for i in range(self.layers) if self.sources[i] == i]
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3nConfig:
@@ -123,45 +119,6 @@ def _sources(kinds: Sequence[str], shared: int) -> tuple[int, ...]:
             "before those that share its keys and values"
         )
     return tuple(i if i < first else last[kind] for i, kind in enumerate(kinds))
-
-
-def shapes(config: Gemma3nConfig) -> dict[str, Shape]:
-    """The name and shape of every tensor."""
-    hidden, width = config.hidden_size, config.layers * config.input_size
-    found = model_shapes(config, lambda i: _layer_shapes(config, i))
-    found["model.embed_tokens_per_layer.weight"] = (config.input_vocab, width)
-    found["model.per_layer_model_projection.weight"] = (width, hidden)
-    found["model.per_layer_projection_norm.weight"] = (config.input_size,)
-    for i in range(config.streams - 1):
-        for name in ("altup_projections", "altup_unembed_projections"):
-            found[f"model.{name}.{i}.weight"] = (hidden, hidden)
-    return found
-
-
-def _layer_shapes(config: Gemma3nConfig, i: int) -> dict[str, Shape]:
-    hidden, rank = config.hidden_size, config.laurel_rank
-    attention = attention_shapes(config, qk_norm=True)
-    if config.sources[i] != i:
-        attention = {name: shape for name, shape in attention.items() if name[10:12] in ("q_", "o_")}
-    return {
-        **attention,
-        **norm_shapes(hidden, BEFORE + AFTER),
-        **mlp_shapes("mlp", hidden, config.inner_sizes[i]),
-        **altup_shapes("altup", hidden, config.streams),
-        "laurel.linear_left.weight": (rank, hidden),
-        "laurel.linear_right.weight": (hidden, rank),
-        "laurel.post_laurel_norm.weight": (hidden,),
-        "per_layer_input_gate.weight": (config.input_size, hidden),
-        "per_layer_projection.weight": (hidden, config.input_size),
-        "post_per_layer_input_norm.weight": (hidden,),
-    }
-
-
-def make_cache(
-    config: Gemma3nConfig, dtype: ml.DType | None = None, memory: int | None = None
-) -> WrapperCache:
-    """For the two types of layers; ``memory`` as SlidingWindowCache has it, any ``dtype`` alike."""
-    return sliding_cache(config.window, config.local_rope, config.rope, memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +218,38 @@ class Gemma3n(CausalModel[Gemma3nConfig]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache
-    cache_of = staticmethod(make_cache)
-    shapes = staticmethod(shapes)
+    cache_of = staticmethod(sliding_cache)
+
+    @classmethod
+    def shapes(cls, config: Any) -> dict[str, Shape]:
+        hidden, width = config.hidden_size, config.layers * config.input_size
+        found = super().shapes(config)
+        found["model.embed_tokens_per_layer.weight"] = (config.input_vocab, width)
+        found["model.per_layer_model_projection.weight"] = (width, hidden)
+        found["model.per_layer_projection_norm.weight"] = (config.input_size,)
+        for i in range(config.streams - 1):
+            for name in ("altup_projections", "altup_unembed_projections"):
+                found[f"model.{name}.{i}.weight"] = (hidden, hidden)
+        return found
+
+    @classmethod
+    def layer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        hidden, rank = config.hidden_size, config.laurel_rank
+        attention = attention_shapes(config)
+        if config.sources[i] != i:
+            attention = {name: shape for name, shape in attention.items() if name[10:12] in ("q_", "o_")}
+        return {
+            **attention,
+            **norm_shapes(hidden, BEFORE + AFTER),
+            **mlp_shapes("mlp", hidden, config.inner_sizes[i]),
+            **altup_shapes("altup", hidden, config.streams),
+            "laurel.linear_left.weight": (rank, hidden),
+            "laurel.linear_right.weight": (hidden, rank),
+            "laurel.post_laurel_norm.weight": (hidden,),
+            "per_layer_input_gate.weight": (config.input_size, hidden),
+            "per_layer_projection.weight": (hidden, config.input_size),
+            "post_per_layer_input_norm.weight": (hidden,),
+        }
 
     def _load_more(self, load: Loader, ctx: ml.Context) -> None:
         streams = range(self.config.streams - 1)
@@ -339,10 +326,8 @@ class Gemma3n(CausalModel[Gemma3nConfig]):
     def _attention(self, load: Loader, ctx: ml.Context, i: int) -> Attention | _SharedAttention:
         config, prefix = self.config, f"model.layers.{i}.self_attn"
         if config.sources[i] == i:
-            norm = qk_norm(load, ctx, prefix, config)
-            return load_attention(
-                load, ctx, prefix, config, scale=1.0, qk_norm=norm, value_norm=True, rotation=config.kinds[i]
-            )
+            rotation = config.kinds[i]
+            return load_attention(load, ctx, prefix, config, scale=1.0, value_norm=True, rotation=rotation)
         return _SharedAttention(
             query=load.linear(ctx, f"{prefix}.q_proj"),
             norm=load.norm(ctx, f"{prefix}.q_norm"),

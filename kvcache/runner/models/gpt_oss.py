@@ -18,8 +18,7 @@ import numpy as np
 import ml
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import common_fields, refuse
-from kvcache.runner.models.attention import attention_shapes, load_attention
-from kvcache.runner.models.decoder import CausalModel, Layer, model_shapes
+from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
 from kvcache.runner.models.feedforward import Activation
 from kvcache.runner.models.layer_types import (
     FULL_ATTENTION,
@@ -28,12 +27,12 @@ from kvcache.runner.models.layer_types import (
     sliding_cache,
     sliding_fields,
 )
-from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
+from kvcache.runner.models.prenorm import PreNormModel
 from kvcache.runner.models.routing import SparseMLP, load_experts
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 
-__all__ = ["GptOss", "GptOssConfig", "make_cache", "parse", "shapes"]
+__all__ = ["GptOss", "GptOssConfig", "parse"]
 
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
@@ -58,9 +57,11 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> GptOssConfig
         raw["quantization_config"] = None  # as the checkpoint's reader gives them, weights are not
     fields = common_fields(raw, generation, "GptOssForCausalLM")
     types = SLIDING_ATTENTION, FULL_ATTENTION
+    rope = parse_rope(raw, fields["head_dim"])
     return GptOssConfig(
         **sliding_fields(raw, fields, lambda i: types[i % 2]),
-        rope=parse_rope(raw, fields["head_dim"]),
+        rope=rope,
+        local_rope=rope,
         experts=raw["num_local_experts"],
         experts_per_token=raw["num_experts_per_tok"],
         alpha=float(raw["swiglu_alpha"]),
@@ -68,50 +69,39 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> GptOssConfig
     )
 
 
-def shapes(config: GptOssConfig) -> dict[str, Shape]:
-    """The name and shape of every tensor."""
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
-    layer = attention_shapes(config) | norm_shapes(hidden)
-    layer |= {
-        "self_attn.sinks": (config.heads,),
-        "mlp.router.weight": (experts, hidden),
-        "mlp.router.bias": (experts,),
-        "mlp.experts.gate_up_proj": (experts, hidden, 2 * inner),
-        "mlp.experts.gate_up_proj_bias": (experts, 2 * inner),
-        "mlp.experts.down_proj": (experts, inner, hidden),
-        "mlp.experts.down_proj_bias": (experts, hidden),
-    }
-    return model_shapes(config, lambda _: layer)
-
-
-def make_cache(
-    config: GptOssConfig, dtype: ml.DType | None = None, memory: int | None = None
-) -> WrapperCache:
-    """For the two types of layers; ``memory`` as SlidingWindowCache has it, any ``dtype`` alike."""
-    return sliding_cache(config.window, config.rope, config.rope, memory)
-
-
-class GptOss(CausalModel[GptOssConfig]):
+class GptOss(PreNormModel[GptOssConfig]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache
-    cache_of = staticmethod(make_cache)
-    shapes = staticmethod(shapes)
+    cache_of = staticmethod(sliding_cache)
 
-    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
-        config, prefix = self.config, f"model.layers.{i}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        return PreNormLayer(
-            cache_kind=config.cache_kind(i),
-            eps=config.rms_norm_eps,
-            norms=load_norms(load, ctx, prefix),
-            mixer=load_attention(load, ctx, attention, config, sinks=load.tensor(ctx, f"{attention}.sinks")),
-            mlp=SparseMLP(
-                load.linear(ctx, f"{mlp}.router"),
-                load_experts(load, ctx, f"{mlp}.experts", _clamped(config), _gate_first),
-                config.experts_per_token,
-                "softmax of top",
-            ),
+    @classmethod
+    def mixer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        return {**attention_shapes(config), "self_attn.sinks": (config.heads,)}
+
+    @classmethod
+    def mlp_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
+        return {
+            "mlp.router.weight": (experts, hidden),
+            "mlp.router.bias": (experts,),
+            "mlp.experts.gate_up_proj": (experts, hidden, 2 * inner),
+            "mlp.experts.gate_up_proj_bias": (experts, 2 * inner),
+            "mlp.experts.down_proj": (experts, inner, hidden),
+            "mlp.experts.down_proj_bias": (experts, hidden),
+        }
+
+    def mixer(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> Attention:
+        attention = f"{prefix}.self_attn"
+        sinks = load.tensor(ctx, f"{attention}.sinks")
+        return load_attention(load, ctx, attention, self.config, sinks=sinks)
+
+    def mlp(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> SparseMLP:
+        return SparseMLP(
+            load.linear(ctx, f"{prefix}.mlp.router"),
+            load_experts(load, ctx, f"{prefix}.mlp.experts", _clamped(self.config), _gate_first),
+            self.config.experts_per_token,
+            "softmax of top",
         )
 
 

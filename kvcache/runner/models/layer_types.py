@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import WrapperCache
@@ -33,11 +34,12 @@ SLIDING, FULL = 0, 1
 @dataclass(frozen=True, slots=True)
 class SlidingConfig(ModelConfig):
     """Of sliding and full layers: ``kinds`` has the type of each by name, and ``window`` counts the token
-    itself, as config.json does.
+    itself, as config.json does. ``rope`` is that of full layers, ``local_rope`` that of sliding ones.
     """
 
     kinds: tuple[str, ...]
     window: int
+    local_rope: nn.RopeSpec
 
     def cache_kind(self, i: int) -> int:
         """What layer i is to :func:`sliding_cache`."""
@@ -74,12 +76,12 @@ def sliding_fields(
 
 
 def sliding_cache(
-    window: int, sliding: nn.RopeSpec, full: nn.RopeSpec, memory: int | None = None
+    config: SlidingConfig, dtype: ml.DType | None = None, memory: int | None = None
 ) -> WrapperCache:
-    """For sliding layers (type SLIDING) and full ones (type FULL).
+    """For sliding layers (type SLIDING) and full ones (type FULL), of any ``dtype`` alike.
 
-    Hugging Face's ``window`` counts the token itself: it is our ``window - 1``.
+    ``memory`` is as SlidingWindowCache has it. Hugging Face's window counts the token itself: it is our
+    ``window - 1``.
     """
-    return WrapperCache(
-        SlidingWindowCache(window - 1, memory, nn.rope_shift(sliding)), CausalCache(nn.rope_shift(full))
-    )
+    sliding = SlidingWindowCache(config.window - 1, memory, nn.rope_shift(config.local_rope))
+    return WrapperCache(sliding, CausalCache(nn.rope_shift(config.rope)))

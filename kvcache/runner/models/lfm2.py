@@ -9,30 +9,25 @@ Liquid AI, "LFM2", 2025; transformers' modeling_lfm2.py::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import ml
-from kvcache.cache import Batch, Cache
-from kvcache.caches.recurrent import RecurrentCache
 from kvcache.runner.config import common_fields, refuse
-from kvcache.runner.models.attention import attention_shapes, load_attention, qk_norm
-from kvcache.runner.models.decoder import CausalModel, Layer, Names, Step, model_shapes
-from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
+from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
+from kvcache.runner.models.decoder import Names, Step
+from kvcache.runner.models.feedforward import GatedMLP, load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types
-from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
-from kvcache.runner.models.recurrent import StateConfig
-from kvcache.runner.models.state_runs import begin_runs, convolve
+from kvcache.runner.models.recurrent import RecurrentModel, StateConfig
+from kvcache.runner.models.state_runs import Runs, by_runs, convolve
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Linear, Loader, Shape
-from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.state_specs import StateSpec
-from ml import nn
 
-__all__ = ["LFM2", "LFM2Config", "make_cache", "parse", "shapes"]
+__all__ = ["LFM2", "LFM2Config", "parse"]
 
 NAMES = Names("model.embed_tokens", "model.layers", "model.embedding_norm")
 NORMS, PROJECTIONS = ("operator_norm", "ffn_norm"), ("w1", "w3", "w2")
@@ -50,13 +45,12 @@ class LFM2Config(StateConfig):
     conv_bias: bool
 
     @property
-    def cached_layers(self) -> dict[int, LayerShape]:
-        shape = LayerShape((self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim))
-        return {i: shape for i, kind in enumerate(self.kinds) if kind == FULL_ATTENTION}
+    def attending(self) -> Sequence[int]:
+        return [i for i, kind in enumerate(self.kinds) if kind == FULL_ATTENTION]
 
     @property
-    def state_values(self) -> int:
-        return self.kinds.count(CONV) * self.hidden_size * (self.taps - 1)
+    def states(self) -> dict[str, StateSpec]:
+        return {"conv": StateSpec((self.hidden_size, self.taps - 1))}
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> LFM2Config:
@@ -87,45 +81,10 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> LFM2Config:
     )
 
 
-def shapes(config: LFM2Config) -> dict[str, Shape]:
-    """The name and shape of every tensor."""
-    return model_shapes(config, lambda i: _layer_shapes(config, i), NAMES)
-
-
-def _layer_shapes(config: LFM2Config, i: int) -> dict[str, Shape]:
-    hidden = config.hidden_size
-    found = norm_shapes(hidden, NORMS)
-    found |= mlp_shapes("feed_forward", hidden, config.intermediate_size, names=PROJECTIONS)
-    if config.kinds[i] == FULL_ATTENTION:
-        return found | {
-            _renamed(name): shape for name, shape in attention_shapes(config, qk_norm=True).items()
-        }
-    found |= {"conv.conv.weight": (hidden, 1, config.taps)}
-    for name, rows in (("in", 3 * hidden), ("out", hidden)):
-        found[f"conv.{name}_proj.weight"] = (rows, hidden)
-        if config.conv_bias:
-            found[f"conv.{name}_proj.bias"] = (rows,)
-    if config.conv_bias:
-        found["conv.conv.bias"] = (hidden,)
-    return found
-
-
 def _renamed(name: str) -> str:
     for plain, theirs in RENAMED.items():
         name = name.replace(plain, theirs)
     return name
-
-
-def make_cache(config: LFM2Config, dtype: ml.DType | None = None, **options: Any) -> RecurrentCache:
-    """A cache for the convolutions' inputs and the keys of the layers with attention.
-
-    ``dtype`` is that of the model's activations; ``options`` go to RecurrentCache.
-    """
-    conv = StateSpec((config.hidden_size, config.taps - 1))
-    states: dict[int | None, dict[str, StateSpec]] = {None: {"conv": conv}}
-    return RecurrentCache(
-        shift=nn.rope_shift(config.rope), states=states, conv_dtype=dtype, delivers=True, **options
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,46 +99,53 @@ class ShortConvolution:
 
     def __call__(self, ctx: ml.Context, x: ml.Tensor, step: Step) -> ml.Tensor:
         """x (tokens, hidden) -> the same; the states of the pass move on in the cache."""
-        tokens, hidden = x.shape
+        hidden = x.shape[1]
         joined = self.projection(ctx, x)
         before, after, inner = (joined.slice(ctx, 1, i * hidden, (i + 1) * hidden) for i in range(3))
         inputs = before.mul(ctx, inner)
-        result: ml.Tensor | None = None
-        for run in step.plans["runs"]:
-            part = convolve(
-                ctx, run, run.gather(ctx, inputs), step.cache, self.index, self.kernel, self.bias
-            ).reshape(ctx, -1, hidden)
-            if run.rows is None:
-                result = part
-            else:
-                result = ctx.empty((tokens, hidden), x.dtype) if result is None else result
-                result.set_rows(ctx, part, run.rows)
-        assert result is not None
-        return self.output(ctx, result.mul(ctx, after))
+
+        def convolved(run: Runs) -> ml.Tensor:
+            x = run.gather(ctx, inputs)
+            x = convolve(ctx, run, x, step.cache, self.index, self.kernel, self.bias)
+            return x.reshape(ctx, -1, hidden)
+
+        return self.output(ctx, by_runs(ctx, step, convolved).mul(ctx, after))
 
 
-class LFM2(CausalModel[LFM2Config]):
+class LFM2(RecurrentModel[LFM2Config]):
     """The weights of a model and its forward pass."""
 
-    cache_type = RecurrentCache
     names = NAMES
-    cache_of = staticmethod(make_cache)
-    shapes = staticmethod(shapes)
+    norm_names = NORMS
 
-    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        return begin_runs(ctx, super().begin_pass(ctx, batch, cache))
-
-    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
-        config, prefix = self.config, f"{NAMES.layers}.{i}"
+    @classmethod
+    def mixer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        hidden = config.hidden_size
         if config.kinds[i] == FULL_ATTENTION:
-            attention = f"{prefix}.self_attn"
-            norm = qk_norm(load, ctx, attention, config, suffix="layernorm")
-            output = load.summed(ctx, f"{attention}.out_proj")
-            mixer: Any = load_attention(load, ctx, attention, config, qk_norm=norm, output=output)
-        else:
-            mixer = self._convolution(load, ctx, f"{prefix}.conv", i)
-        mlp = load_mlp(load, ctx, f"{prefix}.feed_forward", names=PROJECTIONS)
-        return PreNormLayer(config.rms_norm_eps, load_norms(load, ctx, prefix, names=NORMS), mixer, mlp)
+            return {_renamed(name): shape for name, shape in attention_shapes(config).items()}
+        found: dict[str, Shape] = {"conv.conv.weight": (hidden, 1, config.taps)}
+        for name, rows in (("in", 3 * hidden), ("out", hidden)):
+            found[f"conv.{name}_proj.weight"] = (rows, hidden)
+            if config.conv_bias:
+                found[f"conv.{name}_proj.bias"] = (rows,)
+        if config.conv_bias:
+            found["conv.conv.bias"] = (hidden,)
+        return found
+
+    @classmethod
+    def mlp_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        return mlp_shapes("feed_forward", config.hidden_size, config.intermediate_size, names=PROJECTIONS)
+
+    def mixer(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> Attention | ShortConvolution:
+        config, attention = self.config, f"{prefix}.self_attn"
+        if config.kinds[i] != FULL_ATTENTION:
+            return self._convolution(load, ctx, f"{prefix}.conv", i)
+        norm = qk_norm(load, ctx, attention, config, suffix="layernorm")
+        output = load.summed(ctx, f"{attention}.out_proj")
+        return load_attention(load, ctx, attention, config, qk_norm=norm, output=output)
+
+    def mlp(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> GatedMLP:
+        return load_mlp(load, ctx, f"{prefix}.feed_forward", names=PROJECTIONS)
 
     def _convolution(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> ShortConvolution:
         return ShortConvolution(

@@ -14,20 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import ml
-from kvcache.cache import ShiftFunction
-from kvcache.caches.causal import CausalCache
 from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models.attention import attention_shapes, load_attention, qk_norm
-from kvcache.runner.models.decoder import CausalModel, Layer, model_shapes
-from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
-from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
+from kvcache.runner.models.prenorm import PreNormModel
 from kvcache.runner.rope_config import parse_rope
-from kvcache.runner.weights import Loader, Shape, Weights
-from ml import nn
 
-__all__ = ["MODEL_TYPES", "Llama", "Weights", "check_window", "make_cache", "parse", "shapes"]
+__all__ = ["MODEL_TYPES", "Llama", "check_window", "parse"]
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -66,39 +58,5 @@ def check_window(raw: Mapping[str, Any]) -> None:
         raise ModelError(f"{shown} is not supported by the runner yet; use a model with full attention")
 
 
-def shapes(config: ModelConfig) -> dict[str, Shape]:
-    """The name and shape of every tensor."""
-    layer = norm_shapes(config.hidden_size) | attention_shapes(config, config.qk_norm)
-    layer |= mlp_shapes("mlp", config.hidden_size, config.intermediate_size, config.mlp_bias)
-    return model_shapes(config, lambda _: layer)
-
-
-def make_cache(config: ModelConfig, dtype: ml.DType | None = None) -> CausalCache:
-    """Of any ``dtype`` alike."""
-    return CausalCache(nn.rope_shift(config.rope))
-
-
-class Llama(CausalModel[ModelConfig]):
-    """The weights of a model on a backend's devices, and its forward pass, on any cache.
-
-    ``shift`` is the function by which a cache moves this model's keys to other positions.
-    """
-
-    cache_type = object
-    cache_of = staticmethod(make_cache)
-    shapes = staticmethod(shapes)
-
-    @property
-    def shift(self) -> ShiftFunction:
-        return nn.rope_shift(self.config.rope)
-
-    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
-        config, prefix = self.config, f"model.layers.{i}"
-        attention = f"{prefix}.self_attn"
-        norm = qk_norm(load, ctx, attention, config) if config.qk_norm else None
-        return PreNormLayer(
-            eps=config.rms_norm_eps,
-            norms=load_norms(load, ctx, prefix),
-            mixer=load_attention(load, ctx, attention, config, qk_norm=norm),
-            mlp=load_mlp(load, ctx, f"{prefix}.mlp"),
-        )
+class Llama(PreNormModel[ModelConfig]):
+    """The weights of a model on a backend's devices, and its forward pass, on any cache."""

@@ -21,17 +21,17 @@ from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import ChunkedCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import ModelConfig, common_fields, refuse
-from kvcache.runner.models.attention import attention_shapes, load_attention
-from kvcache.runner.models.decoder import ROPE, CausalModel, Layer, Step, model_shapes
-from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
+from kvcache.runner.models.attention import Attention, load_attention
+from kvcache.runner.models.decoder import ROPE, Step
+from kvcache.runner.models.feedforward import GatedMLP, load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types
-from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
+from kvcache.runner.models.prenorm import PreNormModel
 from kvcache.runner.models.routing import SparseMLP, load_experts
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 from ml import nn
 
-__all__ = ["Llama4", "Llama4Config", "make_cache", "parse", "shapes"]
+__all__ = ["Llama4", "Llama4Config", "make_cache", "parse"]
 
 _CHUNKED_ATTENTION = "chunked_attention"
 _CHUNKED, _FULL = 0, 1
@@ -53,6 +53,9 @@ class Llama4Config(ModelConfig):
     experts: int
     experts_per_token: int
     temperature: tuple[float, float] | None
+
+    def cache_kind(self, i: int) -> int:
+        return _CHUNKED if self.kinds[i] == _CHUNKED_ATTENTION else _FULL
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Llama4Config:
@@ -84,20 +87,6 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Llama4Config
     )
 
 
-def shapes(config: Llama4Config) -> dict[str, Shape]:
-    """The name and shape of every tensor."""
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
-    both = attention_shapes(config) | norm_shapes(hidden)
-    dense = both | mlp_shapes("feed_forward", hidden, config.dense_size)
-    sparse = both | mlp_shapes("feed_forward.shared_expert", hidden, inner)
-    sparse |= {
-        "feed_forward.router.weight": (experts, hidden),
-        "feed_forward.experts.gate_up_proj": (experts, hidden, 2 * inner),
-        "feed_forward.experts.down_proj": (experts, inner, hidden),
-    }
-    return model_shapes(config, lambda i: sparse if config.sparse[i] else dense)
-
-
 def make_cache(config: Llama4Config, dtype: ml.DType | None = None) -> WrapperCache:
     """For the two types of layers: type 0 is chunked, type 1 full; any ``dtype`` alike.
 
@@ -111,12 +100,11 @@ def make_cache(config: Llama4Config, dtype: ml.DType | None = None) -> WrapperCa
     return WrapperCache(ChunkedCache(config.chunk, shift), CausalCache(shift))
 
 
-class Llama4(CausalModel[Llama4Config]):
+class Llama4(PreNormModel[Llama4Config]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache
     cache_of = staticmethod(make_cache)
-    shapes = staticmethod(shapes)
 
     def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         step = super().begin_pass(ctx, batch, cache)
@@ -127,27 +115,33 @@ class Llama4(CausalModel[Llama4Config]):
             step.tensors[_TEMPERATURE] = ctx.from_numpy(grown[:, None, None], self.dtype)
         return step
 
-    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
-        config, prefix = self.config, f"model.layers.{i}"
-        rotated = config.rotated[i]
-        build = self._sparse if config.sparse[i] else load_mlp
-        return PreNormLayer(
-            eps=config.rms_norm_eps,
-            norms=load_norms(load, ctx, prefix),
-            mixer=load_attention(
-                load,
-                ctx,
-                f"{prefix}.self_attn",
-                config,
-                plain_norm=config.plain_norm and rotated,
-                rotation=ROPE if rotated else None,
-                temperature=None if rotated else _TEMPERATURE,
-            ),
-            mlp=build(load, ctx, f"{prefix}.feed_forward"),
-            cache_kind=_CHUNKED if config.kinds[i] == _CHUNKED_ATTENTION else _FULL,
+    @classmethod
+    def mlp_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
+        if not config.sparse[i]:
+            return mlp_shapes("feed_forward", hidden, config.dense_size)
+        return mlp_shapes("feed_forward.shared_expert", hidden, inner) | {
+            "feed_forward.router.weight": (experts, hidden),
+            "feed_forward.experts.gate_up_proj": (experts, hidden, 2 * inner),
+            "feed_forward.experts.down_proj": (experts, inner, hidden),
+        }
+
+    def mixer(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> Attention:
+        config, rotated = self.config, self.config.rotated[i]
+        return load_attention(
+            load,
+            ctx,
+            f"{prefix}.self_attn",
+            config,
+            plain_norm=config.plain_norm and rotated,
+            rotation=ROPE if rotated else None,
+            temperature=None if rotated else _TEMPERATURE,
         )
 
-    def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
+    def mlp(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> GatedMLP | SparseMLP:
+        prefix = f"{prefix}.feed_forward"
+        if not self.config.sparse[i]:
+            return load_mlp(load, ctx, prefix)
         return SparseMLP(
             load.linear(ctx, f"{prefix}.router"),
             load_experts(load, ctx, f"{prefix}.experts"),

@@ -9,23 +9,20 @@ transformers adds up the layers in F32 (``residual_in_fp32``); here they are add
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ml
-from kvcache.cache import Batch, Cache
-from kvcache.caches.recurrent import RecurrentCache
 from kvcache.runner.config import common_fields, refuse
-from kvcache.runner.models.decoder import CausalModel, Layer, Names, Step, model_shapes
+from kvcache.runner.models.decoder import Layer, Names, Step
 from kvcache.runner.models.mamba_mixer import Mamba2Mixer, MambaSizes, load_mamba, mamba_shapes
-from kvcache.runner.models.recurrent import StateConfig, recurrent_cache, time_limits
-from kvcache.runner.models.state_runs import begin_runs
+from kvcache.runner.models.recurrent import RecurrentModel, StateConfig, time_limits
 from kvcache.runner.weights import Loader, Shape
-from kvcache.storage.layer_shape import LayerShape
+from kvcache.storage.state_specs import StateSpec
 from ml import nn
 
-__all__ = ["Mamba2", "Mamba2Config", "make_cache", "parse", "shapes"]
+__all__ = ["Mamba2", "Mamba2Config", "parse"]
 
 NAMES = Names("backbone.embeddings", "backbone.layers", "backbone.norm_f")
 
@@ -37,12 +34,12 @@ class Mamba2Config(StateConfig):
     mamba: MambaSizes
 
     @property
-    def cached_layers(self) -> dict[int, LayerShape]:
-        return {}
+    def attending(self) -> Sequence[int]:
+        return ()
 
     @property
-    def state_values(self) -> int:
-        return self.layers * self.mamba.state_values
+    def states(self) -> dict[str, StateSpec]:
+        return self.mamba.states
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Mamba2Config:
@@ -62,20 +59,6 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Mamba2Config
     return Mamba2Config(**common, rope=nn.RopeSpec(2, 10_000.0), mamba=sizes)
 
 
-def shapes(config: Mamba2Config) -> dict[str, Shape]:
-    """The name and shape of every tensor."""
-    layer = {"norm.weight": (config.hidden_size,), **mamba_shapes("mixer", config.hidden_size, config.mamba)}
-    return model_shapes(config, lambda _: layer, NAMES)
-
-
-def make_cache(config: Mamba2Config, dtype: ml.DType | None = None, **options: Any) -> RecurrentCache:
-    """A cache for the states.
-
-    ``dtype`` is that of the model's activations; ``options`` go to RecurrentCache.
-    """
-    return recurrent_cache(config.mamba, None, dtype, options)
-
-
 @dataclass(frozen=True, slots=True)
 class _Layer:
     eps: float
@@ -89,16 +72,15 @@ class _Layer:
         return hidden
 
 
-class Mamba2(CausalModel[Mamba2Config]):
+class Mamba2(RecurrentModel[Mamba2Config]):
     """The weights of a model and its forward pass."""
 
-    cache_type = RecurrentCache
     names = NAMES
-    cache_of = staticmethod(make_cache)
-    shapes = staticmethod(shapes)
 
-    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        return begin_runs(ctx, Step(batch, cache))
+    @classmethod
+    def layer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        hidden = config.hidden_size
+        return {"norm.weight": (hidden,), **mamba_shapes("mixer", hidden, config.mamba)}
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
         config, prefix = self.config, f"{NAMES.layers}.{i}"

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.runner.models.chunks import scan
 from kvcache.runner.models.decoder import Step
 from kvcache.runner.models.ssd import state_space_rule
-from kvcache.runner.models.state_runs import MASKS, Runs, convolve, repeat_heads, split_heads
+from kvcache.runner.models.state_runs import Runs, by_runs, convolve, recur, repeat_heads, split_heads
 from kvcache.runner.weights import Linear, Loader, Shape
+from kvcache.storage.state_specs import StateSpec
 from ml import DType, nn
 
 __all__ = ["Mamba2Mixer", "MambaSizes", "load_mamba", "mamba_shapes"]
@@ -57,9 +57,11 @@ class MambaSizes:
         return self.inner, self.inner, shared, shared, self.heads
 
     @property
-    def state_values(self) -> int:
-        """Numbers that a layer keeps of a sequence."""
-        return self.channels * (self.kernel - 1) + self.inner * self.state
+    def states(self) -> dict[str, StateSpec]:
+        """What a layer keeps of a sequence."""
+        matrices = self.heads, self.state, self.head_dim
+        conv = StateSpec((self.channels, self.kernel - 1))
+        return {"conv": conv, "recurrent": StateSpec(matrices, DType.F32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +84,13 @@ class Mamba2Mixer:
 
     def __call__(self, ctx: ml.Context, x: ml.Tensor, step: Step) -> ml.Tensor:
         """x (tokens, hidden) -> the same; the states of the pass move on in the cache."""
-        sizes, tokens = self.sizes, x.shape[0]
+        sizes = self.sizes
         joined = self.projection(ctx, x)
         start, stop = sizes.inner, sizes.inner + sizes.channels
         gate, mixed = joined.slice(ctx, 1, 0, start), joined.slice(ctx, 1, start, stop)
         time = joined.slice(ctx, 1, stop, stop + sizes.heads).cast(ctx, DType.F32)
         time = nn.softplus(ctx, time.add(ctx, self.time_bias))
-        result: ml.Tensor | None = None
-        for run in step.plans["runs"]:
-            part = self._run(ctx, run, mixed, time, step)
-            if run.rows is None:
-                result = part
-            else:
-                result = ctx.empty((tokens, sizes.inner), x.dtype) if result is None else result
-                result.set_rows(ctx, part, run.rows)
-        assert result is not None
+        result = by_runs(ctx, step, lambda run: self._run(ctx, run, mixed, time, step))
         return self.output(ctx, self._gated(ctx, result, gate))
 
     def _run(self, ctx: ml.Context, run: Runs, mixed: ml.Tensor, time: ml.Tensor, step: Step) -> ml.Tensor:
@@ -117,15 +111,7 @@ class Mamba2Mixer:
         time = time.permute(ctx, 0, 2, 1).contiguous(ctx)  # (sequences, heads, length)
         decay = time.mul(ctx, self.decay.reshape(ctx, sizes.heads, 1))
         value = x.mul(ctx, time.reshape(ctx, *time.shape, 1))
-        states = cache.recurrent_state(ctx, self.index)
-        state = states if run.rows is None else states.rows(ctx, run.states)
-        tokens = query, key, value, decay
-        out, (*inside, state) = scan(ctx, state_space_rule, tokens, state, step.tensors[MASKS], run.cuts)
-        run.deliver(ctx, cache, "recurrent", self.index, inside)
-        if run.rows is None:
-            cache.set_recurrent_state(ctx, self.index, state)
-        else:
-            ctx.forward(states.set_rows(ctx, state, run.states))
+        out = recur(ctx, run, step, self.index, state_space_rule, (query, key, value, decay))
         out = out.add(ctx, x.mul(ctx, self.skip.reshape(ctx, sizes.heads, 1, 1)))
         return out.permute(ctx, 0, 2, 1, 3).contiguous(ctx).reshape(ctx, -1, inner).cast(ctx, dtype)
 

@@ -12,19 +12,16 @@ GLM's layer that predicts further tokens (num_nextn_predict_layers) is read with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import ml
-from kvcache.cache import ShiftFunction
 from kvcache.runner.config import ModelConfig, common_fields, refuse
-from kvcache.runner.models.attention import attention_shapes, load_attention, qk_norm
-from kvcache.runner.models.decoder import CausalModel, Layer, model_shapes
-from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
-from kvcache.runner.models.llama import check_window, make_cache
-from kvcache.runner.models.mtp import load_mtp
-from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
+from kvcache.runner.models.feedforward import GatedMLP, load_mlp, mlp_shapes
+from kvcache.runner.models.llama import check_window
+from kvcache.runner.models.mtp import load_mtp, mtp_shapes
+from kvcache.runner.models.prenorm import PreNormModel
 from kvcache.runner.models.routing import (
     GroupLimited,
     Routing,
@@ -36,10 +33,8 @@ from kvcache.runner.models.routing import (
 )
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
-from kvcache.storage.layer_shape import LayerShape
-from ml import nn
 
-__all__ = ["MoE", "MoEConfig", "make_cache", "parse_glm4", "parse_mixtral", "parse_qwen3", "shapes"]
+__all__ = ["MoE", "MoEConfig", "parse_glm4", "parse_mixtral", "parse_qwen3"]
 
 MIXTRAL_NAMES = ("w1", "w3", "w2")
 """What Mixtral calls the gate, up and down projections of an expert."""
@@ -61,19 +56,13 @@ class MoEConfig(ModelConfig):
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     mtp: bool = False
 
-    def with_mtp(self) -> MoEConfig:
+    def with_mtp(self) -> Self:
         """With the layer behind the last one, for multi-token prediction; it has experts."""
         return replace(self, mtp=True, sparse=(*self.sparse, True))
 
     @property
-    def cached_layers(self) -> dict[int, LayerShape]:
-        widths = self.kv_heads, self.head_dim
-        return dict.fromkeys(range(self.layers + self.mtp), LayerShape(widths, widths))
-
-    @property
-    def corrected(self) -> bool:
-        """Whether experts are chosen by scores with a correction added."""
-        return isinstance(self.routing, GroupLimited)
+    def attending(self) -> Sequence[int]:
+        return range(self.layers + self.mtp)
 
 
 def parse_mixtral(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEConfig:
@@ -107,7 +96,7 @@ def parse_glm4(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEConf
         sparse=tuple(i >= dense for i in range(raw["num_hidden_layers"])),
         experts=raw["n_routed_experts"], expert_size=raw["moe_intermediate_size"],
         shared_size=raw["moe_intermediate_size"] * (raw["n_shared_experts"] or 0),
-        routing=group_routing(raw, True, bool(raw["norm_topk_prob"])),
+        routing=group_routing(raw),
         qk_norm=bool(raw["use_qk_norm"]), output_bias=False,
     )  # fmt: skip
 
@@ -123,65 +112,45 @@ def _parse(
     return MoEConfig(**{"shared_size": 0, **common, **fields})
 
 
-def shapes(config: MoEConfig) -> dict[str, Shape]:
-    """The name and shape of every tensor."""
-    return model_shapes(config, lambda i: _layer_shapes(config, i), mtp=config.mtp)
+class MoE(PreNormModel[MoEConfig]):
+    """The weights of a model and its forward pass, on any cache."""
 
+    @classmethod
+    def shapes(cls, config: Any) -> dict[str, Shape]:
+        found, last = super().shapes(config), config.layers
+        if config.mtp:
+            found |= cls.numbered(cls.layer_shapes(config, last) | mtp_shapes(config.hidden_size), last)
+        return found
 
-def _layer_shapes(config: MoEConfig, i: int) -> dict[str, Shape]:
-    hidden, block = config.hidden_size, config.block
-    found = norm_shapes(hidden) | attention_shapes(config, config.qk_norm)
-    if not config.sparse[i]:
-        return found | mlp_shapes("mlp", hidden, config.intermediate_size)
-    found[f"{block}.gate.weight"] = (config.experts, hidden)
-    if config.corrected:
-        found[f"{block}.gate.e_score_correction_bias"] = (config.experts,)
-    if config.shared_size:
-        found |= mlp_shapes(f"{block}.shared_experts", hidden, config.shared_size)
-    return found | expert_shapes(f"{block}.experts", config.experts, hidden, config.expert_size, config.names)
+    @classmethod
+    def mlp_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        hidden, block, experts = config.hidden_size, config.block, config.experts
+        if not config.sparse[i]:
+            return super().mlp_shapes(config, i)
+        found: dict[str, Shape] = {f"{block}.gate.weight": (experts, hidden)}
+        if isinstance(config.routing, GroupLimited) and config.routing.corrected:
+            found[f"{block}.gate.e_score_correction_bias"] = (experts,)
+        if config.shared_size:
+            found |= mlp_shapes(f"{block}.shared_experts", hidden, config.shared_size)
+        return found | expert_shapes(f"{block}.experts", experts, hidden, config.expert_size, config.names)
 
-
-class MoE(CausalModel[MoEConfig]):
-    """The weights of a model and its forward pass, on any cache.
-
-    ``shift`` is the function by which a cache moves this model's keys to other positions.
-    """
-
-    cache_type = object
-    cache_of = staticmethod(make_cache)
-    shapes = staticmethod(shapes)
-
-    @property
-    def shift(self) -> ShiftFunction:
-        return nn.rope_shift(self.config.rope)
-
-    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
-        config, prefix = self.config, f"model.layers.{i}"
-        attention = f"{prefix}.self_attn"
-        norm = qk_norm(load, ctx, attention, config) if config.qk_norm else None
-        mlp = self._sparse(load, ctx, f"{prefix}.{config.block}") if config.sparse[i] else None
-        return PreNormLayer(
-            eps=config.rms_norm_eps,
-            norms=load_norms(load, ctx, prefix),
-            mixer=load_attention(load, ctx, attention, config, qk_norm=norm),
-            mlp=mlp or load_mlp(load, ctx, f"{prefix}.mlp"),
+    def mlp(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> GatedMLP | SparseMLP:
+        config, routing, block = self.config, self.config.routing, f"{prefix}.{self.config.block}"
+        if not config.sparse[i]:
+            return load_mlp(load, ctx, f"{prefix}.mlp")
+        if isinstance(routing, GroupLimited):
+            router, routing = load_corrected(load, ctx, f"{block}.gate", routing)
+        else:
+            router = load.linear(ctx, f"{block}.gate")
+        return SparseMLP(
+            router,
+            load_each_expert(load, ctx, f"{block}.experts", config.experts, config.names),
+            config.experts_per_token,
+            routing,
+            load_mlp(load, ctx, f"{block}.shared_experts") if config.shared_size else None,
         )
 
     def _load_more(self, load: Loader, ctx: ml.Context) -> None:
         if self.config.mtp:
             layer = self._layer(load, ctx, self.config.layers)
             self.mtp = load_mtp(load, ctx, self, layer, self._head)
-
-    def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
-        config, routing = self.config, self.config.routing
-        if isinstance(routing, GroupLimited):
-            router, routing = load_corrected(load, ctx, f"{prefix}.gate", routing)
-        else:
-            router = load.linear(ctx, f"{prefix}.gate")
-        return SparseMLP(
-            router,
-            load_each_expert(load, ctx, f"{prefix}.experts", config.experts, config.names),
-            config.experts_per_token,
-            routing,
-            load_mlp(load, ctx, f"{prefix}.shared_experts") if config.shared_size else None,
-        )

@@ -26,9 +26,9 @@ import ml
 from kvcache.cache import Batch, Cache, CacheFullError
 from kvcache.runner.errors import ModelError
 from kvcache.runner.models.decoder import Decoder, Layer, Step
-from kvcache.runner.weights import Linear, Loader
+from kvcache.runner.weights import Linear, Loader, Shape
 
-__all__ = ["MTP", "TAIL", "load_mtp"]
+__all__ = ["MTP", "TAIL", "load_mtp", "mtp_shapes"]
 
 TAIL = 32
 """Positions of a sequence whose hidden states are kept, the latest."""
@@ -170,6 +170,12 @@ class _Tail:
         self._positions[where] = positions[rows]
         slots = 1 + where[0] * TAIL + where[1]
         ctx.forward(self.states.set_rows(ctx, hidden.rows(ctx, rows), slots.tolist()))
+
+
+def mtp_shapes(hidden: int) -> dict[str, Shape]:
+    """Of what a layer for multi-token prediction has beside the tensors of a layer."""
+    norms = {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    return {**norms, "eh_proj.weight": (hidden, 2 * hidden)}
 
 
 def load_mtp(load: Loader, ctx: ml.Context, model: Any, layer: Layer, head: Linear) -> MTP:

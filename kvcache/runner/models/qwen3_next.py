@@ -11,37 +11,32 @@ Norms are stored around zero: their weight is 1 + w. Attention rotates a part of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import ml
-from kvcache.cache import Batch, Cache
-from kvcache.caches.recurrent import RecurrentCache
-from kvcache.runner.config import ModelConfig, common_fields, refuse
+from kvcache.runner.config import common_fields, refuse
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
-from kvcache.runner.models.decoder import CausalModel, Layer, Step, model_shapes
+from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
 from kvcache.runner.models.delta_net import DeltaNet, DeltaSizes, delta_shapes, load_delta_net
-from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
+from kvcache.runner.models.feedforward import GatedMLP, load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types
-from kvcache.runner.models.prenorm import PreNormLayer, load_norms, norm_shapes
+from kvcache.runner.models.recurrent import RecurrentModel, StateConfig
 from kvcache.runner.models.routing import SparseMLP, expert_shapes, load_each_expert
-from kvcache.runner.models.state_runs import begin_runs
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
-from kvcache.storage.layer_shape import LayerShape
-from ml import nn
+from kvcache.storage.state_specs import StateSpec
 
-__all__ = ["Qwen3Next", "Qwen3NextConfig", "make_cache", "parse", "parse_dense", "shapes"]
+__all__ = ["Qwen3Next", "Qwen3NextConfig", "parse", "parse_dense"]
 
 _LINEAR_ATTENTION = "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen3NextConfig(ModelConfig):
+class Qwen3NextConfig(StateConfig):
     """``split``: a delta net's projections are stored apart (Qwen3.5), not joined by key head.
 
     ``sparse[i]`` says whether layer i has experts, of ``expert_size``, beside a shared one.
@@ -51,24 +46,19 @@ class Qwen3NextConfig(ModelConfig):
     delta: DeltaSizes
     split: bool
     sparse: tuple[bool, ...]
-    experts: int
-    experts_per_token: int
-    expert_size: int
-    shared_size: int
-    normalize: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    shared_size: int = 0
+    normalize: bool = True
 
     @property
-    def cached_layers(self) -> dict[int, LayerShape]:
-        """Of the layers with attention; the others keep states."""
-        shape = LayerShape((self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim))
-        return {i: shape for i, kind in enumerate(self.kinds) if kind == FULL_ATTENTION}
+    def attending(self) -> Sequence[int]:
+        return [i for i, kind in enumerate(self.kinds) if kind == FULL_ATTENTION]
 
-    def state_bytes(self, max_sequences: int, capacity: int) -> int:
-        """Of states in F32, and as many checkpoints as RecurrentCache takes by default."""
-        sizes = self.delta
-        values = sizes.channels * (sizes.kernel - 1) + sizes.value_heads * sizes.key_dim * sizes.value_dim
-        checkpoints = min(24, capacity // 256)
-        return self.kinds.count(_LINEAR_ATTENTION) * max_sequences * (1 + checkpoints) * values * 4
+    @property
+    def states(self) -> dict[str, StateSpec]:
+        return self.delta.states
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextConfig:
@@ -79,7 +69,7 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextCon
     return _parse(
         raw,
         generation,
-        architecture="Qwen3NextForCausalLM",
+        "Qwen3NextForCausalLM",
         split=False,
         sparse=tuple(i not in dense and experts > 0 and (i + 1) % step == 0 for i in range(count)),
         experts=experts,
@@ -92,18 +82,8 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextCon
 
 def parse_dense(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextConfig:
     """Qwen3_5ForCausalLM."""
-    return _parse(
-        raw,
-        generation,
-        architecture="Qwen3_5ForCausalLM",
-        split=True,
-        sparse=(False,) * raw["num_hidden_layers"],
-        experts=0,
-        experts_per_token=0,
-        expert_size=0,
-        shared_size=0,
-        normalize=True,
-    )
+    sparse = (False,) * raw["num_hidden_layers"]
+    return _parse(raw, generation, "Qwen3_5ForCausalLM", split=True, sparse=sparse)
 
 
 def _parse(
@@ -132,67 +112,48 @@ def _parse(
     )
 
 
-def shapes(config: Qwen3NextConfig) -> dict[str, Shape]:
-    """The name and shape of every tensor."""
-    return model_shapes(config, lambda i: _layer_shapes(config, i))
-
-
-def _layer_shapes(config: Qwen3NextConfig, i: int) -> dict[str, Shape]:
-    hidden = config.hidden_size
-    found: dict[str, Shape] = norm_shapes(hidden)
-    if config.kinds[i] == FULL_ATTENTION:
-        found |= attention_shapes(config, qk_norm=True, gates=config.heads * config.head_dim)
-    else:
-        found |= delta_shapes("linear_attn", hidden, config.delta, config.split)
-    if not config.sparse[i]:
-        return found | mlp_shapes("mlp", hidden, config.intermediate_size)
-    found |= {
-        "mlp.gate.weight": (config.experts, hidden),
-        "mlp.shared_expert_gate.weight": (1, hidden),
-    }
-    found |= expert_shapes("mlp.experts", config.experts, hidden, config.expert_size)
-    return found | mlp_shapes("mlp.shared_expert", hidden, config.shared_size)
-
-
-def make_cache(config: Qwen3NextConfig, dtype: ml.DType | None = None, **options: Any) -> RecurrentCache:
-    """A cache for the states of the linear layers and the keys of the others.
-
-    ``dtype`` is that of the model's activations; ``options`` go to RecurrentCache.
-    """
-    sizes = config.delta
-    return RecurrentCache(
-        (sizes.channels, sizes.kernel - 1),
-        (sizes.value_heads, sizes.key_dim, sizes.value_dim),
-        nn.rope_shift(config.rope),
-        conv_dtype=dtype,
-        delivers=True,
-        **options,
-    )
-
-
-class Qwen3Next(CausalModel[Qwen3NextConfig]):
+class Qwen3Next(RecurrentModel[Qwen3NextConfig]):
     """The weights of a model and its forward pass."""
 
-    cache_type = RecurrentCache
     norm_offset = 1.0
-    cache_of = staticmethod(make_cache)
-    shapes = staticmethod(shapes)
 
-    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        return begin_runs(ctx, super().begin_pass(ctx, batch, cache))
-
-    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
-        config, prefix = self.config, f"model.layers.{i}"
-        mixer: Attention | DeltaNet
+    @classmethod
+    def mixer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
         if config.kinds[i] == FULL_ATTENTION:
-            mixer = self._attention(load, ctx, f"{prefix}.self_attn")
-        else:
-            mixer = load_delta_net(
-                load, ctx, f"{prefix}.linear_attn", i, config.delta, config.split, config.rms_norm_eps
-            )
-        build = self._sparse if config.sparse[i] else load_mlp
-        mlp = build(load, ctx, f"{prefix}.mlp")
-        return PreNormLayer(config.rms_norm_eps, load_norms(load, ctx, prefix, 1.0), mixer, mlp)
+            return attention_shapes(config, gates=config.heads * config.head_dim)
+        return delta_shapes("linear_attn", config.hidden_size, config.delta, config.split)
+
+    @classmethod
+    def mlp_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        hidden = config.hidden_size
+        if not config.sparse[i]:
+            return super().mlp_shapes(config, i)
+        return {
+            "mlp.gate.weight": (config.experts, hidden),
+            "mlp.shared_expert_gate.weight": (1, hidden),
+            **expert_shapes("mlp.experts", config.experts, hidden, config.expert_size),
+            **mlp_shapes("mlp.shared_expert", hidden, config.shared_size),
+        }
+
+    def mixer(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> Attention | DeltaNet:
+        config = self.config
+        if config.kinds[i] == FULL_ATTENTION:
+            return self._attention(load, ctx, f"{prefix}.self_attn")
+        mixer = f"{prefix}.linear_attn"
+        return load_delta_net(load, ctx, mixer, i, config.delta, config.split, config.rms_norm_eps)
+
+    def mlp(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> GatedMLP | SparseMLP:
+        prefix = f"{prefix}.mlp"
+        if not self.config.sparse[i]:
+            return load_mlp(load, ctx, prefix)
+        return SparseMLP(
+            load.linear(ctx, f"{prefix}.gate"),
+            load_each_expert(load, ctx, f"{prefix}.experts", self.config.experts),
+            self.config.experts_per_token,
+            "normalized" if self.config.normalize else "softmax",
+            load_mlp(load, ctx, f"{prefix}.shared_expert"),
+            load.linear(ctx, f"{prefix}.shared_expert_gate"),
+        )
 
     def _attention(self, load: Loader, ctx: ml.Context, prefix: str) -> Attention:
         """The queries' projection holds each head's query and gate by turns; the gates go last."""
@@ -208,16 +169,5 @@ class Qwen3Next(CausalModel[Qwen3NextConfig]):
         if config.attention_bias:
             query, gate = apart(load.take(f"{prefix}.q_proj.bias"))
             biases = [query, *(load.take(f"{prefix}.{name}_proj.bias") for name in "kv"), gate]
-        norm = qk_norm(load, ctx, prefix, config, 1.0)
         qkv = load.joined(ctx, weights, biases)
-        return load_attention(load, ctx, prefix, config, qkv=qkv, qk_norm=norm, gated=True)
-
-    def _sparse(self, load: Loader, ctx: ml.Context, prefix: str) -> SparseMLP:
-        return SparseMLP(
-            load.linear(ctx, f"{prefix}.gate"),
-            load_each_expert(load, ctx, f"{prefix}.experts", self.config.experts),
-            self.config.experts_per_token,
-            "normalized" if self.config.normalize else "softmax",
-            load_mlp(load, ctx, f"{prefix}.shared_expert"),
-            load.linear(ctx, f"{prefix}.shared_expert_gate"),
-        )
+        return load_attention(load, ctx, prefix, config, 1.0, qkv=qkv, gated=True)

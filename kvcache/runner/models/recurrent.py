@@ -1,48 +1,68 @@
-"""Configs and caches of models whose layers keep states."""
+"""Configs and caches of models whose layers keep states, and what these models share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ml
-from kvcache.cache import ShiftFunction
+from kvcache.cache import Batch, Cache
 from kvcache.caches.recurrent import RecurrentCache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models.mamba_mixer import MambaSizes
+from kvcache.runner.models.decoder import Step
+from kvcache.runner.models.prenorm import PreNormModel
+from kvcache.runner.models.state_runs import begin_runs
+from kvcache.storage.state_specs import StateSpec
+from ml import nn
 
-__all__ = ["StateConfig", "recurrent_cache", "time_limits"]
+__all__ = ["RecurrentModel", "StateConfig", "recurrent_cache", "time_limits"]
 
 
 @dataclass(frozen=True, slots=True)
 class StateConfig(ModelConfig):
-    """Of a model with states."""
+    """Of a model with states: those of layers that put no keys, where a family does not say otherwise."""
 
     @property
-    def state_values(self) -> int:
-        """Numbers that a sequence's states have, of all layers."""
+    def states(self) -> dict[str, StateSpec]:
+        """What a layer keeps of a sequence."""
         raise NotImplementedError
+
+    @property
+    def state_layers(self) -> int:
+        """How many layers keep states."""
+        return self.layers - len(self.attending)
 
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
         """Of states in F32, and as many checkpoints as RecurrentCache takes by default."""
-        return max_sequences * (1 + min(24, capacity // 256)) * self.state_values * 4
+        values = self.state_layers * sum(math.prod(spec.shape) for spec in self.states.values())
+        return max_sequences * (1 + min(24, capacity // 256)) * values * 4
 
 
-def recurrent_cache(
-    sizes: MambaSizes, shift: ShiftFunction | None, dtype: ml.DType | None, options: Mapping[str, Any]
-) -> RecurrentCache:
-    """For the states of Mamba-2 mixers, and the keys of layers with attention."""
-    return RecurrentCache(
-        (sizes.channels, sizes.kernel - 1),
-        (sizes.heads, sizes.state, sizes.head_dim),
-        shift,
-        conv_dtype=dtype,
-        delivers=True,
-        **options,
-    )
+def recurrent_cache(config: StateConfig, dtype: ml.DType | None = None, **options: Any) -> RecurrentCache:
+    """For the states of a model, and the keys of its layers with attention.
+
+    ``dtype`` is that of the model's activations; ``options`` go to RecurrentCache.
+    """
+    shift = nn.rope_shift(config.rope) if config.attending else None
+    states: dict[int | None, dict[str, StateSpec]] = {None: config.states}
+    return RecurrentCache(shift=shift, states=states, conv_dtype=dtype, delivers=True, **options)
+
+
+C = TypeVar("C", bound=StateConfig)
+
+
+class RecurrentModel(PreNormModel[C]):
+    """A decoder some of whose mixers keep states."""
+
+    cache_type = RecurrentCache
+    cache_of = staticmethod(recurrent_cache)
+
+    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        step = super().begin_pass(ctx, batch, cache) if self.config.attending else Step(batch, cache)
+        return begin_runs(ctx, step)
 
 
 def time_limits(raw: Mapping[str, Any]) -> None:

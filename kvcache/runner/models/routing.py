@@ -39,13 +39,15 @@ class GroupLimited:
     An expert's score is its share of the softmax, and a group is as good as its best expert (DeepSeek-AI,
     "DeepSeek-V2", 2024). With ``correction``, F32 (experts,), it is a sigmoid, experts are chosen by both
     together, and a group is as good as its two best (DeepSeek-AI, "DeepSeek-V3", 2024). Weights
-    are the scores alone, divided by their sum with ``normalize``, times ``scale``.
+    are the scores alone, divided by their sum with ``normalize``, times ``scale``. ``corrected``: there is a
+    correction, once weights are loaded.
     """
 
     groups: int
     kept: int
     scale: float
     normalize: bool
+    corrected: bool
     correction: ml.Tensor | None = None
 
     def __call__(self, ctx: ml.Context, logits: ml.Tensor, count: int) -> tuple[ml.Tensor, ml.Tensor]:
@@ -78,8 +80,9 @@ class GroupLimited:
         return found.reshape(ctx, tokens, experts)
 
 
-def group_routing(raw: Mapping[str, Any], grouped: bool, normalize: bool) -> GroupLimited:
-    """What config.json says of groups, or none (not ``grouped``). Raises ModelError if they do not fit."""
+def group_routing(raw: Mapping[str, Any], corrected: bool = True) -> GroupLimited:
+    """What config.json says of groups. Raises ModelError if they do not fit."""
+    grouped = raw.get("topk_method") != "greedy"
     groups, kept = (raw["n_group"] or 1, raw["topk_group"] or 1) if grouped else (1, 1)
     experts, chosen = raw["n_routed_experts"], raw["num_experts_per_tok"]
     if experts % groups or not 1 <= kept <= groups or chosen > kept * (experts // groups):
@@ -87,7 +90,8 @@ def group_routing(raw: Mapping[str, Any], grouped: bool, normalize: bool) -> Gro
             f"{chosen} of {experts} experts within {kept} of {groups} groups; groups are of one size, and "
             "those that are kept must contain at least the experts that are chosen"
         )
-    return GroupLimited(groups, kept, float(raw["routed_scaling_factor"]), normalize)
+    scale, normalize = float(raw["routed_scaling_factor"]), bool(raw["norm_topk_prob"])
+    return GroupLimited(groups, kept, scale, normalize, corrected)
 
 
 def _picked(ctx: ml.Context, scores: ml.Tensor, chosen: ml.Tensor) -> ml.Tensor:
@@ -193,11 +197,11 @@ def expert_shapes(
 
 
 def load_corrected(
-    load: Loader, ctx: ml.Context, prefix: str, routing: GroupLimited, corrected: bool = True
+    load: Loader, ctx: ml.Context, prefix: str, routing: GroupLimited
 ) -> tuple[Linear, GroupLimited]:
     """The router ``prefix``, and its routing with the correction; both are F32, as the reference computes."""
     router = load.put(ctx, load.take(f"{prefix}.weight"), ml.DType.F32).permute(ctx, 1, 0)
-    if corrected:
+    if routing.corrected:
         correction = load.take(f"{prefix}.e_score_correction_bias")
         routing = replace(routing, correction=load.put(ctx, correction, ml.DType.F32))
     return Linear(router), routing

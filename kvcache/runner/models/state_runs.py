@@ -5,18 +5,18 @@ The states are those of a RecurrentCache: the convolution's last inputs, and a m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 import ml
 from kvcache.caches.recurrent import RecurrentCache
-from kvcache.runner.models.chunks import chunk_masks, chunk_size
+from kvcache.runner.models.chunks import chunk_masks, chunk_size, scan
 from kvcache.runner.models.decoder import Step
 from ml import DType, nn
 
-__all__ = ["MASKS", "Runs", "begin_runs", "convolve", "repeat_heads", "split_heads"]
+__all__ = ["MASKS", "Runs", "begin_runs", "by_runs", "convolve", "recur", "repeat_heads", "split_heads"]
 
 MASKS = "chunk masks"
 """Of a step's tensors: those of ``chunk_masks``."""
@@ -106,6 +106,41 @@ def convolve(
     else:
         ctx.forward(states.set_rows(ctx, latest.cast(ctx, states.dtype), run.states))
     return result
+
+
+def by_runs(ctx: ml.Context, step: Step, compute: Callable[[Runs], ml.Tensor]) -> ml.Tensor:
+    """(tokens, size) of all runs; ``compute`` gives (sequences * length, size) of each."""
+    result: ml.Tensor | None = None
+    for run in step.plans["runs"]:
+        part = compute(run)
+        if run.rows is None:
+            return part
+        if result is None:
+            result = ctx.empty((len(step.batch), part.shape[1]), part.dtype)
+        result.set_rows(ctx, part, run.rows)
+    assert result is not None
+    return result
+
+
+def recur(
+    ctx: ml.Context,
+    run: Runs,
+    step: Step,
+    layer: int,
+    rule: Callable[..., tuple[ml.Tensor, ml.Tensor]],
+    tokens: Sequence[ml.Tensor],
+) -> ml.Tensor:
+    """The outputs of ``scan`` for a run; the state "recurrent" of ``layer`` moves on in the cache."""
+    cache, masks = step.cache, step.tensors[MASKS]
+    states = cache.recurrent_state(ctx, layer)
+    state = states if run.rows is None else states.rows(ctx, run.states)
+    out, (*inside, state) = scan(ctx, rule, tokens, state, masks, run.cuts)
+    run.deliver(ctx, cache, "recurrent", layer, inside)
+    if run.rows is None:
+        cache.set_recurrent_state(ctx, layer, state)
+    else:
+        ctx.forward(states.set_rows(ctx, state, run.states))
+    return out
 
 
 def split_heads(ctx: ml.Context, x: ml.Tensor, heads: int) -> ml.Tensor:
