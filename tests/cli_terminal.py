@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import struct
@@ -19,6 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CTRL_C = "\x03"
 CTRL_D = "\x04"
 SILENCE_S = 30
+
+
+class Terminal(io.StringIO):
+    """One that keeps what is written to it."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def drawn(arguments: Sequence[object], stdout: Path | None = None, **env: str) -> tuple[int, str]:

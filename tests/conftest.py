@@ -22,6 +22,9 @@ import pytest
 
 import ml
 from backends.numpy.backend import NumpyBackend
+from kvcache.runner.loading import load_model
+
+from .small_models import KINDS
 
 # Caches on NumPy go by calls of attention here, as they do where numba is not installed; on PyTorch by its
 # kernels. Both by the other way: test_cache_kernels.py.
@@ -183,6 +186,13 @@ def one_torch_thread(name: str) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def backend() -> Iterator[ml.Backend]:
+    """NumPy's, where a file or a folder does not say another."""
+    with ml.open_backend("numpy") as backend:
+        yield backend
+
+
 @pytest.fixture
 def numpy_backend() -> Iterator[ml.Backend]:
     with ml.open_backend("numpy") as backend:
@@ -204,6 +214,17 @@ def make_model(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest, make_model: Callable[..., Path], numpy_backend: ml.Backend) -> Any:
+    """A random model of 256 positions: full attention, sliding windows, recurrent layers."""
+    return load_model(make_model(**KINDS[request.param]), numpy_backend)
+
+
+@pytest.fixture
+def small(make_model: Callable[..., Path], numpy_backend: ml.Backend) -> Any:
+    return load_model(make_model(), numpy_backend)
 
 
 CONFIG: dict[str, Any] = {

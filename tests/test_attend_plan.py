@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,6 @@ from ml.testing.ragged import ragged_reference
 
 WORTH = 4
 """Cells that cost as much to read as a call."""
-
-
-@pytest.fixture
-def backend() -> Iterator[ml.Backend]:
-    with ml.open_backend("numpy") as backend:
-        yield backend
 
 
 class Driven:

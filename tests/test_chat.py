@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
@@ -34,6 +33,7 @@ from kvcache.runner.saved import ConversationError
 from kvcache.runner.tokenizer import Tokenizer
 
 from .cli_held import KVCACHE
+from .cli_terminal import Terminal
 from .small_models import KINDS
 
 Make = Callable[..., Path]
@@ -363,10 +363,6 @@ def test_commands_names_and_files_are_completed(
 
 def typed(monkeypatch: pytest.MonkeyPatch, lines: Iterable[str]) -> None:
     """As if the lines came from a keyboard, and Ctrl-D after them."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
     left = iter(lines)
 

@@ -46,12 +46,6 @@ every_cache = pytest.mark.parametrize(("cache", "dtype"), CASES, ids=[f"{c} {d}"
 Place = tuple[Any, ...]
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[ml.Backend]:
-    with ml.open_backend("numpy") as backend:
-        yield backend
-
-
 def rig(backend: ml.Backend, cache: str, dtype: str, *tiers: Any) -> Rig:
     return Rig(ConversationSetup(cache, dtype=dtype), backend, None, tiers)
 

@@ -19,7 +19,7 @@ from kvcache.command.progress import Bars, draws
 from kvcache.command.screen import LiveScreen, PlainScreen, Totals
 from kvcache.runner.requests import Event, Finished, Prefilled, Started, Statistics, Token
 
-from .cli_terminal import CTRL_C, CTRL_D, drawn, drive
+from .cli_terminal import CTRL_C, CTRL_D, Terminal, drawn, drive
 
 terminal = pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals on Windows")
 
@@ -102,10 +102,6 @@ def test_without_a_terminal_there_are_no_bars(capsys: pytest.CaptureFixture[str]
 def test_lines_are_drawn_on_terminals_that_can(
     name: str, drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("TERM", name)
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert draws(Terminal()) is drawn

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import ml
 from kvcache import HostTier
 from kvcache.runner.engine import Engine
 from kvcache.runner.errors import RequestError
-from kvcache.runner.loading import load_model
 from kvcache.runner.requests import Finished, GenerationOptions
 
 from .prefix.rigs.stores import FlakyStore
-from .small_models import KINDS
 from .test_runner_engine import GREEDY, engine_of, reference, run, tokens_of
-
-
-@pytest.fixture(params=KINDS)
-def model(request: pytest.FixtureRequest, make_model: Callable[..., Path], numpy_backend: ml.Backend) -> Any:
-    return load_model(make_model(**KINDS[request.param]), numpy_backend)
 
 
 def test_tenants_reuse_nothing_of_one_another_and_do_not_wait_for_it(model: Any) -> None:

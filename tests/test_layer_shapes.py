@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,6 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_dtype = pytest.mark.parametrize("dtype", ["F16", "Q8_0", "F16/Q4_0", "AFFINE4_32/F8_E4M3"])
-
-
-@pytest.fixture(scope="module")
-def backend() -> Iterator[ml.Backend]:
-    with ml.open_backend("numpy") as backend:
-        yield backend
 
 
 def make(backend: ml.Backend, kind: str, dtype: CacheDType = DType.F32) -> Any:

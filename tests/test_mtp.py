@@ -32,6 +32,7 @@ pytest.importorskip("torch")
 import torch
 from safetensors.numpy import load_file, save_file
 
+from .each_backend import each_backend
 from .model_passes import TwoDevices, close, prompt, run
 from .test_runner_models import BACKENDS, BASE, MODELS, new_cache, whole_on_numpy
 
@@ -128,10 +129,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
-    with ml.open_backend(request.param) as opened:
-        yield opened
+backend = each_backend(*BACKENDS)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,11 @@ import ml
 from ml import DType, nn
 from ml.testing.attention import causal_matrix, reference
 
+from .each_backend import each_context, runnable
+
 partial_module = importlib.import_module("ml.nn.partial")
 
-BACKENDS = [
-    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch")
-]
-
-
-@pytest.fixture(params=BACKENDS)
-def ctx(request: pytest.FixtureRequest) -> Iterator[ml.Context]:
-    with ml.open_backend(request.param) as backend, backend.new_context() as context:
-        yield context
+ctx = each_context("numpy", "torch")
 
 
 def tensors(
@@ -233,7 +226,7 @@ class TestRefusals:
             nn.attention(ctx, q, k, v, ctx.zeros((2, 3), DType.I32))
 
 
-@pytest.mark.skipif(len(BACKENDS) < 2, reason="torch is not installed")
+@pytest.mark.skipif(not runnable("torch"), reason="torch is not installed")
 @pytest.mark.parametrize("at", [1, 7, 23])
 def test_a_history_in_two_places_is_attended_to_where_it_lies(at: int) -> None:
     """K and V stay on their backends; what crosses is (tokens, heads, ...), however long the history is."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,16 +10,11 @@ import pytest
 import ml
 from ml import DType, nn
 
-BACKENDS = [
-    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch")
-]
+from .each_backend import each_context
+
 TOLERANCE = {DType.F32: 2e-6, DType.F16: 2e-3, DType.BF16: 1.6e-2}
 
-
-@pytest.fixture(params=BACKENDS)
-def ctx(request: pytest.FixtureRequest) -> Iterator[ml.Context]:
-    with ml.open_backend(request.param) as backend, backend.new_context() as context:
-        yield context
+ctx = each_context("numpy", "torch")
 
 
 def random(ctx: ml.Context, *shape: int, dtype: DType = DType.F32, seed: int = 0) -> ml.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,12 @@ import ml
 from ml import DType, nn
 from ml.nn import FactorScaling, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
-BACKENDS = [
-    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch", "mlx")
-]
+from .each_backend import each_context
+
 TOLERANCE = {DType.F32: 3e-6, DType.F16: 3e-3, DType.BF16: 2.5e-2}
 POSITIONS = [0, 1, 2, 9, 3, 100]
 
-
-@pytest.fixture(params=BACKENDS)
-def ctx(request: pytest.FixtureRequest) -> Iterator[ml.Context]:
-    with ml.open_backend(request.param) as backend, backend.new_context() as context:
-        yield context
+ctx = each_context("numpy", "torch", "mlx")
 
 
 LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)

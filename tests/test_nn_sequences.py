@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 import ml
 from ml import DType, nn
 
-BACKENDS = [
-    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch", "mlx")
-]
+from .each_backend import each_context
 
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def ctx(request: pytest.FixtureRequest) -> Iterator[ml.Context]:
-    with ml.open_backend(request.param) as backend, backend.new_context() as context:
-        yield context
+ctx = each_context("numpy", "torch", "mlx")
 
 
 def values(*shape: int, seed: int = 0) -> np.ndarray:

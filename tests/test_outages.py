@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,7 +13,7 @@ from kvcache.stores import MemoryStore, StoreFullError, StoreReadOnlyError, Stor
 from kvcache.testing.servers import ValkeyServer
 
 from .prefix.rigs.conversing import ConversationSetup, Rig
-from .prefix.rigs.stores import FlakyStore
+from .prefix.rigs.stores import Clock, FlakyStore
 
 LONG = list(range(20))
 needs_server = pytest.mark.skipif(
@@ -22,23 +21,9 @@ needs_server = pytest.mark.skipif(
 )
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def backend() -> Iterator[ml.Backend]:
-    with ml.open_backend("numpy") as backend:
-        yield backend
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -122,10 +107,10 @@ def test_a_store_that_may_only_be_read_is_not_called_out_of_reach(
 
 
 def test_a_store_that_is_full_is_one_line_until_it_has_room(
-    backend: ml.Backend, caplog: pytest.LogCaptureFixture
+    numpy_backend: ml.Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = FlakyStore()
-    r = Rig(ConversationSetup("causal", options={"block_size": 100}), backend, tiers=[store])
+    r = Rig(ConversationSetup("causal", options={"block_size": 100}), numpy_backend, tiers=[store])
 
     def keep(first: int, count: int, error: type[Exception] | None) -> list[str]:
         caplog.clear()
@@ -161,10 +146,10 @@ def count_calls(store: FlakyStore, r: Rig) -> int:
 
 
 def test_a_prefix_cache_leaves_a_store_alone_that_is_out_of_reach(
-    backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture
+    numpy_backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = FlakyStore()
-    r = Rig(ConversationSetup("causal"), backend, tiers=[store])
+    r = Rig(ConversationSetup("causal"), numpy_backend, tiers=[store])
     assert r.prefix.tree.store is not None
     r.prefix.tree.store.outages = Outages(clock)
     r.keep(LONG)
@@ -188,10 +173,10 @@ def test_a_prefix_cache_leaves_a_store_alone_that_is_out_of_reach(
 
 @pytest.mark.parametrize("back", [False, True])
 def test_who_flushes_asks_a_store_again_and_who_closes_is_told_what_none_took(
-    backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture, back: bool
+    numpy_backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture, back: bool
 ) -> None:
     store = FlakyStore()
-    r = Rig(ConversationSetup("causal"), backend, tiers=[store])
+    r = Rig(ConversationSetup("causal"), numpy_backend, tiers=[store])
     assert r.prefix.tree.store is not None
     r.prefix.tree.store.outages = Outages(clock)
     store.failing = frozenset(["put", "stat", "prefix"])
@@ -207,11 +192,11 @@ def test_who_flushes_asks_a_store_again_and_who_closes_is_told_what_none_took(
 @needs_server
 @pytest.mark.parametrize("cache", ["causal", "recurrent", "wrapper"])
 def test_a_prefix_cache_outlives_its_server_and_uses_it_again_when_it_is_back(
-    backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture, cache: str
+    numpy_backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture, cache: str
 ) -> None:
     pytest.importorskip("valkey", reason="the package valkey is not installed")
     with ValkeyServer() as server:
-        r = Rig(ConversationSetup(cache), backend, tiers=[server.url])
+        r = Rig(ConversationSetup(cache), numpy_backend, tiers=[server.url])
         assert r.prefix.tree.store is not None
         r.prefix.tree.store.outages = Outages(clock)
 
@@ -241,10 +226,12 @@ def test_a_prefix_cache_outlives_its_server_and_uses_it_again_when_it_is_back(
 
 
 @needs_server
-def test_hosts_share_their_prefixes_through_a_url(backend: ml.Backend) -> None:
+def test_hosts_share_their_prefixes_through_a_url(numpy_backend: ml.Backend) -> None:
     pytest.importorskip("valkey", reason="the package valkey is not installed")
     with ValkeyServer() as server:
-        one, two, three = (Rig(ConversationSetup("causal"), backend, tiers=[server.url]) for _ in range(3))
+        one, two, three = (
+            Rig(ConversationSetup("causal"), numpy_backend, tiers=[server.url]) for _ in range(3)
+        )
         one.keep(LONG)
         one.prefix.close()
         assert two.keep([*LONG, 1]) == 20

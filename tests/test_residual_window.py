@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -13,12 +11,6 @@ from kvcache.attention.residual import split_exact
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.exact_slots import ExactSlots
 from kvcache.testing.rigs.residual import ResidualRig
-
-
-@pytest.fixture
-def backend() -> Iterator[ml.Backend]:
-    with ml.open_backend("numpy") as backend:
-        yield backend
 
 
 @pytest.mark.parametrize("call_bytes", [1, 1 << 19])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,6 @@ LENGTH, CHUNK = 48, 8
 TOKENS = list(range(LENGTH))
 
 Told = list[tuple[int, int]]
-
-
-@pytest.fixture
-def backend() -> Iterator[ml.Backend]:
-    with ml.open_backend("numpy") as backend:
-        yield backend
 
 
 class Reading:

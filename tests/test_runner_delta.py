@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -12,15 +10,9 @@ from kvcache.runner.models.chunks import chunk_masks, chunk_size
 from kvcache.runner.models.delta import gated_delta_rule
 from ml import DType
 
-BACKENDS = [
-    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch", "mlx")
-]
+from .each_backend import each_context
 
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def ctx(request: pytest.FixtureRequest) -> Iterator[ml.Context]:
-    with ml.open_backend(request.param) as backend, backend.new_context() as context:
-        yield context
+ctx = each_context("numpy", "torch", "mlx")
 
 
 def inputs(tokens: int, seed: int = 0) -> list[np.ndarray]:

@@ -32,8 +32,6 @@ from kvcache.runner.scheduler import Part
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores import MemoryStore
 
-from .small_models import KINDS
-
 Make = Callable[..., Path]
 
 COUNT = 8
@@ -42,17 +40,6 @@ NO_PROMPTS: list[Any] = [
     *([1.7, 2.2], ["5", "6"], ["text"], [None], [True], [[1, 2]], np.array([[1, 2]]), np.array([1.5])),
     *(b"abc", {5, 6}, {1: 2}, None, 5),
 ]
-
-
-@pytest.fixture(params=KINDS)
-def model(request: pytest.FixtureRequest, make_model: Make, numpy_backend: ml.Backend) -> Any:
-    """A random model of 256 positions: full attention, sliding windows, recurrent layers."""
-    return load_model(make_model(**KINDS[request.param]), numpy_backend)
-
-
-@pytest.fixture
-def small(make_model: Make, numpy_backend: ml.Backend) -> Any:
-    return load_model(make_model(), numpy_backend)
 
 
 @contextlib.contextmanager

@@ -44,12 +44,6 @@ def stories_tokenizer(stories: Path) -> Tokenizer:
     return Tokenizer.load(stories)
 
 
-@pytest.fixture
-def small(make_model: Make, numpy_backend: ml.Backend) -> Any:
-    """A random model of 256 positions on NumPy."""
-    return load_model(make_model(), numpy_backend)
-
-
 @contextlib.contextmanager
 def generator_of(model: Any, tokenizer: Tokenizer | None = None, **options: Any) -> Iterator[Generator]:
     """A generator whose cache must be empty at the end, whatever happened in between."""

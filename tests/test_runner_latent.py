@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from kvcache.storage.layer_shape import ExtraSpec, LayerShape
 from kvcache.stores.file import FileStore
 from ml import DType
 
+from .each_backend import each_backend
 from .model_passes import close, prompt
 from .test_runner_models import BACKENDS, LENGTH, expected_logits, expected_tokens, feed, new_cache, peer
 
@@ -32,10 +32,7 @@ NAMES = ("deepseek-v2", "deepseek-v3", "deepseek-v3.2")
 STORED, RANK, LAYERS, INDEX = 32, 24, 3, 14
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
-    with ml.open_backend(request.param) as opened:
-        yield opened
+backend = each_backend(*BACKENDS)
 
 
 @pytest.fixture(scope="module", params=NAMES)

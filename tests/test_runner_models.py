@@ -28,13 +28,12 @@ from kvcache.runner.options import EngineOptions
 from kvcache.runner.requests import GenerationOptions
 from ml import DType
 
+from .each_backend import each_backend, runnable
 from .model_passes import TwoDevices, close, prompt, run
 
 pytest.importorskip("transformers")
 
-BACKENDS = [
-    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch", "mlx")
-]
+BACKENDS = runnable("numpy", "torch", "mlx")
 LENGTH, WINDOW = 40, 8
 BASE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
@@ -248,10 +247,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
-    with ml.open_backend(request.param) as opened:
-        yield opened
+backend = each_backend(*BACKENDS)
 
 
 @pytest.fixture(scope="module")

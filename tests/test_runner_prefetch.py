@@ -11,17 +11,14 @@ from typing import Any
 
 import pytest
 
-import ml
 from kvcache.offload.break_even import BreakEven, Link
 from kvcache.runner import engine as engine_module
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.errors import RequestError
-from kvcache.runner.loading import load_model
 from kvcache.runner.requests import Finished, GenerationOptions, Started
 from kvcache.stores import MemoryStore
 
 from .prefix.rigs.stores import GatedStore
-from .small_models import KINDS
 from .test_runner_engine import engine_of, reference, tokens_of
 
 Make = Callable[..., Path]
@@ -29,16 +26,6 @@ COUNT = 6
 GREEDY = GenerationOptions(COUNT, ignore_eos=True)
 SIZES = {"block_size": 8, "interval": 8}
 """Of a prompt of 31 tokens 24 are to be had: its first 30 were stored with their answer behind them."""
-
-
-@pytest.fixture(params=KINDS)
-def model(request: pytest.FixtureRequest, make_model: Make, numpy_backend: ml.Backend) -> Any:
-    return load_model(make_model(**KINDS[request.param]), numpy_backend)
-
-
-@pytest.fixture
-def small(make_model: Make, numpy_backend: ml.Backend) -> Any:
-    return load_model(make_model(), numpy_backend)
 
 
 def kept(model: Any, prompts: Sequence[Sequence[int]]) -> GatedStore:

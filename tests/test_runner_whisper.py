@@ -17,13 +17,12 @@ from kvcache.runner.models.whisper import Whisper, make_cache
 from ml import DType
 
 from . import model_passes
+from .each_backend import runnable
 from .model_passes import close, prompt
 
 pytest.importorskip("transformers")
 
-BACKENDS = [
-    info.name for info in ml.available_backends() if info.available and info.name in ("numpy", "torch", "mlx")
-]
+BACKENDS = runnable("numpy", "torch", "mlx")
 FRAMES = (20, 13)
 LENGTH = 40
 

@@ -114,11 +114,6 @@ def test_every_kind_of_cache_goes_on_on_every_backend(
 # One engine, more than one conversation.
 
 
-@pytest.fixture(params=KINDS)
-def model(request: pytest.FixtureRequest, make_model: Make, numpy_backend: ml.Backend) -> Any:
-    return load_model(make_model(**KINDS[request.param]), numpy_backend)
-
-
 def test_what_the_cache_no_longer_holds_is_computed_again(model: Any, tmp_path: Path) -> None:
     prompt = list(range(10, 40))
     with engine_of(model, prefill_chunk=7) as engine:

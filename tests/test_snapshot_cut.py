@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +23,6 @@ LAYOUTS = {
     "token major": ml.CacheConfig(layout=ml.Layout.TOKEN_MAJOR),
     "permuted v": ml.CacheConfig(permuted_v=True),
 }
-
-
-@pytest.fixture(scope="module")
-def backend() -> Iterator[ml.Backend]:
-    with ml.open_backend("numpy") as backend:
-        yield backend
 
 
 def taken(backend: ml.Backend, setup: ConversationSetup, begin: int = 0) -> tuple[Rig, Any]:

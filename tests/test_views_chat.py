@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +19,7 @@ from kvcache.runner.loading import load_model
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from .cli_terminal import Terminal
 
 
 @pytest.fixture

@@ -15,12 +15,6 @@ from .rigs.conversing import ConversationSetup, Rig
 from .rigs.stores import Way
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[ml.Backend]:
-    with ml.open_backend("numpy") as backend:
-        yield backend
-
-
 @pytest.fixture
 def ctx(backend: ml.Backend) -> Iterator[ml.Context]:
     with backend.new_context() as ctx:
