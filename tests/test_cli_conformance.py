@@ -217,28 +217,6 @@ def test_where_no_bar_can_be_drawn_lines_say_how_far_it_is(
     assert load(tmp_path / "kept").tests == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--backend", "abacus"], 1, "no backend 'abacus'; known: "),
-        (["--backend", "numpy", "--device", "tpu"], 1, "no device 'tpu'"),
-        ([], 2, "missing --backend"),
-        (["--backend", "numpy", "--option", "dtype=F99"], 2, "--option dtype=F99: dtype must be one of F32"),
-        (["--backend", "numpy", "--suite", "ml", "-k", "no_such_test"], 2, "'no_such_test' selects no test"),
-        (
-            ["--backend", "numpy", "--suite", "ml", "-k", "(("],
-            1,
-            "pytest failed before the first test: Wrong expression",
-        ),
-    ],
-)
-def test_what_it_refuses_is_one_line(arguments: list[str], code: int, message: str) -> None:
-    result = run(*arguments)
-    assert (result.exit_code, result.stdout) == (code, "")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(

@@ -121,6 +121,13 @@ REFUSED = {
     "generate --prompt x --draft mtp": "no layer for multi-token prediction (model.layers.4.eh_proj.weight)",
     "generate --prompt x --draft /no/such/model": "/no/such/model: no such model",
     "generate --prompt x --draft lookup --tensor-parallel 2 --backend torch": "cannot be combined",
+    "generate --prompt x --tensor-parallel 3": "this model supports 1, 2, 4, 6",
+    "generate --prompt x --tensor-parallel 2": "'numpy' has nothing to join processes with; take torch",
+    "generate --prompt x --tensor-parallel 2 --devices cpu:0,cpu:1": "cannot be combined",
+    "generate --prompt x --tensor-parallel 2 --backend abacus": "abacus",
+    "conformance --backend abacus": "no backend 'abacus'; known: ",
+    "conformance --backend numpy --device tpu": "no device 'tpu'",
+    "conformance --backend numpy --suite ml -k ((": "pytest failed before the first test: Wrong expression",
     "serve --tenant-budget /": "serve: --tenant-budget is '/'; it must have a size",
     "serve --tenant-budget 1MiB/much": "TenantBudget: host='much'; it must be a number of bytes",
     "serve --kv-events nowhere": "serve: --kv-events: nowhere cannot be used",
@@ -152,6 +159,9 @@ WRONG_USAGE = {
     "inspect": "kvcache inspect: give a store, a saved conversation, or --prompt",
     "inspect x --prompt y": "kvcache inspect: give a store, a saved conversation",
     "conformance --backend numpy --option x": "--option x: an option must be KEY=VALUE",
+    "conformance --backend numpy --option dtype=F99": "--option dtype=F99: dtype must be one of F32",
+    "conformance --backend numpy --suite ml -k no_such_test": "'no_such_test' selects no test",
+    "conformance": "missing --backend",
 }
 """Exit code 2."""
 
@@ -168,6 +178,7 @@ def test_what_cannot_be_done_is_one_line_and_nothing_is_written(
     here.mkdir()
     elsewhere.mkdir()
     monkeypatch.chdir(here)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         places = Places(elsewhere, make_model, taken.getsockname()[1])
         result = run(*(word.format_map(places) for word in shlex.split(line)))

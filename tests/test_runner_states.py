@@ -5,7 +5,7 @@ The models are those of test_runner_models, small and random; their logits and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.speculative import SpeculativeGenerator
 from ml import DType
 
+from .each_backend import each_backend
 from .model_passes import close, prompt, run
 from .test_runner_delta import inputs, recurrence
 from .test_runner_models import BACKENDS, expected_logits, expected_tokens, new_cache, peer
@@ -33,10 +34,7 @@ pytest.importorskip("transformers")
 HYBRIDS = ("qwen3-next", "qwen3.5")
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
-    with ml.open_backend(request.param) as opened:
-        yield opened
+backend = each_backend(*BACKENDS)
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)

@@ -160,24 +160,6 @@ def test_two_ranks_write_the_text_of_one(engine: str) -> None:
     assert record["statistics"]["cache_bytes"] * 2 == alone["statistics"]["cache_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--tensor-parallel", "3"], "this model supports 1, 2, 4, 6"),
-        (["--tensor-parallel", "2"], "backend 'numpy' has nothing to join processes with; take torch or mlx"),
-        (["--tensor-parallel", "2", "--devices", "cpu:0,cpu:1"], "cannot be combined"),
-        (["--tensor-parallel", "2", "--backend", "abacus"], "abacus"),
-    ],
-)
-def test_what_cannot_be_is_told_in_one_line(options: list[str], told: str) -> None:
-    done = here("--prompt", "And", *options)
-    assert done.exit_code == 1
-    assert told in done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith("kvcache: ")
-    assert done.stdout == ""
-
-
 def test_ranks_of_another_launcher_join_as_they_are(mlx: None) -> None:
     """As mlx.launch starts them: the command finds its rank in the environment, and starts none itself."""
     options = ["--prompt", "And God said", "--max-tokens", "4", "--quiet", "--backend", "mlx"]
