@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import pages
 from benchmarks.pages import axes_of, legend, svg, table
-from kvcache.sizes import bytes_text
+from kvcache.stores.sizes import bytes_text
 
 __all__ = [
     "Decided",

@@ -23,8 +23,8 @@ from kvcache import (
     RecurrentCache,
     WrapperCache,
 )
-from kvcache.sizes import bytes_text, parse_bytes
 from kvcache.stores import FileStore, MemoryStore, StoreValueError, open_store
+from kvcache.stores.sizes import bytes_text, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -53,13 +53,13 @@ from kvcache.caches.editing import EditsTokens
 from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
 from kvcache.caches.sequences import SequenceEditor, drop_middle, lost_error
 from kvcache.caches.undo_log import UndoLog
-from kvcache.sizes import bytes_text
 from kvcache.snapshots.attention import AttentionSnapshots, Window
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_storage import CellStorage, exact_slots
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
+from kvcache.stores.sizes import bytes_text
 from ml import nn
 
 __all__ = ["CausalCache", "drop_middle"]

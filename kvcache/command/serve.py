@@ -29,7 +29,7 @@ from kvcache.runner.errors import RequestError
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.runner.warm_up import warm_up
-from kvcache.sizes import parse_bytes
+from kvcache.stores.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from kvcache.serve.worker import Worker

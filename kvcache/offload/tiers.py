@@ -18,12 +18,12 @@ import ml
 from kvcache.offload.break_even import BreakEven, Decision
 from kvcache.offload.buffer_pool import Lender, Loan
 from kvcache.offload.outages import READING, WRITING, Outages
-from kvcache.sizes import parse_bytes
 from kvcache.stores.buffers import WritableBuffer
 from kvcache.stores.errors import SnapshotCorruptError, StoreError, StoreFullError, StoreUnavailableError
 from kvcache.stores.keys import Chain
 from kvcache.stores.protocol import AdvisedStore, Reader, ReadingStore, SnapshotStore
 from kvcache.stores.serialized_snapshot import SerializedSnapshot, pack, unpack
+from kvcache.stores.sizes import parse_bytes
 from ml.transfer import pinned_memory
 
 __all__ = ["HostTier", "LookUp", "StoreTier", "StoreWrite"]

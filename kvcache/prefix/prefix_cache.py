@@ -46,12 +46,12 @@ from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, Sess
 from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.prefix.tree_entry import span_of
-from kvcache.sizes import bytes_text, parse_bytes
 from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.stores import Keys, SnapshotStore, open_store
 from kvcache.stores.closing import Closing
+from kvcache.stores.sizes import bytes_text, parse_bytes
 
 __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvcache.offload.eviction import EvictionQueue, Priority
-from kvcache.sizes import parse_bytes
+from kvcache.stores.sizes import parse_bytes
 
 __all__ = ["TenantBudget", "TenantQueue"]
 

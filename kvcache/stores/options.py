@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from kvcache import sizes
 from kvcache.cache import InvalidRangeError
 from kvcache.stores.errors import StoreValueError
+from kvcache.stores.sizes import parse_bytes as read_bytes
 
 __all__ = ["check_options", "parse_bytes", "read_prefix", "read_truth", "without_secrets"]
 
@@ -46,7 +46,7 @@ def parse_bytes(size: int | str | None, what: str = "size") -> int | None:
     Raises StoreValueError for anything else, of which the message says ``what`` it is.
     """
     try:
-        return None if size is None else sizes.parse_bytes(what, size)
+        return None if size is None else read_bytes(what, size)
     except InvalidRangeError as error:
         raise StoreValueError(str(error)) from None
 

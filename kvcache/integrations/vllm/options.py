@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcache.cache import InvalidRangeError
 from kvcache.integrations.open_stores import check_number, check_urls
-from kvcache.sizes import parse_bytes
+from kvcache.stores.sizes import parse_bytes
 
 __all__ = ["LEAST_PAGE", "PAGES", "ConnectorOptions"]
 
