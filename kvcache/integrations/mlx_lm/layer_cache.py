@@ -21,31 +21,25 @@ from kvcache.integrations.mlx_lm.storage import Storage
 __all__ = ["BatchState", "CacheList", "LayerCache"]
 
 
-class _Saved:
-    """An entry's ``state``, which ``save_prompt_cache`` reads and nobody sets."""
-
-    def saved(self) -> Any:
-        raise NotImplementedError
-
-    @property
-    def state(self) -> Any:
-        """What mlx-lm's class of the same name loads."""
-        return self.saved()
-
-    @state.setter
-    def state(self, new: Any) -> None:
-        type(self).from_state(new)
-
-    @classmethod
-    def from_state(cls, state: Any) -> Self:
-        raise NotSupportedError(
-            f"state: a {cls.__name__} of a CachePool is not made from one; adopt(prompt_cache, pool) takes "
-            "over a prompt cache of mlx-lm's, load_prompt_cache(file, pool) one that was saved"
-        )
+def _not_made(cls: type, state: Any) -> Any:
+    raise NotSupportedError(
+        f"state: a {cls.__name__} of a CachePool is not made from one; adopt(prompt_cache, pool) takes over "
+        "a prompt cache of mlx-lm's, load_prompt_cache(file, pool) one that was saved"
+    )
 
 
-class LayerCache(_Saved):
+_STATE = property(
+    lambda entry: entry.saved(),
+    lambda entry, state: _not_made(type(entry), state),
+    doc="What ``save_prompt_cache`` reads, and mlx-lm's class of the same name loads; nobody sets it.",
+)
+
+
+class LayerCache:
     """One layer of a prompt cache. All layers of a prompt cache share its :class:`BatchRows`."""
+
+    state = _STATE
+    from_state: Any = classmethod(_not_made)
 
     def __init__(self, rows: BatchRows, layer: int, seen: int = 0) -> None:
         self.rows = rows
@@ -159,8 +153,11 @@ class LayerCache(_Saved):
         return cls(made, caches[0].layer)
 
 
-class CacheList(_Saved, OwnCacheList):  # type: ignore[misc]
+class CacheList(OwnCacheList):  # type: ignore[misc]
     """An entry of several of ours, for layers that have attention beside states, or twice."""
+
+    state = _STATE
+    from_state: Any = classmethod(_not_made)
 
     @property
     def rows(self) -> BatchRows:

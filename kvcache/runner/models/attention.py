@@ -9,7 +9,7 @@ import numpy as np
 
 import ml
 from kvcache.runner.config import ModelConfig
-from kvcache.runner.models.decoder import ROPE, Step
+from kvcache.runner.models.step import ROPE, Step
 from kvcache.runner.weights import Linear, Loader, Shape
 
 __all__ = ["Attention", "attention_shapes", "load_attention", "merge_heads", "qk_norm"]

@@ -21,7 +21,6 @@ from kvcache.cache import Batch, Cache
 from kvcache.caches.causal import CausalCache
 from kvcache.runner.config import common_fields, refuse
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models.decoder import Step
 from kvcache.runner.models.indexer import (
     INDEX_ROPE,
     IndexSizes,
@@ -33,6 +32,7 @@ from kvcache.runner.models.latent import LatentAttention, LatentSizes, latent_sh
 from kvcache.runner.models.layer_types import layer_types
 from kvcache.runner.models.moe import MoE, MoEConfig
 from kvcache.runner.models.routing import group_routing
+from kvcache.runner.models.step import Step
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 from kvcache.storage.layer_shape import LayerShape
@@ -155,7 +155,7 @@ def make_cache(config: DeepSeekConfig, dtype: ml.DType | None = None) -> CausalC
     return CausalCache(nn.rope_shift(config.rope, config.latent.rank), shift_extra=shift_extra)
 
 
-class DeepSeek(MoE):
+class DeepSeek(MoE[DeepSeekConfig]):
     """The weights of a model and its forward pass, on any cache that stores latents."""
 
     cache_of = staticmethod(make_cache)

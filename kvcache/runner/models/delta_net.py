@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.runner.models.decoder import Step
 from kvcache.runner.models.delta import gated_delta_rule
 from kvcache.runner.models.state_runs import Runs, by_runs, convolve, recur, repeat_heads, split_heads
+from kvcache.runner.models.step import Step
 from kvcache.runner.weights import Linear, Loader
 from kvcache.storage.state_specs import StateSpec
 from ml import DType, nn

@@ -20,10 +20,11 @@ import ml
 from kvcache.cache import Batch
 from kvcache.runner.config import common_fields, refuse
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
-from kvcache.runner.models.decoder import Names, Step
+from kvcache.runner.models.decoder import Names
 from kvcache.runner.models.feedforward import GatedMLP, mlp_shapes
 from kvcache.runner.models.mamba_mixer import Mamba2Mixer, MambaSizes, load_mamba, mamba_shapes
 from kvcache.runner.models.recurrent import RecurrentModel, StateConfig, time_limits
+from kvcache.runner.models.step import Step
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Linear, Loader, Shape
 from kvcache.storage.state_specs import StateSpec

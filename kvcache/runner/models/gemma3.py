@@ -23,7 +23,7 @@ from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import common_fields, refuse
 from kvcache.runner.models.attention import Attention, load_attention
-from kvcache.runner.models.decoder import Step
+from kvcache.runner.models.decoder import CausalModel
 from kvcache.runner.models.feedforward import GatedMLP, geglu, load_mlp
 from kvcache.runner.models.layer_types import (
     FULL_ATTENTION,
@@ -32,7 +32,7 @@ from kvcache.runner.models.layer_types import (
     sliding_cache,
     sliding_fields,
 )
-from kvcache.runner.models.prenorm import PreNormModel
+from kvcache.runner.models.step import Step
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader
 from ml import nn
@@ -113,7 +113,7 @@ def capped(ctx: ml.Context, logits: ml.Tensor, cap: float | None) -> ml.Tensor:
     return logits if cap is None else logits.scale(ctx, 1 / cap).tanh(ctx).scale(ctx, cap)
 
 
-class Gemma3(PreNormModel[Gemma3Config]):
+class Gemma3(CausalModel[Gemma3Config]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache

@@ -31,11 +31,12 @@ from kvcache.runner.config import refuse
 from kvcache.runner.errors import ModelError
 from kvcache.runner.models.altup import AltUp, altup_shapes, load_altup, magnitude, rescaled
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, merge_heads
-from kvcache.runner.models.decoder import CausalModel, Layer, Step, token_ids
+from kvcache.runner.models.decoder import CausalModel, token_ids
 from kvcache.runner.models.feedforward import Activation, geglu, load_mlp, mlp_shapes
 from kvcache.runner.models.gemma3 import AFTER, BEFORE, begin_gemma, capped, embedding_scale, gemma_fields
 from kvcache.runner.models.layer_types import SlidingConfig, sliding_cache
 from kvcache.runner.models.prenorm import Norms, load_norms, norm_shapes
+from kvcache.runner.models.step import Layer, Step
 from kvcache.runner.weights import Linear, Loader, Shape
 from ml import nn
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import ml
 from kvcache.cache import ExtraShiftFunction
-from kvcache.runner.models.decoder import Step
+from kvcache.runner.models.step import Step
 from kvcache.runner.weights import Linear, Loader, Shape
 from kvcache.storage.layer_shape import ExtraSpec
 from ml import nn

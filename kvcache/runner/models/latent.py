@@ -8,8 +8,8 @@ import numpy as np
 
 import ml
 from kvcache.runner.models.attention import merge_heads
-from kvcache.runner.models.decoder import ROPE, Step
 from kvcache.runner.models.indexer import Indexer
+from kvcache.runner.models.step import ROPE, Step
 from kvcache.runner.weights import Linear, Loader, Shape
 from ml import nn
 

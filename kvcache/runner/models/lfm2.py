@@ -18,11 +18,12 @@ import numpy as np
 import ml
 from kvcache.runner.config import common_fields, refuse
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, qk_norm
-from kvcache.runner.models.decoder import Names, Step
+from kvcache.runner.models.decoder import Names
 from kvcache.runner.models.feedforward import GatedMLP, load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types
 from kvcache.runner.models.recurrent import RecurrentModel, StateConfig
 from kvcache.runner.models.state_runs import Runs, by_runs, convolve
+from kvcache.runner.models.step import Step
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Linear, Loader, Shape
 from kvcache.storage.state_specs import StateSpec

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models.prenorm import PreNormModel
+from kvcache.runner.models.decoder import CausalModel
 from kvcache.runner.rope_config import parse_rope
 
 __all__ = ["MODEL_TYPES", "Llama", "check_window", "parse"]
@@ -58,5 +58,5 @@ def check_window(raw: Mapping[str, Any]) -> None:
         raise ModelError(f"{shown} is not supported by the runner yet; use a model with full attention")
 
 
-class Llama(PreNormModel[ModelConfig]):
+class Llama(CausalModel[ModelConfig]):
     """The weights of a model on a backend's devices, and its forward pass, on any cache."""

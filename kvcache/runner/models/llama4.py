@@ -22,11 +22,11 @@ from kvcache.caches.windows import ChunkedCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.models.attention import Attention, load_attention
-from kvcache.runner.models.decoder import ROPE, Step
+from kvcache.runner.models.decoder import CausalModel
 from kvcache.runner.models.feedforward import GatedMLP, load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types
-from kvcache.runner.models.prenorm import PreNormModel
 from kvcache.runner.models.routing import SparseMLP, load_experts
+from kvcache.runner.models.step import ROPE, Step
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 from ml import nn
@@ -100,7 +100,7 @@ def make_cache(config: Llama4Config, dtype: ml.DType | None = None) -> WrapperCa
     return WrapperCache(ChunkedCache(config.chunk, shift), CausalCache(shift))
 
 
-class Llama4(PreNormModel[Llama4Config]):
+class Llama4(CausalModel[Llama4Config]):
     """The weights of a model and its forward pass."""
 
     cache_type = WrapperCache

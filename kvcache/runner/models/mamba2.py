@@ -15,9 +15,10 @@ from typing import Any
 
 import ml
 from kvcache.runner.config import common_fields, refuse
-from kvcache.runner.models.decoder import Layer, Names, Step
+from kvcache.runner.models.decoder import Names
 from kvcache.runner.models.mamba_mixer import Mamba2Mixer, MambaSizes, load_mamba, mamba_shapes
 from kvcache.runner.models.recurrent import RecurrentModel, StateConfig, time_limits
+from kvcache.runner.models.step import Layer, Step
 from kvcache.runner.weights import Loader, Shape
 from kvcache.storage.state_specs import StateSpec
 from ml import nn

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import ml
 from kvcache.runner.config import ModelConfig, common_fields, refuse
+from kvcache.runner.models.decoder import CausalModel
 from kvcache.runner.models.feedforward import GatedMLP, load_mlp, mlp_shapes
 from kvcache.runner.models.llama import check_window
 from kvcache.runner.models.mtp import load_mtp, mtp_shapes
-from kvcache.runner.models.prenorm import PreNormModel
 from kvcache.runner.models.routing import (
     GroupLimited,
     Routing,
@@ -112,7 +112,10 @@ def _parse(
     return MoEConfig(**{"shared_size": 0, **common, **fields})
 
 
-class MoE(PreNormModel[MoEConfig]):
+M = TypeVar("M", bound=MoEConfig)
+
+
+class MoE(CausalModel[M]):
     """The weights of a model and its forward pass, on any cache."""
 
     @classmethod

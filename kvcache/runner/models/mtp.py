@@ -25,7 +25,8 @@ import numpy as np
 import ml
 from kvcache.cache import Batch, Cache, CacheFullError
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models.decoder import Decoder, Layer, Step
+from kvcache.runner.models.decoder import CausalModel
+from kvcache.runner.models.step import Layer, Step
 from kvcache.runner.weights import Linear, Loader, Shape
 
 __all__ = ["MTP", "TAIL", "load_mtp", "mtp_shapes"]
@@ -65,7 +66,7 @@ class MTP:
     ``head``: normed hidden states -> logits F32.
     """
 
-    def __init__(self, model: Decoder, block: Block, head: Linear) -> None:
+    def __init__(self, model: CausalModel, block: Block, head: Linear) -> None:
         self._model, self._block, self._head = model, block, head
         self._states = HiddenStates(model.backend, model.config.hidden_size, model.dtype)
 

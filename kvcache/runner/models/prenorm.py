@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import ml
-from kvcache.runner.models.attention import attention_shapes, load_attention
-from kvcache.runner.models.decoder import C, CausalModel, Layer, Step
-from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
-from kvcache.runner.weights import Loader, Shape
+from kvcache.runner.models.step import Step
+from kvcache.runner.weights import Loader
 
-__all__ = ["PreNormLayer", "PreNormModel", "load_norms", "norm_shapes"]
+__all__ = ["MLP", "NORMS", "Mixer", "PreNormLayer", "load_norms", "norm_shapes"]
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 Mixer = Callable[[ml.Context, ml.Tensor, Step], ml.Tensor]
@@ -65,44 +62,3 @@ def load_norms(
 def norm_shapes(hidden: int, names: tuple[str, ...] = NORMS) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer that ``load_norms`` reads."""
     return {f"{name}.weight": (hidden,) for name in names}
-
-
-class PreNormModel(CausalModel[C]):
-    """A decoder of such layers, which are as Llama's where a family does not say what they are."""
-
-    norm_names = NORMS
-    after_names: tuple[str, str] | None = None
-
-    @classmethod
-    def layer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
-        norms = norm_shapes(config.hidden_size, cls.norm_names + (cls.after_names or ()))
-        return norms | cls.mixer_shapes(config, i) | cls.mlp_shapes(config, i)
-
-    @classmethod
-    def mixer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
-        """The tensors that ``mixer`` reads."""
-        return attention_shapes(config)
-
-    @classmethod
-    def mlp_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
-        """The tensors that ``mlp`` reads."""
-        return mlp_shapes("mlp", config.hidden_size, config.intermediate_size, config.mlp_bias)
-
-    def mixer(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> Mixer:
-        """That of layer i, of the tensors below ``prefix``."""
-        return load_attention(load, ctx, f"{prefix}.self_attn", self.config)
-
-    def mlp(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> MLP:
-        """That of layer i, of the tensors below ``prefix``."""
-        return load_mlp(load, ctx, f"{prefix}.mlp")
-
-    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
-        prefix, offset, after = f"{self.names.layers}.{i}", self.norm_offset, self.after_names
-        return PreNormLayer(
-            eps=self.config.rms_norm_eps,
-            norms=load_norms(load, ctx, prefix, offset, self.norm_names),
-            mixer=self.mixer(load, ctx, prefix, i),
-            mlp=self.mlp(load, ctx, prefix, i),
-            cache_kind=self.config.cache_kind(i),
-            after=None if after is None else load_norms(load, ctx, prefix, offset, after),
-        )

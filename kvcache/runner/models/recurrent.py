@@ -12,9 +12,9 @@ from kvcache.cache import Batch, Cache
 from kvcache.caches.recurrent import RecurrentCache
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models.decoder import Step
-from kvcache.runner.models.prenorm import PreNormModel
+from kvcache.runner.models.decoder import CausalModel
 from kvcache.runner.models.state_runs import begin_runs
+from kvcache.runner.models.step import Step
 from kvcache.storage.state_specs import StateSpec
 from ml import nn
 
@@ -54,7 +54,7 @@ def recurrent_cache(config: StateConfig, dtype: ml.DType | None = None, **option
 C = TypeVar("C", bound=StateConfig)
 
 
-class RecurrentModel(PreNormModel[C]):
+class RecurrentModel(CausalModel[C]):
     """A decoder some of whose mixers keep states."""
 
     cache_type = RecurrentCache

@@ -13,7 +13,7 @@ import numpy as np
 import ml
 from kvcache.caches.recurrent import RecurrentCache
 from kvcache.runner.models.chunks import chunk_masks, chunk_size, scan
-from kvcache.runner.models.decoder import Step
+from kvcache.runner.models.step import Step
 from ml import DType, nn
 
 __all__ = ["MASKS", "Runs", "begin_runs", "by_runs", "convolve", "recur", "repeat_heads", "split_heads"]

@@ -26,8 +26,9 @@ from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import read_token_ids, refuse, refuse_quantized
 from kvcache.runner.errors import RequestError
 from kvcache.runner.models.attention import Attention, merge_heads
-from kvcache.runner.models.decoder import Decoder, Step, token_ids
+from kvcache.runner.models.decoder import CausalModel, token_ids
 from kvcache.runner.models.defaults import filled
+from kvcache.runner.models.step import Step
 from kvcache.runner.weights import Linear, Loader, Progress, Shape, Weights
 from ml import nn
 
@@ -114,7 +115,7 @@ def make_cache(config: WhisperConfig, dtype: ml.DType | None = None) -> WrapperC
     return WrapperCache(EncoderCache(), CausalCache())
 
 
-class Whisper(Decoder):
+class Whisper(CausalModel):
     """The weights of a decoder and its forward pass; ``progress(done, total)`` counts tensors."""
 
     cache_type = WrapperCache
@@ -138,7 +139,7 @@ class Whisper(Decoder):
             self._embedding = load.tensor(here, f"{_PREFIX}.embed_tokens.weight")
             self._positions = load.tensor(here, f"{_PREFIX}.embed_positions.weight")
             self._layers = [_load_layer(load, ctx.layer(i), config, i) for i in range(config.layers)]
-            self._norm = _load_norm(load, here, f"{_PREFIX}.layer_norm")
+            self._last_norm = _load_norm(load, here, f"{_PREFIX}.layer_norm")
             head = self._embedding if config.tie_embeddings else load.tensor(here, "proj_out.weight")
             self._head = Linear(head.permute(here, 1, 0))
 
@@ -163,7 +164,7 @@ class Whisper(Decoder):
         return step
 
     def logits(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        return self._head(ctx, self._norm(ctx, hidden))
+        return self._head(ctx, self._last_norm(ctx, hidden))
 
 
 def _items(batch: Batch) -> dict[int, Any]:
