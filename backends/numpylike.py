@@ -56,6 +56,9 @@ class ArrayTensor(StorageView, BaseTensor):
         return array.astype(np.float32) if source.is_integer and target in _NARROW else array
 
     def _overlaps(self, src: Self) -> bool:
+        ours, theirs = self.storage, src.storage
+        if ours is not theirs and ours.owned and theirs.owned:
+            return False
         return bool(self.xp.may_share_memory(self.native, src.native))
 
     def _index(self, indices: Any) -> Any:

@@ -336,19 +336,19 @@ def test_graph_tensors_are_refused_where_there_are_none(backend: ml.Backend) -> 
             cache.graph_tensors(ctx, 0)
 
 
-def test_a_replay_counts_as_the_put_of_its_layer(backend: ml.Backend) -> None:
+def test_what_is_read_behind_a_replay_is_asked_for_in_its_pass(backend: ml.Backend) -> None:
     cache = bound(backend, CausalCache)
     with backend.new_context() as ctx:
         cache.start_forward(ctx, Batch([0], [0]), reserve=True)
         cache.put(ctx, *[ctx.zeros((1, HEADS, DIM), ml.DType.F32)] * 2)
-        cache.start_forward(ctx, Batch([0], [0]))
-        graph = cache.graph_tensors(ctx, 0)
         for position in range(3):
+            cache.start_forward(ctx, Batch([position], [0]))
             if position:
-                cache.start_forward(ctx, Batch([position], [0]))
+                with pytest.raises(errors.OrderError, match="was not put in this pass"):
+                    cache.get(ctx)
+            graph = cache.graph_tensors(ctx, 0)
             for tensor in (graph.key, graph.value):
                 tensor.native[graph.slots.native.long()] = position + 1.0
-        cache.get(ctx)
         cache.start_forward(ctx, Batch([2], [0]), read_only=True)
         found = cache.attend(ctx, ctx.zeros((1, HEADS, DIM), ml.DType.F32), 1.0).to_numpy()
     np.testing.assert_allclose(found, 2.0)

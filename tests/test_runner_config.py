@@ -105,6 +105,7 @@ def test_rope_in_the_old_and_the_new_form(changes: dict[str, Any], rope: RopeSpe
         ({"architectures": None, "model_type": "mistral", "sliding_window": None},
          {"architecture": "MistralForCausalLM"}),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, {}),
+        ({"sliding_window": 4, "use_sliding_window": True}, {}),  # which Llama does not look at
         ({"architectures": ["Qwen2ForCausalLM"]},
          {"attention_bias": True, "output_bias": False, "qk_norm": False}),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4, "use_sliding_window": False}, {}),
@@ -139,6 +140,8 @@ def test_what_the_families_say(changes: dict[str, Any], expected: dict[str, Any]
         ({"eos_token_id": 512}, "token id 512 is outside the 512 tokens"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding window of 128"),
         ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 9999}, "window of 4096"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128, "use_sliding_window": False},
+         "sliding window of 128"),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4, "use_sliding_window": True},
          "sliding window of 4"),
         ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["sliding_attention"]}, "'sliding_att"),

@@ -13,7 +13,6 @@ from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, InvalidSe
 
 __all__ = [
     "SequenceTokens",
-    "check_floats",
     "check_modes",
     "check_query",
     "check_sequence",
@@ -82,14 +81,6 @@ def check_tensors(op: str, backend: ml.Backend | None = None, /, **tensors: obje
             )
 
 
-def check_floats(op: str, backend: ml.Backend | None = None, /, **tensors: ml.Tensor) -> None:
-    """``check_tensors``, and refuse tensors of integers or BOOL."""
-    check_tensors(op, backend, **tensors)
-    for name, tensor in tensors.items():
-        if not tensor.dtype.is_float:
-            raise ml.DTypeError(f"{op}: {name} in {tensor.dtype.name}; it must be a float dtype")
-
-
 def check_query(
     backend: ml.Backend | None, query: ml.Tensor, tokens: int, key: tuple[int, ...], scale: float | None
 ) -> float:
@@ -97,7 +88,9 @@ def check_query(
 
     Raises unless ``query`` is floats of a batch of ``tokens``, on the cache's backend, and fits its keys.
     """
-    check_floats("attend", backend, query=query)
+    check_tensors("attend", backend, query=query)
+    if not query.dtype.is_float:
+        raise ml.DTypeError(f"attend: query in {query.dtype.name}; it must be a float dtype")
     kv_heads, dim = key
     shape = query.shape
     if len(shape) != 3 or shape[0] != tokens or shape[2] != dim or not shape[1] or shape[1] % kv_heads:

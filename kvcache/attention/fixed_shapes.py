@@ -82,7 +82,7 @@ class GraphRows(NamedTuple):
 class FixedPass:
     """Slots, mask and perhaps cells of one batch size, on each device that a layer lies on."""
 
-    __slots__ = ("_current", "_kinds", "_loaded", "_near", "brought", "graphed", "owner", "tables")
+    __slots__ = ("_current", "_kinds", "_loaded", "_near", "brought", "owner", "tables")
 
     def __init__(
         self, tokens: int, mask: tuple[int, int], dtype: ml.DType, tables: tuple[int, int] | None
@@ -100,8 +100,6 @@ class FixedPass:
         """Whether ``bring`` had all on all devices that it was told of."""
         self.owner: object = None
         """The pass that this is of."""
-        self.graphed: set[int] = set()
-        """The layers whose tensors were handed out, for graphs that put them in every pass."""
 
     def load(self, owner: object, *arrays: HostArray | None) -> None:
         """Take slots, mask and cells of a pass, for ``bring``; None, of one that only reads: as they are."""

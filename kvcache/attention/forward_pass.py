@@ -143,9 +143,6 @@ class ForwardPass:
         self.table.placed = None
         if self.cells is not None and self.fixed is None:
             self.table.placed = self.stamp, self.cells, self.tokens
-        if self.fixed is not None and self.cells is not None:
-            for layer in self.fixed.graphed:  # the replay of a graph is their put
-                self.note_put(self.layers[layer])
 
     @property
     def read_only(self) -> bool:
@@ -286,7 +283,6 @@ class ForwardPass:
             raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
         self.fill(ctx)
         self.note_put(buffers)
-        self.fixed.graphed.add(layer)
         return *buffers.read_as_configured(ctx, 0, self.table.cells), self.fixed.on(ctx.layer(layer))
 
     def load(self) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import ml
-from kvcache.attention.batch import check_floats, check_tensors
+from kvcache.attention.batch import check_tensors
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.cache import InvalidRangeError
 from kvcache.storage.cell_storage import CellStorage
@@ -29,9 +29,12 @@ def put_layer(
 ) -> None:
     """What ``CausalCache.put`` does where the backend has no store of its own for it."""
     buffers = fresh = storage.buffers.get(layer)
-    check_floats("put", storage.backend, key=key)
+    check_tensors("put", storage.backend, key=key)
     if value is not None:
-        check_floats("put", storage.backend, value=value)
+        check_tensors("put", storage.backend, value=value)
+    if not (key.dtype.is_float and (value is None or value.dtype.is_float)):
+        told = key.dtype.name if value is None else f"{key.dtype.name} and {value.dtype.name}"
+        raise ml.DTypeError(f"put: keys and values in {told}; they must be of float dtypes")
     fits = False
     if buffers is not None and value is not None and v_dim is None and not extra:
         fits = buffers.fits(forward.tokens, key.shape, value.shape)

@@ -305,7 +305,8 @@ class CausalCache(
         """The tensors for a captured or compiled graph of this pass's batch size, for one layer.
 
         Aliases of the cache, the same ones in every pass of as many tokens: capture once, then call
-        ``start_forward`` before each replay, which stands for the ``put`` of the layer. Raises
+        ``start_forward`` before each replay. Asking for them stands for the layer's ``put`` in this pass:
+        where ``get``, ``attend`` or a pass that only reads follows a replay, ask in its pass again. Raises
         NotSupportedError without ``fixed_shapes``, OrderError before the first ``put`` of the layer (a
         reserve pass will do), outside a pass, or in one that only reads.
         """

@@ -432,8 +432,8 @@ class RecurrentCache(
         row, current = self._states.rows[seq], self._pass
         if not self.nbytes:
             return 0
-        if current is not None and not self._states.is_whole(current):
-            end -= current.tokens.get(seq, 0)
+        if current is not None and self._states.is_open(seq):
+            end -= current.tokens[seq]
         if row.computed is not None:
             end = min(end, row.computed)
         return min(end, self.attention.computed(seq)) if self.attention.nbytes else end

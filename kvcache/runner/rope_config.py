@@ -24,7 +24,7 @@ def parse_rope(
     """
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     named = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
-    parameters = {**named, **given.get(kind, given)}
+    parameters = {**named, **(raw.get("rope_parameters") or {}).get(kind, {}), **given.get(kind, given)}
     share = float(parameters.get("partial_rotary_factor") or 1.0)
     if share != 1.0 and not partial:
         raise ModelError(f"partial_rotary_factor={share} is not supported; only 1 is")

@@ -20,10 +20,10 @@ class BackOff:
     _trying: bool = False
 
     def tries(self, now: float) -> bool:
-        """Whether a call is the one that tries again; others wait until it has answered."""
+        """Whether a call is the one that tries again; others wait until it has answered, or ``longest``."""
         if now < self.until:
             return False
-        self.until, self._trying = now + self.wait, True
+        self.until, self._trying = now + self.longest, True
         return True
 
     def failed(self, now: float) -> None:

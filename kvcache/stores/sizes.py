@@ -10,7 +10,7 @@ from kvcache.cache import InvalidRangeError
 
 __all__ = ["bytes_text", "parse_bytes"]
 
-_SIZE = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,6}))?\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,18}))?\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE | re.ASCII)
 
 
 def bytes_text(count: float) -> str:

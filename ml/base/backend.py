@@ -32,7 +32,7 @@ class Storage:
     Functional frameworks replace ``array`` on every write.
     """
 
-    __slots__ = ("__weakref__", "array", "backend", "device", "size")
+    __slots__ = ("__weakref__", "array", "backend", "device", "owned", "size")
 
     def __init__(
         self, backend: BaseBackend, array: Any, size: int, nbytes: int, device: int = 0, owned: bool = True
@@ -41,6 +41,7 @@ class Storage:
         self.array = array
         self.size = size
         self.device = device
+        self.owned = owned
         if owned:
             backend.allocations[id(self)] = (device, nbytes)
 

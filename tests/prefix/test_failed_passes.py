@@ -188,3 +188,15 @@ def test_when_the_very_first_pass_failed_a_later_one_finds_out(
         assert "forgotten" in caplog.text
         with prefix.begin([*PROMPT, 0, 0]) as session:
             assert session.cached == len(PROMPT) + 1
+
+
+def test_a_first_pass_that_failed_before_any_state_was_set_is_kept_by_nobody(backend: ml.Backend) -> None:
+    cache = RecurrentCache(state_shape=(2,))
+    model = Model(backend, cache)
+    model.attention = {0}
+    with PrefixCache(cache) as prefix:
+        session = prefix.begin(PROMPT)
+        model.evaluate(session, PROMPT[:4], layers=1)  # attention put its keys, the recurrent layer failed
+        session.close()
+        with prefix.begin(PROMPT) as again:
+            assert again.cached == 0

@@ -50,8 +50,8 @@ class GGUFSource(WeightSource):
         self._heads: dict[str, int] = {}
         if self._file.get("general.architecture") == "llama":
             data = Metadata(self._file, "llama")
-            heads = data["attention.head_count"]
-            self._heads = {"q": heads, "k": data.get("attention.head_count_kv", heads)}
+            if heads := data.get("attention.head_count", 0):
+                self._heads = {"q": heads, "k": data.get("attention.head_count_kv", heads)}
 
     def __getitem__(self, name: str) -> np.ndarray:
         stored = self._stored(name)

@@ -19,7 +19,7 @@ from kvcache.runner.errors import ModelError
 from kvcache.runner.models.decoder import CausalModel
 from kvcache.runner.rope_config import parse_rope
 
-__all__ = ["MODEL_TYPES", "Llama", "check_window", "parse"]
+__all__ = ["MODEL_TYPES", "Llama", "check_window", "parse", "qwen_window"]
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -33,9 +33,9 @@ MODEL_TYPES = {
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str) -> ModelConfig:
     """From the contents of config.json and generation_config.json."""
     refuse(raw, {"hidden_act": ["silu", "swish"]})
-    check_window(raw)
     fields = common_fields(raw, generation, architecture)
     llama, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3"))
+    check_window(raw, None if llama else qwen_window(raw) if qwen2 or qwen3 else raw["sliding_window"])
     bias = fields["attention_bias"] and (llama or qwen3)
     fields |= {
         "attention_bias": bias or qwen2,
@@ -46,16 +46,17 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: s
     return ModelConfig(**fields, rope=parse_rope(raw, fields["head_dim"]))
 
 
-def check_window(raw: Mapping[str, Any]) -> None:
-    """ModelError for sliding layers, which are not run here. A window that no position outgrows is none.
-
-    Qwen uses its window only with ``use_sliding_window``.
-    """
+def check_window(raw: Mapping[str, Any], window: int | None) -> None:
+    """ModelError for sliding layers, which are not run here. A window that no position outgrows is none."""
     windowed = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
-    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
     if windowed or (window is not None and window < raw["max_position_embeddings"]):
         shown = f"layer type {windowed[0]!r}" if windowed else f"a sliding window of {window} tokens"
         raise ModelError(f"{shown} is not supported by the runner yet; use a model with full attention")
+
+
+def qwen_window(raw: Mapping[str, Any]) -> int | None:
+    """Qwen uses its window only with ``use_sliding_window``; Llama uses none, Mistral any that is given."""
+    return raw["sliding_window"] if raw["use_sliding_window"] else None
 
 
 class Llama(CausalModel[ModelConfig]):

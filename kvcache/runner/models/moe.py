@@ -20,7 +20,7 @@ import ml
 from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.models.decoder import CausalModel
 from kvcache.runner.models.feedforward import GatedMLP, load_mlp, mlp_shapes
-from kvcache.runner.models.llama import check_window
+from kvcache.runner.models.llama import check_window, qwen_window
 from kvcache.runner.models.mtp import load_mtp, mtp_shapes
 from kvcache.runner.models.routing import (
     GroupLimited,
@@ -67,7 +67,7 @@ class MoEConfig(ModelConfig):
 
 def parse_mixtral(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEConfig:
     """MixtralForCausalLM."""
-    check_window(raw)
+    check_window(raw, raw["sliding_window"])
     return _parse(
         raw, generation, "MixtralForCausalLM", sparse=(True,) * raw["num_hidden_layers"],
         experts=raw["num_local_experts"], expert_size=raw["intermediate_size"], routing="normalized",
@@ -77,7 +77,7 @@ def parse_mixtral(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEC
 
 def parse_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEConfig:
     """Qwen3MoeForCausalLM."""
-    check_window(raw)
+    check_window(raw, qwen_window(raw))
     experts = raw.get("num_experts", raw["num_local_experts"])
     dense, step = raw.get("mlp_only_layers") or (), raw["decoder_sparse_step"]
     sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
