@@ -97,6 +97,19 @@ def test_what_a_store_has_evicted_is_written_again(make: Any, store: MemoryStore
     assert run(engine, PROMPT) == 33 - 24 * reads
 
 
+def test_what_is_stored_is_not_copied_again_for_a_store_that_answers_late(made: list[Engine]) -> None:
+    class Slow(MemoryStore):
+        def prefix(self, keys: Any) -> int:
+            time.sleep(0.05)
+            return super().prefix(keys)
+
+    made.append(Engine([Slow()], reads=False, wait=0.002))
+    run(made[0], PROMPT)
+    copied = made[0].devices[0].gathered
+    run(made[0], PROMPT)
+    assert made[0].devices[0].gathered == copied
+
+
 def test_a_request_that_reads_nothing_waits_for_no_store(made: list[Engine]) -> None:
     made.append(Engine([MemoryStore()], reads=False, wait=0.0))
     assert run(made[0], PROMPT) == 33

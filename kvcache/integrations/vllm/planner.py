@@ -90,8 +90,8 @@ class Planner:
         if found is None and self._reads:
             return None, False
         tracked.done = found or 0  # a request that reads nothing waits for no store
-        if tracked.done < last:
-            self._forget_written(keys, tracked.done, last)
+        if found is not None and found < last:  # no answer says nothing of what they lack
+            self._forget_written(keys, found, last)
         more = tracked.done * size - computed
         return (more, True) if more > 0 and self._reads else (0, False)
 
