@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -263,14 +264,34 @@ def test_a_device_that_fails_is_a_load_that_fails(
 def test_closing_waits_for_a_store_that_hangs_no_longer_than_it_says(
     blocks: Blocks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    monkeypatch.setattr(module, "PATIENCE", 0.5)
     one = open_transfers(store := Held(), blocks, backlog=NBYTES)
     one._has_room = lambda until: True  # type: ignore[method-assign]
     one.save(saves([1, 2], [3, 4]))
     one.load(loads("r", [5, 6]))
     assert not one.close()
     assert f"close: {2 * NBYTES} bytes are not written" in caplog.text
+    begun = time.monotonic()
+    assert not one.close()  # at shutdown, and again when the process ends
+    assert time.monotonic() - begun < 0.4
     store.go_on.set()
+
+
+@pytest.mark.parametrize("backlog", [NBYTES, 100 * NBYTES], ids=["copied", "handed over"])
+def test_closing_waits_for_a_store_that_is_slow_as_long_as_it_moves_on(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, backlog: int
+) -> None:
+    class Slow(MemoryStore):
+        def put(self, key: str, parts: Any) -> bool:
+            time.sleep(0.1)
+            return super().put(key, parts)
+
+    monkeypatch.setattr(module, "PATIENCE", 0.5)
+    one = open_transfers(store := Slow(), blocks, backlog)
+    one._has_room = lambda until: True  # type: ignore[method-assign]
+    one.save(saves(*[[1, 2]] * 8))
+    assert one.close()
+    assert store.usage().entries == 8
 
 
 def test_what_no_store_takes_is_told(blocks: Blocks) -> None:

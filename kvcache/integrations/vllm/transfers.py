@@ -8,6 +8,7 @@ ends, in the order of the device's own work: what vLLM does with the blocks then
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -32,7 +33,7 @@ log = logging.getLogger("kvcache")
 POLL = 0.001
 """Seconds between two looks for room."""
 PATIENCE = 10.0
-"""Seconds that a thread inside a store is waited for when all ends."""
+"""Seconds without progress after which a store is not waited for any more when all ends."""
 IDLE = 0.002
 """Seconds that a step with nothing to compute waits for loads: one that spins keeps threads from running."""
 
@@ -96,6 +97,8 @@ class Transfers:
         self._copying: deque[tuple[PageSave, Copied]] = deque()
         self._report = Report()
         self._invalid: set[int] = set()
+        self._least = math.inf
+        """Bytes that were left to write when the end last made progress."""
 
     # Loading.
 
@@ -181,12 +184,15 @@ class Transfers:
     def _has_room(self, until: float) -> bool:
         while True:
             self.settle()
-            held = len(self._copying) * self._pages.nbytes + self._tier.waiting
+            held = self._held()
             if not held or held + self._pages.nbytes <= self._tier.backlog:
                 return True
             if time.monotonic() >= until:
                 return False
             time.sleep(POLL)
+
+    def _held(self) -> int:
+        return len(self._copying) * self._pages.nbytes + self._tier.waiting
 
     def settle(self) -> None:
         """Hand over what the device has copied, and note what was written."""
@@ -206,17 +212,20 @@ class Transfers:
         return found if found else None
 
     def close(self) -> bool:
-        """End the loads, and write what was copied. False: a store hangs, and is not to be closed."""
+        """End the loads, and write what was copied. False: a store hangs, and is not to be closed.
+
+        A slow store has ``PATIENCE`` seconds for each page. A second call waits only for what moves on.
+        """
         for loading in [*self._loading.values()]:
             loading.stopped = True
         ended = self._workers.close(PATIENCE)
-        until = time.monotonic() + PATIENCE
-        while self._copying and time.monotonic() < until:
+        until = 0.0
+        while (held := self._held()) and (held < self._least or time.monotonic() < until):
+            if held < self._least:
+                self._least, until = held, time.monotonic() + PATIENCE
             self.settle()
             time.sleep(POLL)
-        written = self._tier.close(PATIENCE)
-        if not written:
-            lost = self._tier.waiting + len(self._copying) * self._pages.nbytes
-            log.warning("close: %d bytes are not written: a store does not answer in %g s", lost, PATIENCE)
         self.settle()
-        return ended and written
+        if held:
+            log.warning("close: %d bytes are not written: a store does not answer in %g s", held, PATIENCE)
+        return self._tier.close(0.0 if held else PATIENCE) and ended

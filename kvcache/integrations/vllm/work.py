@@ -21,6 +21,7 @@ class Workers:
         self._name, self._count = name, count
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._given_up = False
 
     def submit(self, job: Callable[[], None]) -> None:
         if len(self._threads) < self._count:
@@ -30,13 +31,17 @@ class Workers:
         self._jobs.put(job)
 
     def close(self, timeout: float = math.inf) -> bool:
-        """Let the jobs end that were given, and the threads with them. False: some did not in ``timeout``."""
-        until = time.monotonic() + timeout
+        """Let the jobs end that were given, and the threads with them. False: some did not in ``timeout``.
+
+        After that, another call does not wait for them again.
+        """
+        until = time.monotonic() + (0.0 if self._given_up else timeout)
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join(max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX)))
         self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._given_up = bool(self._threads)
         return not self._threads
 
     def _work(self) -> None:
