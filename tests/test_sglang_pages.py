@@ -182,6 +182,22 @@ def test_the_model_is_named_by_its_adapters_files_too(tmp_path: Path) -> None:
         identity_of_server(args, [missing])
 
 
+def test_a_draft_model_is_named_by_its_files_wherever_they_lie(tmp_path: Path) -> None:
+    def identity(host: str, draft: str, weights: bytes = b"draft") -> Any:
+        for name, data in (("model", b"weights"), ("draft", weights)):
+            (tmp_path / host / name).mkdir(parents=True)
+            (tmp_path / host / name / "config.json").write_text("{}")
+            (tmp_path / host / name / "model.safetensors").write_bytes(data)
+        path, other = (str(tmp_path / host / name) for name in ("model", draft))
+        given = {"load_format": "auto", "speculative_draft_model_path": other}
+        return identity_of_server(SimpleNamespace(model_path=path, dtype="auto", **given))
+
+    assert identity("a", "draft") == identity("b", "draft") != identity("c", "draft", b"others")
+    assert "sglang" not in identity("d", "model")  # layers of the model itself
+    with pytest.raises(ModelError, match=r"which weights the draft model '.*' has"):
+        identity("e", "no")
+
+
 def test_ranks_share_what_is_replicated_and_nothing_else() -> None:
     config = SimpleNamespace(tp_rank=1, tp_size=2, pp_rank=0, pp_size=3, attn_cp_rank=0, attn_cp_size=1)
     assert share_of(config, replicated=False) == {"tensor_parallel": "1/2", "pipeline": "0/3"}

@@ -1,4 +1,4 @@
-"""Where the files of a model lie that another runtime has loaded, and what an adapter's files are."""
+"""Where the files of a model lie that another runtime has loaded, and what is in an adapter's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-__all__ = ["adapter_digest", "model_folder"]
+__all__ = ["model_folder", "weights_digest"]
 
 
 def model_folder(name: str, revision: str | None = None) -> Path | None:
@@ -25,24 +25,29 @@ def model_folder(name: str, revision: str | None = None) -> Path | None:
         return None
 
 
+_CONFIGS = ("adapter_config.json", "config.json")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".tensors")
 _digests: dict[tuple[str, tuple[tuple[str, int, int], ...]], str] = {}
 
 
-def adapter_digest(path: str) -> str | None:
-    """sha256 (hex) over the names and bytes of the files of a LoRA adapter; None where it is no folder.
+def weights_digest(path: str) -> str | None:
+    """sha256 (hex) of the config and weights of an adapter or a draft model; None where it is no folder.
 
-    The name that a server gives it says nothing of its weights, and means another adapter elsewhere.
+    The name that a server gives it says nothing of its weights, and means others elsewhere. Other files
+    (a README, a lock) come and go.
     """
     folder = Path(path)
     if not folder.is_dir():
         return None
-    files = sorted(file for file in folder.iterdir() if file.is_file())
+    named = (file for file in folder.iterdir() if file.name in _CONFIGS or file.suffix in _WEIGHTS)
+    files = sorted(file for file in named if file.is_file())
     stats = [(file.name, file.stat()) for file in files]
     seen = path, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
     if seen not in _digests:
         total = hashlib.sha256()
         for file in files:
             total.update(json.dumps([file.name, file.stat().st_size]).encode())
-            total.update(file.read_bytes())
+            with file.open("rb") as opened:
+                total.update(hashlib.file_digest(opened, "sha256").digest())
         _digests[seen] = total.hexdigest()
     return _digests[seen]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.integrations.model_folder import adapter_digest, model_folder
+from kvcache.integrations.model_folder import model_folder, weights_digest
 from kvcache.integrations.sglang.options import WHERE
 from kvcache.runner.errors import ModelError
 from kvcache.runner.fingerprint import files_digest
@@ -15,7 +15,6 @@ __all__ = ["identity_of_server", "share_of"]
 _CHANGES = (
     "quantization", "quantization_param_path", "modelopt_quant", "rl_quant_profile", "model_impl",
     "json_model_override_args", "decrypted_config_file", "model_loader_extra_config", "mm_process_config",
-    "speculative_draft_model_path",
 )  # fmt: skip
 """Server arguments that change K and V beside the model's files and its dtype."""
 _UNSET = ("None", "", "auto", "{}")
@@ -35,16 +34,21 @@ def identity_of_server(args: Any, adapters: Sequence[Any] = ()) -> dict[str, Any
         raise _unknown("the model" if args is None else repr(args.model_path))
     changes = {name: str(getattr(args, name, None)) for name in _CHANGES}
     changes = {name: value for name, value in changes.items() if value not in _UNSET}
-    lora = {adapter.lora_name: _adapter(adapter.lora_path) for adapter in adapters}
+    draft = getattr(args, "speculative_draft_model_path", None)
+    if draft and draft != args.model_path:  # else it is part of the model
+        revision = getattr(args, "speculative_draft_model_revision", None)
+        changes["speculative_draft_model"] = _weights("draft model", draft, revision)
+    lora = {adapter.lora_name: _weights("adapter", adapter.lora_path) for adapter in adapters}
     found = {"files": files_digest(path), "dtype": str(args.dtype), "sglang": changes, "lora": lora}
     return {name: value for name, value in found.items() if value}
 
 
-def _adapter(path: str) -> str | None:
-    folder = model_folder(path)
-    if folder is None:
-        raise _unknown(f"the adapter {path!r}")
-    return adapter_digest(str(folder))
+def _weights(what: str, path: str, revision: str | None = None) -> str:
+    folder = model_folder(path, revision)
+    found = folder and weights_digest(str(folder))
+    if not found:
+        raise _unknown(f"the {what} {path!r}")
+    return found
 
 
 def _unknown(what: str) -> ModelError:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvcache.cache import NotSupportedError
-from kvcache.integrations.model_folder import adapter_digest
+from kvcache.integrations.model_folder import weights_digest
 from kvcache.stores import Keys, SaltedToken
 
 __all__ = ["Pages", "Request", "RequestKeys", "salted"]
@@ -72,7 +72,7 @@ class Pages:
         """The digest of an adapter's files, as they were when it was first used: vLLM has these loaded."""
         if lora is None:
             return None
-        found = adapter_digest(lora.lora_path)
+        found = weights_digest(lora.lora_path)
         if not lora.load_inplace:  # else vLLM loads it again
             first = self._adapters.setdefault((lora.lora_int_id, lora.lora_path), found)
             if first != found:
