@@ -198,6 +198,8 @@ def test_an_adapter_is_named_by_the_files_that_were_loaded(tmp_path: Path) -> No
     pages, folder = Pages({"model": "m"}, SETTINGS, 8), tmp_path / "one"
     given = request(lora_request=adapter(folder))
     own, before = pages.of(given), pages.keys(given, 8)[0]
+    (folder / "README.md").write_text("what it was trained on")
+    assert pages.keys(given, 8)[0] == before
     adapter(folder, b"longer weights")
     assert own.upto(16)[0][:1] == before
     with pytest.raises(NotSupportedError, match="have changed since it was first used"):
@@ -311,6 +313,12 @@ def test_what_is_changed_as_the_model_is_loaded_is_named_too(make_model: Callabl
         {"hf_config_path": "elsewhere", "hf_config": space(to_json_string=lambda: '{"rope_theta": 1.0}')},
     ):
         assert identify(config(folder, **fields)) != identify(config(folder)), fields
+    threads = {"enable_multithread_load": True, "num_threads": 8}
+    assert "vllm" not in identify(config(folder, loader=threads))
+    texts = [f'{{"rope_theta": 1.0, "transformers_version": "5.{minor}"}}' for minor in range(2)]
+    configs = [space(to_json_string=lambda text=text: text) for text in texts]
+    one, other = (identify(config(folder, hf_config_path="x", hf_config=given)) for given in configs)
+    assert one == other
     dynamic = space(rope_parameters={"full": {"rope_type": "dynamic"}, "other": {"rope_type": "default"}})
     assert identify(config(folder, hf_text_config=dynamic))["vllm"] == {"max_model_len": 100}
     with pytest.raises(ModelError, match="hf_overrides is a function"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ SHARED = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 PLAIN_ROPES = frozenset({"default", "llama3"})
 DRAFTLESS = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Ways to speculate that store nothing of a model of their own."""
+_HOW = frozenset({"enable_multithread_load", "num_threads"})
+"""Options of vLLM's loaders that say how weights are read, and not which."""
 _DTYPES = {"float32": ml.DType.F32, "float16": ml.DType.F16, "bfloat16": ml.DType.BF16}
 
 
@@ -110,16 +113,25 @@ def _overrides(config: Any) -> dict[str, Any]:
     model, images = config.model_config, config.model_config.multimodal_config
     if callable(model.hf_overrides):
         raise ModelError("KVCacheConnector: hf_overrides is a function, which names no model; give a dict")
-    text = model.hf_config.to_json_string() if model.hf_config_path else ""  # it lies beside other files
+    loader = config.load_config.model_loader_extra_config
+    if isinstance(loader, Mapping):
+        loader = {name: value for name, value in loader.items() if name not in _HOW}
     named = {
-        "hf_config": text and hashlib.sha256(text.encode()).hexdigest(),
+        "hf_config": _config_digest(model.hf_config) if model.hf_config_path else "",  # beside other files
         "quantization_config": model.quantization_config,
-        "model_loader_extra_config": config.load_config.model_loader_extra_config,
+        "model_loader_extra_config": loader,
         "mm_processor_kwargs": getattr(images, "mm_processor_kwargs", None),
         "media_io_kwargs": getattr(images, "media_io_kwargs", None),
     }
     overrides = {"hf_overrides": model.hf_overrides} if model.hf_overrides else {}
     return overrides | {name: str(value) for name, value in named.items() if value}
+
+
+def _config_digest(config: Any) -> str:
+    """Without the version of transformers, which writes its own into each."""
+    found = json.loads(config.to_json_string())
+    found.pop("transformers_version", None)
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def _lengths(model: Any) -> dict[str, Any]:
