@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import pages
 from benchmarks.pages import axes_of, legend, svg, table
-from kvcache.stores.sizes import bytes_text
+from kvcache.storage.sizes import bytes_text
 
 __all__ = [
     "Decided",

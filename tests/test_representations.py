@@ -23,8 +23,9 @@ from kvcache import (
     RecurrentCache,
     WrapperCache,
 )
+from kvcache.storage.sizes import bytes_text
 from kvcache.stores import FileStore, MemoryStore, StoreValueError, open_store
-from kvcache.stores.sizes import bytes_text, parse_bytes
+from kvcache.stores.sizes import parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.request_state import StopStrings
 from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Token
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.stores.sizes import bytes_text
+from kvcache.storage.sizes import bytes_text
 
 Make = Callable[..., Path]
 

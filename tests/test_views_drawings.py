@@ -15,7 +15,7 @@ import pytest
 import ml
 from kvcache import CausalCache, EncoderCache, HostTier, InvalidRangeError, WrapperCache
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.stores.sizes import bytes_text
+from kvcache.storage.sizes import bytes_text
 from kvcache.views import look_at_mask, render
 from kvcache.views.blocks import CellMap, CellRun, NodeView, SequenceView
 from kvcache.views.canvas import fitted

@@ -59,7 +59,7 @@ from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_storage import CellStorage, exact_slots
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
-from kvcache.stores.sizes import bytes_text
+from kvcache.storage.sizes import bytes_text
 from ml import nn
 
 __all__ = ["CausalCache", "drop_middle"]

@@ -43,9 +43,9 @@ from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.requests import GenerationOptions, Token
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.runner.warm_up import warm_up
+from kvcache.storage.sizes import bytes_text
 from kvcache.stores.builtin import path_of
 from kvcache.stores.options import without_secrets
-from kvcache.stores.sizes import bytes_text
 from kvcache.views.pictures import Picture
 from kvcache.views.rendering import render
 from kvcache.views.terminal import Beneath

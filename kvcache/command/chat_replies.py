@@ -10,7 +10,7 @@ from typing import Any
 from kvcache.command.json_output import statistics_record
 from kvcache.runner.conversations import Conversation
 from kvcache.runner.engine import Engine
-from kvcache.stores.sizes import bytes_text
+from kvcache.storage.sizes import bytes_text
 from kvcache.views.words import counted
 
 __all__ = ["Reply", "aligned", "conversation_records", "conversation_rows", "engine_record",

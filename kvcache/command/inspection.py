@@ -27,9 +27,9 @@ from kvcache.runner.loading import bundled_model, load_config, load_model
 from kvcache.runner.requests import Event, GenerationOptions
 from kvcache.runner.saved import write_whole
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.storage.sizes import bytes_text
 from kvcache.stores.builtin import path_of
 from kvcache.stores.options import parse_bytes
-from kvcache.stores.sizes import bytes_text
 from kvcache.views.disk import is_store, look_at_page, look_at_store, page_meta
 from kvcache.views.pictures import Picture
 from kvcache.views.rendering import render

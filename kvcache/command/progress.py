@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from kvcache.runner.requests import Event, Finished, Prefilled, Started
-from kvcache.stores.sizes import bytes_text
+from kvcache.storage.sizes import bytes_text
 
 __all__ = ["Bars", "bars_for", "bars_until_done", "draws"]
 

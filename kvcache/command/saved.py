@@ -28,7 +28,7 @@ from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.saved import ConversationError, adopt, capture, check_target, read, write
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.stores.sizes import bytes_text
+from kvcache.storage.sizes import bytes_text
 
 __all__ = ["load", "save"]
 

@@ -22,7 +22,7 @@ from kvcache.command.json_output import print_json, statistics_record
 from kvcache.command.progress import Bars, bars_for, draws
 from kvcache.runner.requests import Event, Prefilled, Started, Statistics, Token
 from kvcache.runner.verification import Speculation
-from kvcache.stores.sizes import bytes_text
+from kvcache.storage.sizes import bytes_text
 from kvcache.views.words import counted
 
 __all__ = ["JsonScreen", "LiveScreen", "PlainScreen", "Screen", "Totals", "screen_for", "summary_rows"]

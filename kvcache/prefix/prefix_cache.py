@@ -49,9 +49,10 @@ from kvcache.prefix.tree_entry import span_of
 from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.layer_shape import LayerShape
+from kvcache.storage.sizes import bytes_text
 from kvcache.stores import Keys, SnapshotStore, open_store
 from kvcache.stores.closing import Closing
-from kvcache.stores.sizes import bytes_text, parse_bytes
+from kvcache.stores.sizes import parse_bytes
 
 __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]
 

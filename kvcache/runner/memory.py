@@ -7,7 +7,7 @@ from kvcache.cache import CacheDType
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import CapacityError
 from kvcache.storage.formats import CacheFormat
-from kvcache.stores.sizes import bytes_text
+from kvcache.storage.sizes import bytes_text
 
 __all__ = ["available_bytes", "cache_bytes", "check_memory"]
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Sizes in bytes, as people write them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ import numpy as np
 
 from kvcache.cache import InvalidRangeError
 
-__all__ = ["bytes_text", "parse_bytes"]
+__all__ = ["parse_bytes"]
 
 _SIZE = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,18}))?\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE | re.ASCII)
-
-
-def bytes_text(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def parse_bytes(what: str, size: object) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvcache.attention.calls import StepReads
 from kvcache.cache import InvalidRangeError
-from kvcache.stores.sizes import bytes_text
+from kvcache.storage.sizes import bytes_text
 from kvcache.views import html, svg, text
 from kvcache.views.blocks import (
     Block,
