@@ -63,7 +63,10 @@ def there(folder: Path) -> list[int]:
 
 
 def _runs(path: Path) -> bool:
-    process = path.read_text().split()[0]
+    words = path.read_text().split()
+    if not words:  # it was ended before it had written
+        return False
+    process = words[0]
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         os.kill(int(process), 0)
         return Path(f"/proc/{process}/stat").read_text().split(")")[1].split()[0] != "Z"
