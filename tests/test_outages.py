@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
+from typing import ClassVar
 
 import pytest
 
 import ml
 from kvcache.offload.outages import FIRST, LONGEST, READING, WRITING, Outages
+from kvcache.offload.tiers import StoreTier
 from kvcache.stores import MemoryStore, StoreFullError, StoreReadOnlyError, StoreUnavailableError
 from kvcache.testing.servers import ValkeyServer
 
@@ -68,6 +71,23 @@ def test_of_those_that_come_when_the_time_is_over_one_asks(clock: Clock) -> None
     outages.failed(store, READING, StoreUnavailableError("gone"))
     clock.now += FIRST
     assert [outages.asks(store, READING) for _ in range(3)] == [True, False, False]
+
+
+def test_a_store_that_answers_with_another_error_is_within_reach() -> None:
+    class Odd(MemoryStore):
+        errors: ClassVar = [RuntimeError("odd"), StoreUnavailableError("gone")]
+
+        def prefix(self, keys: Sequence[str]) -> int:
+            raise self.errors.pop()
+
+    store = Odd()
+    tier = StoreTier([store], 1 << 20)
+    for _ in range(2):
+        assert tier.prefix(["a" * 64]) == 0
+        tier.outages.ask_again()
+    assert tier.outages.asks(store, READING)
+    assert tier.outages.asks(store, READING), "no call is the one that tries"
+    tier.close()
 
 
 def test_reading_and_writing_and_other_stores_fail_apart(clock: Clock) -> None:

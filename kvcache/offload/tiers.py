@@ -398,6 +398,7 @@ class StoreTier:
         if isinstance(error, StoreUnavailableError):
             self.outages.failed(store, way, error)
         else:
+            self.outages.worked(store, way)  # it has answered
             _warn("load back" if way == READING else "offload", error, follows)
 
     def _view(self, store: Any, key: str) -> memoryview | None:

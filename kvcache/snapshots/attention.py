@@ -212,7 +212,7 @@ class AttentionSnapshots:
         for begin, end in self.schedule.due(seq, self.storage.table.rows[seq].last + 1):
             try:
                 self.schedule.taken(seq, self.snapshot(seq, begin, end))
-            except (NotSupportedError, OrderError):  # a window with gaps, tokens of a pass that failed
+            except (NotSupportedError, OrderError, SequenceLostError):  # gaps, a pass or a device that failed
                 self.schedule.skip(seq, end)
 
     # Restoring.

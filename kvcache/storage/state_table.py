@@ -206,7 +206,7 @@ class StateTable:
         In a cache's first pass nobody knows which layers have states: it is whole once one was asked for.
         """
         current = self.under_way
-        if current is None or seq not in current.tokens:
+        if current is None or seq not in current.tokens or current.reserve or current.read_only:
             return False
         return not (current.asked and self.is_whole(current))
 
