@@ -81,6 +81,7 @@ class Process:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         watch = threading.Timer(PATIENCE, self._process.kill)
+        watch.daemon = True  # a signal may come before `try` is reached; nothing then waits for it to end
         watch.start()
         try:
             line = self._process.stdout.readline()
