@@ -69,8 +69,8 @@ class RaggedPlan:
         if len(queries) == tokens and (queries == _counting(tokens)).all():  # each is there once, in order
             self.part_starts, self.parts = _counting(tokens + 1), _counting(tokens)
         else:
-            counts = np.bincount(queries, minlength=tokens)
-            if counts.size != tokens or not counts.all():
+            counts = np.bincount(queries.clip(0), minlength=tokens)
+            if (queries < 0).any() or counts.size != tokens or not counts.all():
                 raise ShapeError(
                     f"RaggedPlan: readers of {tokens} queries; each query must have at least one, and there "
                     "must be no others"

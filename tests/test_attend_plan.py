@@ -16,6 +16,7 @@ from kvcache.attention.calls import Level, plan_calls, step_reads
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.segments import Segment, find_segments, ragged_plan
 from kvcache.testing.traces import run_traces
+from ml.ragged import RaggedPlan
 from ml.testing.ragged import ragged_reference
 
 WORTH = 4
@@ -329,3 +330,5 @@ def test_a_plan_names_every_query_and_packs_into_one_array() -> None:
     assert packed[places[1] : places[1] + 2].tolist() == [9, 1]
     with pytest.raises(ml.ShapeError, match="each query must have at least one"):
         ragged_plan(segments[:1], 2)
+    with pytest.raises(ml.ShapeError, match="there must be no others"):
+        RaggedPlan(1, plan.segments[:1], np.array([[-1, 0, 2]]), plan.index)

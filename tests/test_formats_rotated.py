@@ -94,12 +94,14 @@ def test_outliers_cost_less(backend: ml.Backend, name: str, most: float) -> None
 
 
 @pytest.mark.parametrize("name", ["ROTATED_Q4_0", "ROTATED_Q8_0/Q4_0", "F32/ROTATED_Q4_0", "ROTATED_F8_E4M3"])
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("window", "fixed"), [(None, False), (None, True), (7, False)])
 def test_attend_is_attention_over_what_get_reads_back(
-    backend: ml.Backend, name: str, window: int | None
+    backend: ml.Backend, name: str, window: int | None, fixed: bool
 ) -> None:
     query, key, value = arrays(3.0)
-    cache = stored(backend, name, (query, key, value), None if window is None else SlidingWindowCache(window))
+    cache = CausalCache() if window is None else SlidingWindowCache(window)
+    cache.set_config(ml.CacheConfig(fixed_shapes=fixed))
+    stored(backend, name, (query, key, value), cache)
     with backend.new_context() as ctx:
         keys, values, mask = cache.get(ctx)
         found = attended(backend, cache, query)

@@ -84,6 +84,8 @@ def attend_on_cpu(
     """By as many threads as torch has; None without kernels, and for what they do not read."""
     if key is None or value is None or not query.dtype.is_float or cpu_attention.kernels() is None:
         return None
+    if not plan.tokens:
+        return None
     q = query.native
     if q.dim() == 3 and q.stride(2) != 1:
         q = q.contiguous()

@@ -84,6 +84,7 @@ def _attend_block(
     acc = acc * shrink[:, None]
     if BOUNDED:
         # 0 times NaN is NaN: what one row of the tile sees must not reach another that does not see it.
+        # Infinity counts as NaN here.
         broken = (v.to(tl.float32) - v.to(tl.float32)) != 0.0
         if tl.max(broken.to(tl.int32)) > 0:
             v = tl.where(broken, 0.0, v)

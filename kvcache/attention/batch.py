@@ -75,11 +75,13 @@ def check_tensors(op: str, backend: ml.Backend | None = None, /, **tensors: obje
 
 
 def check_query(
-    backend: ml.Backend | None, query: ml.Tensor, tokens: int, key: tuple[int, ...], scale: float | None
-) -> float:
+    backend: ml.Backend | None, query: ml.Tensor, tokens: int, key: tuple[int, ...], scale: float | None,
+    sinks: ml.Tensor | None,
+) -> float:  # fmt: skip
     """The scale (None: 1/sqrt(head_dim)).
 
-    Raises unless ``query`` is floats of a batch of ``tokens``, on the cache's backend, and fits its keys.
+    Raises unless ``query`` is floats of a batch of ``tokens``, on the cache's backend, and fits its keys, and
+    ``sinks`` one float for each of its heads.
     """
     check_tensors("attend", backend, query=query)
     if not query.dtype.is_float:
@@ -91,6 +93,13 @@ def check_query(
             f"attend: query {shape}; it must be ({tokens}, heads, {dim}), heads a multiple of the "
             f"{kv_heads} KV heads"
         )
+    if sinks is not None:
+        check_tensors("attend", backend, sinks=sinks)
+        if sinks.shape != (shape[1],) or not sinks.dtype.is_float:
+            raise InvalidRangeError(
+                f"attend: sinks {sinks.shape} in {sinks.dtype.name}; they must be ({shape[1]},), a float for "
+                "each head of the query"
+            )
     if type(scale) is float:
         return scale
     try:

@@ -507,7 +507,7 @@ class CausalCache(
         """
         forward = self._pass or self._started("attend")
         buffers = forward.readable("attend", self._layer)
-        scale = check_query(self._backend, query, forward.tokens, buffers.shape.key, scale)
+        scale = check_query(self._backend, query, forward.tokens, buffers.shape.key, scale, sinks)
         if select is not None:
             check_select(forward.tokens, select)
         if forward.reserve:

@@ -254,7 +254,8 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         current = self._started("attend")
         readers: dict[int, list[int]] = {}
         held = [self._held(current, group.seq) for group in current.groups]
-        scale = check_query(self._bound("attend"), query, current.tokens, held[0][0].shape[1:], scale)
+        key_shape = held[0][0].shape[1:]
+        scale = check_query(self._bound("attend"), query, current.tokens, key_shape, scale, sinks)
         for i, (key, _) in enumerate(held):
             readers.setdefault(id(key), []).append(i)
         if len(readers) == 1:

@@ -113,6 +113,7 @@ class LayerBuffers:
         found = copy.copy(self)
         found.key, found.value, found.rotated = key, value, None
         found.whole = _whole_of(ctx, key, value)
+        found.store = found.row_store = None
         return found
 
     def _find_store(self, ctx: ml.Context) -> ml.KVStore | None:

@@ -193,6 +193,8 @@ def merge_attention(ctx: Context, parts: Sequence[Part], sinks: Tensor | None = 
         raise ShapeError("merge_attention: no parts given; it must merge at least one")
     (first, lse), *rest = parts
     tokens, heads, _ = first.shape
+    if sinks is not None and sinks.shape != (heads,):
+        raise ShapeError(f"merge_attention: sinks {sinks.shape}; they must be ({heads},), one for each head")
     logits = lse.reshape(ctx, tokens, heads, 1)
     for _, other in rest:
         logits = logits.concat(ctx, other.reshape(ctx, tokens, heads, 1), 2)

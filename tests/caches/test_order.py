@@ -195,8 +195,9 @@ def _attend(
     scale: Any = 1.0,
     heads: int = 2,
     dim: int = 8,
+    sinks: ml.Tensor | None = None,
 ) -> ml.Tensor:
-    return cache.attend(ctx, ctx.zeros((5, heads, dim), dtype), scale)
+    return cache.attend(ctx, ctx.zeros((5, heads, dim), dtype), scale, sinks)
 
 
 def _put_as(cache: CausalCache, ctx: ml.Context, dtype: DType) -> None:
@@ -212,6 +213,9 @@ CALLS: list[tuple[type[Exception], Call]] = [
     (kvcache.InvalidRangeError, lambda cache, ctx: _attend(cache, ctx, heads=0)),
     (kvcache.InvalidRangeError, lambda cache, ctx: _attend(cache, ctx, heads=3)),
     (kvcache.InvalidRangeError, lambda cache, ctx: _attend(cache, ctx, dim=4)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: _attend(cache, ctx, sinks=ctx.zeros((4,), DType.F32))),
+    (kvcache.InvalidRangeError, lambda cache, ctx: _attend(cache, ctx, sinks=ctx.zeros((2,), DType.I32))),
+    (ml.DTypeError, lambda cache, ctx: _attend(cache, ctx, sinks=np.zeros(2, np.float32))),
     (ml.DTypeError, lambda cache, ctx: _put_as(cache, ctx, DType.I32)),
     (ml.DTypeError, lambda cache, ctx: _put_as(cache, ctx, DType.BOOL)),
     (kvcache.InvalidBatchError, lambda cache, ctx: cache.start_forward(ctx, Batch([5, [6, 7]], [0, 0]))),
