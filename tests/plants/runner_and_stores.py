@@ -71,10 +71,10 @@ BUGS: dict[str, list[Bug]] = {
     "tests/test_speculative.py": [
         ("runner.verification:Verifier.settle", "the_bundled_model",
          lambda f, self, part, winner, known, right: right),
-        ("runner.engine:accept", "the_bundled_model", drafts_believed),
-        ("runner.engine:accept", "the_bundled_model", first_branch_wins),
+        ("runner.engine:accept", "the_bundled_model[wrong-1", drafts_believed),
+        ("runner.engine:accept", "the_bundled_model[partly-2", first_branch_wins),
         ("caches.branches:resume_point", "the_bundled_model", one_more),
-        ("runner.verification:Verifier.clear", "a_pass_that_fails_leaves", NOTHING),
+        ("runner.verification:Verifier.clear", "a_pass_that_fails_leaves[2", NOTHING),
     ],
     "tests/test_mtp.py": [
         ("runner.models.mtp:_Tail.slot", "guesses_are_those", lambda f, self, seq, at: f(self, seq, at - 1)),
