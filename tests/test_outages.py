@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 import ml
 from kvcache.offload.outages import FIRST, LONGEST, READING, WRITING, Outages
 from kvcache.offload.tiers import StoreTier
-from kvcache.stores import MemoryStore, StoreFullError, StoreReadOnlyError, StoreUnavailableError
+from kvcache.stores import (
+    Keys,
+    MemoryStore,
+    SerializedSnapshot,
+    StoreFullError,
+    StoreReadOnlyError,
+    StoreUnavailableError,
+)
 from kvcache.testing.servers import ValkeyServer
 
 from .prefix.rigs.conversing import ConversationSetup, Rig
-from .prefix.rigs.stores import Clock, FlakyStore
+from .prefix.rigs.stores import CALLS, Clock, FlakyStore
 
 LONG = list(range(20))
 needs_server = pytest.mark.skipif(
@@ -87,6 +95,56 @@ def test_a_store_that_answers_with_another_error_is_within_reach() -> None:
         tier.outages.ask_again()
     assert tier.outages.asks(store, READING)
     assert tier.outages.asks(store, READING), "no call is the one that tries"
+    tier.close()
+
+
+class Advised(FlakyStore):
+    def advise(self, keys: Sequence[str]) -> None:
+        self.stat(keys)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tier, keys: tier.read(keys[0]).give_back(),
+        lambda tier, keys: tier.prefix(keys[:1]),
+        lambda tier, keys: tier.stored(keys[:1]),
+        lambda tier, keys: tier.stored(keys),
+        lambda tier, keys: tier.lacking(keys),
+        lambda tier, keys: tier.lacking([]),
+        lambda tier, keys: tier.advise(keys),
+        lambda tier, keys: tier.look_up(Keys({}, 4).chain(LONG), 0, 20, True),
+    ],
+    ids=["read", "prefix", "stored", "more stored", "lacking", "nothing lacking", "advise", "look_up"],
+)
+@pytest.mark.parametrize("back", [True, False])
+def test_who_takes_the_one_call_that_tries_asks_the_store_and_says_how_it_went(
+    clock: Clock, call: Callable[[StoreTier, list[str]], object], back: bool
+) -> None:
+    one, other, keys = MemoryStore(), Advised(), ["a" * 64, "b" * 64]
+    tier = StoreTier([one], 1 << 20)
+    assert tier.write(keys[0], SerializedSnapshot({}, {"x": np.zeros(4, np.uint8)}))
+    tier.stores, tier.outages = (one, other), Outages(clock)
+    tier.outages.failed(other, READING, StoreUnavailableError("gone"))
+    other.failing = frozenset() if back else frozenset(CALLS)
+    clock.now += FIRST
+    call(tier, keys)
+    asked = other.calls > 0
+    assert tier.outages.asks(other, READING) is (back or not asked)
+    assert tier.outages.asks(other, READING) is (back and asked), "no other call was the one that tries"
+    tier.close()
+
+
+def test_a_store_that_is_full_is_within_reach(clock: Clock) -> None:
+    store = MemoryStore(10)
+    tier = StoreTier([store], 1 << 20)
+    tier.outages = Outages(clock)
+    tier.outages.failed(store, WRITING, StoreUnavailableError("gone"))
+    clock.now += FIRST
+    assert not tier.write("a" * 64, SerializedSnapshot({}, {"x": np.zeros(4, np.uint8)}))
+    assert tier.errors["full"] == 1
+    assert tier.outages.asks(store, WRITING)
+    assert tier.outages.asks(store, WRITING)
     tier.close()
 
 

@@ -189,8 +189,15 @@ class Prefetcher:
         """Have as many threads as there may be; those that find nothing to do end."""
         while self._queue and len(self._threads) < WORKERS:
             thread = threading.Thread(target=self._work, name="kvcache-prefetch", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no thread for it
+                log.info("prefetch: %s; what waits is read when its turn comes", error)
+                for prefetch in () if self._threads else [*self._queue]:
+                    self._leave_queue(prefetch)
+                self._changed.notify_all()
+                return
             self._threads.add(thread)
-            thread.start()
 
     def _work(self) -> None:
         while True:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,8 @@ from ml.transfer import pinned_memory
 __all__ = ["HostTier", "LookUp", "StoreTier", "StoreWrite"]
 
 log = logging.getLogger("kvcache")
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,9 @@ class StoreTier:
         self._queue.put(keys)
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
+            # A forked child has no such thread: what was under way is the parent's to write.
+            self._queue, self.waiting, self._touching = queue.SimpleQueue(), 0, 0
             thread = threading.Thread(target=self._work, name="kvcache-store-write", daemon=True)
             thread.start()
             self._thread = thread
@@ -149,6 +153,8 @@ class StoreTier:
 
     def flush(self) -> None:
         """Wait until all that was submitted is written."""
+        if self.waiting or self._touching:
+            self._start()
         with self._changed:
             self._changed.wait_for(lambda: not self.waiting and not self._touching)
 
@@ -195,21 +201,24 @@ class StoreTier:
 
     def write(self, key: str, serialized: SerializedSnapshot) -> bool:
         """Write an entry now, in this thread. Whether at least one store has it then."""
-        kept = False
-        for store in self._reachable(WRITING):
-            try:
-                if store.stat([key])[0] is None:
-                    store.put(key, pack(serialized))
-                    self.outages.took(store, serialized.nbytes)
-                    self.written += 1
-                kept = True
-                self.outages.worked(store, WRITING)
-            except StoreFullError as error:
-                self._count("full")
-                self.outages.full(store, serialized.nbytes, error)
-            except Exception as error:
-                self._failed(store, WRITING, error, "the snapshot will be computed again")
-        return kept
+        follows = "the snapshot will be computed again"
+        written = [
+            self._ask(store, WRITING, partial(self._put, store, key, serialized), follows)
+            for store in self.stores
+        ]
+        return any(written)
+
+    def _put(self, store: SnapshotStore, key: str, serialized: SerializedSnapshot) -> bool:
+        try:
+            if store.stat([key])[0] is None:
+                store.put(key, pack(serialized))
+                self.outages.took(store, serialized.nbytes)
+                self.written += 1
+        except StoreFullError as error:
+            self._count("full")
+            self.outages.full(store, serialized.nbytes, error)
+            return False
+        return True
 
     # Reading.
 
@@ -220,16 +229,15 @@ class StoreTier:
         run of these is looked for first; what is whole ends anywhere.
         """
         best = there = floor
-        for store in self._reachable(READING):
+        for store in self.stores:
+            if best >= limit:
+                break
             decision, found = self.break_even.decide(store, limit - best), limit
             if decision.fetch:
-                try:
-                    with self.break_even.looking(store):
-                        found = _longest(store, chain, best, limit, divisible)
-                    self.outages.worked(store, READING)
-                except Exception as error:
-                    self._failed(store, READING, error, "the prefix is computed instead")
+                answer = self._ask(store, READING, partial(self._look, store, chain, best, limit, divisible))
+                if answer is None:
                     continue
+                found = answer
                 if found > best:
                     decision = self.break_even.decide(store, found - best)
             if decision.fetch:
@@ -241,18 +249,26 @@ class StoreTier:
                 self._start_probe(store, chain, floor, limit, divisible)
         return LookUp(best, max(0, there - best))
 
+    def _look(self, store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> int:
+        with self.break_even.looking(store):
+            return _longest(store, chain, floor, limit, divisible)
+
     def _start_probe(self, store: SnapshotStore, *where: Any) -> None:
         """Have a thread read one entry of what is not fetched, which measures how fast that is by now."""
         if self._probe is None or not self._probe.is_alive():
-            self._probe = threading.Thread(
+            probe = threading.Thread(
                 target=self._measure, args=(store, *where), name="kvcache-probe", daemon=True
             )
-            self._probe.start()
+            try:
+                probe.start()
+            except RuntimeError as error:  # the system has no thread for it
+                log.info("probe: %s", error)
+                return
+            self._probe = probe
 
     def _measure(self, store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> None:
         try:
-            with self.break_even.looking(store):
-                found = _longest(store, chain, floor, limit, divisible)
+            found = self._look(store, chain, floor, limit, divisible)
             if found > floor:
                 end = min(floor - floor % chain.block_size + chain.block_size, found) if divisible else found
                 loan = Loan(self._lender)
@@ -264,42 +280,31 @@ class StoreTier:
     def prefix(self, keys: Sequence[str]) -> int:
         """How many leading keys are stored: as far as the first store has them, then the next one."""
         found = 0
-        for store in self._reachable(READING):
-            try:
-                found += store.prefix(keys[found:])
-                self.outages.worked(store, READING)
-            except Exception as error:
-                self._failed(store, READING, error, "the prefix is computed instead")
+        for store in self.stores:
+            if found < len(keys):
+                found += self._ask(store, READING, partial(store.prefix, keys[found:])) or 0
         return found
 
     def stored(self, keys: Sequence[str]) -> list[bool]:
         """Which of these keys a store has."""
         found = [False] * len(keys)
-        for store in self._reachable(READING):
-            missing = [i for i, there in enumerate(found) if not there]
-            if not missing:
-                break
-            try:
-                for i, stat in zip(missing, store.stat([keys[i] for i in missing]), strict=True):
-                    found[i] = stat is not None
-                self.outages.worked(store, READING)
-            except Exception as error:
-                self._failed(store, READING, error, "the prefix is computed instead")
+        for store in self.stores:
+            missing = [i for i, has in enumerate(found) if not has]
+            if missing:
+                asked = [keys[i] for i in missing]
+                there = self._ask(store, READING, partial(_have, store, asked)) or [False] * len(asked)
+                for i, has in zip(missing, there, strict=True):
+                    found[i] = has
         return found
 
     def lacking(self, keys: Sequence[str]) -> list[bool]:
         """Which entries every store answers that it does not have; none where one does not answer."""
         found = [True] * len(keys)
-        for store in self.stores:
-            if not self.outages.asks(store, READING):
+        for store in self.stores if keys else ():
+            there = self._ask(store, READING, partial(_have, store, keys))
+            if there is None:
                 return [False] * len(keys)
-            try:
-                for start in range(0, len(keys), _AT_ONCE):
-                    for i, stat in enumerate(store.stat(keys[start : start + _AT_ONCE]), start):
-                        found[i] &= stat is None
-            except Exception as error:
-                self._failed(store, READING, error, "the prefix is computed instead")
-                return [False] * len(keys)
+            found = [lacks and not has for lacks, has in zip(found, there, strict=True)]
         return found
 
     def entries(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
@@ -334,12 +339,10 @@ class StoreTier:
 
     def advise(self, keys: Sequence[str]) -> None:
         """Have stores bring nearer what is read soon, where they can."""
-        for store in self._reachable(READING):
+        for store in self.stores:
             if isinstance(store, AdvisedStore):
-                try:
-                    store.advise(keys)
-                except Exception as error:
-                    self._failed(store, READING, error, "the entries are read when their turn comes")
+                follows = "the entries are read when their turn comes"
+                self._ask(store, READING, partial(store.advise, keys), follows)
 
     def readers(self, key: str) -> Iterator[Reader]:
         """An entry's bytes, of each store that has them and hands them out so; ``read`` says what fails."""
@@ -368,38 +371,59 @@ class StoreTier:
     def _read(self, key: str, in_place: bool, reserve: Callable[[int], bool] | None = None) -> Loan:
         loan = Loan(self._lender if reserve is None else self._new_lender())
         # One that is read although computing is faster comes last.
-        for store in sorted(self._reachable(READING), key=self.break_even.pays, reverse=True):
-            try:
-                shown = in_place and hasattr(store, "view")
-                found = self._view(store, key) if shown else self._copy(store, key, loan, reserve)
-                if found is not None:
-                    loan.serialized = unpack(found)
-                    return loan
-            except SnapshotCorruptError as error:
-                self._count("corrupt")
-                _warn("load back", error, "it is dropped and computed again")
-                _drop(store, key)
-                self._tell_drop(key)
-            except Exception as error:
-                self._failed(store, READING, error, "the prefix is computed instead")
+        for store in sorted(self.stores, key=self.break_even.pays, reverse=True):
+            shown = in_place and hasattr(store, "view")
+            source = (
+                partial(self._view, store, key) if shown else partial(self._copy, store, key, loan, reserve)
+            )
+            loan.serialized = self._ask(store, READING, partial(self._unpack, store, key, source))
+            if loan.serialized is not None:
+                return loan
         loan.give_back()
         return loan
 
-    def _reachable(self, way: str) -> Iterator[SnapshotStore]:
-        """The stores, without those that were out of reach a moment ago."""
-        return (store for store in self.stores if self.outages.asks(store, way))
+    def _unpack(
+        self, store: SnapshotStore, key: str, source: Callable[[], WritableBuffer | None]
+    ) -> SerializedSnapshot | None:
+        """None for what is not there, and for what is corrupt, which is dropped."""
+        try:
+            found = source()
+            return None if found is None else unpack(found)
+        except SnapshotCorruptError as error:
+            self._count("corrupt")
+            _warn("load back", error, "it is dropped and computed again")
+            _drop(store, key)
+            self._tell_drop(key)
+            return None
+
+    def _ask(
+        self,
+        store: SnapshotStore,
+        way: str,
+        call: Callable[[], A],
+        follows: str = "the prefix is computed instead",
+    ) -> A | None:
+        """What a call of a store answers; None where it fails, or the store was out of reach a moment ago.
+
+        All calls go through here, right when they are made: the one that tries again has to say how it went.
+        """
+        if not self.outages.asks(store, way):
+            return None
+        try:
+            answer = call()
+        except Exception as error:
+            answer = None
+            self._count("read" if way == READING else "write")
+            if isinstance(error, StoreUnavailableError):
+                self.outages.failed(store, way, error)
+                return None
+            _warn("load back" if way == READING else "offload", error, follows)
+        self.outages.worked(store, way)
+        return answer
 
     def _count(self, kind: str) -> None:
         with self._changed:
             self.errors[kind] += 1
-
-    def _failed(self, store: SnapshotStore, way: str, error: Exception, follows: str) -> None:
-        self._count("read" if way == READING else "write")
-        if isinstance(error, StoreUnavailableError):
-            self.outages.failed(store, way, error)
-        else:
-            self.outages.worked(store, way)  # it has answered
-            _warn("load back" if way == READING else "offload", error, follows)
 
     def _view(self, store: Any, key: str) -> memoryview | None:
         with self.break_even.reading(store) as read:
@@ -473,6 +497,15 @@ def _drop(store: SnapshotStore, key: str) -> None:
 def _warn(what: str, error: Exception, follows: str) -> None:
     """A store is somebody else's code: with its own errors comes a traceback."""
     log.warning("%s: %s; %s", what, error, follows, exc_info=not isinstance(error, StoreError))
+
+
+def _have(store: SnapshotStore, keys: Sequence[str]) -> list[bool]:
+    """Which of these keys a store has."""
+    found: list[bool] = []
+    for start in range(0, len(keys), _AT_ONCE):
+        asked = keys[start : start + _AT_ONCE]
+        found += [stat is not None for _, stat in zip(asked, store.stat(asked), strict=True)]
+    return found
 
 
 def _longest(store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -250,7 +252,10 @@ def test_a_store_that_became_fast_is_found_by_a_probe_which_nobody_waits_for(
     assert r.peek([*LONG, 9]) == 20
 
 
-def test_a_probe_that_fails_is_nobodys_error(talk: Talk, clock: Clock) -> None:
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_probe_that_fails_or_has_no_thread_is_nobodys_error(
+    talk: Talk, clock: Clock, monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
     r, store = linked(talk, "causal", clock, SLOW, probe_every=60.0)
     r.peek([*LONG, 9])
     r.prefix.clear()
@@ -259,6 +264,8 @@ def test_a_probe_that_fails_is_nobodys_error(talk: Talk, clock: Clock) -> None:
         raise OSError("gone")
 
     store.prefix = store.stat = fail  # type: ignore[method-assign, assignment]
+    if not starts:
+        monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("told to fail")))
     clock.now += 61.0
     assert r.peek([*LONG, 9]) == 0
     assert r.prefix.tree.store is not None

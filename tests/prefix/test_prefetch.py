@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -205,6 +206,22 @@ def test_what_lies_before_an_entry_that_is_damaged_is_used_and_the_rest_is_compu
     assert r.keep(PROMPT) == 8
     prefetch.release()
     assert (r.prefix.store_errors["corrupt"], held(r.prefix)) == (1, 0)
+
+
+def test_where_the_system_has_no_thread_a_session_reads_when_its_turn_comes(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = GatedStore(stored(talk))
+    r = talk(tiers=[store])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("told to fail")))
+        prefetch = ahead(r, PROMPT)
+        prefetch.wait()
+    assert r.keep(PROMPT) == 20
+    prefetch.release()
+    ahead(r, OTHER).wait()
+    assert THREAD in store.threads
+    r.prefix.close()
 
 
 def test_pages_of_one_tenant_are_not_those_of_another(talk: Talk) -> None:
