@@ -87,6 +87,24 @@ def test_a_put_that_fails_at_any_call_leaves_no_debris(where: Path, code: int, a
     store.close()
 
 
+def test_a_full_disk_is_opened_with_a_smaller_budget(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock file has no room for the names of what is to go; who comes next reads the folder."""
+    with FileStore(where, durable=False) as store:
+        fill(store, "abcd")
+    original = os.pwrite
+
+    def full(fd: int, data: bytes, at: int) -> int:
+        if at + len(data) > 44:  # what it has room for without a name
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for _ in range(2):
+        with FileStore(where, 2 * UNIT, durable=False) as store:
+            assert present(store, "abcd") == "cd"
+            assert store.usage().nbytes == 2 * UNIT
+
+
 @pytest.mark.parametrize("op", ["stat", "get_into", "prefix", "delete"])
 def test_a_failing_device_is_unavailable_and_drops_nothing(where: Path, op: str) -> None:
     store = FileStore(where, durable=False)

@@ -64,7 +64,10 @@ class HeldLock:
         lines = "".join(f"{stem}\n" for stem in stems).encode("ascii")
         record = number.to_bytes(8, "little") + len(lines).to_bytes(4, "little") + lines
         # Only then the count: a record that was cut short is of a change that never began.
-        _write(self._fd, record, _INTENT)
+        try:
+            _write(self._fd, record, _INTENT)
+        except OSError:  # the disk is full: who comes next looks at all entries
+            _write(self._fd, bytes(12), _INTENT)
         _write(self._fd, number.to_bytes(8, "little"), _CHANGES)
         return number
 
