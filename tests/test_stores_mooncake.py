@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -221,6 +222,15 @@ def test_after_a_failure_calls_are_refused_for_ever_longer_times_and_then_one_tr
     outage.failed("gone")
     now[0] += 1.0
     assert outage.admit("get") is True, "after it has worked, the waiting begins anew"
+
+
+@pytest.mark.parametrize(("call", "answer"), [("size", None), ("remove", False)])
+def test_a_master_that_has_no_such_entry_has_answered(call: str, answer: object) -> None:
+    native, outage = Mock(), Outage()
+    native.get_size.return_value = native.remove.return_value = -704
+    outage.failed("the master does not answer")
+    assert getattr(Client(native, "here", outage), call)("a") is answer
+    assert outage.admit("get") is False
 
 
 def refused(outage: Outage) -> bool:

@@ -180,6 +180,16 @@ def test_mooncake_options_are_understood() -> None:
     assert MooncakeOptions.of("mooncake://here", {}).port == 50051
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lanes", None), ("segment", None), ("staging", None), ("timeout", None), ("replicas", 1.5),
+     ("lanes", True), ("port", 65536), ("host", 5), ("devices", None)],
+)  # fmt: skip
+def test_what_makes_no_sense_to_mooncake_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(StoreValueError, match=rf"mooncake: .*{value}"):
+        MooncakeOptions.of(None, {name: value})
+
+
 # Valkey's.
 
 

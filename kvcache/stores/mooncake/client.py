@@ -75,12 +75,10 @@ class Client:
 
     def size(self, name: str) -> int | None:
         code = int(self.native.get_size(name))
-        if code in _MISSING:
-            return None
-        if code < 0:
+        if code < 0 and code not in _MISSING:
             raise self._failure("size", code)
         self._outage.over()
-        return code
+        return None if code in _MISSING else code
 
     # Reading.
 
@@ -159,12 +157,10 @@ class Client:
     def remove(self, name: str) -> bool:
         """Forget an entry, whoever reads it. One that is being written stays."""
         code = int(self.native.remove(name, True))
-        if code in _MISSING:
-            return False
-        if code:
+        if code and code not in _MISSING:
             raise self._failure("delete", code)
         self._outage.over()
-        return True
+        return not code
 
     def _failure(self, op: str, code: int) -> StoreError:
         if code in _MASTER:

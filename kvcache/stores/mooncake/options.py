@@ -14,7 +14,7 @@ __all__ = ["MooncakeOptions"]
 
 _SIZES = "segment", "staging"
 _PORT = 50051
-_SMALLEST_STAGING = 1 << 16
+_LEAST = {"staging": 1 << 16, "lanes": 1, "replicas": 1, "segment": 0, "port": 1}
 _SMALLEST_SEGMENT = 1 << 24
 """What the package allocates at least."""
 
@@ -57,9 +57,12 @@ class MooncakeOptions:
     def __post_init__(self) -> None:
         read_prefix("mooncake", "prefix", self.prefix)
         check_digest("mooncake", self.digest, self.secret)
-        for name, least in (("staging", _SMALLEST_STAGING), ("lanes", 1), ("replicas", 1)):
-            if getattr(self, name) < least:
-                raise StoreValueError(f"mooncake: {name}={getattr(self, name)}; it must be at least {least}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise StoreValueError(
+                    f"mooncake: {name}={value!r}; it must be an integer of at least {least}"
+                )
         if self.segment and self.segment < _SMALLEST_SEGMENT:
             raise StoreValueError(
                 f"mooncake: segment={self.segment}; it must be 0 or at least {_SMALLEST_SEGMENT}"
@@ -68,7 +71,10 @@ class MooncakeOptions:
             raise StoreValueError(
                 f"mooncake: timeout={self.timeout}; it must be above 0 and below 3600 seconds"
             )
-        if not self.host or not 0 < self.port < 65536:
+        for name in ("host", "protocol", "devices", "metadata"):
+            if not isinstance(value := getattr(self, name), str):
+                raise StoreValueError(f"mooncake: {name}={value!r}; it must be text")
+        if not self.host or self.port > 65535:
             raise StoreValueError(f"mooncake: no master at {self.host!r}, port {self.port}")
 
     @property
@@ -106,8 +112,8 @@ def _typed(name: str, value: Any) -> Any:
     if name in _SIZES:
         return parse_bytes(value, f"mooncake: {name}")
     try:
-        if name in ("port", "lanes", "replicas"):
+        if isinstance(value, str) and name in ("port", "lanes", "replicas"):
             return int(value)
         return float(value) if name == "timeout" else value
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise StoreValueError(f"mooncake: {name}={value!r}: {error}") from error
