@@ -29,6 +29,10 @@ class Tenant:
     def __post_init__(self) -> None:
         if not isinstance(self.salt, str):
             raise InvalidRangeError(f"salt={self.salt!r:.60}; it must be a string")
+        try:
+            self.salt.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRangeError(f"salt={self.salt!r:.60}: {error}; it must be valid Unicode") from None
         check_whole("tenant", "shared", self.shared)
 
 

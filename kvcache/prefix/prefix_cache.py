@@ -20,6 +20,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
+from types import TracebackType
 from typing import Any
 
 from kvcache.cache import (
@@ -80,13 +81,15 @@ class PrefixCache(Closing):
 
     ``eviction_policy`` is "lru", "gdsf" (``kvcache.prefix.eviction_policy.GDSF``: what is dear to compute and
     often used stays longer), or any other PrefixEvictionPolicy. ``tenant_budget`` limits what is kept for
-    each tenant (the ``salt`` of ``begin``): one TenantBudget for all, or a function of the salt.
+    each tenant (the ``salt`` of ``begin``): one TenantBudget for all, or a function of the salt
+    (None: no limit).
 
     ``break_even`` says when a store is not asked, as computing is faster (None: a new one, which asks as long
     as nobody tells it by ``break_even.computed`` how long passes over prompts take). ``read_ahead`` limits
     the bytes of host memory that ``prefetch`` fills (0: it does nothing).
 
     The PrefixCache uses all sequences of the cache. It is not thread-safe; a thread writes to the stores.
+    A forked child can go on with its copy; fork when nothing is under way, after ``flush``.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class PrefixCache(Closing):
         in_flight: int = 256 << 20,
         layers: Layers | None = None,
         eviction_policy: str | PrefixEvictionPolicy = "lru",
-        tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None,
+        tenant_budget: TenantBudget | Callable[[str], TenantBudget | None] | None = None,
         break_even: BreakEven | None = None,
         read_ahead: int = 256 << 20,
     ) -> None:
@@ -214,7 +217,7 @@ class PrefixCache(Closing):
         seq = self._open.free[0]
         with self.evictor.within_budgets():
             try:
-                if snapshot.end != ids.size or not self.cache.restore(seq, snapshot):
+                if getattr(snapshot, "end", ids.size) != ids.size or not self.cache.restore(seq, snapshot):
                     return False
                 self.tree.insert(seq, ids, [] if self.tree.divisible else [self.cache.snapshot(seq)])
             finally:
@@ -241,12 +244,13 @@ class PrefixCache(Closing):
         self._check("unpin")
         return self.tree.pin(self.alphabet.encode(tokens, Tenant(salt, shared)), -1)
 
-    def evict(self, nbytes: int | None = None) -> int:
+    def evict(self, nbytes: int | str | None = None) -> int:
         """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many.
 
         They are in host memory when this returns, and may still be on their way to stores.
         """
         self._check("evict")
+        nbytes = None if nbytes is None else parse_bytes("evict: nbytes", nbytes)
         count = self.evictor.evict(nbytes)
         self.tree.settle()
         return count
@@ -261,7 +265,7 @@ class PrefixCache(Closing):
         self._check("flush")
         self.tree.flush()
 
-    def write_through(self, nbytes: int | None = None) -> bool:
+    def write_through(self, nbytes: int | str | None = None) -> bool:
         """Have the stores' thread write what no store has yet; returns True if some of it is left.
 
         Nothing is evicted, and the caller does not wait. At most about ``nbytes`` are written per call, and
@@ -269,6 +273,7 @@ class PrefixCache(Closing):
         killed loses only what it computed since. Open sessions are not included.
         """
         self._check("write_through")
+        nbytes = None if nbytes is None else parse_bytes("write_through: nbytes", nbytes)
         self.tree.settle()
         return self.tree.write_through(nbytes)
 
@@ -297,6 +302,15 @@ class PrefixCache(Closing):
                 rest.callback(self._prefetcher.close)
         if failed:
             raise failed[0]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As ``close``; left by an exception, each session keeps what it would as a context manager."""
+        for session in () if kind is None else self.sessions:
+            with contextlib.suppress(Exception):  # the one that is under way tells more
+                session.__exit__(kind, error, trace)
+        self.close()
 
     def _flush_at_end(self) -> None:
         self.tree.flush()
@@ -335,6 +349,10 @@ class PrefixCache(Closing):
         states, whose snapshots are not divisible into blocks.
         """
         self._check("publish_events")
+        if publish is not None and not callable(publish):
+            raise InvalidRangeError(
+                f"publish_events: publish={publish!r:.60}; it must be a function, or None"
+            )
         if publish is not None and not self.tree.divisible:
             raise InvalidRangeError(
                 f"publish_events: {type(self.cache).__name__} keeps windows or states, which can resume only "
@@ -409,8 +427,8 @@ class PrefixCache(Closing):
 
 
 def _limits(
-    budget: TenantBudget | Callable[[str], TenantBudget] | None,
-) -> Callable[[str], TenantBudget] | None:
+    budget: TenantBudget | Callable[[str], TenantBudget | None] | None,
+) -> Callable[[str], TenantBudget | None] | None:
     if isinstance(budget, TenantBudget):
         return lambda salt: budget
     if budget is not None and not callable(budget):

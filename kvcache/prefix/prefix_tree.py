@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.cache import SequenceLostError, SnapshotCache
+from kvcache.cache import InvalidRangeError, SequenceLostError, SnapshotCache
 from kvcache.offload.direct_load import restore_serialized
 from kvcache.offload.eviction import Priority
 from kvcache.offload.tiers import HostTier, StoreTier
@@ -63,7 +63,7 @@ class PrefixTree:
         keys: Keys,
         worker: OffloadWorker | None = None,
         policy: PrefixEvictionPolicy | None = None,
-        limits: Callable[[str], TenantBudget] | None = None,
+        limits: Callable[[str], TenantBudget | None] | None = None,
     ) -> None:
         """``worker``: copies what leaves the device; None: it is copied by who offloads it.
 
@@ -101,7 +101,10 @@ class PrefixTree:
     ) -> TenantQueue[Node[TreeEntry]]:
         limits = self._limits
         return TenantQueue(
-            budget, priority, _tenant, lambda tenant: None if limits is None else part(limits(tenant))
+            budget,
+            priority,
+            _tenant,
+            lambda tenant: None if limits is None else part(limits(tenant) or TenantBudget()),
         )
 
     # Telling.
@@ -184,7 +187,7 @@ class PrefixTree:
                 restored = self.cache.restore(seq, source, target if source.divisible else None)
             if not restored:
                 return None
-        except (SnapshotCorruptError, SequenceLostError):
+        except (SnapshotCorruptError, SequenceLostError, InvalidRangeError):
             return None
         if held.snapshot is None and target == node.end and node.data is held:
             # It lies in the cache now: kept from there, the next one shares it.
@@ -208,6 +211,9 @@ class PrefixTree:
             self._refill(seq, ids, stored, salt, own)
         for piece in () if self.divisible else pieces:
             node = self.node_at(ids[: piece.end])
+            if node.data is not None and self.along(ids[: piece.end])[0] < piece.end:
+                self.drop(node)  # what it follows is gone
+                node = self.node_at(ids[: piece.end])
             if node.parent is None or (node.data is not None and node.data.snapshot is not None):
                 continue
             if node.data is None:

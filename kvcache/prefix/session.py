@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError
+from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError, check_whole
 from kvcache.prefix.alphabet import EVERYONE, Alphabet, Tenant
 from kvcache.prefix.retention import Retention
 from kvcache.snapshots.schedule import REPLACED
@@ -164,8 +164,7 @@ class Session:
         Only a model with recurrent layers that does not deliver the states inside a batch needs the parts to
         end there; without it, positions in the middle are resumed from an earlier one.
         """
-        if size < 1:
-            raise InvalidRangeError(f"chunks: size={size}; it must be at least 1")
+        check_whole("chunks", "size", size, least=1)
         at = self.cached
         while at < self._prompt:
             self._check("chunks")
@@ -195,7 +194,8 @@ class Session:
         """
         self._check_open("rewind")
         tokens = self.encoded()
-        if not 0 <= length <= tokens.size:
+        check_whole("rewind", "length", length)
+        if length > tokens.size:
             raise InvalidRangeError(f"rewind: to {length}; the session has {tokens.size} tokens")
         trusted = min(length, int(self.computed().size))
         self.cached = self._owner.rewind(self, tokens[:length], trusted)

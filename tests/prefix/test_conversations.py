@@ -357,10 +357,11 @@ class Conversations(Machine):
         prefix = self.rig.prefix
         prefix.flush()
         assert prefix.nbytes.get("writing", 0) == prefix.nbytes.get("leaving", 0) == 0
-        if self.memory is not None and not self.memory.every:
-            before = self.memory.calls
+        tier = prefix.tree.store
+        if tier is not None and self.memory is not None and not self.memory.every:
+            before = tier.written
             prefix.flush()
-            assert self.memory.calls == before
+            assert tier.written == before
 
     # What happens elsewhere.
 

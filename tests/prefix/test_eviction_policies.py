@@ -234,13 +234,13 @@ def test_who_has_no_salt_has_no_budget(talk: Talk) -> None:
 
 
 def test_each_tenant_may_have_a_budget_of_its_own(talk: Talk) -> None:
-    sizes = {"a": TenantBudget(16 * TOKEN), "b": TenantBudget()}
+    sizes = {"a": TenantBudget(16 * TOKEN), "b": TenantBudget(), "c": None}
     r = tenants(talk, sizes.__getitem__)
     for salt in sizes:
         r.keep(ONE, salt=salt)
         r.keep(TWO, salt=salt)
     assert longest(r, ONE, TWO, salt="a") == [0, 16]
-    assert longest(r, ONE, TWO, salt="b") == [20, 20]
+    assert longest(r, ONE, TWO, salt="b") == longest(r, ONE, TWO, salt="c") == [20, 20]
 
 
 def test_what_the_device_may_not_keep_goes_to_host_memory_within_its_budget_there(talk: Talk) -> None:

@@ -51,6 +51,45 @@ def test_what_is_kept_of_a_session_depends_on_its_end(talk: Talk, cache: str) ->
 
 
 @some_caches
+def test_a_prefix_cache_that_an_exception_leaves_keeps_what_its_sessions_would(
+    talk: Talk, cache: str
+) -> None:
+    store = MemoryStore()
+    r = talk(cache, tiers=[store])
+    session = r.chat(LONG).session
+    with pytest.raises(InjectedError), r.prefix:
+        session.extend([90])
+        r.evaluate(session.seq, LONG, [90])
+        raise InjectedError
+    assert (session.closed, r.prefix.closed) == (True, True)
+    assert talk(cache, tiers=[store]).peek([*LONG, 90, 91]) == (19 if cache in STATEFUL else 20)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda r, session: r.prefix.evict(-5), "evict: nbytes=-5"),
+        (lambda r, session: r.prefix.evict(2.5), "evict: nbytes=2.5"),
+        (lambda r, session: r.prefix.write_through("much"), "write_through: nbytes='much'"),
+        (lambda r, session: r.prefix.publish_events(5), "publish_events: publish=5"),
+        (lambda r, session: r.prefix.adopt([1, 2], "x"), "restore: .* not str"),
+        (lambda r, session: session.rewind(2.0), "rewind: length=2.0"),
+        (lambda r, session: session.rewind(True), "rewind: length=True"),
+        (lambda r, session: list(session.chunks("2")), "chunks: size='2'"),
+        (lambda r, session: list(session.chunks(0)), "chunks: size=0"),
+    ],
+)
+def test_what_is_no_size_length_or_function_is_refused_by_name(
+    talk: Talk, call: Callable[[Rig, Any], object], says: str
+) -> None:
+    r = talk()
+    session = r.begin(LONG).session
+    with pytest.raises(kvcache.InvalidRangeError, match=says):
+        call(r, session)
+    assert session.remaining == LONG
+
+
+@some_caches
 def test_what_was_removed_behind_its_back_is_not_trusted(talk: Talk, cache: str) -> None:
     r = talk(cache)
     chat = r.chat(LONG)

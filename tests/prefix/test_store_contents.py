@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +12,15 @@ from unittest.mock import Mock
 import pytest
 
 import ml
+from kvcache import InvalidRangeError
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.prefix import prefix_tree
 from kvcache.prefix.session import SessionReplacedError
 from kvcache.stores import MemoryStore
 
-from .rigs.conversing import LONG, SOME, ConversationSetup, Rig
-from .rigs.stores import FlakyStore
+from ..child_processes import child, finished
+from .rigs.conversing import LONG, SOME, STATEFUL, ConversationSetup, Rig
+from .rigs.stores import FlakyStore, SlowStore
 
 Talk = Callable[..., Rig]
 some_caches = pytest.mark.parametrize("cache", SOME)
@@ -174,6 +178,52 @@ def test_a_thread_that_cannot_be_started_is_an_error_and_no_wait(
     r.prefix.evict()
     r.prefix.flush()
     assert r.keep([*LONG, 1]) == 20
+
+
+@pytest.mark.parametrize("cache", STATEFUL)
+def test_a_conversation_is_found_again_after_no_tier_had_room_for_its_beginning(
+    talk: Talk, cache: str
+) -> None:
+    r = talk(cache, tiers=[HostTier(1000)], options={"interval": 100})
+    r.keep(LONG)
+    r.prefix.evict()
+    assert [node.data.begin for node in r.prefix.tree.radix_tree if node.data] == [19]
+    r.keep([*LONG, 1])
+    assert r.keep([*LONG, 1, 2]) == 21
+    r.check_books()
+
+
+def test_a_snapshot_that_the_cache_refuses_is_dropped_and_computed_again(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = talk("recurrent")
+    r.keep(LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(r.cache, "restore", Mock(side_effect=InvalidRangeError("told to fail")))
+        assert r.keep([*LONG, 1]) == 0
+    assert r.keep([*LONG, 2]) == 20
+    r.check_books()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_goes_on_and_waits_for_nothing_that_its_parent_writes(talk: Talk) -> None:
+    store = SlowStore()
+    r = talk(tiers=[store])
+    r.keep(LONG)
+    store.gate.clear()
+    r.prefix.write_through()
+
+    def work(_: int) -> None:
+        signal.alarm(60)
+        store.gate.set()
+        r.prefix.flush()
+        r.keep([1, 2, 3])
+        r.prefix.close()
+        assert len(store.waited) == 1, "what the child computed"
+
+    finished(*child(work))
+    store.gate.set()
+    r.prefix.close()
 
 
 def test_what_is_leaving_the_device_is_left_to_be_written(talk: Talk) -> None:
