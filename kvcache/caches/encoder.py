@@ -61,8 +61,6 @@ class _Pass:
     previous: dict[int, _Entry]
     first: bool
     """It is the first of the cache: taken back, the cache may be configured again."""
-    items: dict[int, int]
-    """Sequence -> position of the item that it brings: what an earlier one gave is not to be read for it."""
     read_only: bool
     mask: Mask | HostArray | bool = False
     shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
@@ -97,6 +95,8 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
     def _reset(self) -> None:
         self._entries: dict[int, _Entry] = {}
+        self._layers: set[int] = set()
+        """Those that something was ever put for."""
         self._layer = 0
         self._pass = None
         self._used = False
@@ -137,16 +137,18 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     ) -> None:
         """Take note of the batch's sequences, and of which of them bring an item for the encoder.
 
-        With ``read_only`` its items are not looked at, and ``put`` raises OrderError.
+        What an earlier item gave is not to be read for a later one: it goes. With ``read_only`` the items are
+        not looked at, and ``put`` raises OrderError.
         """
         check_context("start_forward", ctx, self._bound("start_forward"))
         check_modes(reserve, read_only)
         groups = split_batch(batch, self._max_sequences)
         receivers, first = _receivers(batch), not self._used
-        items = {} if reserve or read_only or not batch.multimodal else dict(receivers)
-        previous = dict(self._entries)
-        self._pass = _Pass(groups, receivers, len(batch), reserve, previous, first, items, read_only)
+        self._pass = _Pass(groups, receivers, len(batch), reserve, dict(self._entries), first, read_only)
         self._used = True
+        for seq, position in () if reserve or read_only or not batch.multimodal else receivers:
+            if seq not in self._entries or self._entries[seq].position != position:
+                self._entries[seq] = _Entry(position, 0)
 
     def pass_under_way(self) -> object:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
@@ -165,8 +167,18 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         self._bound("encoder_cached")
         if seq is not None:
             check_sequence("encoder_cached", seq, self._max_sequences)
-            return seq in self._entries
-        return all(group.seq in self._entries for group in self._started("encoder_cached").groups)
+            return self._has_output(seq)
+        return all(self._has_output(group.seq) for group in self._started("encoder_cached").groups)
+
+    def _has_output(self, seq: int) -> bool:
+        return seq in self._entries and bool(self._entries[seq].layers)
+
+    def lacking(self, seq: int) -> int | None:
+        """The position of an item whose output not all layers were given, as in a pass that failed."""
+        self._bound("lacking")
+        check_sequence("lacking", seq, self._max_sequences)
+        entry = self._entries.get(seq)
+        return None if entry is None or entry.layers.keys() >= self._layers else entry.position
 
     def put(
         self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor, lengths: Sequence[int] | None = None
@@ -191,6 +203,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
             self._check_lengths(current, sizes)
         parts = _split(ctx.layer(self._layer), key, value, sizes, self._stored)
         ctx.forward(*(tensor for pair in parts for tensor in pair))
+        self._layers.add(self._layer)
         if current.reserve:
             for (seq, _), tensors in zip(current.receivers, parts, strict=True):
                 current.shown[seq, self._layer] = tensors
@@ -229,7 +242,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
         With ``permuted_v`` V is (kv_heads, v_dim, history). The mask is None for one sequence whatever
         ``elide_mask`` says, as there is nothing to hide. OrderError for a sequence that has no output in
-        this layer, or one of an earlier item than it brings in this pass.
+        this layer.
         """
         current = self._started("get")
         held = [self._held(current, group.seq) for group in current.groups]
@@ -280,11 +293,6 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         if entry is None or self._layer not in entry.layers:
             raise OrderError(
                 f"get: sequence {seq} has no encoder output in layer {self._layer}; call put first"
-            )
-        if current.items.get(seq, entry.position) != entry.position:
-            raise OrderError(
-                f"get: sequence {seq} brings an item at position {current.items[seq]}, and layer "
-                f"{self._layer} has the encoder output of {entry.position}; call put first"
             )
         return entry.layers[self._layer]
 

@@ -67,6 +67,10 @@ class RecurrentCache(
     always F32. ``conv_dtype`` is the dtype of the model's activations, and so of states that are declared
     without one (None: what ``init`` is given, F32 where that is not one plain dtype).
 
+    Every pass asks for all states, or gives them. One that is first used in a later pass is missing for the
+    tokens before it, and reading it for their sequences raises OrderError. With ``skips=True`` it is zero
+    instead, and passes may leave states out.
+
     **States inside a batch.** A recurrence leaves the state of a batch's end alone. A model that can give
     those of positions inside asks ``wanted_states``, cuts its scan there or computes the states of all
     tokens, and gives them to ``deliver_states`` (``delivers=True`` says of a cache that its model does). They
@@ -96,6 +100,7 @@ class RecurrentCache(
         *,
         states: Mapping[int | None, Mapping[str, StateSpec]] | None = None,
         delivers: bool = False,
+        skips: bool = False,
         shift_extra: ExtraShiftFunction | None = None,
     ) -> None:
         super().__init__()
@@ -109,7 +114,7 @@ class RecurrentCache(
         """The cache of the attention layers."""
         self.snapshots: StateSnapshots = StateSnapshots(self.attention)
         """Takes and restores what sequences hold."""
-        self._checkpoints, self._interval = checkpoints, checkpoint_interval
+        self._checkpoints, self._interval, self._skips = checkpoints, checkpoint_interval, skips
         self._conv_dtype = conv_dtype
         self._states = self.snapshots.states
         for name, spec in (("conv", (conv_shape, None)), ("recurrent", (state_shape, ml.DType.F32))):
@@ -124,7 +129,8 @@ class RecurrentCache(
         """Bind to ``backend``: a slot per sequence in every recurrent layer, allocated when first used."""
         self.attention.init(backend, dtype, max_sequences, capacity, max_batch)
         self._max_sequences = max_sequences
-        self._states = StateTable(max_sequences, backend, self._checkpoints, self._interval)
+        declared = None if self._skips else self._specs.by_layer
+        self._states = StateTable(max_sequences, backend, self._checkpoints, self._interval, declared)
         self._specs.bind(self._conv_dtype or CacheFormat.of(dtype).plain or ml.DType.F32)
         self.snapshots.bind(self._states, self._specs)
         self._backend, self._closed = backend, False
@@ -196,7 +202,8 @@ class RecurrentCache(
         if before is not None:
             self._states.end(before)
         if not stores:
-            self._pass = StatePass(tokens, 0, reserve=reserve, read_only=read_only)
+            behind = [] if reserve else self._states.to_refuse(tokens)
+            self._pass = StatePass(tokens, 0, reserve=reserve, read_only=read_only, behind=behind)
             return
         try:
             for group in groups if self.snapshots.schedule else ():
@@ -284,9 +291,10 @@ class RecurrentCache(
 
         ``layer`` None: that of ``set_layer``. A view: it may be updated in place (``copy`` or ``set_rows``
         into it), or given back changed through ``update_state``. In a pass that only reads, a copy.
-        OrderError for a state that is not declared, and was never stored.
+        OrderError for a state that is not declared, and was never stored; and where a pass before this one
+        failed, or did not ask for it.
         """
-        return self._state(ctx, "state", name, layer)
+        return self._read(ctx, "state", name, layer)
 
     def update_state(self, ctx: ml.Context, name: str, t: ml.Tensor, layer: int | None = None) -> None:
         """Store new states ``name`` (sequences, *shape), converted to their dtype."""
@@ -294,7 +302,7 @@ class RecurrentCache(
 
     def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
         """``state(ctx, "conv", layer)``."""
-        return self._state(ctx, "conv_state", "conv", layer)
+        return self._read(ctx, "conv_state", "conv", layer)
 
     def set_conv_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
         """``update_state(ctx, "conv", t, layer)``."""
@@ -302,11 +310,22 @@ class RecurrentCache(
 
     def recurrent_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
         """``state(ctx, "recurrent", layer)``."""
-        return self._state(ctx, "recurrent_state", "recurrent", layer)
+        return self._read(ctx, "recurrent_state", "recurrent", layer)
 
     def set_recurrent_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
         """``update_state(ctx, "recurrent", t, layer)``."""
         self._update(ctx, "set_recurrent_state", "recurrent", t, layer)
+
+    def _read(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
+        found, current = self._state(ctx, op, name, layer), self._started(op)
+        if current.behind and not current.reserve:
+            seq = current.behind[0]
+            raise OrderError(
+                f"{op}: a pass before this one failed, or left out states of sequence {seq}; "
+                f"call remove({seq}, {self._states.rows[seq].computed}), and evaluate the tokens from "
+                f"offset({seq}) on"
+            )
+        return found
 
     def _state(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
         current, layer = self._started(op), self._layer if layer is None else layer
@@ -314,7 +333,7 @@ class RecurrentCache(
         assert spec.dtype is not None
         shape, dtype = spec.shape, spec.dtype
         buffers, count = self._states.buffers, len(current.tokens)
-        buffer = buffers.ensure(ctx, name, layer, shape, dtype)
+        buffer = self._states.buffer(ctx, (name, layer), current, shape, dtype)
         current.asked.add((name, layer))
         if current.reserve:  # allocated and touched, but what sequences hold is not at hand
             return ctx.layer(layer).zeros((count, *shape), dtype)
@@ -428,15 +447,21 @@ class RecurrentCache(
         Less where a pass was given only some of the states, or put only some of the attention layers, as one
         that failed; the tokens of the pass under way count when the last one was.
         """
-        end = self.offset(seq)
-        row, current = self._states.rows[seq], self._pass
+        end, lacking = self.offset(seq), self.lacking(seq)
         if not self.nbytes:
             return 0
-        if current is not None and self._states.is_open(seq):
-            end -= current.tokens[seq]
-        if row.computed is not None:
-            end = min(end, row.computed)
+        if lacking is not None:
+            end = min(end, lacking)
         return min(end, self.attention.computed(seq)) if self.attention.nbytes else end
+
+    def lacking(self, seq: int) -> int | None:
+        """The position from which on not all layers have been given states of a sequence; None: all have."""
+        self.offset(seq)
+        row, current = self._states.rows[seq], self._pass
+        if current is None or not self._states.is_open(seq):
+            return row.computed
+        begin = row.offset - current.tokens[seq]
+        return begin if row.computed is None else min(begin, row.computed)
 
     def checkpoints(self, seq: int) -> tuple[int, ...]:
         """The positions of a sequence's checkpoints, ascending: it can go back to each of them exactly."""

@@ -55,6 +55,13 @@ class _SupportsUploads(Protocol):
     def upload_fixed(self, ctx: ml.Context) -> None: ...
 
 
+@runtime_checkable
+class _SupportsLacking(Protocol):
+    """A cache some of whose layers may lack something of a sequence that counts for none of its positions."""
+
+    def lacking(self, seq: int) -> int | None: ...
+
+
 class WrapperCache(PreparedCalls[WrapperSnapshot]):
     """Delegates layers to one of ``caches`` by type, and sequences to all of them."""
 
@@ -86,6 +93,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self._masked = [cache for cache in caches if isinstance(cache, SupportsSetCausal)]
         self._uploading = [cache for cache in caches if isinstance(cache, _SupportsUploads)]
         self._uploads: Uploads | None = None
+        self._lacking = [cache for cache in caches if isinstance(cache, _SupportsLacking)]
         self._kept = [cache for cache in caches if isinstance(cache, SupportsSnapshots)]
         self._scheduling: dict[int, Any] = {
             i: cache for i, cache in enumerate(caches) if isinstance(cache, SupportsSchedule)
@@ -329,7 +337,13 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def computed(self, seq: int) -> int:
         """How many tokens of a sequence all wrapped caches have, of those that store anything."""
         stored = (cache for cache in self._positioned if getattr(cache, "nbytes", 1))
-        return min((computed(cache, seq) for cache in stored), default=0)
+        end, lacking = min((computed(cache, seq) for cache in stored), default=0), self.lacking(seq)
+        return end if lacking is None else min(end, lacking)
+
+    def lacking(self, seq: int) -> int | None:
+        """The position from which on a layer lacks a state, or an encoder's output; None: none does."""
+        found = (cache.lacking(seq) for cache in self._lacking)
+        return min((position for position in found if position is not None), default=None)
 
     # Snapshots.
 

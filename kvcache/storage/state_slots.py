@@ -57,7 +57,7 @@ class HeldStates:
         self.slot = slot
         """Where they lie; None when they are copies."""
         self.lost = False
-        """The device failed when they had to be copied out."""
+        """The device failed when they had to be copied out, or they lack a layer."""
 
     @property
     def tensors(self) -> States:
@@ -84,7 +84,8 @@ class HeldStates:
         """Raise SequenceLostError where a device failure took them."""
         if self.lost:
             raise SequenceLostError(
-                "snapshot: the device failed while its states were copied out; compute the sequence again"
+                "snapshot: the device failed while its states were copied out, or they lack a layer that was "
+                "first used later; compute the sequence again"
             )
 
     def detach(self) -> None:
@@ -106,6 +107,11 @@ class HeldStates:
         if self._buffers is None or self.slot is None:
             return self
         return HeldStates(self._buffers.copied(self.slot))
+
+    def lose(self) -> None:
+        """Let go of the slot without copies."""
+        self.lost = True
+        self.moved_out({})
 
     def moved_out(self, tensors: States) -> None:
         """They are ``tensors`` from now on, copies of what the slot has."""
@@ -312,8 +318,13 @@ class StateBuffers:
             try:
                 self.copy_out([slot])
             except Exception:
-                state.lost = True
-                state.moved_out({})
+                state.lose()
+        self._held = {}
+
+    def lose_all(self) -> None:
+        """What is held in slots lacks a layer that is used from now on."""
+        for state in self.held().values():
+            state.lose()
         self._held = {}
 
     def copied(self, slot: int) -> States:
@@ -383,6 +394,8 @@ class StatePass:
     wants: Mapping[int, tuple[int, ...]] | None = None
     asked: set[tuple[str, int]] = field(default_factory=set)
     """The states, by name and layer, that were given or updated."""
+    behind: list[int] = field(default_factory=list)
+    """Sequences some of whose states are not those of where the pass begins."""
 
     @property
     def sequences(self) -> tuple[int, ...]:

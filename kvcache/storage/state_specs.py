@@ -77,6 +77,12 @@ class StateSpecs:
         """What is declared for every layer that is not named."""
         return self.declared.get(None, {}).get(name)
 
+    @property
+    def by_layer(self) -> list[tuple[str, int]]:
+        """The name and the layer of those that are declared of a layer."""
+        layers = self.declared.items()
+        return [(name, layer) for layer, states in layers if layer is not None for name in states]
+
     def declare(self, name: str, spec: StateSpec, layer: int | None) -> None:
         """Say it of a layer, or of every layer that is not named (None); what is known already stays."""
         check_state_name("learn_state", name)

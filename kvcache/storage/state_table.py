@@ -6,7 +6,7 @@ What CellTable is for K and V, for states: the rows of all sequences, over the s
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import ml
@@ -31,10 +31,17 @@ class StateTable:
 
     A checkpoint is taken when a pass begins and ``interval`` tokens have gone by since the last one; the
     latest ``checkpoints`` of each sequence are kept. ``backend`` may be None where there are no sequences.
+    ``declared``: states, by name and layer, that every pass asks for before it is whole; None: a pass may
+    leave out what it does not need.
     """
 
     def __init__(
-        self, sequences: int, backend: ml.Backend | None = None, checkpoints: int = 0, interval: int = 1
+        self,
+        sequences: int,
+        backend: ml.Backend | None = None,
+        checkpoints: int = 0,
+        interval: int = 1,
+        declared: Collection[tuple[str, int]] | None = (),
     ) -> None:
         self.rows = [StateRow() for _ in range(sequences)]
         self.buffers = StateBuffers(sequences, backend)
@@ -44,12 +51,34 @@ class StateTable:
         """The sequences of a pass that was taken back, and the first of their slots."""
         self._backend = backend
         self._checkpoints, self._interval = checkpoints, interval
+        self._declared, self._skips = frozenset(declared or ()), declared is None
 
     def lost(self) -> list[bool]:
         """Which sequences' states a device failure took."""
         return [row.lost for row in self.rows]
 
     # What there is of a state.
+
+    def buffer(
+        self,
+        ctx: ml.Context,
+        key: tuple[str, int],
+        current: StatePass,
+        shape: tuple[int, ...],
+        dtype: ml.DType,
+    ) -> ml.Tensor:
+        """The slots of a layer's state. Where they are new, all tokens from before this pass lack it."""
+        is_new = key not in self.buffers.tensors
+        found = self.buffers.ensure(ctx, *key, shape, dtype)
+        if is_new and not self._skips:
+            self.buffers.lose_all()
+            for seq, row in enumerate(self.rows):
+                stood = current.before.get(seq, row)
+                if stood.offset and (stood.pending is None or key not in stood.pending.state.copied):
+                    for one in (row, stood):
+                        one.computed, one.checkpoints = 0, ()
+                    current.behind += [seq] if seq in current.tokens else []
+        return found
 
     def point(self, row: StateRow) -> Checkpoint:
         """The state of a row as it is now; nothing is copied."""
@@ -115,7 +144,10 @@ class StateTable:
     def _row_at(self, point: Checkpoint, kept: tuple[Checkpoint, ...]) -> StateRow:
         """A row that goes on from ``point``: in its slot where it still lies in one."""
         slot = point.state.slot_in(self.buffers)
-        return StateRow(point.offset, slot, point if slot is None else None, kept)
+        if slot is not None:
+            return StateRow(point.offset, slot, None, kept)
+        lacks = not point.state.copied.keys() >= self.buffers.tensors.keys()
+        return StateRow(point.offset, None, point, kept, computed=0 if lacks else None)
 
     def row_before(self, row: StateRow, length: int) -> StateRow:
         """A row with the state of ``length`` tokens, or of the nearest checkpoint before, or empty."""
@@ -159,7 +191,7 @@ class StateTable:
         plan = arrange(self.rows, order, self.buffers.held().keys(), first if order == others else None)
         moved = (seq for seq, slot in plan.slots.items() if self.rows[seq].slot != slot)
         before = {seq: self.rows[seq].copy() for seq in {*order, *moved}}
-        taken = self._carry_out(order, plan)
+        behind, taken = self.to_refuse(order), self._carry_out(order, plan)
         for seq, slot in plan.slots.items():
             self.rows[seq].slot = slot
         for seq, count in tokens.items():
@@ -170,7 +202,7 @@ class StateTable:
             if seq in taken:
                 self.keep(row, taken[seq])
         self._taken_back = (), None
-        self.under_way = StatePass(tokens, plan.start, wanted, before)
+        self.under_way = StatePass(tokens, plan.start, wanted, before, behind=behind)
         return self.under_way
 
     def _carry_out(self, order: tuple[int, ...], plan: Arrangement) -> dict[int, Checkpoint]:
@@ -197,23 +229,34 @@ class StateTable:
 
     def is_whole(self, current: StatePass) -> bool:
         """Whether a pass was asked for, or given, the states of all layers that have any."""
-        stores = not current.reserve and not current.read_only
-        return not stores or current.asked >= self.buffers.tensors.keys()
+        if current.reserve or current.read_only:
+            return True
+        return current.asked >= self.buffers.tensors.keys() and current.asked >= self._declared
 
     def is_open(self, seq: int) -> bool:
         """Whether the pass under way has yet to be asked for states of a sequence.
 
-        In a cache's first pass nobody knows which layers have states: it is whole once one was asked for.
+        Where none are declared, nobody knows in a cache's first pass which layers have states: it is whole
+        once one was asked for.
         """
         current = self.under_way
         if current is None or seq not in current.tokens or current.reserve or current.read_only:
             return False
         return not (current.asked and self.is_whole(current))
 
+    def behind(self, sequences: Iterable[int]) -> list[int]:
+        """Those of which not all layers have the states of where they are: a pass failed."""
+        rows = ((seq, self.rows[seq]) for seq in sequences)
+        return [seq for seq, row in rows if row.computed is not None and row.computed < row.offset]
+
+    def to_refuse(self, sequences: Iterable[int]) -> list[int]:
+        """Those whose states are not to be read in a pass that begins now."""
+        return [] if self._skips else self.behind(sequences)
+
     def check_whole(self, op: str, seq: int) -> None:
         """Raise OrderError where the layers' states of a sequence are of different positions."""
         row = self.rows[seq]
-        if self.is_open(seq) or (row.computed is not None and row.computed < row.offset):
+        if self.is_open(seq) or self.behind([seq]):
             raise OrderError(
                 f"{op}: not all layers have their states of position {row.offset} of sequence {seq}; {op} "
                 f"when all were updated in the pass under way, or call remove({seq}, n) after one that failed"

@@ -111,6 +111,16 @@ def test_an_output_goes_with_the_token_it_came_with(
     assert r.cache.can_resume(0, 0)
 
 
+def test_a_new_output_leaves_the_one_that_others_share(encoders: Callable[..., EncoderRig]) -> None:
+    r = encoders()
+    r.start([0], [0])
+    r.put(2)
+    r.copy_prefix(0, 1, 1)
+    r.start([1], [0])
+    r.put(2)
+    r.look(computes=False)
+
+
 def test_a_shared_output_is_read_once_by_all_its_readers(
     encoders: Callable[..., EncoderRig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

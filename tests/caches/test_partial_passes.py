@@ -15,9 +15,13 @@ from kvcache import (
     Batch,
     CacheFullError,
     CausalCache,
+    EncoderCache,
+    InvalidRangeError,
     OrderError,
     RecurrentCache,
+    SequenceLostError,
     SlidingWindowCache,
+    StateSpec,
     WrapperCache,
 )
 
@@ -356,3 +360,127 @@ def test_states_that_a_pass_did_not_ask_for_end_what_is_computed(backend: ml.Bac
         assert (cache.computed(0), cache.offset(0)) == (3, 3)
         run(range(3, 4), 2)
         assert cache.computed(0) == 4
+
+
+class Sums:
+    """Layers that count in their states the tokens that they have seen."""
+
+    def __init__(self, backend: ml.Backend, declared: bool = False, **options: Any) -> None:
+        layers: list[int | None] = [*range(2)] if declared else [None]
+        specs = {layer: {"sum": StateSpec((1,), ml.DType.F32)} for layer in layers}
+        self.cache, self.ctx = RecurrentCache(states=specs, **options), backend.new_context()
+        self.cache.init(backend, ml.DType.F32, 3, 16, 16)
+
+    def run(self, seq: int, count: int, layers: int = 2, read_only: bool = False) -> list[float]:
+        """The states before the pass, in ``layers`` of the two; it fails after these."""
+        begin, found = self.cache.offset(seq), []
+        self.cache.start_forward(
+            self.ctx, Batch(range(begin, begin + count), [seq] * count), read_only=read_only
+        )
+        for layer in range(layers):
+            state = self.cache.state(self.ctx, "sum", layer)
+            found += state.to_numpy().ravel().tolist()
+            if not read_only:
+                new = self.ctx.full((1, 1), begin + count, ml.DType.F32)
+                self.cache.update_state(self.ctx, "sum", new, layer)
+        return found
+
+
+@pytest.mark.parametrize("first", ["a pass over it", "a pass that only reads it", "a pass over another"])
+def test_a_state_that_comes_later_lacks_what_was_there_before(backend: ml.Backend, first: str) -> None:
+    sums = Sums(backend, checkpoint_interval=1)
+    cache = sums.cache
+    sums.run(0, 2, layers=1)
+    sums.run(0, 2, layers=1)
+    assert (cache.computed(0), cache.checkpoints(0)) == (4, (2,))  # nobody knows yet of a second layer
+    mark, kept = cache.mark(0), cache.snapshot(0)
+    if first == "a pass over another":
+        assert sums.run(1, 3) == [0, 0]
+    read_only = first == "a pass that only reads it"
+    for _ in range(2):
+        with pytest.raises(OrderError, match=r"state: a pass before .* of sequence 0; call remove\(0, 0\)"):
+            sums.run(0, 1, read_only=read_only)
+    assert (cache.computed(0), cache.checkpoints(0)) == (0, ())
+    with pytest.raises((SequenceLostError, InvalidRangeError), match=r"lack a layer|this cache has"):
+        cache.restore(2, kept)
+    cache.prepare_return(0, mark)()
+    assert cache.computed(0) == 0
+    with pytest.raises(OrderError):
+        sums.run(0, 1)
+    cache.remove(0, 3)
+    assert (cache.offset(0), sums.run(0, 5), sums.run(0, 1)) == (0, [0, 0], [5, 5])
+    assert cache.computed(0) == 6
+
+
+def test_a_state_that_comes_later_stays_missing_when_its_pass_is_taken_back(backend: ml.Backend) -> None:
+    sums = Sums(backend)
+    sums.run(0, 2, layers=1)
+    with pytest.raises(OrderError):
+        sums.run(0, 1)
+    sums.cache.undo_forward()
+    assert (sums.cache.offset(0), sums.cache.computed(0)) == (2, 0)
+
+
+def test_a_state_that_was_restored_before_its_layer_was_used_is_not_missing(backend: ml.Backend) -> None:
+    one, other = Sums(backend), Sums(backend)
+    one.run(0, 4)
+    assert other.cache.restore(0, one.cache.snapshot(0))
+    assert (other.run(1, 2), other.run(0, 1)) == ([0, 0], [4, 4])
+
+
+def test_where_passes_may_leave_states_out_one_that_comes_later_is_zero(backend: ml.Backend) -> None:
+    sums = Sums(backend, declared=True, skips=True)
+    sums.run(0, 2, layers=1)
+    assert (sums.cache.computed(0), sums.run(0, 1), sums.cache.computed(0)) == (2, [2, 0], 3)
+
+
+def test_of_states_that_are_declared_of_layers_the_first_pass_lacks_some_already(backend: ml.Backend) -> None:
+    sums = Sums(backend, declared=True)
+    sums.run(0, 2, layers=1)
+    assert sums.cache.computed(0) == 0
+    sums.run(1, 2, layers=0)
+    sums.run(2, 2)
+    assert [sums.cache.computed(seq) for seq in range(3)] == [0, 0, 2]
+
+
+def test_beside_other_caches_a_pass_that_has_yet_to_ask_for_a_state_lacks_it(backend: ml.Backend) -> None:
+    states = RecurrentCache(states={None: {"sum": StateSpec((1,), ml.DType.F32)}})
+    cache = WrapperCache(SlidingWindowCache(3), WrapperCache(states))
+    cache.init(backend, ml.DType.F32, 1, 16, 16)
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch([0, 1], [0, 0]))
+        cache.put(ctx, *[ctx.zeros((2, 1, 4), ml.DType.F32)] * 2)
+        assert cache.computed(0) == 0
+        states.state(ctx, "sum", 0)
+        assert cache.computed(0) == 2
+
+
+def test_tokens_of_an_item_count_as_computed_when_all_layers_have_its_output(backend: ml.Backend) -> None:
+    cache = WrapperCache(CausalCache(), EncoderCache())
+    cache.init(backend, ml.DType.F32, 2, 32, 16)
+    with backend.new_context() as ctx:
+        new = ctx.zeros((3, 1, 4), ml.DType.F32)
+
+        def run(seq: int, layers: int) -> None:
+            begin = cache.offset(seq)
+            batch = Batch(range(begin, begin + 3), [seq] * 3, multimodal=[(1, "an image")])
+            cache.start_forward(ctx, batch)
+            cache.set_layer(0)
+            cache.put(ctx, new, new)
+            cache.set_layer_type(1)
+            for layer in range(layers):
+                cache.set_layer(layer)
+                cache.put(ctx, new, new)
+
+        run(0, 2)
+        assert cache.computed(0) == 3
+        for layers in range(2):
+            run(0, layers)
+            assert cache.computed(0) == 4
+            cache.start_forward(ctx, Batch([0], [1]))
+            assert cache.computed(0) == 4
+            cache.remove(1, 0)
+            cache.remove(0, 3)
+            assert cache.computed(0) == 3
+        run(0, 2)
+        assert cache.computed(0) == 6

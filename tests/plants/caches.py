@@ -238,13 +238,14 @@ BUGS: dict[str, list[Bug]] = {
         ("storage.state_table:arrange", "states_and_outputs_follow", lambda f, *a: replace(f(*a), loads=())),
         ("storage.state_slots:StateBuffers.capture", "states_and_outputs_follow",
          like("storage.state_slots:StateBuffers.views")),
-        ("caches.encoder:EncoderCache._store", "states_and_outputs_follow[encoder", entry_written_in_place),
     ],
     "tests/caches/test_partial_passes.py": [
         ("attention.forward_pass:ForwardPass._check_present", "a_layer_that_was_skipped", NOTHING),
         ("attention.forward_pass:ForwardPass.end", "a_layer_that_was_skipped", NOTHING),
         ("storage.state_table:StateTable.end", "states_that_a_pass", NOTHING),
         ("storage.layer_buffers:LayerBuffers.lack", "a_layer_that_comes_later", NOTHING),
+        ("storage.state_slots:StateBuffers.lose_all", "a_state_that_comes_later_lacks", NOTHING),
+        ("caches.encoder:EncoderCache.lacking", "tokens_of_an_item", NOTHING),
     ],
     "tests/caches": [
         ("caches.undo_log:UndoLog.restore", "a_start_can_be_taken_back", NOTHING),
@@ -268,6 +269,7 @@ BUGS: dict[str, list[Bug]] = {
         ("caches.wrapper:WrapperCache.prepare_restore_snapshot", "all_caches_are_restored_together",
          restored_in_the_first_cache),
         ("caches.encoder:EncoderCache.snapshot", "an_output_is_restored_with", outputs_not_copied),
+        ("caches.encoder:EncoderCache._store", "a_new_output_leaves", entry_written_in_place),
         ("caches.encoder:_Pass.rows", "a_shared_output_is_read_once",
          lambda f, self, some: f(self, some[:1])),
         ("caches.causal:CausalCache.undo_forward", "the_pass_under_way_goes_on", NOTHING),

@@ -314,7 +314,7 @@ def _recurrent_cache(
             states[i] = {_name(k): StateSpec(shape, _dtype(ctx, dtype)) for k, (shape, dtype) in pairs}
     if not states:
         return None
-    return RecurrentCache(checkpoints=checkpoints, checkpoint_interval=interval, states=states)
+    return RecurrentCache(checkpoints=checkpoints, checkpoint_interval=interval, states=states, skips=True)
 
 
 def _name(i: int) -> str:
