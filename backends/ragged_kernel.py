@@ -21,6 +21,7 @@ from functools import partial
 
 import numpy as np
 
+from ml.errors import ShapeError
 from ml.protocols import Context, Tensor
 from ml.ragged import RaggedPlan
 
@@ -253,6 +254,10 @@ class Shape:
         (_, heads, head_dim), kv_heads, v_dim = query.shape, key.shape[1], value.shape[2]
         one_dtype = query.dtype is key.dtype is value.dtype and query.dtype.is_float
         empty = 0 in (*query.shape, kv_heads, v_dim)
+        if sinks is not None and sinks.shape != (heads,):
+            raise ShapeError(
+                f"ragged_attention: sinks {sinks.shape}; they must be ({heads},), one for each head"
+            )
         if empty or heads % kv_heads or not one_dtype or max(head_dim, v_dim) > LARGEST:
             return None
         return cls(heads, kv_heads, head_dim, v_dim, sinks is not None)

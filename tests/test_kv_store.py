@@ -77,6 +77,10 @@ def test_refusals_of_put_say_what_is_wrong_and_leave_the_cache(
         for pair in ((wrong, good), (good, wrong)):
             with pytest.raises(errors.InvalidRangeError, match="put"):
                 cache.put(ctx, *pair)
+    whole = ctx.full((count, HEADS, DIM), 2, DType.I32)
+    for pair in ((whole, good), (good, whole)):
+        with pytest.raises(ml.DTypeError, match="they must be of float dtypes"):
+            cache.put(ctx, *pair)
     foreign = ml.open_backend("numpy")
     with foreign, foreign.new_context() as other, pytest.raises(ml.DeviceError):
         cache.put(ctx, good, other.full((count, HEADS, DIM), 2, DType.F32))

@@ -267,6 +267,22 @@ def test_without_the_hidden_state_there_is_no_idea(on_numpy: Any) -> None:
     assert cache.offset(0) == 40 - TAIL
 
 
+def test_a_request_goes_on_behind_a_prefix_from_no_hidden_state_of_who_was_there_before(
+    on_numpy: Any,
+) -> None:
+    model, tokens = on_numpy("deepseek-v3"), prompt(60, 11)
+    with Engine(model, None, EngineOptions(max_sequences=1, capacity=64)) as engine:
+        for known in (0, 20):
+            engine.submit(tokens[:21], GenerationOptions(2, ignore_eos=True))
+            engine.step()
+            assert (engine.statistics.reused_tokens > 0) == (known > 0)
+            with model.backend.new_context() as ctx:
+                kept = [model.mtp._states.last(ctx, engine.cache, 0, at) is not None for at in range(21)]
+            assert kept == [at >= known for at in range(21)]
+            while engine.busy:
+                engine.step()
+
+
 def test_what_cannot_draft_is_refused(on_numpy: Any, folders: Any) -> None:
     model, plain = on_numpy("glm-4.5"), on_numpy("glm-4.5", mtp=False)
     with pytest.raises(RequestError, match=r"the model has no layer for it; load_model\(..., mtp=True\)"):

@@ -150,6 +150,15 @@ def test_what_the_kernels_do_not_do_is_left_to_the_caller(query: Any, key: Any, 
         assert backend.ragged_attention(ctx, *narrow, random_plan(1, 1, 9), 1.0) is None
 
 
+@pytest.mark.parametrize("sinks", [(1,), (8,), (4, 1)])
+def test_sinks_are_one_for_each_head(sinks: tuple[int, ...]) -> None:
+    with module.CupyBackend() as backend:
+        ctx = backend.new_context()
+        made = [ctx.zeros(shape, DType.F32) for shape in ((1, 4, 8), (9, 2, 8), (9, 2, 8), sinks)]
+        with pytest.raises(ml.ShapeError, match="one for each head"):
+            backend.ragged_attention(ctx, *made[:3], random_plan(1, 1, 9), 1.0, made[3])
+
+
 def test_long_histories_are_cut_and_merged(cupy_attend: Attend) -> None:
     """By several readers at once, some of which see nothing of some chunks."""
     cells, shape = 5 * SHORTEST, SHAPES["one head"]

@@ -65,7 +65,7 @@ class TorchKVStore:
         self._value_low, self._value_high = _addresses(value.native)
 
     def _takes(self, ctx: Any, count: int, key: Any, value: Any) -> bool:
-        """Whether these are of this backend, of ``count`` rows, and lie elsewhere."""
+        """Whether these are of this backend, floats of ``count`` rows, and lie elsewhere."""
         backend = self._backend
         if (
             type(key) is not TorchTensor
@@ -78,6 +78,8 @@ class TorchKVStore:
         return (
             new_key.shape == (count, *self._key_shape)
             and new_value.shape == (count, *self._value_shape)
+            and new_key.is_floating_point()
+            and new_value.is_floating_point()
             and not self._key_low <= new_key.data_ptr() < self._key_high
             and not self._value_low <= new_value.data_ptr() < self._value_high
             and not self._key_low <= new_value.data_ptr() < self._key_high  # keys are written first

@@ -379,6 +379,8 @@ class Engine(Closing):
         self._waiting.remove(request)
         self._running.append(request)
         request.session = session
+        if (mtp := getattr(self.model, "mtp", None)) is not None:
+            mtp.forget(self.cache, session.seq)
         session.retention = request.retention
         self.statistics.reused_tokens += session.cached
         if request.started:

@@ -79,6 +79,10 @@ class MTP:
             embedded = embedded.mul(ctx, known)
         self._block.mix(ctx, embedded, before, step)
 
+    def forget(self, cache: Cache, seq: int) -> None:
+        """Another conversation goes on in the sequence: hidden states of the one before are not its own."""
+        self._states.forget(cache, seq)
+
     def guess(
         self,
         ctx: ml.Context,
@@ -141,6 +145,10 @@ class HiddenStates:
         slot = 0 if tail is None else tail.slot(seq, position)
         return None if tail is None or not slot else tail.states.rows(ctx, [slot])
 
+    def forget(self, cache: Cache, seq: int) -> None:
+        if (tail := self._tails.get(cache)) is not None:
+            tail.forget(seq)
+
     def _tail(self, cache: Any) -> _Tail:
         found = self._tails.get(cache)
         if found is None:
@@ -160,6 +168,9 @@ class _Tail:
         """Where a state lies; 0, the row of zeros, where it is not kept."""
         known = position >= 0 and self._positions[seq, position % TAIL] == position
         return 1 + seq * TAIL + position % TAIL if known else 0
+
+    def forget(self, seq: int) -> None:
+        self._positions[seq] = -1
 
     def keep(self, ctx: ml.Context, sequences: np.ndarray, positions: np.ndarray, hidden: ml.Tensor) -> None:
         """The latest of a pass; what was kept of later positions is forgotten."""
