@@ -267,7 +267,7 @@ def test_without_the_hidden_state_there_is_no_idea(on_numpy: Any) -> None:
     assert cache.offset(0) == 40 - TAIL
 
 
-def test_a_request_goes_on_behind_a_prefix_from_no_hidden_state_of_who_was_there_before(
+def test_behind_a_prefix_no_hidden_state_is_of_who_was_there_before(
     on_numpy: Any,
 ) -> None:
     model, tokens = on_numpy("deepseek-v3"), prompt(60, 11)
