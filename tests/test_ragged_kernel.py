@@ -155,7 +155,7 @@ def test_sinks_are_one_for_each_head(sinks: tuple[int, ...]) -> None:
     with module.CupyBackend() as backend:
         ctx = backend.new_context()
         made = [ctx.zeros(shape, DType.F32) for shape in ((1, 4, 8), (9, 2, 8), (9, 2, 8), sinks)]
-        with pytest.raises(ml.ShapeError, match="one a head"):
+        with pytest.raises(ml.ShapeError, match="one for each head"):
             backend.ragged_attention(ctx, *made[:3], random_plan(1, 1, 9), 1.0, made[3])
 
 
