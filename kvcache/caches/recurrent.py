@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Unpack
 
 import numpy as np
@@ -39,7 +40,7 @@ from kvcache.snapshots.recurrent import StateSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import RecurrentSnapshot
 from kvcache.storage.formats import CacheFormat
-from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass
+from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass, StateRow
 from kvcache.storage.state_specs import StateSpec, StateSpecs
 from kvcache.storage.state_table import StateTable, shifted, state_lost
 
@@ -540,12 +541,20 @@ class RecurrentCache(
         """The last position up to ``position`` whose state is there; 0: from nothing."""
         return self.prepare_restore(seq, position) or 0
 
+    def _row_before(self, seq: int, length: int) -> StateRow:
+        """As StateTable.row_before; a row that is kept whole says what the pass under way has yet to give."""
+        source = self._states.rows[seq]
+        row = self._states.row_before(source, length)
+        if row.offset == source.offset and not source.lost:
+            row.computed = self.lacking(seq)
+        return row
+
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         self._check_copy(src_seq, dst_seq, length)
         source = self._states.rows[src_seq]
         if source.lost:
             raise state_lost("copy_prefix", src_seq)
-        row = self._states.row_before(source, length)
+        row = self._row_before(src_seq, length)
         share = self.attention.prepare_copy_prefix(src_seq, dst_seq, row.offset)
 
         def commit() -> None:
@@ -563,13 +572,13 @@ class RecurrentCache(
         if end is None or end >= row.offset:
             if row.lost and begin > 0 and self._states.nearest(row, begin) is None:
                 raise state_lost("remove", seq)
-            row = self._states.row_before(row, begin)
+            row = self._row_before(seq, begin)
             cut = self.attention.prepare_remove(seq, row.offset, None)
         elif row.lost:
             raise state_lost("remove", seq)
         else:
             cut = self.attention.prepare_remove(seq, begin, end)
-            row = shifted(row, begin, end)
+            row = shifted(replace(row, computed=self.lacking(seq)), begin, end)
 
         def commit() -> None:
             self._end_pass()

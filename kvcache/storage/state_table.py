@@ -338,7 +338,11 @@ def shifted(row: StateRow, begin: int, end: int) -> StateRow:
         for at, states in row.inside.items()
         if at <= begin or at > end
     }
-    return replace(row, offset=row.offset - distance, checkpoints=tuple(points), inside=inside)
+    computed = row.computed
+    if computed is not None and computed > begin:
+        computed = max(begin, computed - distance)
+    offset = row.offset - distance
+    return replace(row, offset=offset, checkpoints=tuple(points), inside=inside, computed=computed)
 
 
 def state_lost(op: str, seq: int) -> SequenceLostError:

@@ -443,6 +443,25 @@ def test_of_states_that_are_declared_of_layers_the_first_pass_lacks_some_already
     assert [sums.cache.computed(seq) for seq in range(3)] == [0, 0, 2]
 
 
+@pytest.mark.parametrize(("change", "seq", "computed"), [
+    (lambda cache: cache.copy_prefix(0, 1, 12), 1, 10), (lambda cache: cache.remove(0, 12), 0, 10),
+    (lambda cache: cache.remove(0, 2, 6), 0, 6), (lambda cache: cache.remove(0, 8, 11), 0, 8),
+], ids=["a copy", "a cut at the end", "a gap before", "a gap over the edge"])  # fmt: skip
+@pytest.mark.parametrize("over", [False, True])
+def test_states_that_a_pass_left_out_stay_missing_when_the_sequence_is_changed(
+    backend: ml.Backend, change: Any, seq: int, computed: int, over: bool
+) -> None:
+    sums = Sums(backend, shift=lambda ctx, layer, key, offsets: key)
+    sums.run(0, 10)
+    sums.run(0, 2, layers=1)
+    if over:
+        sums.run(2, 1)
+    change(sums.cache)
+    assert sums.cache.computed(seq) == computed < sums.cache.offset(seq)
+    with pytest.raises(OrderError, match="not all layers have their states"):
+        sums.cache.snapshot(seq)
+
+
 def test_beside_other_caches_a_pass_that_has_yet_to_ask_for_a_state_lacks_it(backend: ml.Backend) -> None:
     states = RecurrentCache(states={None: {"sum": StateSpec((1,), ml.DType.F32)}})
     cache = WrapperCache(SlidingWindowCache(3), WrapperCache(states))
