@@ -28,6 +28,7 @@ from kvcache.integrations.mlx_lm import (
     Attention,
     CachePool,
     Recurrent,
+    SequencesTakenError,
     install,
     layers_of,
     make_prompt_cache,
@@ -508,6 +509,45 @@ def test_rows_whose_call_fails_are_empty_and_the_batch_goes_no_further() -> None
     assert both[0].rows.lengths == [0, 0]
     del both
     assert pool.free_sequences == 2
+
+
+@pytest.mark.parametrize(("capacity", "sequences"), [(6, 2), (8, 3)], ids=["cells", "sequences"])
+def test_rows_that_are_computed_apart_all_stay_as_they_were_where_one_does_not_fit(
+    capacity: int, sequences: int
+) -> None:
+    model = mlx_lm_types.build("gemma2")
+    pool = CachePool(model, capacity=capacity, max_sequences=sequences)
+    rows = [pool.make_prompt_cache() for _ in range(2)]
+    prompts = [[5, 6, 7, 8], [8, 9, 3, 4, 5, 6]]
+    for entries, prompt in zip(rows, prompts, strict=True):
+        model(mx.array([prompt]), cache=entries)
+    both = [type(entry).merge([entry, other]) for entry, other in zip(*rows, strict=True)]
+    del entries
+    if sequences == 2:
+        rows.clear()  # what a batch shares with others takes sequences of its own
+    with pytest.raises(kvcache.CacheFullError if sequences == 2 else SequencesTakenError):
+        model(mx.array([[3, 4], [5, 6]]), cache=both)
+    assert both[0].rows.lengths == [4, 6]
+    rows.clear()
+    out = model(mx.array([[3], [5]]), cache=both)
+    for row, more in enumerate((3, 5)):
+        alone = model(mx.array([[*prompts[row], more]]), own_prompt_cache(model))
+        assert models.largest([out[row, -1]], [alone[0, -1]]) < TOLERANCE
+
+
+def test_rows_that_are_computed_apart_stay_where_their_pass_is_too_large_for_sliding_layers() -> None:
+    model = mlx_lm_types.build("llama4")
+    pool = CachePool(model, capacity=256, max_sequences=2, max_batch=8)
+    rows = [pool.make_prompt_cache() for _ in range(2)]
+    model(mx.array([[5, 6, 7]]), cache=rows[0])
+    both = [type(entry).merge([entry, other]) for entry, other in zip(*rows, strict=True)]
+    del rows
+    with pytest.raises(kvcache.CacheFullError, match="smaller prefill_step_size"):
+        model(mx.zeros((2, 200), mx.int32), cache=both)
+    assert both[0].rows.lengths == [3, 0]
+    out = model(mx.array([[3], [5]]), cache=both)
+    alone = model(mx.array([[5, 6, 7, 3]]), own_prompt_cache(model))
+    assert models.largest([out[0, -1]], [alone[0, -1]]) < TOLERANCE
 
 
 def test_a_pass_of_too_many_tokens_for_sliding_layers_names_max_batch() -> None:

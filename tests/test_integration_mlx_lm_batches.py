@@ -164,6 +164,28 @@ def test_left_padding_is_computed_and_never_stored(model: Any) -> None:
     assert batch[-1].offset.tolist() == [4, 11, 7]
 
 
+def test_left_padding_of_a_row_that_holds_tokens_is_refused_where_there_are_states(model: Any) -> None:
+    pool = CachePool(model, capacity=32, max_sequences=4)
+    rows = [pool.make_prompt_cache() for _ in range(2)]
+    for entries in rows:
+        model(mx.array([[5, 6, 7]]), cache=entries)
+    batch = [type(one).merge([one, other]) for one, other in zip(*rows, strict=True)]
+    if pool.storage.recurrent is not None:
+        with pytest.raises(
+            kvcache.NotSupportedError, match=r"left_padding=2 of row 1, which holds 3 .*lengths="
+        ):
+            batch[0].prepare(left_padding=[0, 2])
+        for entry in batch:
+            entry.prepare(lengths=[3, 1], right_padding=[0, 2])
+        logits, last = model(mx.array([[11, 12, 13], [14, 0, 0]]), cache=batch), 0
+    else:
+        for entry in batch:
+            entry.prepare(left_padding=[0, 2])
+        logits, last = model(mx.array([[11, 12, 13], [0, 0, 14]]), cache=batch), 2
+    alone = model(mx.array([[5, 6, 7, 14]]), cache=own_prompt_cache(model))[:, -1]
+    assert models.largest([logits[1:, last]], [alone]) <= 4 * TOLERANCE
+
+
 # Random traces: keys carry marks, and what a query sees is read off them.
 
 WINDOWS = (None, 4, 9)

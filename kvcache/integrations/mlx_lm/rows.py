@@ -186,6 +186,15 @@ class BatchRows:
             raise NotSupportedError(
                 f"update: rows that are padded, new or of other lengths, which {_ALL_ALIKE}"
             )
+        one = self._owned_pass(tokens, begins, counts)
+        self.pool.begin(one)
+        self._pass_padding(begins, counts)
+        self.before, self.lengths, self.last = one.before, one.after, one
+        self.events += 1
+        return one
+
+    def _owned_pass(self, tokens: int, begins: list[int], counts: list[int]) -> ForwardPass:
+        """A pass whose rows that add tokens have sequences of their own."""
         one = ForwardPass(tokens, list(self.lengths), begins, counts)
         check_missing("update", self.prompt, one.before[0], one.counts[0])
         self._check_room(one)
@@ -194,10 +203,6 @@ class BatchRows:
             if count:
                 self._own(row)
         one.sequences = [held.seq for held in self.held]
-        self.pool.begin(one)
-        self._pass_padding(begins, counts)
-        self.before, self.lengths, self.last = one.before, one.after, one
-        self.events += 1
         return one
 
     def _check_room(self, one: ForwardPass) -> None:
@@ -250,28 +255,43 @@ class BatchRows:
 
     @contextmanager
     def parted(self, tokens: int) -> Iterator[None]:
-        """A pass of so many columns, of which rows are lent to passes of their own in the block."""
-        before, columns = list(self.lengths), self._columns(tokens)
+        """A pass of so many columns, of which rows are lent to passes of their own in the block.
+
+        There is room for all of them before the first is computed.
+        """
+        self.pool.undo_unwritten()
+        begins, counts = self._columns(tokens)
+        before = self._owned_pass(tokens, begins, counts).before
+        self.pool.make_room(sum(counts))
         try:
             yield
-        finally:  # entries that do not follow have no part in the next pass
-            self._pass_padding(*columns)
-            self.before, self.last = before, ("parted", tokens)
-            self.events += 1
+        finally:
+            if self.lengths != before:  # entries that do not follow have no part in the next pass
+                self._pass_padding(begins, counts)
+                self.before, self.last = before, ("parted", tokens)
+                self.events += 1
 
     @contextmanager
     def lent(self, chosen: Sequence[int]) -> Iterator[BatchRows]:
-        """These rows as a prompt cache of their own, which writes in place; they are empty where it fails."""
+        """These rows as a prompt cache of their own, which writes in place.
+
+        They are empty where a pass fails half way, and as they were where none was begun.
+        """
         held = [self.held[row] for row in chosen]
         lengths = [self.lengths[row] for row in chosen]
         lent = BatchRows(self.pool, held, lengths, batched=self.batched and len(held) > 1)
         for row in chosen:
             self._swap(row, self.pool.hold())
             self.lengths[row] = 0
-        yield lent
-        for row, one, length in zip(chosen, lent.held, lent.lengths, strict=True):
-            self._swap(row, one)
-            self.lengths[row] = length
+        done = False
+        try:
+            yield lent
+            done = True
+        finally:
+            if done or not lent.events:
+                for row, one, length in zip(chosen, lent.held, lent.lengths, strict=True):
+                    self._swap(row, one)
+                    self.lengths[row] = length
 
     def _own(self, row: int) -> None:
         """A sequence that is no one else's."""
@@ -386,6 +406,13 @@ class BatchRows:
         padded = lengths is not None or (skip is not None and any(skip))
         if padded and storage.alike_from and not storage.calls_told:
             raise NotSupportedError(f"prepare: padding, which {_ALL_ALIKE}")
+        if skip is not None and storage.recurrent is not None and not storage.alike_from:
+            for row, (pad, held) in enumerate(zip(skip, self.lengths, strict=False)):
+                if pad > 0 and held:
+                    raise NotSupportedError(
+                        f"prepare: left_padding={pad} of row {row}, which holds {held} tokens; the states of "
+                        "recurrent layers would go on over it; pad at the right: lengths= and right_padding="
+                    )
         for name, given in (("lengths", lengths), ("left_padding", skip)):
             if given is not None and len(given) != len(self.held):
                 if len(self.held) == 1 and not self.lengths[0]:

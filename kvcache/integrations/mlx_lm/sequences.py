@@ -153,6 +153,14 @@ class SequencePool:
 
     # Passes.
 
+    def make_room(self, tokens: int) -> None:
+        """Let kept conversations go until so many tokens fit; CacheFullError where they do not."""
+        for cache in self.storage.caches.whole:
+            while cache.free_cells < tokens:
+                if not self.relieve():
+                    held = cache.held()
+                    raise CacheFullError(tokens, cache.free_cells, held, "update", _FULL)
+
     def begin(self, new: ForwardPass) -> None:
         """Find cells for the tokens of ``new``, whose rows have their sequences."""
         self.current = None
