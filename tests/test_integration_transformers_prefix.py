@@ -253,6 +253,37 @@ def test_inputs_beside_the_tokens_are_refused_and_those_that_say_nothing_are_not
         assert torch.equal(found, plain(made, ids))
 
 
+@pytest.mark.parametrize("by", ["option", "config", "model"])
+def test_prompts_whose_last_tokens_are_to_be_replaced_are_refused(by: str) -> None:
+    made, options = llama(1), dict[str, Any](OPTIONS)
+    if by == "option":
+        options["token_healing"] = True
+    elif by == "config":
+        options["generation_config"] = transformers.GenerationConfig(token_healing=True)
+    else:
+        made.generation_config.token_healing = True
+    with HFPrefixCache(made, capacity=64) as prefix:
+        with pytest.raises(NotSupportedError, match="token_healing=True replaces the last tokens"):
+            prefix.generate(hf.tokens(1, 9), **options)
+        prefix.generate(hf.tokens(1, 9), **{**options, "token_healing": False})
+
+
+def test_nothing_is_kept_of_an_answer_to_another_prompt() -> None:
+    made, ids = llama(1), hf.tokens(1, 9)
+    generate = made.generate
+
+    @functools.wraps(generate)
+    def other(given: torch.Tensor, **options: Any) -> torch.Tensor:
+        return generate(torch.cat((given[:, :-1], given[:, -1:] ^ 1), 1), **options)
+
+    with HFPrefixCache(made, capacity=64) as prefix:
+        made.generate = other
+        prefix.generate(ids, **OPTIONS)
+        made.generate = generate
+        longer = torch.cat((ids, ids), 1)
+        assert torch.equal(prefix.generate(longer, **OPTIONS), plain(made, longer))
+
+
 def test_models_are_left_as_they_are_found_and_others_may_generate_meanwhile() -> None:
     made, ids = llama(2), hf.tokens(1, 9)
     lookup: dict[str, Any] = {**OPTIONS, "prompt_lookup_num_tokens": 2}

@@ -169,7 +169,14 @@ def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
 
 
 def _check_inputs(model: Any, options: dict[str, Any]) -> None:
-    """Refuse what a model is given beside the tokens: a prefix is found, and kept, by its tokens alone."""
+    """Refuse what a model is given beside the tokens, or in place of some: prefixes are found by them."""
+    configs = [options.get("generation_config"), model.generation_config]
+    heals = [options.get("token_healing"), *(getattr(config, "token_healing", None) for config in configs)]
+    if next((heal for heal in heals if heal is not None), False):
+        raise NotSupportedError(
+            "generate: token_healing=True replaces the last tokens of the prompt, by which prefixes are "
+            "found; pass token_healing=False, or call model.generate with an HFCache"
+        )
     known = inspect.signature(model.generate).parameters
     for name, value in options.items():
         parts = value if isinstance(value, list | tuple) else [value]
@@ -307,8 +314,8 @@ class HFPrefixCache(Closing):
         """
         _check_one_row(input_ids, options)
         _check_inputs(self.model, options)
-        count = input_ids.shape[1]
-        with self.begin(input_ids[0].tolist(), salt, shared) as session:
+        prompt = input_ids[0].tolist()
+        with self.begin(prompt, salt, shared) as session:
             session.prefill(prefill_size)
             session.cache.rows.prompt = 0  # what assistants draft behind it may be of any length
             with _given_the_rest(self.model, session.cache):
@@ -319,7 +326,11 @@ class HFPrefixCache(Closing):
                     **options,
                 )
             sequences = out if isinstance(out, torch.Tensor) else out.sequences
-            session.extend(sequences[0, count:].tolist())
+            tokens = sequences[0].tolist()
+            if tokens[: len(prompt)] != prompt:  # which is not what the cache holds keys of
+                session.close(keep=False)
+            else:
+                session.extend(tokens[len(prompt) :])
         return out
 
     def flush(self) -> None:
