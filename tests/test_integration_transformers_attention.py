@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 import transformers
 
 import ml
-from kvcache import NotSupportedError
+from kvcache import CacheFullError, NotSupportedError
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, attention, stored
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.pool import CachePool
@@ -186,6 +187,19 @@ class TestSharedPrompt:
         told = {"keys": "not as an HFCache", "mask": "more than causal"}[change]
         assert len(caplog.messages) == 1
         assert told in caplog.text
+
+
+@pytest.mark.parametrize("grow", [True, False])
+def test_a_padded_prompt_in_parts_grows_a_full_cache_or_says_that_it_is_full(
+    grow: bool, served: list[bool]
+) -> None:
+    made, given = hf.model("llama", attention.ATTENTION), hf.inputs("llama", 2, 3)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "prefill_chunk_size": 8}
+    cache = HFCache(made.config, capacity=10, grow=grow)
+    with contextlib.nullcontext() if grow else pytest.raises(CacheFullError, match="pass a larger capacity="):
+        found = made.generate(**given, past_key_values=cache, **options)
+        assert torch.equal(found, hf.model("llama", "sdpa").generate(**given, **options))
+    assert all(served)
 
 
 def test_a_conversation_goes_on_from_a_prefix_that_another_has_had(served: list[bool]) -> None:

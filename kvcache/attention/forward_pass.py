@@ -111,6 +111,9 @@ class ForwardPass:
     """Slots and mask of this batch size, where shapes are fixed."""
     run: int = field(init=False)
     """The first cell of the run that the batch is written to, and nowhere else; -1 where it is none."""
+    read_table: CellTable = field(init=False)
+    read_groups: list[SequenceTokens] = field(init=False)
+    """What reads are planned of: ``table`` and ``groups``, or others that hide some of what is stored."""
     expected: Reads | None = None
     """How the pass before was read; None: there was none."""
     slots: np.ndarray | None = None
@@ -137,6 +140,7 @@ class ForwardPass:
     def __post_init__(self) -> None:
         alone = self.fixed is None and self.slots is None
         self.run = self.cells if isinstance(self.cells, int) and alone else -1
+        self.read_table, self.read_groups = self.table, self.groups
 
     def begin(self) -> None:
         """It is the pass under way now."""
@@ -292,10 +296,10 @@ class ForwardPass:
         first, host, cells = self.cells, self.uploads, []
         slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
         if tables is not None:
-            reading, own = read_own(self.table, self.groups, self.tokens, tables)
+            reading, own = read_own(self.read_table, self.read_groups, self.tokens, tables)
             cells.append(host.add(own, ml.DType.I32))
         else:
-            reading = read_everything(self.table, self.groups)
+            reading = read_everything(self.read_table, self.read_groups)
             self._reading, self._seen = reading, None
             self._shared = reading, None
         mask = host.add(reading.mask(self.tokens, self.lower, self.lifted, padding), self.config.mask_dtype)
@@ -447,7 +451,7 @@ class ForwardPass:
 
     def _plan_rows(self) -> ReadPlan:
         if self._reading is None:
-            self._reading = plan_read(self.table, self.groups, self.config.cache_padding)
+            self._reading = plan_read(self.read_table, self.read_groups, self.config.cache_padding)
             self._reading.gather(self.uploads)
             self._note_view(self._reading)
         return self._reading
@@ -504,7 +508,9 @@ class ForwardPass:
     def observed(self) -> ObservedRows:
         """What the queries see, for an observer."""
         if self._observed is None:
-            self._observed = ObservedRows(self.table, self.groups, self.tokens, self.lower, self.lifted)
+            self._observed = ObservedRows(
+                self.read_table, self.read_groups, self.tokens, self.lower, self.lifted
+            )
         return self._observed
 
     def segments(self, worth: int) -> list[Segment]:
@@ -514,9 +520,11 @@ class ForwardPass:
     def _segmented(self, worth: int) -> KeptSegments:
         if self.segmented is None or self._worth != worth:
             before, self._worth = (self.segmented if self._worth is None else None), worth
-            self.segmented = before.next(self.table, self.groups) if before and not self.lifted else None
+            self.segmented = (
+                before.next(self.read_table, self.read_groups) if before and not self.lifted else None
+            )
             if self.segmented is None:
-                table, groups = self.table, self.groups
+                table, groups = self.read_table, self.read_groups
                 self.segmented = KeptSegments.find(table, groups, self.lower, self.lifted, worth)
         return self.segmented
 

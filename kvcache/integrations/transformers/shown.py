@@ -48,4 +48,4 @@ def hide(forward: ForwardPass, shown: np.ndarray, blind: np.ndarray | None) -> N
         one.assign(np.zeros(1, np.int64), np.array([cell]))
         groups.append(SequenceTokens(len(table.rows), np.zeros(queries.size, np.int64), queries))
         table.rows.append(one)
-    forward.table, forward.groups = table, groups
+    forward.read_table, forward.read_groups = table, groups
