@@ -159,6 +159,15 @@ def test_the_live_screen_streams_whole_lines_and_ends_clean() -> None:
     assert text.count(HIDDEN) == text.count(SHOWN)  # the cursor is shown again
 
 
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_the_live_screen_shows_all_of_a_text_at_any_width(width: int) -> None:
+    screen = LiveScreen(["In the"], to := console(width), quiet=True)
+    for event in (Started(0, 4, 1), Prefilled(0, 4, 4), Token(0, 7, " end\n")):
+        screen.event(event)
+    screen.stop()
+    assert "".join(re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", sent(to)).split()) == "Intheend"
+
+
 def test_the_live_screen_frames_several_answers() -> None:
     screen = LiveScreen(["one", "two"], to := console(60))
     for i in range(2):

@@ -53,7 +53,7 @@ def save(
     with reported(debug):
         settings, path = sampling.settings(max(1, max_tokens)), place.path
         config, tokenizer = load_config(path), Tokenizer.load(path)
-        check_folder(out)
+        check_target(out)
         prompt = text_or_stdin(prompt)
         tokens = encode_prompt(tokenizer, prompt, config, config.max_positions)
         head: dict[str, Any] = {"model": str(path), "backend": place.backend, "dtype": dtypes.weights.name}
@@ -102,7 +102,8 @@ def load(
         with bars_until_done(as_json or quiet) as bars:
             saved = read(file, bars.reading)
         config, tokenizer = load_config(path), Tokenizer.load(path)
-        check_folder(out)
+        if out is not None:
+            check_target(out)
         identity = identity_of(path, saved.dtype)
         if identity != saved.model:
             raise ConversationError(
@@ -171,12 +172,6 @@ def answered(engine: Engine, tokens: Sequence[int], settings: GenerationOptions,
 def finish(screen: Screen, answer: Finished, engine: Engine) -> None:
     screen.finish(engine.statistics, engine.cache_bytes)
     tell_full([answer], engine.limit, engine.model.config.max_positions)
-
-
-def check_folder(out: Path | None) -> None:
-    """Say before anything is computed that a file cannot be written there."""
-    if out is not None:
-        check_target(out)
 
 
 def _saved(engine: Engine, answer: Finished | None, tokens: Sequence[int], out: Path) -> dict[str, Any]:

@@ -276,7 +276,7 @@ class LiveScreen:
     def _text(self, text: str) -> list[str]:
         """The lines that ``text`` makes whole; what is left over goes on being the live line."""
         *whole, line = (self._line + text).split("\n")
-        width = self._console.width
+        width = max(2, self._console.width)  # of each line at least one character is cut off
         while len(line) >= width:  # rich would wrap it: print what is full, and keep the rest live
             cut = line.rfind(" ", 0, width)
             cut = cut if cut > 0 else width - 1
