@@ -409,6 +409,7 @@ def test_other_paths_methods_and_sizes(serving: Serving) -> None:
         reply = httpx.request(method, f"{serving.url}{path}")
         assert reply.status_code == status
         assert reply.json()["error"]["message"]
+        assert reply.headers.get("allow") == ("POST" if status == 405 else None)
     assert serving.post(b"x" * (9 << 20)).status_code == 413
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import math
 import socket
@@ -18,6 +20,7 @@ from kvcache.runner.engine import EngineOptions
 from kvcache.runner.loading import bundled_model
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
 from kvcache.serve.worker import Stopped
+from kvcache.stores import MemoryStore
 
 from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served, until
 
@@ -105,6 +108,28 @@ def test_who_does_not_read_holds_up_nobody(patient: Serving) -> None:
         while b"data: [DONE]" not in found:
             found += client.recv(1 << 16)
     assert found.count(b'"text_completion"') == 101  # a token each, and why it ends
+
+
+def test_a_client_that_leaves_while_it_sends_its_body_is_no_error(patient: Serving) -> None:
+    app, sent = make_app(patient.worker, NAME, template_of(bundled_model())), []
+
+    async def left() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    asyncio.run(app(scope, left, send))
+    assert sent[0]["status"] == 499
+
+
+@pytest.mark.parametrize("interval", [1e10, math.inf])
+def test_stores_may_be_written_only_at_the_end(interval: float) -> None:
+    made = functools.partial(opened, OPTIONS, [MemoryStore()])
+    with Worker(made, ServeOptions(write_interval=interval)) as worker:
+        for _ in range(2):
+            worker.post(lambda engine: None).result(timeout=60)
 
 
 def test_requests_wait_as_long_as_the_last_ones_took_to_end() -> None:

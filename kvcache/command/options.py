@@ -47,6 +47,7 @@ __all__ = [
     "TopK",
     "TopP",
     "device_options",
+    "finite",
     "named_store",
 ]
 
@@ -125,7 +126,7 @@ SinkTokens = Annotated[int, typer.Option(help="Number of first tokens that stay 
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens per answer.", min=1)]
 
 
-def _finite(value: float) -> float:
+def finite(value: float) -> float:
     if not math.isfinite(value):
         raise typer.BadParameter("Input should be a finite number")
     return value
@@ -138,7 +139,7 @@ def _share(value: float) -> float:
 
 
 Temperature = Annotated[
-    float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0, callback=_finite)
+    float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0, callback=finite)
 ]
 TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.", min=0)]
 TopP = Annotated[

@@ -19,7 +19,7 @@ from kvcache.cache import InvalidRangeError
 from kvcache.command.completing import stores
 from kvcache.command.drafting import Drafting
 from kvcache.command.grouped import ungrouped
-from kvcache.command.options import Debug, Dtypes, Place, named_store
+from kvcache.command.options import Debug, Dtypes, Place, finite, named_store
 from kvcache.command.progress import draws
 from kvcache.command.reporting import reported
 from kvcache.offload.tiers import HostTier
@@ -171,7 +171,8 @@ class Limits:
         float, typer.Option(help="Seconds until a request is abandoned.", callback=_above_zero)
     ] = 600.0
     shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds for requests to finish when the server ends.", min=0)
+        float,
+        typer.Option(help="Seconds for requests to finish when the server ends.", min=0, callback=finite),
     ] = 20.0
     write_interval: Annotated[
         float,
@@ -213,6 +214,7 @@ def serve(
         if live and not draws(sys.stdout):
             raise RequestError("serve: --live needs a terminal; /metrics has the same figures")
         path = place.path
+        name = _name(address.name, place.model, path)
         load_config(path)  # what is wrong with it is told before anything is opened
         options = server.ServeOptions(
             address.host,
@@ -226,7 +228,7 @@ def serve(
         )
         server.serve(
             functools.partial(_opened, place, dtypes, room, events, drafting),
-            address.name or _name(place.model, path),
+            name,
             server.template_of(path),
             options,
             lambda line: typer.echo(f"kvcache: {line}", err=True),
@@ -240,10 +242,20 @@ def _watching(worker: Worker) -> AbstractContextManager[None]:
     return watching(worker, Console(highlight=False))
 
 
-def _name(given: Path | None, path: Path) -> str:
-    """OWNER/NAME of the Hub as it was given, else the name of the folder or file."""
-    on_hub = given is not None and not given.expanduser().exists()
-    return str(given) if on_hub else path.resolve().name
+def _name(given: str | None, model: Path | None, path: Path) -> str:
+    """What --name says, else OWNER/NAME of the Hub as it was given, else the name of the folder or file.
+
+    Raises RequestError for one that cannot be sent.
+    """
+    on_hub = model is not None and not model.expanduser().exists()
+    name = given or (str(model) if on_hub else path.resolve().name)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"serve: the model's name is {name!r}; it must be text that UTF-8 takes; give one with --name"
+        ) from None
+    return name
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
@@ -58,7 +58,7 @@ def make_app(worker: Worker, name: str, template: Template, options: ServeOption
         Route("/health", service.health),
         Route("/metrics", service.metrics),
     ]
-    handlers: Any = {ApiError: _refused, HTTPException: _refused, Stopped: _failed, Exception: _failed}
+    handlers: Any = dict.fromkeys((ApiError, HTTPException, Stopped, Exception), _failed)
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
@@ -121,6 +121,8 @@ class _Service:
         try:
             async with asyncio.timeout_at(deadline):
                 body = await _body(request, self._options.max_body)
+        except ClientDisconnect:
+            return Response(status_code=GONE)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {within:g} seconds", code="timeout") from None
         try:
@@ -219,15 +221,12 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _failed(_: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, str(error.detail))
-    assert isinstance(error, ApiError)
+        error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+    elif not isinstance(error, ApiError):
+        error = api_error(error)
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return await _refused(request, api_error(error))
 
 
 def _health(engine: Engine, show_cached: bool) -> dict[str, Any]:

@@ -117,7 +117,8 @@ class _Keeper:
     @property
     def wait(self) -> float | None:
         """Seconds until there is something to do; None: there are no stores."""
-        return max(0.0, self._due - time.monotonic()) if self._stored else None
+        left = max(0.0, self._due - time.monotonic())
+        return min(threading.TIMEOUT_MAX, left) if self._stored else None
 
     def keep(self) -> None:
         if not self._stored or time.monotonic() < self._due:
