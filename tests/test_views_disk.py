@@ -17,6 +17,7 @@ import pytest
 import ml
 from kvcache import CausalCache, EncoderCache, RecurrentCache, SlidingWindowCache, WrapperCache, serialize
 from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.runner.loading import bundled_model
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, StoreUnavailableError, pack
 from kvcache.views.disk import look_at_page, look_at_store
 from kvcache.views.pictures import PagePart
@@ -193,6 +194,22 @@ def test_a_page_shows_layers_dtype_and_bytes(tmp_path: Path, numpy_backend: ml.B
     assert dict(decoded.facts)["begins"] == r"\x05\x06\x07"
     for drawn in (picture.text(), picture.svg(), picture.html(), picture.json()):
         assert "\x1b" not in drawn
+
+
+@pytest.mark.parametrize("tokens", [[-1], [1 << 32], [True], [0.5], "5 6", np.array([-1])])
+def test_a_page_whose_tokens_are_no_ids_is_shown_without_them(
+    tokens: Any, tmp_path: Path, numpy_backend: ml.Backend
+) -> None:
+    cache = bound(CausalCache(), numpy_backend)
+    store(cache, numpy_backend, 0, range(6))
+    page = serialize(numpy_backend, cache.snapshot(0))
+    place = page.arrays if isinstance(tokens, np.ndarray) else page.meta
+    arrays, meta = {**page.arrays}, {**page.meta}
+    (arrays if place is page.arrays else meta)["tokens"] = tokens
+    path = write(tmp_path / "page.kv", SerializedSnapshot(meta, arrays))
+    result = run("--model", bundled_model(), path)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert look_at_page(path).tokens is None
 
 
 def test_a_page_of_every_kind_of_cache(tmp_path: Path, numpy_backend: ml.Backend) -> None:

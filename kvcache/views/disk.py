@@ -209,9 +209,8 @@ def _tokens(page: SerializedSnapshot) -> list[int | bytes] | None:
     found = page.meta.get("tokens", page.arrays.get("tokens"))
     if isinstance(found, np.ndarray):
         found = found.tolist()
-    if not isinstance(found, list) or not all(isinstance(token, int) for token in found):
-        return None
-    return found
+    ids = isinstance(found, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in found)
+    return found if ids else None
 
 
 def _short(value: Any, width: int = 60) -> str:
