@@ -235,6 +235,20 @@ def test_what_a_model_of_more_layers_has_stored_is_refused() -> None:
         second.generate(ids, **OPTIONS)
 
 
+def test_a_first_pass_that_fails_between_two_layers_leaves_what_is_stored_in_use() -> None:
+    made, ids, store = llama(3), hf.tokens(1, 20), MemoryStore()
+    options: dict[str, Any] = {"capacity": 64, "tiers": [store], "identity": {"model": "a"}, "block_size": 4}
+    with HFPrefixCache(made, **options) as prefix:
+        prefix.generate(ids, **OPTIONS)
+    with HFPrefixCache(made, **options) as prefix:
+        hook = made.model.layers[1].register_forward_pre_hook(Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            prefix.generate(hf.tokens(1, 12, seed=1), **OPTIONS)
+        hook.remove()
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        assert prefix.stats.reused == 16
+
+
 def test_stores_of_a_model_that_is_split_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = llama(1)
     monkeypatch.setattr(made, "_tp_size", 2, raising=False)

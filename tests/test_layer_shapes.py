@@ -160,11 +160,11 @@ def test_a_page_of_other_layers_is_dropped_and_computed_again(
         with over(make(backend, kind), store) as prefix:
             talk(prefix)
         cache = make(backend, kind)
-        if used:
-            evaluate(cache, 1, 0, [5])
-            cache.remove(1, 0)
         assert forged(store, tmp_path, forge)
         with caplog.at_level(logging.WARNING), over(cache, store, layers=None if used else LAYERS) as prefix:
+            if used:
+                with prefix.begin([5, 6]) as session:
+                    evaluate(cache, session.seq, 0, [5])
             assert talk(prefix) == 0
             assert "dropped and computed again" in caplog.text
             assert layers_of_cache(cache) == LAYERS

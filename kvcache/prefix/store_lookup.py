@@ -15,7 +15,7 @@ from kvcache.offload.tiers import LookUp, StoreTier
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.tree_entry import span_of
 from kvcache.snapshots.check_serialized import check_serialized
-from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache
+from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache, layers_of_serialized
 from kvcache.stores import Chain, SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
@@ -37,6 +37,9 @@ class StoreLookup:
     def __init__(self, tree: PrefixTree, layers: Layers, ahead: Prefetcher | None = None) -> None:
         self._cache, self._tree, self._layers = tree.cache, tree, layers
         self._prefetcher = ahead
+        self._known = bool(layers)
+        """Whether it is known which layers there are. In a cache that nothing was kept of, a first pass may
+        have failed before its last layer."""
         self._used: list[int] = []
         """The ends of entries that the last ``fetch`` read, inside blocks too."""
 
@@ -103,11 +106,19 @@ class StoreLookup:
     def restore(self, seq: int, serialized: SerializedSnapshot) -> bool:
         """Whether an entry, which was checked, was put into the sequence; not one of another cache."""
         try:
-            check_layers(serialized, self._layers or layers_of_cache(self._cache))
-            return restore_serialized(self._cache, seq, serialized, lent=True)
+            check_layers(serialized, self._expected(serialized))
+            restored = restore_serialized(self._cache, seq, serialized, lent=True)
+            self._known = self._known or restored
+            return restored
         except (SnapshotCorruptError, InvalidRangeError) as error:
             log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
             return False
+
+    def _expected(self, serialized: SerializedSnapshot) -> Layers:
+        """The layers that an entry has to have."""
+        there = self._layers or layers_of_cache(self._cache)
+        self._known = self._known or bool(self._tree.radix_tree.root.children)
+        return there if self._known else {**layers_of_serialized(serialized), **there}
 
     def drop(self, ids: np.ndarray, end: int) -> None:
         """Take the entry of the first ``end`` tokens out of the stores: it is not what its key says."""

@@ -31,7 +31,7 @@ def look_at_mask(cache: Any) -> MaskPicture:
         raise OrderError("render: there is no current pass; call start_forward first")
     if forward.reserve:
         raise OrderError("render: the current pass reserves memory and stores nothing; it has no mask yet")
-    reading = plan_read(forward.table, forward.groups, forward.config.cache_padding)
+    reading = plan_read(forward.read_table, forward.read_groups, forward.config.cache_padding)
     mask = reading.mask(forward.tokens, forward.lower, forward.lifted, 1)
     queries: list[tuple[int, int]] = [(0, 0)] * forward.tokens
     for group in forward.groups:
