@@ -19,7 +19,7 @@ import numpy as np
 
 import ml
 from kvcache import AttentionMass, Batch, CausalCache
-from kvcache.runner import Llama, Tokenizer, bundled_model, load_model
+from kvcache.runner import Llama, ModelError, Tokenizer, bundled_model, load_model
 
 
 @dataclass
@@ -96,15 +96,23 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=16)
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 128, 64, 32])
     options = parser.parse_args()
+    if options.chunk < 1:
+        parser.error("--chunk must be at least 1")
+    if min(options.budgets) < 5:
+        parser.error("each of --budgets must be at least 5: four sinks and the latest token")
+    try:
+        text = options.text.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--text {options.text}: {error}")
     with ml.open_backend(options.backend) as backend:
-        model = load_model(options.model, backend)
+        try:
+            model, tokenizer = load_model(options.model, backend), Tokenizer.load(options.model)
+        except ModelError as error:
+            parser.error(f"--model {error}")
         assert isinstance(model, Llama), "a model that generates text"
-        tokenizer = Tokenizer.load(options.model)
-        pieces = [
-            piece
-            for piece in pieces_of(model, tokenizer, options.text.read_text("utf-8"))
-            if len(piece) > 300
-        ]
+        pieces = [piece for piece in pieces_of(model, tokenizer, text) if len(piece) > 300]
+        if not pieces:
+            parser.error(f"--text {options.text}: no piece has more than 300 tokens")
         scored = sum(len(piece) - 1 for piece in pieces)
         full = perplexity(model, pieces, options.chunk, None)
         print(f"{scored} tokens in {len(pieces)} pieces of more than 300; full cache: {full:.3f}")

@@ -156,12 +156,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"pictures: {folder}: {error.strerror}")
+    try:
         drawn = drawings()
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
         sys.exit("pictures: occupancy.svg needs matplotlib: pip install 'ml-kvcache[plots]'")
-    folder.mkdir(parents=True, exist_ok=True)
     for name, content in drawn.items():
         (folder / f"{name}.svg").write_bytes(content)
         print(folder / f"{name}.svg")

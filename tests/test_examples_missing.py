@@ -1,4 +1,4 @@
-"""Examples without the packages that they need say in one line what to install."""
+"""Examples without the packages that they need, or with wrong arguments, say so in one line."""
 
 from __future__ import annotations
 
@@ -43,6 +43,30 @@ def test_a_missing_package_is_told_in_one_line_with_the_remedy(
     assert said in ended.stderr
     assert "pip install" in ended.stderr
     assert remedy in ended.stderr
+
+
+WRONG = {
+    "examples.eviction --budgets 64 4": "each of --budgets must be at least 5",
+    "examples.eviction --chunk 0": "--chunk must be at least 1",
+    "examples.eviction --text /no/such": "--text /no/such: [Errno 2] No such file",
+    "examples.eviction --text /dev/null": "--text /dev/null: no piece has more than 300 tokens",
+    "examples.eviction --model /no/such": "/no/such: no such model folder",
+    "examples.two_hosts --bandwidth 0": "--bandwidth must be a number above 0",
+    "examples.two_hosts --bandwidth nan": "--bandwidth must be a number above 0",
+    "examples.pictures /dev/null/x": "pictures: /dev/null/x: Not a directory",
+    "examples.train_tiny --seed -1": "--seed: -1 is not at least 0",
+    "examples.train_tiny --batch 0": "--batch: 0 is not at least 1",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_argument_is_told_in_one_line(words: str) -> None:
+    pytest.importorskip("torch" if "train_tiny" in words else "xxhash")
+    line = [sys.executable, "-m", *words.split()]
+    ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+    assert (ended.returncode in (1, 2), ended.stdout) == (True, "")
+    assert WRONG[words] in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_host_without_the_stores_client_says_what_to_install() -> None:

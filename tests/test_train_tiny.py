@@ -130,6 +130,15 @@ def test_bad_text_is_one_line_and_exit_1(
     assert not (tmp_path / "out").exists()
 
 
+def test_what_cannot_be_written_is_told_before_training(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "make_optimizers", lambda model: pytest.fail("it trains"))
+    assert run(trained.parent, "text.txt") == 1
+    said = capsys.readouterr().err
+    assert said == f"train_tiny: --out {trained.parent / 'text.txt'}: File exists; give a folder\n"
+
+
 def test_the_bundled_folder_is_small_and_its_tokenizer_round_trips_its_text() -> None:
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) <= 4_000_000
     words = (BUNDLED / "heldout.txt").read_text(encoding="utf-8")

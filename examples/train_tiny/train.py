@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = argparse.ArgumentParser("train_tiny", description="Train the bundled Llama.")
     out.add_argument("--out", type=Path, default=BUNDLED, help="folder to write (default: the bundled model)")
     out.add_argument("--text", type=Path, help="other text: a verse a line, blank lines between chapters")
-    out.add_argument("--steps", type=_positive, help="optimizer steps (default %(default)s)")
-    out.add_argument("--batch", type=_positive, help="windows of 512 tokens a step (default %(default)s)")
-    out.add_argument("--seed", type=int)
+    out.add_argument("--steps", type=_at_least(1), help="optimizer steps (default %(default)s)")
+    out.add_argument("--batch", type=_at_least(1), help="windows of 512 tokens a step (default %(default)s)")
+    out.add_argument("--seed", type=_at_least(0))
     out.set_defaults(**DEFAULTS)
     torch.set_num_threads(1)  # more sum in another order: the weights would depend on the machine's cores
     try:
@@ -48,11 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
+        return value
+
+    return number
 
 
 def train(args: argparse.Namespace) -> None:
@@ -64,6 +67,10 @@ def train(args: argparse.Namespace) -> None:
     config = LlamaConfig(vocab_size=tokenizer.get_vocab_size())
     chapters = encode_chapters(tokenizer, corpus.train)
     windows = Windows(chapters, newline, config.max_position_embeddings, args.seed)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise TrainTinyError(f"--out {args.out}: {e.strerror}; give a folder") from e
     model = Llama(config)
     optimizers = make_optimizers(model)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
@@ -118,7 +125,6 @@ def _machine() -> str:
 
 def save_model(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
     """Write all that loading needs (weights in bf16); a folder that is there is brought up to date."""
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     partial = folder / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ def main() -> None:
     parser.add_argument("--backend", nargs=2, default=["numpy", "numpy"], metavar=("FIRST", "SECOND"))
     parser.add_argument("--bandwidth", type=float, help="gigabits per second between the hosts")
     options = parser.parse_args()
+    if options.bandwidth is not None and not 0 < options.bandwidth < math.inf:
+        parser.error("--bandwidth must be a number above 0")
     end_in_order()
     try:
         run(options.backend, options.bandwidth)
