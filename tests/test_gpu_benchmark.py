@@ -63,7 +63,7 @@ def timed(value: Any) -> Iterator[dict[str, float]]:
             yield from timed(item)
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("default", "ignore:.*past_key_values.*:FutureWarning")
 @pytest.mark.parametrize("letter", STEPS)
 def test_a_stage_runs_on_the_cpu_and_its_figures_make_sense(letter: str, tmp_path: Path) -> None:
     code, records = run(tmp_path, "--stage", letter)
