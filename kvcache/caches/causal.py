@@ -46,6 +46,7 @@ from kvcache.cache import (
     OrderError,
     ShiftFunction,
     check_context,
+    check_whole,
     whole_numbers,
 )
 from kvcache.caches.base import BoundCache
@@ -177,6 +178,7 @@ class CausalCache(
         """
         self._bound("can_resume")
         check_sequence("can_resume", seq, self._max_sequences)
+        check_whole("can_resume", "position", position)
         return not self._table.rows[seq].lost
 
     def resume_point(self, seq: int, position: int) -> int:

@@ -185,9 +185,9 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     ) -> None:
         """Store K (total, kv_heads, head_dim) and V of the encoder's output for this layer.
 
-        ``lengths`` says how many rows belong to each receiving sequence, in the order in which they
-        appear in the batch; None divides them equally. The rows are copied. OrderError in a pass that
-        only reads.
+        ``lengths`` says how many rows belong to each receiving sequence, in the order of their first items
+        in ``batch.multimodal``, or in the order of the batch where it lists none; None divides them equally.
+        The rows are copied. OrderError in a pass that only reads.
         """
         current = self._started("put")
         if current.read_only:
@@ -326,6 +326,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     def can_resume(self, seq: int, position: int) -> bool:
         self._bound("can_resume")
         check_sequence("can_resume", seq, self._max_sequences)
+        check_whole("can_resume", "position", position)
         return True
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
@@ -448,7 +449,10 @@ def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]
 
 
 def _receivers(batch: Batch) -> list[tuple[int, int]]:
-    """(sequence, position of its item) in order of appearance; the last item of a sequence counts."""
+    """(sequence, position of its item), in the order of the items; the last of a sequence counts.
+
+    Without items: all sequences in the order of the batch, and their first positions in it.
+    """
     found: dict[int, int] = {}
     try:
         indices = [index for index, *_ in batch.multimodal]

@@ -298,7 +298,10 @@ class RecurrentCache(
         return self._read(ctx, "state", name, layer)
 
     def update_state(self, ctx: ml.Context, name: str, t: ml.Tensor, layer: int | None = None) -> None:
-        """Store new states ``name`` (sequences, *shape), converted to their dtype."""
+        """Store new states ``name`` (sequences, *shape), converted to their dtype.
+
+        DTypeError for integers where the state is of floats, and for floats where it is of integers.
+        """
         self._update(ctx, "update_state", name, t, layer)
 
     def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
@@ -348,12 +351,8 @@ class RecurrentCache(
         check_tensors(op, state=t)
         if current.read_only:
             raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
-        if t.shape[:1] == (len(current.tokens),):
-            self._specs.known(op, name, layer, t)
-        state = self._state(ctx, op, name, layer)
-        if t.shape != state.shape:
-            raise InvalidRangeError(f"{op}: {t.shape}; the states of this pass are {state.shape}")
-        ctx.forward(t.copy(ctx, state))
+        self._specs.fitting(op, name, layer, t, len(current.tokens))
+        ctx.forward(t.copy(ctx, self._state(ctx, op, name, layer)))
 
     # States inside a pass.
 
@@ -396,9 +395,7 @@ class RecurrentCache(
         if current.read_only:
             raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
         current.check_inside(op, at)
-        spec = self._specs.known(op, name, layer, t)
-        if t.shape != (len(at), *spec.shape):
-            raise InvalidRangeError(f"{op}: {t.shape}; {len(at)} states {name} of {spec.shape} each")
+        spec = self._specs.fitting(op, name, layer, t, len(at))
         if spec.dtype is not None and t.dtype is not spec.dtype:
             t = t.cast(ctx, spec.dtype)
         self._states.deliver(ctx, (name, layer), current, at, t)
@@ -533,9 +530,8 @@ class RecurrentCache(
 
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether the state of exactly ``position`` is there, or that of the beginning is meant."""
-        if position == 0:
-            return self.attention.can_resume(seq, 0)
-        return self.prepare_restore(seq, position) == position
+        stored = self.attention.can_resume(seq, position)
+        return stored and (position == 0 or self.prepare_restore(seq, position) == position)
 
     def resume_point(self, seq: int, position: int) -> int:
         """The last position up to ``position`` whose state is there; 0: from nothing."""

@@ -113,7 +113,7 @@ class StateSnapshots:
         def commit() -> None:
             put_back()
             for (name, layer), tensor in new.items():
-                self._specs.known("restore", name, layer, tensor)
+                self._specs.fitting("restore", name, layer, tensor, 1)
             point = Checkpoint(snapshot.end, state)
             self.states.resume(seq, point, snapshot.begin)
             self.schedule.cut(seq, snapshot.begin)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.cache import InvalidRangeError, OrderError
+from kvcache.cache import InvalidRangeError, OrderError, check_whole
 
 __all__ = ["StateSpec", "StateSpecs", "check_state_name", "is_state_name"]
 
@@ -100,14 +100,30 @@ class StateSpecs:
                 found = self._found[name, layer] = StateSpec(spec.shape, self._dtype(spec))
         return found
 
-    def known(self, op: str, name: str, layer: int, state: ml.Tensor | None = None) -> StateSpec:
-        """What is known of a state, if need be from ``state`` (sequences, *shape); OrderError for nothing."""
-        if layer < 0:
-            raise InvalidRangeError(f"{op}: layer {layer}; layers count from 0")
+    def fitting(self, op: str, name: str, layer: int, states: ml.Tensor, count: int) -> StateSpec:
+        """What is known of a state, if need be from ``states``, which must be ``count`` of them."""
+        check_whole(op, "layer", layer)
         found = self.get(name, layer)
-        if found is None and state is not None:
+        shape = states.shape[1:] if found is None else found.shape
+        if states.shape != (count, *shape):
+            raise InvalidRangeError(
+                f"{op}: {states.shape}; of state {name!r:.40} of layer {layer} it must be {(count, *shape)}"
+            )
+        if found is None:
             check_state_name(op, name)
-            found = self._found[name, layer] = StateSpec(state.shape[1:], state.dtype)
+            found = self._found[name, layer] = StateSpec(shape, states.dtype)
+        dtype = self._dtype(found)
+        if states.dtype.is_float != dtype.is_float:
+            raise ml.DTypeError(
+                f"{op}: {states.dtype.name} for state {name!r:.40} of layer {layer}, which is {dtype.name}; "
+                "cast it, or declare another dtype in states="
+            )
+        return found
+
+    def known(self, op: str, name: str, layer: int) -> StateSpec:
+        """What is known of a state; OrderError for nothing."""
+        check_whole(op, "layer", layer)
+        found = self.get(name, layer)
         if found is None:
             raise OrderError(
                 f"{op}: the shape of state {name!r:.40} of layer {layer} is not known; declare it in states= "

@@ -240,6 +240,9 @@ CALLS: list[tuple[type[Exception], Call]] = [
     (kvcache.InvalidBatchError, lambda cache, ctx: cache.copy_prefix(-1, 0, 1)),
     (kvcache.InvalidBatchError, lambda cache, ctx: cache.remove(2, 0)),
     (kvcache.InvalidBatchError, lambda cache, ctx: cache.can_resume(-1, 0)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.can_resume(0, -1)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.can_resume(0, 1.5)),
+    (kvcache.InvalidRangeError, lambda cache, ctx: cache.can_resume(0, None)),
     (kvcache.InvalidBatchError, lambda cache, ctx: cache.start_forward(ctx, BATCH, True, read_only=True)),
 ]  # fmt: skip
 

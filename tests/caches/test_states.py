@@ -129,6 +129,9 @@ def test_what_a_layer_declares_is_what_it_has(backend: ml.Backend, ctx: ml.Conte
     wrong: list[Callable[[], object]] = [
         lambda: cache.update_state(ctx, "gate", ctx.zeros((2, 4), DType.F32), 5),
         lambda: cache.update_state(ctx, "other", ctx.zeros((1, 4), DType.F32), 5),
+        lambda: cache.deliver_states(ctx, "other", ctx.zeros((2, 4), DType.F32), [(0, 1)], 5),
+        lambda: cache.deliver_states(ctx, "other", ctx.zeros((), DType.F32), [(0, 1)], 5),
+        lambda: cache.state(ctx, "conv", "a"),  # type: ignore[arg-type]
         lambda: cache.update_state(ctx, "a b", ctx.zeros((2, 4), DType.F32), 5),
         lambda: cache.update_state(ctx, "other", ctx.zeros((2, 4), DType.F32), -1),
         lambda: kvcache.RecurrentCache(states={-1: {}}),
@@ -136,10 +139,17 @@ def test_what_a_layer_declares_is_what_it_has(backend: ml.Backend, ctx: ml.Conte
         lambda: kvcache.StateSpec((2, 0)),
     ]
     for call in wrong:
-        with pytest.raises((kvcache.InvalidRangeError, kvcache.OrderError)):
+        with pytest.raises(kvcache.InvalidRangeError):
             call()
+    assert cache.state_spec("other", 5) is None
     with pytest.raises(ml.DTypeError):
         kvcache.StateSpec((2,), DType.Q8_0)
+    for name, dtype in (("ssm", DType.I32), ("turn", DType.F32)):
+        states = ctx.zeros((2, *MIXED[1][name].shape), dtype)
+        with pytest.raises(ml.DTypeError, match=f"update_state: {dtype.name} for state '{name}' of layer 1"):
+            cache.update_state(ctx, name, states, 1)
+        with pytest.raises(ml.DTypeError, match="deliver_states"):
+            cache.deliver_states(ctx, name, states, [(0, 1), (1, 1)], 1)
 
 
 def test_declared_states_are_part_of_the_settings() -> None:

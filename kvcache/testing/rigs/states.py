@@ -137,7 +137,7 @@ class StateRig:
         for at in [every[::-1]] if self.delivery == "all" else calls:
             shape = self.layout[kind, layer][0]
             host = np.stack([state_values(self.seen(seq, n), kind, layer, shape) for seq, n in at])
-            self.cache.deliver_states(self.ctx, kind, self.ctx.from_numpy(host), at, layer)
+            self.cache.deliver_states(self.ctx, kind, self.given(kind, layer, host), at, layer)
 
     def schedule(self, seq: int, positions: Sequence[int]) -> None:
         self.cache.schedule_snapshots(seq, positions)
@@ -207,10 +207,15 @@ class StateRig:
         np.testing.assert_array_equal(state.to_numpy().astype(np.float32), expected)
         return state
 
+    def given(self, kind: str, layer: int, host: np.ndarray) -> ml.Tensor:
+        """As a model gives a state: in F32, or in the dtype of one that is not of floats."""
+        dtype = self.layout[kind, layer][1]
+        return self.ctx.from_numpy(host, None if dtype.is_float else dtype)
+
     def write(self, kind: str, layer: int, in_place: bool) -> None:
         order, (shape, dtype) = dict.fromkeys(self.sequences), self.layout[kind, layer]
         host = np.stack([state_values(self.model.rows[seq].seen, kind, layer, shape) for seq in order])
-        new = self.ctx.from_numpy(host)
+        new = self.given(kind, layer, host)
         if in_place:
             self.ctx.forward(new.copy(self.ctx, self.state(kind, layer)))
         elif self.setup.states != "two":
