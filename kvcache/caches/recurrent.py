@@ -147,18 +147,6 @@ class RecurrentCache(
         """What is known of a state: declared, or found. None: nothing."""
         return self._specs.get(name, layer)
 
-    @property
-    def conv_shape(self) -> tuple[int, ...]:
-        """Of the states "conv" in layers for which nothing else is declared; () where that is not known."""
-        spec = self._specs.default("conv")
-        return () if spec is None else spec.shape
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        """Likewise, of the states "recurrent"."""
-        spec = self._specs.default("recurrent")
-        return () if spec is None else spec.shape
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: states beside {self.attention!r}>"
 
