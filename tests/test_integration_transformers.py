@@ -18,8 +18,9 @@ pytest.importorskip("torch")
 import torch
 import transformers
 
-from kvcache import InvalidRangeError, NotSupportedError
+from kvcache import InvalidRangeError, NotSupportedError, OrderError
 from kvcache.integrations.transformers import HFCache, HFStaticCache, install
+from kvcache.stores import MemoryStore
 
 from . import hf_models as hf
 
@@ -334,3 +335,23 @@ def test_gradients_are_refused_instead_of_given_in_part(name: str) -> None:
         logits = made(prompt, past_key_values=HFCache(made.config, capacity=32)).logits
         with pytest.raises(NotSupportedError, match="gradients do not flow through a cache"):
             logits.sum().backward()
+
+
+def test_what_failed_in_its_first_pass_is_neither_saved_nor_copied() -> None:
+    cache, keys = HFCache(hf.model("llama").config, max_sequences=2, capacity=32), torch.zeros(1, 2, 3, 16)
+    cache.update(keys, keys, 0)
+    for act in (cache.snapshot, cache.fork, lambda: cache.save(MemoryStore(), "a")):
+        with pytest.raises(OrderError, match=r"did not reach all layers. Call reset\(\)"):
+            act()
+
+
+def test_growing_says_that_the_pass_of_a_fork_is_to_be_taken_back_first() -> None:
+    made, keys = hf.model("llama"), torch.zeros(1, 2, 1, 16)
+    cache = HFCache(made.config, max_sequences=2, capacity=16, grow=True)
+    hf.feed(made, cache, hf.tokens(1))
+    fork = cache.fork()
+    fork.update(keys, keys, 0)
+    with pytest.raises(OrderError, match=r"capacity=100 .* crop\(-n\) .* reset\(\), on the one"):
+        cache.reserve(100)
+    fork.crop(-1)
+    cache.reserve(100)

@@ -16,6 +16,7 @@ from kvcache import (
     InvalidSequenceError,
     KVCacheError,
     NotSupportedError,
+    OrderError,
     RecurrentCache,
     ShiftFunction,
     SlidingWindowCache,
@@ -172,8 +173,15 @@ class CachePool:
                 longest = max(map(cache.offset, taken), default=0)
                 options = replace(options, capacity=max(options.capacity, longest))
             family = self._new_family(options)
-            for seq, snapshot in held.items():
-                self.put_back(family, seq, snapshot)
+            try:
+                for seq, snapshot in held.items():
+                    self.put_back(family, seq, snapshot)
+            except OrderError as error:
+                raise OrderError(
+                    f"HFCache: capacity={options.capacity} and lookback={options.lookback} need new buffers, "
+                    "and the last pass, of this cache or of a fork, did not reach all layers; call crop(-n) "
+                    "with the n tokens of that pass, or reset(), on the one that it was of"
+                ) from error
             self.family, self.current = family, None
         self.options = options
 

@@ -383,7 +383,7 @@ class BatchRows:
         """Rows with the same content, to be continued on their own; cells are shared."""
         pool = self.pool
         pool.plan.refuse("fork", Trait.INSIDE, "generate without forks, or use another cache from the start")
-        self.check_complete("fork")
+        self.check_complete("fork", whole=True)
         copy = BatchRows(pool)
         copy.length, copy.seen = self.length, [*self.seen]
         copy.sequences = pool.take(len(self.sequences)) if self.sequences else []
@@ -416,17 +416,15 @@ class BatchRows:
         pool = self.pool
         return pool.plan.part(layer) in pool.family.caches[pool.plan.layers[layer]].storage.buffers
 
-    def snapshot(self) -> HFSnapshot:
-        """What all rows hold now."""
+    def snapshot(self, whole: bool = True) -> HFSnapshot:
+        """What all rows hold now; with ``whole`` not of a first pass that failed before its last layer."""
         self.pool.plan.refuse("snapshot", Trait.INSIDE, "what a cache holds is not the whole state")
-        self.check_complete("snapshot")
+        self.check_complete("snapshot", whole)
         if not self.sequences:
             raise OrderError("snapshot: the cache is empty; run a forward pass first")
         pool = self.pool
-        return HFSnapshot(
-            self.length, tuple(pool.family.all.snapshot(seq) for seq in self.sequences), pool.like,
-            len(pool.plan.layers),
-        )  # fmt: skip
+        rows = tuple(pool.family.all.snapshot(seq) for seq in self.sequences)
+        return HFSnapshot(self.length, rows, pool.like, len(pool.plan.layers))
 
     def restore(self, snapshot: HFSnapshot) -> None:
         """Become what the snapshot is of. What is raised leaves the rows as they were."""
@@ -437,7 +435,7 @@ class BatchRows:
             )
         with self.pool.bound_to(rows, snapshot.like):
             if self.sequences and self.length:
-                before = self.snapshot()
+                before = self.snapshot(whole=False)
             try:
                 self._growing(lambda: self._put_back(snapshot), snapshot.length)
             except BaseException:
@@ -456,8 +454,11 @@ class BatchRows:
         self._settle()
         self.pool.current = None
 
-    def check_complete(self, op: str) -> None:
-        behind = [seen for seen in self.seen if seen not in (0, self.length)]
+    def check_complete(self, op: str, whole: bool = False) -> None:
+        """No pass failed; ``whole``: nor the first, nor do all passes end early, as an early exit's do."""
+        full = self._all_at(self.length) if whole and self.length else self.seen
+        pairs = zip(self.seen, full, strict=True)
+        behind = [had for had, least in pairs if had < least or had not in (0, self.length)]
         if behind:
             raise self._unfinished(f"{op}: layers are behind", min(behind))
 

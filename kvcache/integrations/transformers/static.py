@@ -169,7 +169,7 @@ class StaticBatchRows(BatchRows):
         counts = [counter.to(counters[0].device) for counter in counters]
         return [count for count in torch.stack(counts).tolist() if count] if counts else []
 
-    def check_complete(self, op: str) -> None:
+    def check_complete(self, op: str, whole: bool = False) -> None:
         """Refuse to go on behind a pass that did not reach all layers, where the host knows of it."""
         if len({*self.seen} - {0}) > 1 and len({*(held := self.held())}) > 1:
             raise self.unfinished(op, min(held), max(held))
