@@ -146,7 +146,7 @@ class StateTable:
         slot = point.state.slot_in(self.buffers)
         if slot is not None:
             return StateRow(point.offset, slot, None, kept)
-        lacks = not point.state.copied.keys() >= self.buffers.tensors.keys()
+        lacks = not self._skips and not point.state.copied.keys() >= self.buffers.tensors.keys()
         return StateRow(point.offset, None, point, kept, computed=0 if lacks else None)
 
     def row_before(self, row: StateRow, length: int) -> StateRow:

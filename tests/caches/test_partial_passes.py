@@ -431,7 +431,11 @@ def test_a_state_that_was_restored_before_its_layer_was_used_is_not_missing(back
 def test_where_passes_may_leave_states_out_one_that_comes_later_is_zero(backend: ml.Backend) -> None:
     sums = Sums(backend, declared=True, skips=True)
     sums.run(0, 2, layers=1)
+    mark = sums.cache.mark(0)
     assert (sums.cache.computed(0), sums.run(0, 1), sums.cache.computed(0)) == (2, [2, 0], 3)
+    sums.cache.prepare_return(0, mark)()
+    assert (sums.cache.computed(0), sums.run(0, 1), sums.cache.computed(0)) == (2, [2, 0], 3)
+    assert sums.cache.snapshot(0).states["sum", 0].to_numpy() == 3
 
 
 def test_of_states_that_are_declared_of_layers_the_first_pass_lacks_some_already(backend: ml.Backend) -> None:
