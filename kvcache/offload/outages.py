@@ -59,6 +59,12 @@ class Outages:
             outage.spared += 1
             return False
 
+    def away(self, store: object, way: str) -> bool:
+        """Whether it is left alone at present; asking this is no attempt."""
+        with self._lock:
+            outage = self._out.get((id(store), way))
+            return outage is not None and self._clock() < outage.back_off.until
+
     def ask_again(self) -> None:
         """Ask every store at the next call, however long it was to be left alone."""
         with self._lock:

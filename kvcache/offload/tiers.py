@@ -240,6 +240,8 @@ class StoreTier:
                 found = answer
                 if found > best:
                     decision = self.break_even.decide(store, found - best)
+            elif self.outages.away(store, READING):
+                continue
             if decision.fetch:
                 best = max(best, found)
             else:

@@ -36,9 +36,11 @@ from kvcache.prefix.tree_entry import (
     chain_of,
     content_of,
     higher,
+    host_priority,
     in_cache,
     is_present,
     priority_of,
+    tenant_of,
 )
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
@@ -75,7 +77,7 @@ class PrefixTree:
         self._policy, self._limits = policy or LRU(), limits
         self.device = self._queue(budget, priority_of, lambda limit: limit.device)
         self.host = (
-            None if host is None else self._queue(host.budget, _host_priority, lambda limit: limit.host)
+            None if host is None else self._queue(host.budget, host_priority, lambda limit: limit.host)
         )
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.writer = None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible)
@@ -103,7 +105,7 @@ class PrefixTree:
         return TenantQueue(
             budget,
             priority,
-            _tenant,
+            tenant_of,
             lambda tenant: None if limits is None else part(limits(tenant) or TenantBudget()),
         )
 
@@ -187,7 +189,8 @@ class PrefixTree:
                 restored = self.cache.restore(seq, source, target if source.divisible else None)
             if not restored:
                 return None
-        except (SnapshotCorruptError, SequenceLostError, InvalidRangeError):
+        except (SnapshotCorruptError, SequenceLostError, InvalidRangeError) as error:
+            log.warning("%s; the snapshot is dropped", error)
             return None
         if held.snapshot is None and target == node.end and node.data is held:
             # It lies in the cache now: kept from there, the next one shares it.
@@ -211,13 +214,16 @@ class PrefixTree:
             self._refill(seq, ids, stored, salt, own)
         for piece in () if self.divisible else pieces:
             node = self.node_at(ids[: piece.end])
-            if node.data is not None and self.along(ids[: piece.end])[0] < piece.end:
+            kept: dict[str, Any] = {}
+            if (old := node.data) is not None and self.along(ids[: piece.end])[0] < piece.end:
+                kept = {"pins": old.pins, "rank": old.rank, "grants": old.grants, "watched": old.watched}
                 self.drop(node)  # what it follows is gone
                 node = self.node_at(ids[: piece.end])
             if node.parent is None or (node.data is not None and node.data.snapshot is not None):
                 continue
             if node.data is None:
-                node.data = TreeEntry(piece.begin, stored=stored, tenant=salt if node.end > own else "")
+                tenant = salt if node.end > own else ""
+                node.data = TreeEntry(piece.begin, stored=stored, tenant=tenant, **kept)
             if node.data.begin == piece.begin:
                 self._keep_on_device(node, piece)
         self.touch(ids)
@@ -590,14 +596,6 @@ class PrefixTree:
                 self.tell()  # before the node goes, which only the stores have now
                 self._prune(node)
         self.tell()
-
-
-def _host_priority(node: Node[TreeEntry]) -> Priority:
-    return priority_of(node, tier=1)
-
-
-def _tenant(node: Node[TreeEntry]) -> str:
-    return "" if node.data is None else node.data.tenant
 
 
 def _age(queue: TenantQueue[Node[TreeEntry]], held: TreeEntry, score: float) -> None:

@@ -175,6 +175,7 @@ class Session:
                 stop = due
             yield self._owner.alphabet.decode(self._tokens[at:stop])
             at = stop
+        self._evaluated()
 
     def extend(self, tokens: Tokens) -> None:
         """Add tokens behind the prompt: those that were generated, or a further turn."""

@@ -23,10 +23,12 @@ __all__ = [
     "chain_of",
     "content_of",
     "higher",
+    "host_priority",
     "in_cache",
     "is_present",
     "priority_of",
     "span_of",
+    "tenant_of",
 ]
 
 
@@ -109,6 +111,14 @@ def priority_of(node: Node[TreeEntry], tier: int = 0) -> Priority:
     """Where a node stands in the order of a tier: 0 the device, 1 host memory."""
     held = node.data
     return (0, 0, 0, 0) if held is None else (held.pins > 0, held.rank, held.scores[tier], -node.end)
+
+
+def host_priority(node: Node[TreeEntry]) -> Priority:
+    return priority_of(node, tier=1)
+
+
+def tenant_of(node: Node[TreeEntry]) -> str:
+    return "" if node.data is None else node.data.tenant
 
 
 def higher(one: Scores, other: Scores) -> Scores:

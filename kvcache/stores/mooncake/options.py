@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -59,7 +60,7 @@ class MooncakeOptions:
         check_digest("mooncake", self.digest, self.secret)
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise StoreValueError(
                     f"mooncake: {name}={value!r}; it must be an integer of at least {least}"
                 )
@@ -67,9 +68,10 @@ class MooncakeOptions:
             raise StoreValueError(
                 f"mooncake: segment={self.segment}; it must be 0 or at least {_SMALLEST_SEGMENT}"
             )
-        if not 0 < self.timeout < 3600:
+        given: object = self.timeout  # of a program, maybe
+        if not isinstance(given, int | float) or not 0 < given < 3600:
             raise StoreValueError(
-                f"mooncake: timeout={self.timeout}; it must be above 0 and below 3600 seconds"
+                f"mooncake: timeout={self.timeout!r}; it must be above 0 and below 3600 seconds"
             )
         for name in ("host", "protocol", "devices", "metadata"):
             if not isinstance(value := getattr(self, name), str):
