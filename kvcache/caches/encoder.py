@@ -48,6 +48,8 @@ class _Entry:
     position: int
     length: int
     layers: dict[int, tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
+    before: _Entry | None = None
+    """What an earlier item gave, for a pass that fails: kept until all layers have this one."""
 
 
 @dataclass(slots=True)
@@ -137,8 +139,9 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     ) -> None:
         """Take note of the batch's sequences, and of which of them bring an item for the encoder.
 
-        What an earlier item gave is not to be read for a later one: it goes. With ``read_only`` the items are
-        not looked at, and ``put`` raises OrderError.
+        What an earlier item gave is not to be read for a later one: it goes once all layers have the later
+        one, and comes back where that is removed before. With ``read_only`` the items are not looked at, and
+        ``put`` raises OrderError.
         """
         check_context("start_forward", ctx, self._bound("start_forward"))
         check_modes(reserve, read_only)
@@ -148,7 +151,12 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         self._used = True
         for seq, position in () if reserve or read_only or not batch.multimodal else receivers:
             if seq not in self._entries or self._entries[seq].position != position:
-                self._entries[seq] = _Entry(position, 0)
+                self._begin(seq, position, 0)
+
+    def _begin(self, seq: int, position: int, length: int) -> _Entry:
+        before = _without(self._entries.get(seq), position)
+        entry = self._entries[seq] = _Entry(position, length, before=before)
+        return entry
 
     def pass_under_way(self) -> object:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
@@ -234,8 +242,10 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         """Add a layer to the entry that began in this pass, or begin it."""
         entry = self._fresh(current, seq)
         if entry is None or entry.length != size:
-            entry = self._entries[seq] = _Entry(position, size)
+            entry = self._begin(seq, position, size)
         entry.layers[self._layer] = tensors
+        if self.lacking(seq) is None:
+            entry.before = None
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         """K (history, kv_heads, head_dim), V likewise, and a mask; None where all rows see all.
@@ -316,10 +326,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
         def commit() -> None:
             self._pass = None
-            entry = self._entries.get(src_seq)
-            self._entries.pop(dst_seq, None)
-            if entry is not None and entry.position < length:
-                self._entries[dst_seq] = entry
+            self._set(dst_seq, _without(self._entries.get(src_seq), length))
 
         return commit
 
@@ -334,16 +341,14 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
         def commit() -> None:
             self._pass = None
-            entry = self._entries.get(seq)
-            if entry is None or entry.position < begin:
-                return
-            if end is None or entry.position < end:
-                del self._entries[seq]
-            else:  # another sequence may share the entry, and stays where it is
-                moved = _Entry(entry.position - (end - begin), entry.length, entry.layers)
-                self._entries[seq] = moved
+            self._set(seq, _without(self._entries.get(seq), begin, end))
 
         return commit
+
+    def _set(self, seq: int, entry: _Entry | None) -> None:
+        self._entries.pop(seq, None)
+        if entry is not None:
+            self._entries[seq] = entry
 
     def resume_point(self, seq: int, position: int) -> int:
         """``position``: an encoder's output serves every later token."""
@@ -363,7 +368,8 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         check_whole("snapshot", "end", end)
         if end < begin:
             raise InvalidRangeError(f"snapshot: [{begin}, {end}); the range must satisfy 0 <= begin <= end")
-        if entry is None or not begin <= entry.position < end:
+        entry = _without(entry, end)
+        if entry is None or entry.position < begin:
             return EncoderSnapshot(begin, end, None, 0, {})
         return EncoderSnapshot(begin, end, entry.position, entry.length, dict(entry.layers))
 
@@ -384,9 +390,8 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
         def commit() -> None:
             self._pass = None
-            held = self._entries.get(seq)
-            if held is not None and held.position >= snapshot.begin:
-                del self._entries[seq]
+            self._layers |= snapshot.layers.keys()
+            self._set(seq, _without(self._entries.get(seq), snapshot.begin))
             if snapshot.position is not None and snapshot.position < end:
                 self._entries[seq] = _Entry(snapshot.position, snapshot.length, dict(snapshot.layers))
 
@@ -428,10 +433,22 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     @property
     def nbytes(self) -> int:
         """Bytes of all that is stored; what sequences share counts once."""
-        tensors = {
-            id(t): t.nbytes for e in self._entries.values() for pair in e.layers.values() for t in pair
-        }
+        entries, tensors = list(self._entries.values()), dict[int, int]()
+        for entry in entries:
+            tensors |= {id(t): t.nbytes for pair in entry.layers.values() for t in pair}
+            if entry.before is not None:
+                entries.append(entry.before)
         return sum(tensors.values())
+
+
+def _without(entry: _Entry | None, begin: int, end: int | None = None) -> _Entry | None:
+    """What stays of a sequence's outputs without the tokens ``[begin, end)``; others may share the entry."""
+    if entry is None or entry.position < begin:
+        return entry
+    before = _without(entry.before, begin, end)
+    if end is None or entry.position < end:
+        return before
+    return replace(entry, position=entry.position - (end - begin), before=before)
 
 
 def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]:

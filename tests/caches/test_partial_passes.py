@@ -478,6 +478,41 @@ def test_beside_other_caches_a_pass_that_has_yet_to_ask_for_a_state_lacks_it(bac
         assert cache.computed(0) == 2
 
 
+@pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.parametrize("layers", range(3))
+def test_an_item_that_a_failed_pass_left_out_leaves_the_output_of_the_one_before(
+    backend: ml.Backend, layers: int, restored: bool
+) -> None:
+    caches = [EncoderCache(), EncoderCache()]
+    with backend.new_context() as ctx:
+
+        def run(cache: EncoderCache, position: int, layers: int, value: float) -> None:
+            cache.start_forward(ctx, Batch([position], [0], multimodal=[(0, "an image")]))
+            for layer in range(layers):
+                cache.set_layer(layer)
+                output = ctx.full((2, 1, 4), value, ml.DType.F32)
+                cache.put(ctx, output, output)
+
+        for cache in caches:
+            cache.init(backend, ml.DType.F32, 2, 32, 16)
+        run(caches[0], 1, 2, 7.0)
+        assert caches[1].restore(0, caches[0].snapshot(0))  # its layers are known from it
+        cache = caches[restored]
+        held = cache.nbytes
+        for position in (4, 5):  # the second try does not follow the first
+            run(cache, position, layers, 8.0)
+        assert cache.nbytes == (held if layers in (0, 2) else 2 * held), "one whole, or the halves too"
+        assert cache.snapshot(0, 0, 3).position == (None if layers == 2 else 1)
+        cache.copy_prefix(0, 1, 3)
+        cache.remove(0, 0, 1)
+        cache.remove(0, 3)
+        for seq in range(2):
+            assert cache.lacking(seq) is None
+            outputs = [cache.encoder_output(seq, layer) for layer in range(2)]
+            assert [o and o[0].to_numpy().max() for o in outputs] == ([None] if layers == 2 else [7.0]) * 2
+        assert cache.snapshot(0).position == (None if layers == 2 else 0)
+
+
 def test_tokens_of_an_item_count_as_computed_when_all_layers_have_its_output(backend: ml.Backend) -> None:
     cache = WrapperCache(CausalCache(), EncoderCache())
     cache.init(backend, ml.DType.F32, 2, 32, 16)
