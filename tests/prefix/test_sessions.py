@@ -65,6 +65,19 @@ def test_a_prefix_cache_that_an_exception_leaves_keeps_what_its_sessions_would(
     assert talk(cache, tiers=[store]).peek([*LONG, 90, 91]) == (19 if cache in STATEFUL else 20)
 
 
+@pytest.mark.parametrize("cache", [name for name in SOME if name not in STATEFUL])
+def test_a_prompt_evaluated_in_chunks_is_kept_where_an_exception_follows(talk: Talk, cache: str) -> None:
+    store = MemoryStore()
+    r = talk(cache, tiers=[store])
+    with pytest.raises(InjectedError), r.prefix:
+        session, done = r.prefix.begin(LONG), 0
+        for chunk in session.chunks(7):
+            r.evaluate(session.seq, LONG[:done], chunk)
+            done += len(chunk)
+        raise InjectedError
+    assert talk(cache, tiers=[store]).peek([*LONG, 90, 91]) == 20
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
