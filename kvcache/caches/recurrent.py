@@ -68,9 +68,11 @@ class RecurrentCache(
     always F32. ``conv_dtype`` is the dtype of the model's activations, and so of states that are declared
     without one (None: what ``init`` is given, F32 where that is not one plain dtype).
 
-    Every pass asks for all states, or gives them. One that is first used in a later pass is missing for the
-    tokens before it, and reading it for their sequences raises OrderError. With ``skips=True`` it is zero
-    instead, and passes may leave states out.
+    Every pass asks for all states, or gives them: ``states`` must name no layer that has none. One that is
+    first used in a later pass is missing for the tokens before it, and reading it for their sequences raises
+    OrderError. With ``skips=True`` it is zero instead. A pass that leaves out one that was used before
+    counts as one that failed with ``skips`` too: its states can be read, but ``computed(seq)`` stays, and no
+    snapshot is taken, until its tokens are taken back.
 
     **States inside a batch.** A recurrence leaves the state of a batch's end alone. A model that can give
     those of positions inside asks ``wanted_states``, cuts its scan there or computes the states of all
@@ -315,9 +317,18 @@ class RecurrentCache(
             raise OrderError(
                 f"{op}: a pass before this one failed, or left out states of sequence {seq}; "
                 f"call remove({seq}, {self._states.rows[seq].computed}), and evaluate the tokens from "
-                f"offset({seq}) on"
+                f"offset({seq}) on{self._never_used()}"
             )
         return found
+
+    def _never_used(self) -> str:
+        """What is wrong where states are declared of layers that have none: every pass leaves them out."""
+        for name, layer in self._states.never_used():
+            return (
+                f". No pass has used state {name!r:.40} of layer {layer}: if the layer has none, leave it "
+                "out of states=, which names only layers that have the state"
+            )
+        return ""
 
     def _state(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
         current, layer = self._started(op), self._layer if layer is None else layer

@@ -253,12 +253,14 @@ class StateBuffers:
     def __init__(self, slots: int, backend: ml.Backend | None = None) -> None:
         self.slots = slots
         self.tensors: dict[tuple[str, int], ml.Tensor] = {}
+        self.reserved: dict[tuple[str, int], ml.Tensor] = {}
+        """Those that only passes which reserve asked for: nothing is stored in them."""
         self._backend = backend
         self._held: dict[int, weakref.ref[HeldStates]] = {}
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.reserved.values()))
 
     def ensure(
         self, ctx: ml.Context, kind: str, layer: int, shape: tuple[int, ...], dtype: ml.DType
@@ -266,8 +268,17 @@ class StateBuffers:
         """The buffer of a layer, made of zeros when first asked for."""
         found = self.tensors.get((kind, layer))
         if found is None:
-            found = ctx.layer(layer).zeros((self.slots, *shape), dtype)
-            self.tensors[kind, layer] = found
+            found = self.reserve(ctx, kind, layer, shape, dtype)
+            self.tensors[kind, layer] = self.reserved.pop((kind, layer))
+        return found
+
+    def reserve(
+        self, ctx: ml.Context, kind: str, layer: int, shape: tuple[int, ...], dtype: ml.DType
+    ) -> ml.Tensor:
+        """The memory of a layer's buffer, which no sequence has a state in before ``ensure``."""
+        found = self.tensors.get((kind, layer), self.reserved.get((kind, layer)))
+        if found is None:
+            found = self.reserved[kind, layer] = ctx.layer(layer).zeros((self.slots, *shape), dtype)
         return found
 
     # What snapshots and checkpoints hold.

@@ -31,8 +31,8 @@ class StateTable:
 
     A checkpoint is taken when a pass begins and ``interval`` tokens have gone by since the last one; the
     latest ``checkpoints`` of each sequence are kept. ``backend`` may be None where there are no sequences.
-    ``declared``: states, by name and layer, that every pass asks for before it is whole; None: a pass may
-    leave out what it does not need.
+    ``declared``: states, by name and layer, that every pass asks for before it is whole; None: one that is
+    first used later is zero before.
     """
 
     def __init__(
@@ -67,7 +67,12 @@ class StateTable:
         shape: tuple[int, ...],
         dtype: ml.DType,
     ) -> ml.Tensor:
-        """The slots of a layer's state. Where they are new, all tokens from before this pass lack it."""
+        """The slots of a layer's state. Where they are new, all tokens from before this pass lack it.
+
+        A pass that reserves stores nothing: the next one finds them new.
+        """
+        if current.reserve and not self._skips:
+            return self.buffers.reserve(ctx, *key, shape, dtype)
         is_new = key not in self.buffers.tensors
         found = self.buffers.ensure(ctx, *key, shape, dtype)
         if is_new and not self._skips:
@@ -232,6 +237,10 @@ class StateTable:
         if current.reserve or current.read_only:
             return True
         return current.asked >= self.buffers.tensors.keys() and current.asked >= self._declared
+
+    def never_used(self) -> list[tuple[str, int]]:
+        """The declared states that no pass has asked for."""
+        return sorted(self._declared - self.buffers.tensors.keys())
 
     def is_open(self, seq: int) -> bool:
         """Whether the pass under way has yet to be asked for states of a sequence.

@@ -152,6 +152,41 @@ def test_what_a_layer_declares_is_what_it_has(backend: ml.Backend, ctx: ml.Conte
             cache.deliver_states(ctx, name, states, [(0, 1), (1, 1)], 1)
 
 
+def test_a_declared_state_that_no_pass_uses_is_named(backend: ml.Backend, ctx: ml.Context) -> None:
+    cache = RecurrentCache(states={layer: {"sum": StateSpec((1,), DType.F32)} for layer in range(2)})
+    cache.init(backend, DType.F32, 1, 16, 16)
+    for position in range(2):
+        cache.start_forward(ctx, Batch([position], [0]))
+        if position == 0:
+            cache.update_state(ctx, "sum", ctx.zeros((1, 1), DType.F32), 0)
+    with pytest.raises(OrderError, match=r"No pass has used state 'sum' of layer 1: .* out of states="):
+        cache.state(ctx, "sum", 0)
+
+
+def test_a_pass_that_reserves_a_state_takes_nothing_from_sequences_and_snapshots(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache = RecurrentCache(states={None: {"sum": StateSpec((1,), DType.F32)}})
+    cache.init(backend, DType.F32, 2, 16, 16)
+    one = ctx.full((1, 1), 1, DType.F32)
+    cache.start_forward(ctx, Batch([0], [0]))
+    cache.update_state(ctx, "sum", one, 0)
+    kept = cache.snapshot(0)
+    cache.start_forward(ctx, Batch([0], [1]), reserve=True)
+    nbytes = cache.nbytes
+    for layer in range(2):
+        cache.state(ctx, "sum", layer)
+    assert cache.nbytes == nbytes + 2 * 4
+    cache.start_forward(ctx, Batch([1], [0]))
+    assert cache.state(ctx, "sum", 0).to_numpy() == 1
+    assert cache.restore(1, kept)
+    assert (cache.computed(0), cache.computed(1)) == (2, 1)
+    cache.start_forward(ctx, Batch([1], [1]))
+    with pytest.raises(OrderError, match=r"call remove\(1, 0\)"):  # stored now, and the first token lacks it
+        cache.state(ctx, "sum", 1)
+    assert (cache.computed(0), cache.computed(1), cache.nbytes) == (0, 0, nbytes + 2 * 4)
+
+
 def test_declared_states_are_part_of_the_settings() -> None:
     """What two caches must agree in to share pages; those of two shapes alone say what they always said."""
     found = []
