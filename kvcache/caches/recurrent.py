@@ -336,8 +336,11 @@ class RecurrentCache(
         assert spec.dtype is not None
         shape, dtype = spec.shape, spec.dtype
         buffers, count = self._states.buffers, len(current.tokens)
-        buffer = self._states.buffer(ctx, (name, layer), current, shape, dtype)
-        current.asked.add((name, layer))
+        key = name, layer
+        buffer = buffers.tensors.get(key)
+        if buffer is None:
+            buffer = self._states.buffer(ctx, key, current, shape, dtype)
+        current.asked.add(key)
         if current.reserve:  # allocated and touched, but what sequences hold is not at hand
             return ctx.layer(layer).zeros((count, *shape), dtype)
         if current.read_only:
