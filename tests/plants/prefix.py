@@ -182,7 +182,7 @@ BUGS: dict[str, list[Bug]] = {
          lambda f, self, last, whole=True, counts=True: f(self, last, whole, False)),
         ("prefix.alphabet:Alphabet.tenant_of", "what_everyone_shares",
          lambda f, self, ids: (f(self, ids)[0], 0)),
-        ("prefix.prefix_tree:_tenant", "a_tenant_over_its_budget", always("")),
+        ("prefix.prefix_tree:tenant_of", "a_tenant_over_its_budget", always("")),
         ("prefix.tenant_budget:TenantQueue.over", "a_tenant_over_its_budget",
          lambda f, self: (found := f(self)) and (self.first(), found[1])),
         ("prefix.tenant_budget:TenantQueue.fits", "what_a_tenant_may_never_have", always(True)),
