@@ -128,9 +128,9 @@ class KVStore(Protocol):
     def write(self, ctx: Context, start: int, count: int, key: Tensor, value: Tensor) -> bool:
         """Rows ``[start, start + count)`` of both become ``key`` and ``value``, converted as by ``copy``.
 
-        False, and nothing written, where this is not the plain case: shapes that differ, dtypes that are
-        no floats, rows out of range, a tensor of elsewhere, a source in the memory that is written, a
-        closed context. The caller then takes the general way, which does it or says what is wrong.
+        False, and nothing written, where this is not the plain case: other shapes, dtypes that are no floats,
+        rows out of range, a tensor of elsewhere, a source in the memory that is written, a closed context.
+        The caller then takes the general way, which does it or says what is wrong.
         """
 
     def read(self, ctx: Context, start: int, count: int) -> tuple[Tensor, Tensor] | None:

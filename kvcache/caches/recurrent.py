@@ -311,8 +311,8 @@ class RecurrentCache(
         self._update(ctx, "set_recurrent_state", "recurrent", t, layer)
 
     def _read(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
-        found, current = self._state(ctx, op, name, layer), self._started(op)
-        if current.behind and not current.reserve:
+        found, current = self._state(ctx, op, name, layer), self._pass
+        if current is not None and current.behind and not current.reserve:
             seq = current.behind[0]
             raise OrderError(
                 f"{op}: a pass before this one failed, or left out states of sequence {seq}; "

@@ -407,7 +407,8 @@ class StoreTier:
     ) -> A | None:
         """What a call of a store answers; None where it fails, or the store was out of reach a moment ago.
 
-        All calls go through here, right when they are made: the one that tries again has to say how it went.
+        Right when the call is made: the one that tries a store again has to say how it went. Only a probe,
+        a reader and the dropping of an entry do without.
         """
         if not self.outages.asks(store, way):
             return None
