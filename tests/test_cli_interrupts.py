@@ -252,3 +252,22 @@ def test_conformance_ends_its_pytest_too(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (130, "kvcache: interrupted before the first test\n")
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "path",
+    [
+        "ml.base.backend:Storage",
+        "kvcache.snapshots.snapshot:InCache",
+        "kvcache.stores.reading:FileReader",
+        "kvcache.stores.index:Index",
+        "kvcache.stores.folder:Folder",
+        "backends.mlx.storage:MlxStorage",
+        "kvcache.integrations.mlx_lm.rows:BatchRows",
+    ],
+)
+def test_what_an_interrupt_leaves_without_its_fields_is_dropped_without_a_word(path: str) -> None:
+    module, name = path.split(":")
+    owner = getattr(pytest.importorskip(module), name)
+    owner.__new__(owner)

@@ -64,7 +64,8 @@ class MlxStorage(Storage):
 
     def __del__(self) -> None:
         super().__del__()
-        self.work.storages.pop(id(self), None)
+        if hasattr(self, "work"):  # an interrupt may come before __init__ is done
+            self.work.storages.pop(id(self), None)
 
     @classmethod
     def around(cls, backend: BaseBackend, work: MlxWork, array: Any, raw: bool = True) -> Self:

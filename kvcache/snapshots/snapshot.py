@@ -121,7 +121,8 @@ class InCache:
         self.pin: Pin = table.pin(cells)
 
     def __del__(self) -> None:
-        self.table.drop_pin(self.pin)
+        if hasattr(self, "pin"):  # an interrupt may come before __init__ is done
+            self.table.drop_pin(self.pin)
 
     @property
     def nbytes(self) -> int:

@@ -46,7 +46,8 @@ class Storage:
             backend.allocations[id(self)] = (device, nbytes)
 
     def __del__(self) -> None:
-        self.backend.allocations.pop(id(self), None)
+        if hasattr(self, "backend"):  # an interrupt may come before __init__ begins
+            self.backend.allocations.pop(id(self), None)
 
 
 class BaseBackend(ABC):

@@ -68,7 +68,7 @@ class BatchRows:
         self.before = [0]
 
     def __del__(self) -> None:
-        for held in self.held:
+        for held in getattr(self, "held", ()):  # an interrupt may come before __init__ begins
             held.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchRows:
