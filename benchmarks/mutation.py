@@ -78,7 +78,7 @@ AREAS = {
     "FileStore": Area(
         tuple(
             f"kvcache/stores/{name}.py"
-            for name in ("file", "folder", "index", "in_flight", "entries", "catalog")
+            for name in ("file", "folder", "index", "closing", "entries", "catalog")
         ),
         (
             *(f"tests/test_stores_{name}.py" for name in ("index", "files", "files_failing", "faults")),

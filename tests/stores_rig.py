@@ -162,7 +162,7 @@ class MooncakePlace(Place):
         self.native.remove_by_regex(f"^{self.prefix}:.*", True)
 
     def change(self, store: Any, key: str, change: Change, last: bool = False) -> int:
-        from kvcache.stores.mooncake.frame import HEADER
+        from kvcache.stores.mooncake.transfer import HEADER
 
         data = bytearray(self.native.get(store._name(key)))
         body = data[HEADER:]

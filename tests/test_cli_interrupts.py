@@ -260,7 +260,7 @@ def test_conformance_ends_its_pytest_too(tmp_path: Path) -> None:
     [
         "ml.base.backend:Storage",
         "kvcache.snapshots.snapshot:InCache",
-        "kvcache.stores.reading:FileReader",
+        "kvcache.stores.streams:FileReader",
         "kvcache.stores.index:Index",
         "kvcache.stores.folder:Folder",
         "backends.mlx.storage:MlxStorage",

@@ -11,7 +11,7 @@ import pytest
 
 from kvcache.stores.digests import Digests
 from kvcache.stores.manifest import Manifest
-from kvcache.stores.mooncake.frame import HEADER, Digest
+from kvcache.stores.mooncake.transfer import HEADER, FramedDigest
 
 pytest.importorskip("valkey", reason="the package valkey is not installed: pip install 'ml-kvcache[valkey]'")
 
@@ -82,7 +82,7 @@ def test_stores_that_digest_otherwise_do_not_see_one_another() -> None:
 def test_the_header_says_whose_bytes_follow_and_how_many() -> None:
     headers = []
     for key, data in (("a", b"xy"), ("b", b"xy"), ("a", b"xz"), ("a", b"x"), ("a", b"")):
-        digest = Digest(Digests("MooncakeStore", "mooncake"), key, len(data))
+        digest = FramedDigest(Digests("MooncakeStore", "mooncake"), key, len(data))
         digest.update(data)
         headers.append(digest.header())
     assert len(set(headers)) == 5

@@ -23,9 +23,9 @@ from kvcache.stores import (
 )
 from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.connecting import LIMITS, set_limits
-from kvcache.stores.mooncake.frame import HEADER
 from kvcache.stores.mooncake.outage import Outage
 from kvcache.stores.mooncake.staging import Staging
+from kvcache.stores.mooncake.transfer import HEADER
 from kvcache.testing.servers import wait_until
 from kvcache.testing.stores import content, read
 

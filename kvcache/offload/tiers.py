@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 import ml
-from kvcache.offload.break_even import BreakEven, Decision
+from kvcache.offload.break_even import BreakEven
 from kvcache.offload.buffer_pool import Lender, Loan
 from kvcache.offload.outages import READING, WRITING, Outages
 from kvcache.stores.buffers import WritableBuffer
@@ -246,7 +246,7 @@ class StoreTier:
                 best = max(best, found)
             else:
                 there = max(there, found)
-                _tell_decision(store, decision)
+                log.debug("not fetched from %r, as computing is faster: %s", store, decision)
             if self.break_even.note(store, decision):
                 self._start_probe(store, chain, floor, limit, divisible)
         return LookUp(best, max(0, there - best))
@@ -478,16 +478,6 @@ class _TimedReader:
 
     def close(self) -> None:
         self._reader.close()
-
-
-def _tell_decision(store: SnapshotStore, decision: Decision) -> None:
-    log.debug(
-        "%d tokens are not fetched from %r: computing them takes %.3f s, and fetching them %.3f s",
-        decision.tokens,
-        store,
-        decision.computing,
-        decision.fetching,
-    )
 
 
 def _drop(store: SnapshotStore, key: str) -> None:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,6 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "EventBatch",
-    "Kept",
     "encode",
 ]
 
@@ -97,14 +96,6 @@ def _fields(event: Event) -> dict[str, Any]:
     if found.get("extra_keys", 0) is None:
         del found["extra_keys"]
     return {"type": type(event).__name__, **found}
-
-
-class Kept(Protocol):
-    """What a node keeps, as far as events tell it."""
-
-    @property
-    def media(self) -> frozenset[str]:
-        """Where it is: some of DEVICE, HOST and STORAGE."""
 
 
 @dataclass(slots=True)
@@ -182,7 +173,7 @@ class BlockEvents:
                     before.setdefault(medium, set()).update(hashes)
         now: dict[str, set[str]] = {}
         stored: list[Event] = []
-        for node in sorted((node for node in nodes if _top(node) is root), key=_end):
+        for node in sorted((node for node in nodes if _top(node) is root), key=lambda node: node.end):
             if node is root:
                 continue
             known = self._blocks_of(node)
@@ -285,16 +276,9 @@ class BlockEvents:
         return [None] * len(known.hashes)
 
 
-_NOWHERE: frozenset[str] = frozenset()
-
-
 def _media_of(node: Node[Any]) -> frozenset[str]:
-    kept: Kept | None = node.data
-    return _NOWHERE if kept is None else kept.media
-
-
-def _end(node: Node[Any]) -> int:
-    return node.end
+    """Where what a node keeps is: some of DEVICE, HOST and STORAGE."""
+    return node.data.media if node.data is not None else frozenset()
 
 
 def _top(node: Node[Any]) -> Node[Any]:

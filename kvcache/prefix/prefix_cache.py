@@ -31,6 +31,7 @@ from kvcache.cache import (
     SupportsOffset,
     check_whole,
 )
+from kvcache.caches.wrapper import unwrapped
 from kvcache.offload.break_even import BreakEven
 from kvcache.offload.prefetch import Prefetch, Prefetcher
 from kvcache.offload.tiers import HostTier, StoreTier
@@ -40,7 +41,6 @@ from kvcache.prefix.events import BlockEvents, EventBatch
 from kvcache.prefix.eviction_policy import PrefixEvictionPolicy, policy_of
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.open_sessions import OpenSessions
-from kvcache.prefix.ownership import check_empty, check_unowned, disown, own
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.retention import Retention, check_retention
 from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
@@ -58,6 +58,9 @@ from kvcache.stores.sizes import parse_bytes
 __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError"]
 
 log = logging.getLogger("kvcache")
+
+_OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""By cache; of a wrapper, those that it wraps. One that is gone without ``close`` owns nothing."""
 
 
 class PrefixCache(Closing):
@@ -148,7 +151,7 @@ class PrefixCache(Closing):
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
         cache.on_pressure = self.evictor.relieve
-        own(cache, self._open)
+        _OWNERS.update(dict.fromkeys(unwrapped(cache), weakref.ref(self._open)))
 
     def __repr__(self) -> str:
         if self._closed:
@@ -320,7 +323,8 @@ class PrefixCache(Closing):
     def _let_go(self) -> None:
         self._closed = True
         self.cache.on_pressure = None
-        disown(self.cache)
+        for part in unwrapped(self.cache):
+            _OWNERS.pop(part, None)
 
     @property
     def closed(self) -> bool:
@@ -510,3 +514,26 @@ def _sorted_tiers(
             store.close()
         raise
     return (hosts[0] if hosts else None), stores, opened
+
+
+def check_unowned(cache: Any) -> None:
+    """Two that use the same sequences would empty each other's sessions: refuse the second."""
+    for part in unwrapped(cache):
+        ref = _OWNERS.get(part)
+        owner = None if ref is None else ref()
+        if owner is not None:
+            raise InvalidRangeError(
+                f"PrefixCache: another PrefixCache, with {len(owner.sessions)} open sessions, uses this "
+                f"{type(part).__name__} and all its sequences; close that one first, or begin sessions there"
+            )
+
+
+def check_empty(cache: SupportsOffset, sequences: int) -> None:
+    """Sessions begin by emptying their sequence: refuse a cache with somebody's tokens."""
+    for seq in range(sequences):
+        length = cache.offset(seq)
+        if length:
+            raise InvalidRangeError(
+                f"PrefixCache: sequence {seq} holds tokens up to position {length - 1}; a PrefixCache takes "
+                f"an empty cache and uses all its sequences: call remove({seq}, 0) first"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -82,30 +82,6 @@ class Lookup:
     """Tokens by where they came from, as PrefixStats names them."""
 
 
-class SessionOwner(Protocol):
-    """What a session asks of those that share the cache with it."""
-
-    alphabet: Alphabet
-
-    def computed(self, seq: int) -> int:
-        """How many tokens of a sequence are evaluated, in all layers."""
-
-    def next_snapshot(self, seq: int) -> int | None:
-        """Where a batch of the sequence should end; None: anywhere."""
-
-    def rolled_back(self, seq: int) -> int | None:
-        """The lowest position that was taken out of the cache since the last call."""
-
-    def rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:
-        """Make the sequence hold ``ids``, of which it has the first ``trusted``; returns how far it does."""
-
-    def keep(self, session: Session) -> None:
-        """Let others start from the snapshots that were taken."""
-
-    def end(self, session: Session, keep: bool, upto: int | None) -> None:
-        """Give the sequence back; with ``keep`` the first ``upto`` tokens (None: all) stay for others."""
-
-
 class Session:
     """One conversation in the cache: ``seq`` is its sequence, ``cached`` the number of tokens it starts with.
 
@@ -121,9 +97,11 @@ class Session:
     """
 
     def __init__(
-        self, owner: SessionOwner, seq: int, tokens: np.ndarray, cached: int, tenant: Tenant = EVERYONE
+        self, owner: Any, seq: int, tokens: np.ndarray, cached: int, tenant: Tenant = EVERYONE
     ) -> None:
+        """``owner``: the OpenSessions that share the cache with it."""
         self._owner = owner
+        self._alphabet: Alphabet = owner.alphabet
         self.tenant = tenant
         self.seq = seq
         self.cached = cached
@@ -151,12 +129,12 @@ class Session:
     @property
     def tokens(self) -> list[int | bytes]:
         """The prompt, and all that was added."""
-        return [*self._owner.alphabet.decode(self._tokens), *self._more]
+        return [*self._alphabet.decode(self._tokens), *self._more]
 
     @property
     def remaining(self) -> list[int | bytes]:
         """The prompt's tokens that are still to be evaluated: those from position ``cached`` on."""
-        return self._owner.alphabet.decode(self._tokens[self.cached : self._prompt])
+        return self._alphabet.decode(self._tokens[self.cached : self._prompt])
 
     def chunks(self, size: int) -> Iterator[list[int | bytes]]:
         """``remaining`` in parts of at most ``size``, which end where a snapshot is due.
@@ -173,15 +151,14 @@ class Session:
             due = self._owner.next_snapshot(self.seq)
             if due is not None and at < due < stop:
                 stop = due
-            yield self._owner.alphabet.decode(self._tokens[at:stop])
+            yield self._alphabet.decode(self._tokens[at:stop])
             at = stop
         self._evaluated()
 
     def extend(self, tokens: Tokens) -> None:
         """Add tokens behind the prompt: those that were generated, or a further turn."""
         self._check("extend")
-        alphabet = self._owner.alphabet
-        more = alphabet.decode(alphabet.encode(tokens))
+        more = self._alphabet.decode(self._alphabet.encode(tokens))
         self._evaluated()
         self._more += more
 
@@ -265,7 +242,7 @@ class Session:
     def encoded(self) -> np.ndarray:
         """All tokens, as the radix tree has them."""
         if self._more:
-            more = self._owner.alphabet.encode(self._more, self.tenant, int(self._tokens.size))
+            more = self._alphabet.encode(self._more, self.tenant, int(self._tokens.size))
             self._tokens, self._more = np.concatenate((self._tokens, more)), []
         return self._tokens
 

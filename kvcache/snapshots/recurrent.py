@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
-import ml
 from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError
 from kvcache.snapshots.schedule import SnapshotSchedule
-from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, check_inside
+from kvcache.snapshots.snapshot import RecurrentSnapshot, check_inside
 from kvcache.storage.state_slots import Checkpoint, HeldStates, StateRow, States
 from kvcache.storage.state_specs import StateSpecs
 from kvcache.storage.state_table import StateTable, state_lost
 
 __all__ = ["StateSnapshots"]
-
-
-class TakesSnapshots(Protocol):
-    """What is asked of the cache of the attention layers."""
-
-    @property
-    def backend(self) -> ml.Backend: ...
-    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> AttentionSnapshot: ...
-    def prepare_restore_snapshot(
-        self, seq: int, snapshot: AttentionSnapshot, target: int | None = None
-    ) -> Callable[[], None] | None: ...
-    def merge(self, parent: AttentionSnapshot | None, child: AttentionSnapshot) -> AttentionSnapshot: ...
 
 
 class StateSnapshots:
@@ -37,7 +24,8 @@ class StateSnapshots:
 
     kind = RecurrentSnapshot
 
-    def __init__(self, attention: TakesSnapshots) -> None:
+    def __init__(self, attention: Any) -> None:
+        """``attention``: the cache of the attention layers."""
         self.attention = attention
         self.schedule: SnapshotSchedule[RecurrentSnapshot] = SnapshotSchedule()
         self.states = StateTable(0)

@@ -192,8 +192,7 @@ class AttentionSnapshot:
         self.source = content if isinstance(content, InCache) else None
         self._layers: Layers = {} if isinstance(content, InCache) else content
 
-    def __repr__(self) -> str:
-        return _shown(self)
+    __repr__ = _shown
 
     @property
     def layers(self) -> Layers:
@@ -204,9 +203,7 @@ class AttentionSnapshot:
     def in_cache(self) -> bool:
         return self.source is not None
 
-    @property
-    def holds_cells(self) -> bool:
-        return self.source is not None
+    holds_cells = in_cache
 
     @property
     def frees_cells(self) -> bool:
@@ -269,8 +266,7 @@ class RecurrentSnapshot:
         self.attention = attention
         self.state = states if isinstance(states, HeldStates) else HeldStates(states)
 
-    def __repr__(self) -> str:
-        return _shown(self)
+    __repr__ = _shown
 
     @property
     def states(self) -> States:
@@ -327,8 +323,7 @@ class EncoderSnapshot:
     length: int
     layers: Mapping[int, tuple[ml.Tensor, ml.Tensor]]
 
-    def __repr__(self) -> str:
-        return _shown(self)
+    __repr__ = _shown
 
     @property
     def nbytes(self) -> int:
@@ -338,13 +333,7 @@ class EncoderSnapshot:
     def in_cache(self) -> bool:
         return False
 
-    @property
-    def holds_cells(self) -> bool:
-        return False
-
-    @property
-    def frees_cells(self) -> bool:
-        return False
+    holds_cells = frees_cells = in_cache
 
     @property
     def divisible(self) -> bool:
@@ -365,8 +354,7 @@ class WrapperSnapshot:
     end: int
     parts: tuple[Snapshot, ...]
 
-    def __repr__(self) -> str:
-        return _shown(self)
+    __repr__ = _shown
 
     @property
     def nbytes(self) -> int:

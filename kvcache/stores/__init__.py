@@ -25,8 +25,14 @@ from kvcache.stores.memory import MemoryStore
 from kvcache.stores.options import parse_bytes
 from kvcache.stores.plugins import open_store
 from kvcache.stores.protocol import SnapshotStore, Stat, Usage, check_budget, check_key
-from kvcache.stores.serialized_snapshot import SNAPSHOT_FORMAT, SerializedSnapshot, pack, unpack
-from kvcache.stores.snapshots import get_snapshot, put_snapshot
+from kvcache.stores.serialized_snapshot import (
+    SNAPSHOT_FORMAT,
+    SerializedSnapshot,
+    get_snapshot,
+    pack,
+    put_snapshot,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from kvcache.stores.file import FileStore

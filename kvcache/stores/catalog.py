@@ -14,11 +14,11 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from kvcache.stores.errors import is_read_only
 from kvcache.stores.folder import Folder
 from kvcache.stores.index import Index, IndexDamagedError, Row, State, boot_id
 from kvcache.stores.lockfile import HeldLock
 from kvcache.stores.manifest import DATA, MANIFEST, TEMPORARY, is_stem
-from kvcache.stores.system import is_read_only
 
 __all__ = ["Catalog"]
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable
 from kvcache.stores.catalog import Catalog
-from kvcache.stores.closing import Closing
+from kvcache.stores.closing import Closing, InFlightCalls
 from kvcache.stores.digests import XXH3, Digests, check_digest
 from kvcache.stores.entries import BrokenEntryError, Entries
 from kvcache.stores.errors import (
@@ -26,15 +26,14 @@ from kvcache.stores.errors import (
     StoreFullError,
     StoreReadOnlyError,
     StoreUnavailableError,
+    is_read_only,
+    translated,
 )
 from kvcache.stores.folder import Folder
-from kvcache.stores.in_flight import InFlightCalls
 from kvcache.stores.lockfile import HeldLock
 from kvcache.stores.manifest import DATA, MANIFEST, Naming
 from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys
-from kvcache.stores.reading import FileReader
-from kvcache.stores.streams import write_all, write_digested
-from kvcache.stores.system import is_read_only, translated
+from kvcache.stores.streams import FileReader, write_all, write_digested
 
 __all__ = ["FileStore"]
 

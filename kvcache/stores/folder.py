@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from kvcache.stores.errors import is_read_only, translated
 from kvcache.stores.lockfile import LOCK, SAFE, STORE_FORMAT, HeldLock, LockFile, fcntl
 from kvcache.stores.manifest import DATA, MANIFEST, TEMPORARY
 from kvcache.stores.protocol import is_key
-from kvcache.stores.system import is_read_only, translated
 
 __all__ = ["INDEX", "LOCK", "PAGES", "STORE_FORMAT", "WRITING", "Folder"]
 

@@ -22,9 +22,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from kvcache.stores.errors import StoreUnavailableError
+from kvcache.stores.errors import StoreUnavailableError, is_read_only
 from kvcache.stores.manifest import is_stem
-from kvcache.stores.system import is_read_only
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 

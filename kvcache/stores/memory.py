@@ -14,7 +14,7 @@ from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable
 from kvcache.stores.closing import Closing
 from kvcache.stores.errors import StoreClosedError, StoreFullError
 from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys
-from kvcache.stores.reading import writable_bytes
+from kvcache.stores.streams import writable_bytes
 
 __all__ = ["MemoryStore"]
 

@@ -12,6 +12,7 @@ Source: https://huggingface.co/docs/safetensors (format). ``safetensors`` reads 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -25,8 +26,8 @@ import numpy as np
 
 from kvcache.stores import strict_json
 from kvcache.stores.buffers import Buffer, as_bytes
-from kvcache.stores.errors import SnapshotCorruptError
-from kvcache.stores.protocol import Reader
+from kvcache.stores.errors import SnapshotCorruptError, StoreError, StoreValueError
+from kvcache.stores.protocol import Reader, SnapshotStore
 from ml import DType, ShapeError
 from ml.dtypes import STORAGE_DTYPES
 
@@ -37,7 +38,9 @@ __all__ = [
     "Place",
     "SerializedSnapshot",
     "digest_of_snapshot",
+    "get_snapshot",
     "pack",
+    "put_snapshot",
     "read_outline",
     "unpack",
 ]
@@ -141,6 +144,40 @@ def digest_of_snapshot(snapshot: SerializedSnapshot) -> str:
         digest.update(strict_json.encode([name, array.dtype.name, list(array.shape)]).encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def put_snapshot(store: SnapshotStore, key: str, snapshot: SerializedSnapshot) -> bool:
+    """``store.put`` of the snapshot's bytes; the arrays are not copied before the store does."""
+    return store.put(key, pack(snapshot))
+
+
+def get_snapshot(store: SnapshotStore, key: str) -> SerializedSnapshot | None:
+    """The snapshot of ``key``, in memory of its own; None: a miss.
+
+    The first array is aligned to 64 bytes. Raises SnapshotCorruptError where the entry is damaged or is no
+    serialized snapshot; the entry is then dropped.
+    """
+    (found,) = store.stat([key])
+    if found is None:
+        return None
+    buffer = _aligned(found.nbytes)
+    try:
+        if not store.get_into(key, buffer):
+            return None
+    except StoreValueError:
+        return None  # another entry of another size has taken its place in between
+    try:
+        return unpack(buffer)
+    except SnapshotCorruptError:
+        with contextlib.suppress(StoreError):
+            store.delete(key)
+        raise
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    room = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return room[start : start + nbytes]
 
 
 class Place(NamedTuple):

@@ -14,8 +14,6 @@ from kvcache.offload.tiers import LookUp
 from ..planting import KEPT, NOTHING, Bug, Put, after, always, like, named, prop, without
 from .several import one_more
 
-__all__ = ["BUGS"]
-
 
 def failures_not_caught(f: Any, self: Any, *args: Any) -> Any:
     return LookUp(max(named("offload.tiers:_longest")(store, *args) for store in self.stores), 0)
@@ -250,7 +248,7 @@ BUGS: dict[str, list[Bug]] = {
         ("offload.worker:OffloadWorker.drain", "close_waits_for_what_is_under_way", NOTHING),
     ],
     "tests/prefix/test_direct_load.py": [
-        ("stores.reading:FileReader._check", "damage_costs_the_pages", NOTHING),
+        ("stores.streams:FileReader._check", "damage_costs_the_pages", NOTHING),
         ("snapshots.reservation:CellReservation._clear", "damage_costs",
          lambda f, self, start: setattr(self, "_places", {})),
         ("storage.cell_table:CellTable.hold", "an_interrupted", like("storage.cell_table:CellTable.pin")),

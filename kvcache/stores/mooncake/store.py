@@ -1,6 +1,6 @@
 """A store in the pooled memory of hosts, through Mooncake Store.
 
-An entry is one object, with a header that holds its digest (:mod:`~kvcache.stores.mooncake.frame`). A put
+An entry is one object, with a header that holds its digest (:mod:`~kvcache.stores.mooncake.transfer`). A put
 opens a session with the master, which lets one writer in; writes through registered memory; and closes it,
 which makes the object exist. A get reads header and bytes and checks them. What does not hold is read once
 more, so that an eviction on the way is never taken for damage.
@@ -15,17 +15,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
+from kvcache.stores.closing import RemoteStore
 from kvcache.stores.digests import XXH3, Digests
 from kvcache.stores.errors import SnapshotCorruptError, StoreUnavailableError
 from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.connecting import connect, knock, replicated
-from kvcache.stores.mooncake.frame import HEADER, Digest
 from kvcache.stores.mooncake.options import MooncakeOptions
 from kvcache.stores.mooncake.outage import Outage
 from kvcache.stores.mooncake.staging import Staging
-from kvcache.stores.mooncake.transfer import EntryTransfer
+from kvcache.stores.mooncake.transfer import HEADER, EntryTransfer, FramedDigest
 from kvcache.stores.protocol import Stat, check_key
-from kvcache.stores.remote import RemoteStore
 
 __all__ = ["MooncakeStore"]
 
@@ -67,7 +66,7 @@ class MooncakeStore(RemoteStore):
         with self._call("put") as (client, staging), client.putting(self._name(key), HEADER + nbytes) as new:
             if new:
                 with staging.lent() as room:
-                    digest = Digest(self._digests, key, nbytes)
+                    digest = FramedDigest(self._digests, key, nbytes)
                     EntryTransfer(client, self._name(key), digest, room, staging.covers).send(views)
             return new
 
@@ -92,7 +91,7 @@ class MooncakeStore(RemoteStore):
                     continue
                 check_size("get_into", view, key, size - HEADER)
                 with staging.lent() as room:
-                    digest = Digest(self._digests, key, len(view))
+                    digest = FramedDigest(self._digests, key, len(view))
                     sound = EntryTransfer(client, name, digest, room, staging.covers).receive(view)
                 if sound is not False:
                     return sound is True

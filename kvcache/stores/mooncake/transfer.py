@@ -1,16 +1,46 @@
-"""One entry on its way: digested as it passes, through a registered buffer or from where it lies."""
+"""One entry on its way: digested as it passes, through a registered buffer or from where it lies.
+
+An entry has a header before its bytes: whose they are, how many, and their digest::
+
+    16 bytes     "kvcache.frame/1\n"
+     8 bytes     the length n of the entry, little-endian
+    16 bytes     xxh3_128 of the key, the length and the n bytes; or the first 16 of their blake3
+    24 bytes     zeros
+     n bytes     the entry
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from kvcache.stores.digests import Digests
 from kvcache.stores.mooncake.client import Client
-from kvcache.stores.mooncake.frame import HEADER, Digest
 from kvcache.stores.mooncake.staging import address
 
-__all__ = ["EntryTransfer"]
+__all__ = ["HEADER", "EntryTransfer", "FramedDigest"]
+
+_FORMAT = b"kvcache.frame/1\n"
+_LAYOUT = struct.Struct("<16sQ16s24x")
+HEADER = _LAYOUT.size
+
+
+class FramedDigest:
+    """A digest that knows whose it is: the bytes of one key are not those of another."""
+
+    def __init__(self, digests: Digests, key: str, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._digest = digests.start(key, nbytes)
+
+    def update(self, data: Any) -> None:
+        self._digest.update(data)
+
+    def header(self) -> bytes:
+        """The header of an entry of what was digested: HEADER bytes."""
+        return _LAYOUT.pack(_FORMAT, self._nbytes, self._digest.digest()[:16])
 
 
 class EntryTransfer:
@@ -24,7 +54,7 @@ class EntryTransfer:
         self,
         client: Client,
         name: str,
-        digest: Digest,
+        digest: FramedDigest,
         room: np.ndarray,
         covers: Callable[[memoryview], bool],
     ) -> None:

@@ -18,10 +18,10 @@ from typing import Any, Final
 from valkey.exceptions import InvalidResponse, ResponseError
 
 from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
+from kvcache.stores.closing import RemoteStore
 from kvcache.stores.digests import Digests
 from kvcache.stores.errors import SnapshotCorruptError, StoreFullError
 from kvcache.stores.protocol import Stat, Usage, check_key, check_keys, is_key
-from kvcache.stores.remote import RemoteStore
 from kvcache.stores.valkey.entries import SLACK, Entries, Found
 from kvcache.stores.valkey.link import Command, Link, Wire
 from kvcache.stores.valkey.manifest import CHUNK, ENTRY_FORMAT, MAX_BYTES, Broken, RemoteManifest, understood
