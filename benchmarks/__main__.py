@@ -17,18 +17,18 @@ from benchmarks import report
 from benchmarks.pages import DOCS
 from kvcache.testing.bench.timing import Foreign
 
-__all__ = ["main"]
-
-MODULES = {"put_get_torch": "put_get", "put_get_mlx": "put_get", "attention_mlx": "attention"}
+MODULES = {
+    "put_get_torch": "put_get", "put_get_mlx": "put_get", "tail": "put_get", "attention_mlx": "attention",
+}  # fmt: skip
 """Part -> module, where that is not named like it."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds; a glance, no result")
-    parser.add_argument("--part", action="append", choices=list(report.PARTS), help="only this; repeatable")
+    parser.add_argument("--part", action="append", choices=report.PARTS, help="only this; repeatable")
     parser.add_argument("--out", type=Path, default=DOCS / "benchmarks", help="where results go")
-    parser.add_argument("--run", choices=list(report.PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=report.PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
         _run(options.run, options.quick, options.out)
@@ -60,8 +60,9 @@ def _spawn(part: str, quick: bool) -> dict[str, Any] | None:
 def _run(part: str, quick: bool, target: Path) -> None:
     foreign, began = Foreign(), time.perf_counter()
     framework = "mlx" if part.endswith("mlx") else "torch"
+    module = importlib.import_module(f"benchmarks.{MODULES.get(part, part)}")
     rows = []
-    for row in importlib.import_module(f"benchmarks.{MODULES.get(part, part)}").run(quick, framework):
+    for row in (module.tail if part == "tail" else module.run)(quick, framework):
         rows.append(row)
         ratio = "" if row.ratio is None else f" {row.ratio:.2f}x"
         named = f"{row.group} | {row.measurement} | {row.contender}"

@@ -10,13 +10,11 @@ import numpy as np
 
 import ml
 import ml.nn
-from benchmarks.put_get import Framework, opened
+from benchmarks.put_get import DTYPES, GROUPS, Framework, opened
 from benchmarks.report import Row, rows_of
-from benchmarks.shapes import DIM, DTYPES, GROUPS, HEADS
 from kvcache import Batch, CausalCache
+from kvcache.testing.bench.decoding import DIM, HEADS
 from kvcache.testing.bench.timing import Contender
-
-__all__ = ["ROOM", "SCALE", "Filled", "filled", "run"]
 
 SCALE = DIM**-0.5
 SEQUENCES, EACH = 8, 4096

@@ -11,8 +11,6 @@ from kvcache import CausalCache
 from ml.nn import generic_attention, generic_partial_attention
 from ml.testing.ragged import ragged_reference
 
-__all__ = ["CountingBackend", "CountingRaggedBackend"]
-
 _WRITES = ("write_from", "_scatter")
 _OPERATIONS = (
     *_WRITES, "_gather", "_concat", "_repeat", "_cast", "_binary", "_unary", "_scale", "_clamp", "_matmul",

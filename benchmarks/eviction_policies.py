@@ -30,8 +30,6 @@ from benchmarks.scale_traffic import Traffic, requests
 from kvcache.prefix.eviction_policy import GDSF, LRU, PrefixEvictionPolicy, Use
 from kvcache.testing.bench.timing import machine
 
-__all__ = ["LFU", "POLICIES", "Found", "furthest", "main", "run", "synthetic", "trace"]
-
 BLOCK = 512
 _DOUBLED = 32768 // BLOCK
 console = Console(width=120)

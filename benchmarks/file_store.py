@@ -24,8 +24,6 @@ from kvcache.stores import FileStore
 from kvcache.stores.manifest import DATA, MANIFEST, Manifest
 from kvcache.testing.bench.timing import machine
 
-__all__ = ["main"]
-
 NBYTES = 1000
 """Of each entry."""
 USED = 20_000

@@ -18,8 +18,6 @@ import ml
 from kvcache import Batch, CausalCache
 from kvcache.testing.bench.timing import machine
 
-__all__ = ["main"]
-
 HEADS, KV, DIM = 8, 2, 64
 CONFIGS = {
     "all cells": ml.CacheConfig(fixed_shapes=True, mask_dtype=ml.DType.F16),

@@ -7,8 +7,6 @@ from pathlib import Path
 from benchmarks import two_hosts_report
 from benchmarks.pages import DOCS
 
-__all__ = ["FILE", "drawn", "write"]
-
 FILE = DOCS / "first-token.svg"
 MODEL = "random Llama of 0.3 billion parameters, one CPU core"
 WIDTH, ROW, TOP, LEFT, RIGHT = 640, 58, 74, 16, 110

@@ -21,8 +21,6 @@ from kvcache import Batch
 from kvcache.runner import cache_bytes, load_config, load_model
 from kvcache.testing.bench.timing import Contender, interleave, machine
 
-__all__ = ["main"]
-
 PART, ROOM = 512, 64
 DEEPSEEK: dict[str, Any] = {
     **SMALL, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "hidden_size": 512,

@@ -20,8 +20,6 @@ from pathlib import Path
 
 import ml
 
-__all__ = ["main"]
-
 WAITS = 3.0
 LIMIT = 90.0
 RANK = """

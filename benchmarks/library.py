@@ -22,8 +22,6 @@ from kvcache.stores.valkey import link
 from kvcache.stores.valkey.replies import BLOCK, Replies
 from kvcache.testing.servers import ValkeyServer
 
-__all__ = ["read_by_library"]
-
 _NONE = object()
 _MOST = 1 << 23
 """Bytes that may come before a reply is whole: more than any that the store asks for."""

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import ml
 from benchmarks.report import Row
-from benchmarks.shapes import DIM, HEADS
 from kvcache import Batch, CausalCache
-
-__all__ = ["peak", "reset_peak", "resident", "run"]
+from kvcache.testing.bench.decoding import DIM, HEADS
 
 LAYERS, CAPACITY, CHUNK = 8, 16384, 512
 

@@ -22,8 +22,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvcache.integrations.mlx_lm import CachePool
 from kvcache.testing.bench.timing import Contender, interleave, machine
 
-__all__ = ["main"]
-
 STEPS = 16
 """Tokens of a round."""
 

@@ -11,8 +11,6 @@ import numpy as np
 from kvcache.runner.loading import load_config
 from kvcache.runner.models.families import expected_shapes
 
-__all__ = ["RANDOM", "SMALL", "random_model"]
-
 RANDOM: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8192, "hidden_size": 1024,
     "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -39,3 +37,26 @@ def random_model(folder: Path, config: dict[str, Any], spread: float = 0.02) -> 
         weights[name] = plain.astype(np.float16)
     save_file(weights, folder / "model.safetensors")
     return folder
+
+
+class RandomWeights:
+    """The same numbers in every process, made as they are asked for."""
+
+    def __init__(self, shapes: Any) -> None:
+        self._shapes = shapes
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        random = np.random.default_rng(list(name.encode()))
+        return random.standard_normal(self._shapes[name], np.float32) * np.float32(0.02)
+
+
+def transformers_llama(**config: Any) -> Any:
+    """transformers' Llama of this shape, with the same random weights every time."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**config)).eval()

@@ -21,8 +21,6 @@ from benchmarks.memory import peak, reset_peak, resident
 from kvcache import Batch, CausalCache
 from ml import nn
 
-__all__ = ["main"]
-
 LAYERS, TOKENS, HEADS, DIM, MAX_BATCH = 8, 8192, 2, 128, 512
 
 

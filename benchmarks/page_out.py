@@ -20,8 +20,6 @@ from kvcache import Batch, CausalCache, HostTier, PrefixCache, RecurrentCache
 from kvcache.testing.bench.timing import Contender, Trial, interleave, machine
 from ml import DType
 
-__all__ = ["main"]
-
 LAYERS, HEADS, DIM = 4, 8, 128
 STATES, STATE = 12, (16, 128, 128)
 """Recurrent layers, and the shape of one's state."""

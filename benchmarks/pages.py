@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DOCS", "axes_of", "filled", "legend", "load", "save", "svg", "table"]
-
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 _WIDTH = 240
 _DIGITS = 6
@@ -55,9 +53,24 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
 
 
+def show(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a Markdown table, each row as soon as it is there."""
+    print(table(head, ()), flush=True)
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
 def filled(text: str, tables: Mapping[str, str]) -> str:
-    """A page with what is between its marks written anew. KeyError for a mark that no table has."""
-    return _MARK.sub(lambda mark: f"{mark[1]}\n{tables[mark[2]]}\n\n{mark[3]}", text)
+    """A page with what is between its marks written anew; marks that ``tables`` does not name stay."""
+
+    def written(mark: re.Match[str]) -> str:
+        return f"{mark[1]}\n{tables[mark[2]]}\n\n{mark[3]}" if mark[2] in tables else mark[0]
+
+    return _MARK.sub(written, text)
+
+
+def fill(page: Path, tables: Mapping[str, str]) -> None:
+    page.write_text(filled(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 def axes_of(size: tuple[float, float], count: int = 1) -> Any:

@@ -26,8 +26,6 @@ from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations import mlx_lm as integration
 from kvcache.integrations.mlx_lm.layers import flat
 
-__all__ = ["ours", "prepared", "theirs"]
-
 _used: Counter[str] = Counter()
 _modules: list[ModuleType] = []
 _pools: dict[Any, integration.CachePool] = {}

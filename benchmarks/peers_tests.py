@@ -24,8 +24,6 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer, decoders, models
 
-__all__ = ["SHAPE", "Peer", "load", "main", "named", "run", "tokenizer"]
-
 KINDS = ("passed", "failed", "not ours")
 """Always counted; "skipped", "alike" and "theirs too" where they occur."""
 

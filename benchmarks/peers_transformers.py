@@ -26,8 +26,6 @@ from benchmarks.peers_tests import SHAPE, load, named, tokenizer
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers import HFCache, HFStaticCache, install
 
-__all__ = ["ours", "prepared", "theirs"]
-
 _used: Counter[str] = Counter()
 _modules: list[ModuleType] = []
 _layers: list[Any] = []

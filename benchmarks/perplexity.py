@@ -27,8 +27,6 @@ from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.loading import load_config
 from kvcache.testing.bench.timing import machine
 
-__all__ = ["perplexity", "windows"]
-
 FORMATS = (
     "F32", "F16", "BF16", "Q8_0", "ROTATED_Q8_0", "AFFINE8_32", "F8_E4M3", "Q8_0/Q4_0", "Q8_0/AFFINE4_32",
     "Q4_0/Q8_0", "AFFINE4_32", "ROTATED_AFFINE4_32", "Q4_0", "ROTATED_Q4_0",

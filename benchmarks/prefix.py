@@ -23,8 +23,6 @@ from kvcache.runner.loading import load_model
 from kvcache.stores import FileStore
 from kvcache.testing.bench.timing import Contender, Trial, interleave, machine
 
-__all__ = ["main"]
-
 MIB = 1 << 20
 
 

@@ -21,8 +21,6 @@ from kvcache.cache import SnapshotCache
 from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.testing.bench.timing import machine
 
-__all__ = ["found_by_blocks", "found_in_cells", "main", "seconds_of_a_prompt"]
-
 TRAFFIC = Traffic(count=1000, system=480, document=320, question=64, answer=192)
 """That of ``benchmarks.scale``, eight times as long."""
 SHORT = 16

@@ -10,12 +10,14 @@ from typing import Any
 
 import ml
 from benchmarks.report import Row, rows_of
-from benchmarks.shapes import DIM, DTYPES, HEADS, LENGTHS, WINDOW
-from kvcache.testing.bench.decoding import LAYERS, Decoding
+from kvcache.testing.bench.decoding import DIM, HEADS, LAYERS, Decoding
 from kvcache.testing.bench.timing import Contender, Trial, interleave, joined
 
-__all__ = ["run", "tail"]
-
+GROUPS = 4
+"""Query heads per KV head."""
+LENGTHS = (128, 1024, 8192, 32768)
+WINDOW = 1024
+DTYPES = {"float32": ml.DType.F32, "bfloat16": ml.DType.BF16}
 DRAWS = 6
 """How often a chunk's buffers are made anew: what it moves, 2 or 4 MiB a layer, stays in the processor's
 caches, and where in memory it lies makes two floors that do the same differ by a third."""
@@ -104,7 +106,7 @@ def run(quick: bool, framework: str) -> Iterator[Row]:
         yield from _measure(backend, on, case, quick)
     if framework == "mlx":
         yield from _deep(backend, on, 20 if quick else 200)
-        yield from tail(backend, on, quick)
+        yield from tail(quick, framework)
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -169,8 +171,9 @@ def _deep(backend: ml.Backend, on: Framework, rounds: int) -> Iterator[Row]:
     yield from rows_of(f"{on.name} bfloat16", "put + get, 1 token, 2048, 24 layers", trial, per=layers)
 
 
-def tail(backend: ml.Backend, on: Framework, quick: bool) -> Iterator[Row]:
+def tail(quick: bool, framework: str) -> Iterator[Row]:
     """The slowest of 5,000 steps from an empty cache of 32k: growth, page faults, garbage."""
+    backend, on = opened(framework)
     for dtype in DTYPES:
         floor = getattr(on.hand, "Strided" if on.eager else "Slices")(0, 1, HEADS, DIM, dtype, grow=True)
         floor.resize(CAPACITY)

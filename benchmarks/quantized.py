@@ -19,8 +19,6 @@ import ml
 from kvcache import Batch, CausalCache
 from kvcache.testing.bench.timing import Contender, interleave, machine
 
-__all__ = ["main"]
-
 HEADS, KV_HEADS, DIM, PART = 32, 8, 128, 512
 DTYPES = ("F32", "BF16", "Q8_0", "Q4_0", "ROTATED_Q4_0", "AFFINE8_32", "AFFINE4_32")
 

@@ -23,14 +23,12 @@ import ml
 from benchmarks import ragged_hand as hand
 from benchmarks.counted import CountingBackend, CountingRaggedBackend
 from benchmarks.pages import DOCS, load, save
-from benchmarks.ragged_engine import engine, peers, summary
+from benchmarks.ragged_engine import engine, peers
 from benchmarks.ragged_hand import DIM, GROWTH, HEADS, KV, SCALE, Case, Hand, Ops
-from benchmarks.report import Row, rows_of
+from benchmarks.report import Row, rows_of, summary
 from kvcache import Batch, CausalCache
 from kvcache.runner import bundled_model
 from kvcache.testing.bench.timing import Contender, Trial, interleave, machine
-
-__all__ = ["CASES", "Ours", "main"]
 
 RECORD = "ragged.json"
 CELLS = 1 << 19

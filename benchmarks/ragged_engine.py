@@ -6,24 +6,15 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import ml
 from benchmarks.models import SMALL, random_model
-from benchmarks.report import Row
+from benchmarks.report import Row, summary
 from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
-
-__all__ = ["engine", "peers", "summary"]
-
-
-def summary(group: str, measurement: str, name: str, values: Sequence[float], **more: Any) -> Row:
-    """Median and spread of values."""
-    low, high = np.quantile(values, [0.1, 0.9]).tolist() if len(values) > 1 else (0.0, 0.0)
-    return Row(group, measurement, name, statistics.median(values), low, high, rounds=len(values), **more)
 
 
 def prompts(vocabulary: int, count: int, prefix: int, own: int) -> list[list[int]]:

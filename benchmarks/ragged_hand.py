@@ -12,22 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "DIM",
-    "GROUP",
-    "GROWTH",
-    "HEADS",
-    "KV",
-    "SCALE",
-    "Cascade",
-    "Case",
-    "Hand",
-    "Loop",
-    "Ops",
-    "Padded",
-    "ops_of",
-]
-
 HEADS, KV, DIM = 8, 4, 64
 GROUP = HEADS // KV
 SCALE = DIM**-0.5

@@ -31,8 +31,6 @@ from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.loading import load_config
 from kvcache.testing.bench.timing import machine
 
-__all__ = ["main"]
-
 OTHER = 64
 """Tokens of the prompt that is answered meanwhile."""
 ROOMS = (0, 256 << 20)

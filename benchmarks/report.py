@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -10,23 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import axes_of, legend, load, save, svg, table
+import numpy as np
+
+from benchmarks.pages import DOCS, axes_of, filled, legend, load, save, svg, table
 from kvcache.testing.bench.timing import Trial, machine
 
-__all__ = ["PARTS", "RECORD", "Row", "page", "plots", "record", "rows_of", "tables", "verdict", "write"]
-
-PARTS = {
-    "put_get_torch": "put + get of one layer on PyTorch",
-    "put_get_mlx": "put + get on MLX, one evaluation per step",
-    "tail": "The slowest steps of decoding, PyTorch",
-    "attention": "Attention over what is stored, PyTorch",
-    "attention_mlx": "Attention over what is stored, MLX",
-    "start_forward": "start_forward and masks",
-    "whole_model": "Whole models",
-    "memory": "Memory",
-    "imports": "Imports",
-}
-"""What is measured -> its heading."""
+PARTS = (
+    "put_get_torch", "put_get_mlx", "tail", "attention", "attention_mlx", "start_forward", "whole_model",
+    "memory", "imports",
+)  # fmt: skip
 RECORD = "results.json"
 _PACKAGES = ("torch", "transformers", "mlx", "mlx-lm", "numpy")
 _AIMS = {
@@ -37,22 +30,6 @@ _AIMS = {
     "attention, 8 sequences": 1.3,
 }
 """What rows of ours named so may be at most, in times of the floor."""
-_INTRODUCTION = """# Benchmarks
-
-Written by `make bench` (`python -m benchmarks`); all figures are in [results.json](results.json), from which
-`make docs` fills in tables and plots, and what was tried on the way is in the [log](log.md). Every part runs
-in a process of its own on one thread. Contenders take turns round by round; a round in which the process lost
-its core is dropped and counted. Times are medians [10th, 90th percentile]; a ratio is the median of the
-rounds' own ratios to the floor, which is the faster one where there are two. The machine is shared: compare
-ratios, not absolute times.
-
-**put + get** stores K and V of one layer and hands back native views of what a query reads, 8 KV heads of
-128. The first layer of a step is not timed (there the mask is made, see *start_forward*), the others are, and
-the time is per layer; on MLX a step is all layers and one evaluation. Floors are written by hand: slice
-assignment, or `as_strided` and `copy_`, into preallocated buffers, and two views. No GPU: nothing here has
-been run on one.
-"""
-
 Series = dict[str, list[tuple[float, float]]]
 
 
@@ -90,6 +67,12 @@ def rows_of(group: str, measurement: str, trial: Trial, ours: str = "ours", per:
         yield Row(group, measurement, name, *times, sample.ratio, "us", kept, trial.dropped, target)
 
 
+def summary(group: str, measurement: str, name: str, values: Sequence[float], **more: Any) -> Row:
+    """A row of the median and the spread of values."""
+    low, high = np.quantile(values, [0.1, 0.9]).tolist() if len(values) > 1 else (0.0, 0.0)
+    return Row(group, measurement, name, statistics.median(values), low, high, rounds=len(values), **more)
+
+
 def record(rows: Sequence[Row], quick: bool, seconds: float, foreign: float | None) -> dict[str, Any]:
     """What is kept of a part."""
     found = [list(astuple(row)) for row in rows]
@@ -102,7 +85,8 @@ def write(folder: Path, parts: Mapping[str, Any]) -> None:
     former = load(folder / RECORD).get("parts", {})
     results = {"machine": machine(), "packages": packages, "parts": {**former, **parts}}
     save(folder / RECORD, results)
-    (folder / "index.md").write_text(page(load(folder / RECORD)), encoding="utf-8")
+    page = (DOCS / "benchmarks" / "index.md").read_text(encoding="utf-8")
+    (folder / "index.md").write_text(filled(page, summaries(load(folder / RECORD))), encoding="utf-8")
 
 
 def _version(package: str) -> str | None:
@@ -112,21 +96,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def page(results: Mapping[str, Any]) -> str:
-    """Everything but the tables of the parts, which stand between marks."""
+def summaries(results: Mapping[str, Any]) -> dict[str, str]:
+    """What git carries of the page's tables; those of the parts are filled in when the site is built."""
     packages = ", ".join(f"{name} {found}" for name, found in results["packages"].items())
-    lines = [_INTRODUCTION, f"{results['machine']}; {packages}.\n"]
-    lines += [_front(results), "## Targets\n", _targets(results)]
-    shown = plots(results, draw=False)
-    for name, part in results["parts"].items():
-        load = part["foreign_cores"]
-        others = "" if load is None else f"; others kept {load:.1f} cores busy"
-        command = f"`python -m benchmarks --part {name}`"
-        lines += [f"\n## {PARTS[name]}\n"]
-        lines += [f"{command}: {part['seconds']:.0f} s{', quick' * part['quick']}{others}.\n"]
-        lines += [f"![{PARTS[name]}]({file})\n" for file, (of, _) in shown.items() if of == name]
-        lines += [f"<!-- table: {name} -->\n<!-- end -->"]
-    return "\n".join(lines) + "\n"
+    return {
+        "machine": f"{results['machine']}; {packages}.",
+        "front": _front(results),
+        "targets": _targets(results),
+    }
 
 
 def _rows(part: Mapping[str, Any]) -> list[Row]:
@@ -141,8 +118,7 @@ def _front(results: Mapping[str, Any]) -> str:
         for row in rows
         if (row.group, row.measurement) == ("torch float32", "put + get, 1 token, 32768")
     ]
-    text = "One token after 32,768 others, one layer of 8 KV heads of 128, PyTorch F32, put and get:"
-    return f"## On the front page\n\n{text}\n\n{table(('', 'us', 'rounds'), found)}\n" if found else ""
+    return table(("", "us", "rounds"), found)
 
 
 def _targets(results: Mapping[str, Any]) -> str:
@@ -162,9 +138,15 @@ def _targets(results: Mapping[str, Any]) -> str:
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """The table of each part."""
+    """The table of each part, below how long it took."""
     head = ("where", "measurement", "contender", "median [10th, 90th]", "x floor", "rounds (dropped)", "")
-    return {name: table(head, map(_cells, _rows(part))) for name, part in results["parts"].items()}
+    found = {}
+    for name, part in results["parts"].items():
+        load = part.get("foreign_cores")
+        others = "" if load is None else f"; others kept {load:.1f} cores busy"
+        spent = f"{part['seconds']:.0f} s{', quick' * part['quick']}{others}."
+        found[name] = f"{spent}\n\n{table(head, map(_cells, _rows(part)))}"
+    return found
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -192,26 +174,26 @@ def verdict(rows: Iterable[Row]) -> str:
 # Plots.
 
 
-def plots(results: Mapping[str, Any], draw: bool = True) -> dict[str, tuple[str, bytes]]:
-    """File -> (its part, the SVG); with ``draw`` False no SVG, and no need of matplotlib."""
-    found: dict[str, tuple[str, bytes]] = {}
+def plots(results: Mapping[str, Any]) -> dict[str, bytes]:
+    """The SVGs of the page by their files."""
+    found: dict[str, bytes] = {}
 
-    def add(part: str, title: str, series: Series, y: str, log: bool = True) -> None:
+    def add(title: str, series: Series, y: str, log: bool = True) -> None:
         file = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") + ".svg"
-        found[file] = part, _lines(title, series, y, log) if draw else b""
+        found[file] = _lines(title, series, y, log)
 
     for part in ("put_get_torch", "put_get_mlx", "start_forward", "whole_model"):
         rows = _rows(results["parts"].get(part, {"rows": ()}))
         if part == "start_forward" and rows:
-            add(part, "start_forward and mask", _beside_go(rows), "us")
+            add("start_forward and mask", _beside_go(rows), "us")
         elif part == "whole_model":
             for model in dict.fromkeys(row.measurement.rsplit(", ", 1)[0] for row in rows):
                 series = _by_length(rows, "torch float32", re.escape(model) + r", (\d+)$")
-                add(part, model, series, "tokens per second", log=False)
+                add(model, series, "tokens per second", log=False)
         elif part != "start_forward":
             for group in dict.fromkeys(row.group for row in rows):
                 series = _by_length(rows, group, r"put \+ get, 1 token, (\d+)$")
-                add(part, f"put + get of one token, {group}", series, "us per layer")
+                add(f"put + get of one token, {group}", series, "us per layer")
     return found
 
 

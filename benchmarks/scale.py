@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import scale_report
-from benchmarks.pages import DOCS, load, save
+from benchmarks.pages import DOCS, fill, load, save
 from benchmarks.scale_simulation import POLICIES, Fleet, by_budget, serve
 from benchmarks.scale_traffic import Traffic
 from kvcache.testing.bench.timing import machine
-
-__all__ = ["main", "simulate"]
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 _STAYS = 0.9
@@ -72,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not options.measure:
             found |= {"simulation": _simulated(options.quick)}
         save(record, former | found)
-    scale_report.write(options.docs / "scaling.md", load(record))
+    fill(options.docs / "scaling.md", scale_report.tables(load(record)))
     print(f"wrote {options.docs / 'scaling.md'}")
 
 

@@ -20,8 +20,6 @@ from kvcache.prefix.radix_tree import RadixTree
 from kvcache.stores import FileStore, Keys, MemoryStore, SnapshotStore
 from kvcache.testing.bench.timing import Contender
 
-__all__ = ["measure"]
-
 _SHORT, _LONG = 16, 512
 """Tokens of the edges from which the cost of a node and of a token are told apart."""
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DESIGNS", "SHAPES", "Design", "Load", "Shape", "demands"]
-
 GB = 1e9
 Constants = Mapping[str, Any]
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks import pages
 from benchmarks.pages import axes_of, legend, svg, table
 from benchmarks.scale_model import DESIGNS, GB, SHAPES, Demand, Load, demands
-
-__all__ = ["PLOTS", "TABLES", "filled", "write"]
 
 Results = Mapping[str, Any]
 STORE = "Mooncake", "Valkey", "file"
@@ -20,13 +16,8 @@ _SHARED = -2
 """The last two demands are of something that the fleet need not have: one radix tree for all hosts."""
 
 
-def filled(text: str, results: Results) -> str:
-    """The page with its tables written anew."""
-    return pages.filled(text, {name: make(results) for name, make in TABLES.items()})
-
-
-def write(page: Path, results: Results) -> None:
-    page.write_text(filled(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+def tables(results: Results) -> dict[str, str]:
+    return {name: make(results) for name, make in TABLES.items()}
 
 
 def _number(value: float) -> str:

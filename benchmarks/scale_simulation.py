@@ -24,8 +24,6 @@ from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.stores import MemoryStore
 
-__all__ = ["POLICIES", "Fleet", "Host", "Outcome", "by_budget", "ideal", "run", "serve"]
-
 BYTES = 16
 """Of a token: K and V of one layer, one head of two numbers, F32."""
 _LONGEST = 4096

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["Request", "Traffic", "requests", "system_prompts"]
-
 VOCABULARY = 50_000
 
 

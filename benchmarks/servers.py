@@ -33,8 +33,6 @@ import httpx
 from kvcache.runner.loading import bundled_model
 from kvcache.testing.bench.timing import machine
 
-__all__ = ["main"]
-
 SIZES = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 2048, "max_position_embeddings": 1024,

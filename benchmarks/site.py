@@ -12,8 +12,6 @@ from benchmarks import report, scale_report, two_hosts_report
 from benchmarks.pages import DOCS, filled, load
 from examples import pictures
 
-__all__ = ["drawings", "on_files", "on_page_markdown"]
-
 PAGES = {"benchmarks/index.md": report.RECORD, "benchmarks/ragged.md": "ragged.json"}
 """Pages with tables, and the records that these are of."""
 
@@ -22,7 +20,7 @@ def drawings() -> dict[str, bytes]:
     """Every drawing of the site by its path in it."""
     found = {f"pictures/{name}.svg": drawn for name, drawn in pictures.drawings().items()}
     results, scale = load(DOCS / "benchmarks" / report.RECORD), load(DOCS / "benchmarks" / "scale.json")
-    found |= {f"benchmarks/{name}": drawn for name, (_, drawn) in report.plots(results).items()}
+    found |= {f"benchmarks/{name}": drawn for name, drawn in report.plots(results).items()}
     found |= {f"benchmarks/{name}": plot(scale) for name, plot in scale_report.PLOTS.items()}
     models = two_hosts_report.load(DOCS)["models"]
     return found | {f"two-hosts/{name}.svg": two_hosts_report.plot(of) for name, of in models.items()}

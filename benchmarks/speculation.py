@@ -30,8 +30,6 @@ from kvcache.runner.tokenizer import Tokenizer
 from kvcache.runner.verification import Speculation
 from kvcache.testing.bench.timing import machine
 
-__all__ = ["main", "measured", "shortened"]
-
 PROMPTS = ("", "Tim had a big dog.", "Once upon a time, there was a girl", "The sun was hot. Lily")
 console = Console(width=110)
 

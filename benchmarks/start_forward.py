@@ -12,11 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 import ml
-from benchmarks.report import Row
+from benchmarks.report import Row, summary
 from kvcache import Batch, CausalCache, SlidingWindowCache
 from kvcache.testing.bench.timing import Round
-
-__all__ = ["GO", "run"]
 
 GO = {
     (1024, 1, 1): 2.7, (8192, 1, 1): 20, (32768, 1, 1): 78, (131072, 1, 1): 290,
@@ -33,33 +31,23 @@ def run(quick: bool, _: str) -> Iterator[Row]:
                 continue
             rounds = 10 if tokens > 8 else 60
             times = _measure(history, sequences, tokens, elide, rounds)
-            median = statistics.median(times)
-            yield Row(
+            yield summary(
                 "numpy" + (", elided" if elide else ""),
                 f"start_forward, {sequences} x {tokens // sequences} tokens, {history}",
                 "ours",
-                median,
-                min(times),
-                max(times),
-                median / go,
-                rounds=len(times),
+                times,
+                ratio=statistics.median(times) / go,
                 dropped=rounds - len(times),
                 target=1.0 if history >= 8192 else None,
                 note=f"Go {go:g} us",
             )
     for sequences in (1, 64) if quick else (1, 64, 256):
         for name, cache in (("all", CausalCache()), ("a window of 512", SlidingWindowCache(512))):
-            times = _plan(cache, sequences, 600)
-            yield Row(
-                "numpy", f"start_forward and plan, {sequences} x 1 tokens, {name} of 600", "ours",
-                statistics.median(times), min(times), max(times), rounds=len(times),
-            )  # fmt: skip
+            named = f"start_forward and plan, {sequences} x 1 tokens, {name} of 600"
+            yield summary("numpy", named, "ours", _plan(cache, sequences, 600))
     for history in (8192, 131072):
         spent = [_write_bytes(history) for _ in range(20)]
-        yield Row(
-            "numpy", f"writing a mask's bytes, 8 x {history}", "numpy.full", statistics.median(spent),
-            min(spent), max(spent), rounds=20,
-        )  # fmt: skip
+        yield summary("numpy", f"writing a mask's bytes, 8 x {history}", "numpy.full", spent)
 
 
 def _write_bytes(history: int) -> float:

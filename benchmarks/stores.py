@@ -23,8 +23,6 @@ from benchmarks.transfer import MIB, SOCKET, floors, page, plain_socket, show, s
 from kvcache.stores import FileStore, Keys, MemoryStore, SnapshotStore
 from kvcache.testing.bench.timing import Contender, machine
 
-__all__ = ["main"]
-
 Found = dict[str, dict[str, Contender]]
 PART = 128 << 10
 """Bytes of an entry of 512 tokens that lie in a run: one head of 128 in a 16-bit dtype."""

@@ -34,8 +34,6 @@ from kvcache.runner.loading import bundled_model
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.testing.bench.timing import machine
 
-__all__ = ["main"]
-
 KINDS = ("nobody", "stranger", "own")
 PERMUTATIONS = 20_000
 WARM = 10

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import statistics
 import sys
@@ -24,6 +23,8 @@ from typing import Any
 import numpy as np
 
 import ml
+from benchmarks.models import RANDOM, RandomWeights
+from benchmarks.pages import DOCS, fill
 from kvcache.cache import Batch
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.models.families import parse_config
@@ -32,35 +33,12 @@ from kvcache.runner.parallel import join, share_of
 from kvcache.runner.rank import LOST, job_of_rank, leave
 from kvcache.runner.ranks import run_ranks
 
-__all__ = ["main"]
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "tensor-parallel.md"
-MARK = re.compile(r"(<!-- measured: begin -->\n).*?(<!-- measured: end -->)", re.DOTALL)
+PAGE = DOCS / "tensor-parallel.md"
 ENGINES = ("torch", "mlx")
 KIBIBYTES = (8, 64, 1024)
-RANDOM = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8192, "hidden_size": 1024,
-    "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-MODELS = {"the bundled model": None, "random Llama, 8 layers of 1,024": RANDOM}
+SHALLOW = {**RANDOM, "num_hidden_layers": 8}
+MODELS = {"the bundled model": None, "random Llama, 8 layers of 1,024": SHALLOW}
 PROMPT, DECODED = 64, 48
-
-
-class RandomWeights:
-    """The same numbers in every process, made as they are asked for."""
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        shape = self._shapes[name]
-        random = np.random.default_rng(list(name.encode()))
-        return random.standard_normal(shape, np.float32) * np.float32(0.02)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._shapes
-
-    def __init__(self, shapes: Any) -> None:
-        self._shapes = shapes
 
 
 # In a rank.
@@ -256,12 +234,8 @@ def main() -> None:
             print(line, flush=True)
             lines.append(line)
         lines.append("")
-    text = "\n".join(lines)
     if options.write:
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(
-            MARK.sub(lambda found: found[1] + "\n" + text + "\n" + found[2], page), encoding="utf-8"
-        )
+        fill(PAGE, {"measured": "\n".join(lines[:-1])})
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ import numpy as np
 from benchmarks.pages import table
 from kvcache.testing.bench.timing import Contender, Trial
 
-__all__ = ["FRESH", "MIB", "SOCKET", "Plain", "floors", "page", "plain_socket", "show", "show_calls", "timed"]
-
 MIB = 1 << 20
 LAYERS = 32
 SOCKET = "plain TCP socket"

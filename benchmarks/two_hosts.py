@@ -33,8 +33,6 @@ from kvcache.runner import bundled_model
 from kvcache.runner.loading import load_config
 from kvcache.testing.bench.timing import Foreign, machine
 
-__all__ = ["main"]
-
 GIGABIT = 1e9
 NEW = 8
 """Tokens of the next turn, which either way are computed."""

@@ -11,20 +11,6 @@ from benchmarks import pages
 from benchmarks.pages import axes_of, legend, svg, table
 from kvcache.storage.sizes import bytes_text
 
-__all__ = [
-    "Decided",
-    "Point",
-    "break_even_bandwidth",
-    "break_even_length",
-    "load",
-    "plot",
-    "points_of",
-    "row_of",
-    "tables",
-    "write",
-]
-
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 GIGABIT = 1e9
 
 
@@ -89,10 +75,7 @@ def load(docs: Path) -> dict[str, Any]:
 def write(docs: Path, results: Mapping[str, Any]) -> None:
     """Figures, and the tables of the page."""
     pages.save(docs / "two-hosts" / "figures.json", results)
-    page = docs / "two-hosts.md"
-    text = page.read_text(encoding="utf-8")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{tables(load(docs))}\n{END}{after}", encoding="utf-8")
+    pages.fill(docs / "two-hosts.md", {"two-hosts": tables(load(docs)).strip()})
 
 
 def row_of(point: Point) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from typing import Any
 
 from kvcache.testing.bench.timing import machine
 
-__all__ = ["main"]
-
 SIZES = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 8192,

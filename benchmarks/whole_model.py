@@ -19,8 +19,6 @@ from kvcache.runner import Llama
 from kvcache.runner.models.families import parse_config
 from kvcache.testing.bench.timing import Contender, interleave
 
-__all__ = ["run"]
-
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 LENGTHS = (128, 2048, 8192)
 ROOM = 600

@@ -12,8 +12,6 @@ import time
 
 from examples.two_hosts.network import Network
 
-__all__ = ["link_speed"]
-
 PORT = 7000
 SECONDS = 0.5
 """How long a limited link is kept busy."""

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RUNTIMES", "Turn", "main", "turn", "write_model"]
-
 PAGE = 128
 VOCABULARY = 512
 RESULT = "RESULT "

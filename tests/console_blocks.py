@@ -22,8 +22,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Command", "Shell", "alike", "commands", "matches"]
-
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SECTION = re.compile(r"^## (.*)$", re.MULTILINE)

@@ -18,8 +18,9 @@ def test_the_page_of_benchmarks_is_that_of_its_figures() -> None:
     """Else: python -m benchmarks writes both."""
     results = pages.load(RESULTS)
     page = (DOCS / "benchmarks" / "index.md").read_text(encoding="utf-8")
-    assert report.page(results) == page
+    assert pages.filled(page, report.summaries(results)) == page
     whole = pages.filled(page, report.tables(results))
+    assert "-->\n<!-- end -->" not in whole
     for row in (report.Row(*row) for part in results["parts"].values() for row in part["rows"]):
         assert f"| {row.group} | {row.measurement} | {row.contender} |" in whole
 
@@ -63,5 +64,7 @@ def test_a_part_takes_the_place_of_the_one_that_was_recorded(tmp_path: Path) -> 
     page = (tmp_path / "index.md").read_text(encoding="utf-8")
     assert page.count("| m (ours) | numpy | 0.5 | 1 | reached |") == 1
     assert page.count("| m (ours) | numpy | 2 | 1 | **not reached** |") == 1
-    assert "others kept 0.2 cores busy" in page
+    tables = report.tables(pages.load(tmp_path / "results.json"))
+    assert tables.keys() == {"memory", "tail"}
+    assert tables["tail"].startswith("1 s; others kept 0.2 cores busy.\n\n| where |")
     assert report.verdict([slow, quick]) == "1 of 2 targets reached"

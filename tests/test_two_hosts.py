@@ -295,7 +295,7 @@ def test_break_even_bandwidth_is_what_makes_the_transfer_as_long_as_what_it_save
 def test_tables_and_plots_take_the_place_between_the_marks_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page = tmp_path / "two-hosts.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
+    page.write_text("before\n<!-- table: two-hosts -->\nold\n<!-- end -->\nafter\n", encoding="utf-8")
     rows = [report.row_of(point) for point in POINTS]
     record = {
         "title": "a model", "backend": "torch", "machine": "a machine", "foreign_cores": 0.25, "rounds": 3,
@@ -309,8 +309,8 @@ def test_tables_and_plots_take_the_place_between_the_marks_of_the_page(tmp_path:
     for _ in range(2):
         report.write(tmp_path, {"models": {"one": record}})
     text = page.read_text(encoding="utf-8")
-    assert text.startswith(f"before\n{report.BEGIN}\n")
-    assert text.endswith(f"{report.END}\nafter\n")
+    assert text.startswith("before\n<!-- table: two-hosts -->\n\n### ")
+    assert text.endswith("|\n\n<!-- end -->\nafter\n")
     assert "old" not in text
     assert text.count("### A model") == 1
     assert "| 40 | 3.9 KiB | 6,000.0 | 5,000.0 (1.2x) | 1,500.0 (4x) | 7.11e-06 Gb/s |" in text

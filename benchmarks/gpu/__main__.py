@@ -15,8 +15,6 @@ from pathlib import Path
 
 from benchmarks.gpu.record import Options, Skipped, Stage
 
-__all__ = ["STAGES", "main"]
-
 STAGES = {
     "a": ("machine", "STEPS", "versions, the device, memory's speed, which attention is taken, a profile"),
     "b": ("suites", "TORCH", "the shipped suites and the project's test files on PyTorch"),

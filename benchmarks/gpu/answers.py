@@ -23,8 +23,6 @@ from kvcache.runner import (
 from kvcache.runner.device_map import open_on_devices
 from kvcache.testing.suites.answers import PROMPT
 
-__all__ = ["STEPS", "compare", "over_devices"]
-
 PROMPTS = (PROMPT, PROMPT[:15], PROMPT[:11], PROMPT[:6])
 """One by one, and all at once: the second way reads what several sequences of different lengths hold."""
 

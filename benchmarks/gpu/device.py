@@ -14,8 +14,6 @@ import torch
 import ml
 from kvcache.testing.bench.timing import Contender, interleave
 
-__all__ = ["Device", "Timed"]
-
 Timed = dict[str, dict[str, float]]
 SYNCS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls that wait for the device, as the profiler names them."""

@@ -17,8 +17,6 @@ from benchmarks.models import RANDOM, SMALL
 from benchmarks.transformers_update import CACHES
 from kvcache import Batch, CausalCache
 
-__all__ = ["STEPS"]
-
 Step = Callable[[], object]
 PROMPT = 40
 WARM = 4

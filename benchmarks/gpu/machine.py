@@ -12,15 +12,13 @@ import torch
 import ml
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.record import Stage
-from benchmarks.models import RANDOM, SMALL
-from benchmarks.shapes import DIM, GROUPS, HEADS
-from benchmarks.tensor_parallel import RandomWeights
+from benchmarks.models import RANDOM, SMALL, RandomWeights
+from benchmarks.put_get import GROUPS
 from benchmarks.whole_model import Ours
 from kvcache.runner import Llama
 from kvcache.runner.models.families import parse_config
+from kvcache.testing.bench.decoding import DIM, HEADS
 from kvcache.testing.bench.timing import machine
-
-__all__ = ["STEPS", "random_llama"]
 
 PACKAGES = (
     "ml-kvcache", "numpy", "ml_dtypes", "pluggy", "torch", "triton", "cupy-cuda13x", "cupy-cuda12x",

@@ -14,8 +14,6 @@ from benchmarks.gpu.tables import Steps
 from benchmarks.page_out import DIM, HEADS, LAYERS, Leaving
 from kvcache.testing.bench.timing import Contender
 
-__all__ = ["STEPS"]
-
 DTYPE = ml.DType.BF16
 
 

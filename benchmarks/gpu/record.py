@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 import ml
 
-__all__ = ["ROOT", "Options", "Skipped", "Stage", "needs", "needs_backend"]
-
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
 

@@ -12,8 +12,6 @@ from benchmarks.gpu.answers import over_devices
 from benchmarks.gpu.record import Skipped, Stage, needs_backend
 from kvcache.runner.rank import RanksError
 
-__all__ = ["STEPS"]
-
 
 def _devices(stage: Stage) -> list[str]:
     """Two of them: GPUs, or places on the CPU."""

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from benchmarks.gpu.record import ROOT, Stage, needs, needs_backend
 
-__all__ = ["CUPY", "TORCH", "device_of", "tally"]
-
 GRACE = 30.0
 """Seconds in which pytest, once it is interrupted, writes what it has found."""
 

@@ -17,15 +17,12 @@ from benchmarks.attention import ROOM, SCALE, Filled, filled
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.machine import random_llama
 from benchmarks.gpu.record import Skipped, Stage, needs
-from benchmarks.put_get import Case
-from benchmarks.shapes import DIM, DTYPES, GROUPS, HEADS, LENGTHS
+from benchmarks.put_get import DTYPES, GROUPS, LENGTHS, Case
 from kvcache import Batch
 from kvcache.integrations import bench_torch
 from kvcache.runner import Engine, EngineOptions, GenerationOptions
-from kvcache.testing.bench.decoding import LAYERS, Decoding
+from kvcache.testing.bench.decoding import DIM, HEADS, LAYERS, Decoding
 from kvcache.testing.bench.timing import Contender
-
-__all__ = ["STEPS"]
 
 GOALS = (64, 8192), (3, 130)
 """Sequences, and tokens of each, that goals are about; the second of a quick run."""

@@ -16,8 +16,6 @@ from tokenizers import Tokenizer
 from .model import Llama
 from .text import BOS, EOS, Corpus, encode_chapters
 
-__all__ = ["Log", "bits_per_byte", "write_report"]
-
 CARD = """\
 # A tiny Llama
 

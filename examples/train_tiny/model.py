@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-__all__ = ["Llama", "LlamaConfig", "make_optimizers"]
-
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:

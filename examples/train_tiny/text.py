@@ -22,11 +22,6 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from torch import Tensor
 
-__all__ = [
-    "BOS", "EOS", "PAD", "SPECIAL", "Corpus", "TrainTinyError", "Windows", "encode_chapters", "read_bible",
-    "read_text", "train_tokenizer",
-]  # fmt: skip
-
 INSTALL = "apt-get install -y bible-kjv bible-kjv-text"
 COMMAND = ("bible", "-f", "Gen1:1-Rev22:21")
 CHAPTERS, VERSES = 1189, 31102

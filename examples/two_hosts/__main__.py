@@ -16,8 +16,6 @@ from pathlib import Path
 from examples.two_hosts.network import Namespace, Network, unavailable
 from examples.two_hosts.processes import Process, end_in_order, store_server
 
-__all__ = ["main", "run"]
-
 TURNS = ("And it came to pass in those days, that God said unto Noah,", " And Noah said,", " And God said,")
 
 

@@ -26,8 +26,6 @@ from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.options import Fetch
 from kvcache.stores import SnapshotStore, open_store
 
-__all__ = ["Host", "main", "received"]
-
 
 class Host:
     """A model on a backend, and conversations with it, kept in ``store`` for other hosts."""

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Namespace", "Network", "unavailable"]
-
 SUBNET = "10.213.77"
 """The first three numbers of the addresses; they mean nothing outside the two namespaces."""
 

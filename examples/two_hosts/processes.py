@@ -19,8 +19,6 @@ from typing import IO, Any, Self
 
 from examples.two_hosts.network import Namespace
 
-__all__ = ["Process", "end_in_order", "free_port", "server_program", "store_server"]
-
 ROOT = Path(__file__).resolve().parents[2]
 SERVERS = ("valkey-server", "redis-server")
 PATIENCE = 120.0
