@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,21 +22,32 @@ _TORCH = {ours: theirs for theirs, ours in _DTYPES.items()}
 _NAMES = ("float32", "float16", "bfloat16")
 
 
-class Bridge(Protocol):
-    """One backend's way in and out."""
+class Bridge:
+    """A backend's way in and out: of most, through copies in host memory."""
 
-    def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor: ...
+    def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
+        if not array.is_floating_point():
+            return ctx.from_numpy(array.cpu().numpy(), ml.DType.I32)
+        wide = array.detach().cpu().to(torch.float32)
+        return ctx.from_numpy(wide.numpy(), dtype_of(array.dtype))
+
     def to_torch(self, tensor: ml.Tensor, like: torch.Tensor) -> torch.Tensor:
         """With the dtype and on the device of ``like``."""
+        return torch.from_numpy(tensor.to_numpy().astype("float32")).to(like.device, like.dtype)
 
     def alias(self, tensor: ml.Tensor) -> torch.Tensor:
         """The same memory; NotSupportedError where there is none."""
+        raise ml.NotSupportedError(
+            "HFCache: linear attention writes its states in place, which needs a backend in the same memory "
+            "as the model: torch on its device, or numpy"
+        )
 
     def aliases(self, ctx: ml.Context, like: torch.Tensor) -> bool:
         """Whether ``to_torch`` gives the same memory for ``like`` of the tensor's dtype."""
+        return False
 
 
-class TorchBridge:
+class TorchBridge(Bridge):
     """PyTorch's own backend. Its device may be another than the model's: then K and V live there."""
 
     def to_backend(self, ctx: Any, array: torch.Tensor) -> ml.Tensor:
@@ -60,7 +71,7 @@ class TorchBridge:
         return found
 
 
-class NumpyBridge:
+class NumpyBridge(Bridge):
     """NumPy: the same host memory, BF16 apart, which torch and NumPy spell differently."""
 
     def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
@@ -82,32 +93,10 @@ class NumpyBridge:
         return like.device.type == "cpu"
 
 
-class HostBridge:
-    """Any other backend, through copies in host memory."""
-
-    def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
-        if not array.is_floating_point():
-            return ctx.from_numpy(array.cpu().numpy(), ml.DType.I32)
-        wide = array.detach().cpu().to(torch.float32)
-        return ctx.from_numpy(wide.numpy(), dtype_of(array.dtype))
-
-    def to_torch(self, tensor: ml.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(tensor.to_numpy().astype("float32")).to(like.device, like.dtype)
-
-    def alias(self, tensor: ml.Tensor) -> torch.Tensor:
-        raise ml.NotSupportedError(
-            "HFCache: linear attention writes its states in place, which needs a backend in the same memory "
-            "as the model: torch on its device, or numpy"
-        )
-
-    def aliases(self, ctx: ml.Context, like: torch.Tensor) -> bool:
-        return False
-
-
 def bridge_to(backend: ml.Backend) -> Bridge:
     if backend.name == "torch":
         return TorchBridge()
-    return NumpyBridge() if backend.name == "numpy" else HostBridge()
+    return NumpyBridge() if backend.name == "numpy" else Bridge()
 
 
 def dtype_of(dtype: torch.dtype) -> ml.DType:

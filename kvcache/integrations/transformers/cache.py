@@ -23,6 +23,7 @@ from kvcache.integrations.transformers.arguments import (
 )
 from kvcache.integrations.transformers.bridge import HFDType, stored_dtype
 from kvcache.integrations.transformers.compressors import CompressedLayer
+from kvcache.integrations.transformers.indexers import IndexedLayer
 from kvcache.integrations.transformers.kinds import CROSS, Kind, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import (
     AttentionLayer,
@@ -30,7 +31,6 @@ from kvcache.integrations.transformers.layers import (
     Crossing,
     CrossLayer,
     HybridLayer,
-    IndexedLayer,
     LinearLayer,
     RowsCache,
     each_layer,

@@ -1,83 +1,92 @@
-"""The keys of indexers, which choose what attention reads, between transformers and a cache."""
+"""Layers with the keys of an indexer, which choose what attention reads, beside K and V."""
 
 from __future__ import annotations
 
 import torch
 
 from kvcache.integrations.transformers.kinds import Kind
+from kvcache.integrations.transformers.layers import AttentionLayer
 from kvcache.integrations.transformers.rows import BatchRows, untraced
 from kvcache.integrations.transformers.stored import tokens_of
 
-__all__ = ["Indexer"]
+__all__ = ["IndexedLayer", "put_indexer_keys"]
 
 _PLACES = "positions"
 
 
-class Indexer:
-    """An indexer's keys (DeepSeek-AI, "DeepSeek-V3.2", 2025), one head, in the cells of its layer's K and V.
+class IndexedLayer(AttentionLayer):
+    """K and V of one layer, and the keys of the indexer that chooses which of them a token attends to.
 
-    They are a layer of latents of their own (``Plan.part``), since they come before K and V in some
-    models and behind them in others. Positions that a model gives with several axes are extras of them.
+    These keys (DeepSeek-AI, "DeepSeek-V3.2", 2025), one head, lie in the cells of K and V. They are a layer
+    of latents of their own (``Plan.part``), since they come before K and V in some models and behind them in
+    others. Positions that a model gives with several axes are extras of them.
     """
 
     def __init__(self, rows: BatchRows, layer: int, kind: Kind) -> None:
-        self.rows, self.kind, self.part = rows, kind, rows.pool.plan.part(layer)
+        super().__init__(rows, layer, kind)
+        self._part = rows.pool.plan.part(layer)
         self._brought: torch.Tensor | None = None
         """Positions (axes, rows or 1, new tokens) of a pass whose keys have not come yet."""
 
     @property
-    def started(self) -> bool:
-        """Whether there are keys."""
-        return self.rows.seen[self.part] > 0
+    def is_indexer_initialized(self) -> bool:
+        return self.rows.seen[self._part] > 0
 
     @untraced
-    def update(self, keys: torch.Tensor) -> torch.Tensor:
-        """Store keys (rows, new tokens, dim); all that are held (rows, tokens, dim), which may be a view."""
-        rows, part, kind = self.rows, self.part, self.kind
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Store an indexer's keys (rows, new tokens, dim), before or after ``update``; all that are held.
+
+        These, (rows, tokens, dim), may be a view.
+        """
+        rows, part, kind, keys = self.rows, self._part, self.kind, indexer_key_states
         current = rows.enter(part, keys.shape[1], keys.shape[0], keys)
-        self.put(keys)
+        put_indexer_keys(rows, part, kind, keys, self._brought)
+        self._brought = None
         rows.reached(part)
         reading = current.readings.get(kind)
         if reading is None:
             reading = current.readings[kind] = rows.reading(kind, current.begin)
         return rows.pool.read(reading, part, keys, keys)[0][:, 0]
 
-    def put(self, keys: torch.Tensor) -> None:
-        """Store keys (rows, tokens, dim) in the pass that the cache is in."""
-        pool = self.rows.pool
-        cache, ctx, bridge = pool.family.caches[self.kind], pool.place(self.part, keys), pool.bridge
-        pool.check_dtype(self.part, keys)
-        extra = {}
-        if self._brought is not None:
-            places = self._brought.expand(-1, keys.shape[0], -1).flatten(1).T
-            extra[_PLACES] = bridge.to_backend(ctx, places.to(torch.int32))
-        cache.set_layer(self.part)
-        cache.put(ctx, bridge.to_backend(ctx, tokens_of(keys[:, None])), extra=extra)
-        self._brought = None
+    @property
+    def indexer_keys(self) -> torch.Tensor | None:
+        """All keys (rows, tokens, dim) of the indexer; None before the first."""
+        found = self.rows.peek(self._part, self.kind)
+        return None if found is None else found[0][:, 0]
 
+    @property
     @untraced
-    def keys(self) -> torch.Tensor | None:
-        """All keys (rows, tokens, dim) that are held; None before the first."""
-        if not self.started:
-            return None
-        pool = self.rows.pool
-        like = pool.places.like(self.part)
-        return pool.read(self.rows.reading(self.kind, self.rows.length), self.part, like, like)[0][:, 0]
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Positions (axes, rows, tokens) of all tokens, I64, as a model has set them; None where it has not.
 
-    @untraced
-    def positions(self) -> torch.Tensor | None:
-        """Those that :meth:`bring` was given so far, I64 (axes, rows, tokens); None where there are none."""
-        if not self.started:
+        It sets them at the beginning of a pass, those of new tokens last; they are stored with the keys.
+        """
+        if not self.is_indexer_initialized:
             return None
         rows, pool = self.rows, self.rows.pool
         reading = rows.reading(self.kind, rows.length)
-        found = reading.read_extra(pool.ctx.layer(self.part), self.part, _PLACES)
+        found = reading.read_extra(pool.ctx.layer(self._part), self._part, _PLACES)
         if found is None:
             return None
-        like = pool.places.like(self.part).to(torch.int64)
-        return pool.bridge.to_torch(found, like)[:, : rows.seen[self.part]].permute(2, 0, 1)
+        like = pool.places.like(self._part).to(torch.int64)
+        return pool.bridge.to_torch(found, like)[:, : rows.seen[self._part]].permute(2, 0, 1)
 
+    @indexer_position_ids.setter
     @untraced
-    def bring(self, positions: torch.Tensor) -> None:
-        """Take all positions (axes, rows, tokens), those of a pass that begins last."""
-        self._brought = positions[..., self.rows.seen[self.part] :]
+    def indexer_position_ids(self, positions: torch.Tensor) -> None:
+        self._brought = positions[..., self.rows.seen[self._part] :]
+
+
+def put_indexer_keys(
+    rows: BatchRows, part: int, kind: Kind, keys: torch.Tensor, positions: torch.Tensor | None = None
+) -> None:
+    """Store keys (rows, tokens, dim) with their positions in the pass that the cache is in."""
+    pool = rows.pool
+    cache, ctx, bridge = pool.family.caches[kind], pool.place(part, keys), pool.bridge
+    pool.check_dtype(part, keys)
+    extra = {}
+    if positions is not None:
+        places = positions.expand(-1, keys.shape[0], -1).flatten(1).T
+        extra[_PLACES] = bridge.to_backend(ctx, places.to(torch.int32))
+    cache.set_layer(part)
+    cache.put(ctx, bridge.to_backend(ctx, tokens_of(keys[:, None])), extra=extra)

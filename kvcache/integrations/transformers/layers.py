@@ -10,15 +10,14 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvcache import InvalidRangeError, NotSupportedError
-from kvcache.integrations.transformers.indexers import Indexer
 from kvcache.integrations.transformers.kinds import CONV, Kind, Trait
 from kvcache.integrations.transformers.passes import Pair
 from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.states import States, state_name
 
 __all__ = [
-    "AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "HybridLayer", "IndexedLayer", "LinearLayer",
-    "RowsCache", "each_layer",
+    "AttentionLayer", "CrossCache", "CrossLayer", "Crossing", "HybridLayer", "LinearLayer", "RowsCache",
+    "each_layer",
 ]  # fmt: skip
 
 
@@ -153,39 +152,6 @@ class AttentionLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
     def values(self) -> torch.Tensor | None:
         found = self.rows.peek(self.layer, self.kind)
         return None if found is None else found[1]
-
-
-class IndexedLayer(AttentionLayer):
-    """K and V of one layer, and the keys of the indexer that chooses which of them a token attends to."""
-
-    def __init__(self, rows: BatchRows, layer: int, kind: Kind) -> None:
-        super().__init__(rows, layer, kind)
-        self._indexer = Indexer(rows, layer, kind)
-
-    @property
-    def is_indexer_initialized(self) -> bool:
-        return self._indexer.started
-
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Store an indexer's keys (rows, new tokens, dim), before or after ``update``; all that are held."""
-        return self._indexer.update(indexer_key_states)
-
-    @property
-    def indexer_keys(self) -> torch.Tensor | None:
-        """All keys (rows, tokens, dim) of the indexer; None before the first."""
-        return self._indexer.keys()
-
-    @property
-    def indexer_position_ids(self) -> torch.Tensor | None:
-        """Positions (axes, rows, tokens) of all tokens, as a model has set them; None where it has not.
-
-        It sets them at the beginning of a pass, those of new tokens last; they are stored with the keys.
-        """
-        return self._indexer.positions()
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, positions: torch.Tensor) -> None:
-        self._indexer.bring(positions)
 
 
 class CrossLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]

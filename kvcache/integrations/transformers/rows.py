@@ -29,13 +29,12 @@ from kvcache import (
 from kvcache.attention.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.model_caches import SLIDING, Kind, batch_of_rows
 from kvcache.integrations.session_rules import check_missing
-from kvcache.integrations.transformers.gradients import is_recorded, without_gradients
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.rope import check_rotation
 from kvcache.integrations.transformers.saving import HFSnapshot
-from kvcache.integrations.transformers.stored import Stored, tokens_of
+from kvcache.integrations.transformers.stored import Stored, is_recorded, tokens_of, without_gradients
 from kvcache.storage.state_slots import Checkpoint
 
 __all__ = ["BatchRows", "cannot_crop", "untraced"]

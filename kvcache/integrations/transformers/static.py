@@ -32,7 +32,7 @@ from kvcache import (
 )
 from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.transformers.arguments import check_names, check_options, signature_of
-from kvcache.integrations.transformers.indexers import Indexer
+from kvcache.integrations.transformers.indexers import put_indexer_keys
 from kvcache.integrations.transformers.kinds import CROSS, Kind, Trait, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer, RowsCache
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
@@ -220,9 +220,9 @@ class StaticBatchRows(BatchRows):
     def indexer_view(self, layer: int, kind: Kind, keys: torch.Tensor) -> torch.Tensor:
         """The buffer (rows, capacity, dim) of a layer's indexer, for keys like these."""
         self._reserved(kind, keys)
-        indexer = Indexer(self, layer, kind)
-        indexer.put(torch.zeros_like(keys[:, :1]))
-        return self._whole(indexer.part, kind)[0][:, 0]
+        part = self.pool.plan.part(layer)
+        put_indexer_keys(self, part, kind, torch.zeros_like(keys[:, :1]))
+        return self._whole(part, kind)[0][:, 0]
 
     def _reserved(self, kind: Kind, like: torch.Tensor) -> CausalCache:
         """The cache of a kind, in a pass that only reserves: it allocates, and stores nothing."""

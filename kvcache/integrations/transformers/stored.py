@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcache import NotSupportedError
 from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.model_caches import CHUNKED, Kind
 from kvcache.integrations.transformers.deferred import Deferred
@@ -15,7 +16,7 @@ from kvcache.integrations.transformers.passes import ForwardPass, Pair, Shown
 from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.shown import goes_on, hide
 
-__all__ = ["Stored", "decode_over_views", "tokens_of"]
+__all__ = ["Stored", "decode_over_views", "is_recorded", "tokens_of", "without_gradients"]
 
 CALLS = 4
 """Hidden tokens are left out where they are so many calls' worth in each row: it takes more calls."""
@@ -152,3 +153,29 @@ def tokens_of(x: torch.Tensor) -> torch.Tensor:
     if x.shape[0] == 1:
         return x[0].transpose(0, 1)
     return x.transpose(1, 2).flatten(0, 1)
+
+
+def is_recorded(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether gradients of new keys and values are being recorded."""
+    return torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
+
+
+def without_gradients(found: Pair, key: torch.Tensor, value: torch.Tensor) -> Pair:
+    """``found``, whose ``backward`` raises NotSupportedError where gradients of ``key`` are recorded."""
+    if not is_recorded(key, value):
+        return found
+    apply: Any = _Refusing.apply
+    keys, values = (apply(x, key, value) for x in found)
+    return keys, values
+
+
+class _Refusing(torch.autograd.Function):
+    """Gradients do not flow through a cache: who asks for them is told, instead of given some of them."""
+
+    @staticmethod
+    def forward(ctx: Any, found: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotSupportedError("HFCache: gradients do not flow through a cache; train with use_cache=False")
