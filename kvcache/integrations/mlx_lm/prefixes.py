@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
@@ -13,11 +12,11 @@ from mlx_lm.generate import generate_step
 
 import ml
 from kvcache.cache import CacheDType, InvalidRangeError
+from kvcache.integrations.conversations import Conversation, SharedPrefixes
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
-from kvcache.integrations.session_rules import check_tiers, names_of, unknown_option
-from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
-from kvcache.stores.closing import Closing
+from kvcache.integrations.session_rules import check_tiers
+from kvcache.prefix.prefix_cache import PrefixCache, Session
 
 __all__ = ["MLXPrefixCache", "MLXSession"]
 
@@ -30,7 +29,7 @@ _OF_CACHES = {
 """Options of ``generate_step`` that prefixes leave no room for, and what takes their place."""
 
 
-class MLXSession:
+class MLXSession(Conversation):
     """One conversation: ``prompt_cache`` is for mlx-lm, and holds ``cached`` of the prompt's tokens.
 
     Give the model ``remaining``, the tokens that the prompt cache lacks, and nothing twice; tell what was
@@ -39,14 +38,10 @@ class MLXSession:
     """
 
     def __init__(self, owner: MLXPrefixCache, session: Session) -> None:
-        self._owner, self._session = owner, session
-        self.cached = session.cached
-        self._rows = BatchRows.adopted(owner.pool.sequences, session.seq, session.cached)
-        self._rows.prompt = len(session.tokens)
-        self.prompt_cache = owner.pool.prompt_cache_of(self._rows)
-
-    def __repr__(self) -> str:
-        return f"<MLXSession; {self._session!r}>"
+        self._owner = owner
+        rows = BatchRows.adopted(owner.pool.sequences, session.seq, session.cached)
+        super().__init__(session, rows, lambda: rows.lengths[0])
+        self.prompt_cache = owner.pool.prompt_cache_of(rows)
 
     def prefill(self, size: int = 512) -> mx.array:
         """Evaluate ``remaining`` but its last token, at most ``size`` tokens at a time; returns that token.
@@ -63,22 +58,6 @@ class MLXSession:
         self._session.extend([])  # all of that is whole, whatever comes next
         return mx.array(tokens[-1:])
 
-    @property
-    def remaining(self) -> list[int]:
-        """The tokens to evaluate next: of the prompt, and of ``extend``, what the prompt cache lacks."""
-        tokens: list[Any] = list(self._session.tokens)
-        return tokens[self._rows.lengths[0] :]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Tell what was generated, or is said next: later conversations may share it once it is evaluated."""
-        self._session.extend(tokens)
-        self._rows.prompt = len(self._session.tokens)
-
-    def close(self, keep: bool = True) -> None:
-        """End the conversation; what the cache holds of it stays for others, unless ``keep`` is False."""
-        with self._ending():
-            self._session.close(keep)
-
     @contextmanager
     def _ending(self) -> Iterator[None]:
         try:
@@ -88,18 +67,8 @@ class MLXSession:
             self._owner.pool.sequences.current = None
             self._rows.leave()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Left by an exception, it keeps what was evaluated by ``prefill``, or before an ``extend``."""
-        with self._ending():
-            self._session.__exit__(kind, error, trace)
-
-
-class MLXPrefixCache(Closing):
+class MLXPrefixCache(SharedPrefixes):
     """A ``kvcache.PrefixCache`` for a model of mlx-lm, sliding and hybrid ones included.
 
     Every conversation is a prompt cache of one row; as many as ``max_sequences`` may be open. Its pages are
@@ -122,8 +91,7 @@ class MLXPrefixCache(Closing):
         Raises NotSupportedError for layers that there is no cache for, as CachePool does, and for ``tiers``
         of a model that is split over ranks (``model.shard``).
         """
-        known = names_of(MLXPrefixCache.__init__, PrefixCache.__init__)
-        if (wrong := unknown_option("MLXPrefixCache", options, known)) is not None:
+        if (wrong := self._wrong_option(options)) is not None:
             raise InvalidRangeError(wrong)
         check_tiers("MLXPrefixCache", _ranks_of(model), options.get("tiers"))
         self.model = model
@@ -137,14 +105,6 @@ class MLXPrefixCache(Closing):
         except BaseException:
             self.pool.close()
             raise
-
-    def __repr__(self) -> str:
-        return f"<MLXPrefixCache of a {type(self.model).__name__}; {self.prefix!r}>"
-
-    @property
-    def stats(self) -> PrefixStats:
-        """What was asked for, and where it came from: ``reused`` of ``tokens`` were not computed again."""
-        return self.prefix.stats
 
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> MLXSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.
@@ -190,17 +150,9 @@ class MLXPrefixCache(Closing):
                 raise
             session.extend(said)
 
-    def flush(self) -> None:
-        """Write what is kept to the stores, and wait for that."""
-        self.prefix.flush()
-
-    def write_through(self, nbytes: int | None = None) -> bool:
-        """Have a thread write what no store has yet: see ``PrefixCache.write_through``."""
-        return self.prefix.write_through(nbytes)
-
     def close(self) -> None:
         """Close all conversations, write what is kept to the stores, and drop the caches."""
-        self.prefix.close()
+        super().close()
         self.pool.close()
 
 

@@ -8,27 +8,26 @@ import inspect
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError
-from kvcache.integrations.session_rules import check_tiers, names_of, unknown_option
+from kvcache.integrations.conversations import Conversation, SharedPrefixes
+from kvcache.integrations.session_rules import check_tiers
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
 from kvcache.integrations.transformers.cache import HFCache, cache_argument
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.places import layer_devices
 from kvcache.integrations.transformers.rope import check_rotation, rotation_limit
-from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
-from kvcache.stores.closing import Closing
+from kvcache.prefix.prefix_cache import PrefixCache, Session
 
 __all__ = ["HFPrefixCache", "HFSession"]
 
 
-class HFSession:
+class HFSession(Conversation):
     """One conversation: ``cache`` is its HFCache, and holds ``cached`` of the prompt's tokens.
 
     In a loop of your own, give the model ``remaining``, the tokens that the cache lacks, and nothing twice;
@@ -38,13 +37,10 @@ class HFSession:
     """
 
     def __init__(self, owner: HFPrefixCache, session: Session) -> None:
-        self._owner, self._session = owner, session
-        self.cached = session.cached
+        self._owner = owner
         self.cache = type(owner.cache).of(owner.cache.rows.adopt(session.seq, session.cached))
-        self.cache.rows.prompt, self.cache.rows.limit = len(session.tokens), owner.limit
-
-    def __repr__(self) -> str:
-        return f"<HFSession; {self._session!r}>"
+        super().__init__(session, self.cache.rows, self.cache.get_seq_length)
+        self.cache.rows.limit = owner.limit
 
     def prefill(self, size: int = 512) -> None:
         """Evaluate all of the prompt but its last token, ``size`` tokens at a time at most.
@@ -64,33 +60,10 @@ class HFSession:
                 owner.model.generate(part, attention_mask=torch.ones_like(part), **options)
         self._session.extend([])  # all of that is whole, whatever comes next
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Tell what was generated, or is said next: later conversations may share it once it is evaluated."""
-        self._session.extend(tokens)
-        self.cache.rows.prompt = len(self._session.tokens)
-
-    @property
-    def remaining(self) -> list[int]:
-        """The tokens to evaluate next: of the prompt, and of ``extend``, what the cache lacks."""
-        tokens: list[Any] = list(self._session.tokens)
-        return tokens[self.cache.get_seq_length() :]
-
-    def close(self, keep: bool = True) -> None:
-        """End the conversation; what the cache holds of it stays for others, unless ``keep`` is False."""
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
         try:
-            self._session.close(keep)
-        finally:
-            self.cache.detach()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Left by an exception, it keeps what was evaluated by ``prefill``, or before an ``extend``."""
-        try:
-            self._session.__exit__(kind, error, trace)
+            yield
         finally:
             self.cache.detach()
 
@@ -187,7 +160,7 @@ def _check_inputs(model: Any, options: dict[str, Any]) -> None:
             )
 
 
-class HFPrefixCache(Closing):
+class HFPrefixCache(SharedPrefixes):
     """A ``kvcache.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
 
     Every conversation is a batch of one row, without padding; as many as ``max_sequences`` may be open, and
@@ -221,8 +194,7 @@ class HFPrefixCache(Closing):
                 f"HFPrefixCache: {type(model).__name__}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
-        known = names_of(HFPrefixCache.__init__, PrefixCache.__init__)
-        if (wrong := unknown_option("HFPrefixCache", options, known, THEIRS)) is not None:
+        if (wrong := self._wrong_option(options, THEIRS)) is not None:
             raise ArgumentError(wrong)
         check_tiers("HFPrefixCache", getattr(model, "tp_size", None) or 1, options.get("tiers"))
         for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED):
@@ -249,9 +221,6 @@ class HFPrefixCache(Closing):
         whole: Any = family.all
         self.prefix = PrefixCache(whole, **options)
 
-    def __repr__(self) -> str:
-        return f"<HFPrefixCache of a {type(self.model).__name__}; {self.prefix!r}>"
-
     def __dir__(self) -> list[str]:
         """What a user calls."""
         return sorted(
@@ -265,11 +234,6 @@ class HFPrefixCache(Closing):
             "HFPrefixCache: model.generate takes the cache of one conversation; call generate of the "
             "HFPrefixCache itself, or pass begin(tokens).cache"
         )
-
-    @property
-    def stats(self) -> PrefixStats:
-        """What was asked for, and where it came from: ``reused`` of ``tokens`` were not computed again."""
-        return self.prefix.stats
 
     def named(self, cache: HFCache) -> dict[str, HFCache]:
         """A cache by the name that ``generate`` has for it."""
@@ -332,15 +296,3 @@ class HFPrefixCache(Closing):
             else:
                 session.extend(tokens[len(prompt) :])
         return out
-
-    def flush(self) -> None:
-        """Write what is kept to the stores, and wait for that."""
-        self.prefix.flush()
-
-    def write_through(self, nbytes: int | None = None) -> bool:
-        """Have a thread write what no store has yet: see ``PrefixCache.write_through``."""
-        return self.prefix.write_through(nbytes)
-
-    def close(self) -> None:
-        """Close all conversations, and write what is kept to the stores."""
-        self.prefix.close()
