@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models import base
 
 import ml
 from kvcache.attention.ragged_batch import read_positions, visible_mask
@@ -19,9 +21,8 @@ from kvcache.integrations.mlx_lm.layers import (
     mlx_caches,
 )
 from kvcache.integrations.mlx_lm.passes import ForwardPass
-from kvcache.integrations.mlx_lm.rotating import seen_beside_kept
 
-__all__ = ["Attending", "Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache"]
+__all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache", "attend_by_entries"]
 
 
 _schedule: Any = mx.async_eval
@@ -287,7 +288,7 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
         size = min(self.max_size, window_size or self.max_size)
         each = zip(read, one.positions(), one.before, strict=True)
         seen = np.stack(
-            [seen_beside_kept(x, queries, before, size, self.keep) for x, queries, before in each]
+            [_seen_beside_kept(x, queries, before, size, self.keep) for x, queries, before in each]
         )
         in_order = all(np.array_equal(x, np.arange(one.before[0] + one.tokens)) for x in read)
         causal = in_order and one.is_full and read[0].size <= size
@@ -390,3 +391,63 @@ class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
 
 
 Bystander.__name__ = KVCache.__name__  # which save_prompt_cache writes
+
+
+def _seen_beside_kept(
+    read: np.ndarray, queries: np.ndarray, before: int, max_size: int, keep: int
+) -> np.ndarray:
+    """BOOL (queries, read): which of the positions ``read`` (-1: no token) queries at ``queries`` see.
+
+    First tokens stay as with mlx-lm's RotatingKVCache(max_size, keep). ``before`` is how many tokens there
+    were before the pass. The positions may come in any order, with more among them than mlx-lm's cache has.
+
+    A pass of several tokens there reads the first ``keep`` tokens, the last ``max_size - 1 - keep`` before
+    it and its own, in this order, and a query sees the last ``max_size`` of these columns up to itself. So
+    later queries of a pass do not see the first tokens, which the next pass sees again; the last token of a
+    prompt, which ``generate`` feeds alone, sees them. ``max_size`` 7, ``keep`` 2, the tokens at 20 to 23::
+
+        column    0  1  2  3  4  5  6  7  8  9
+        position  0  1 16 17 18 19 20 21 22 23
+        at 20     x  x  x  x  x  x  x                 as a pass of one token
+        at 21     .  x  x  x  x  x  x  x
+        at 23     .  .  .  x  x  x  x  x  x  x
+
+    Source: mlx_lm/models/cache.py (``_update_concat``, ``make_mask``) of mlx-lm 0.32.2.
+    """
+    lowest = max(keep, before - (max_size - 1 - keep))
+    there = (read >= lowest) | ((read >= 0) & (read < keep))
+    columns, own = (np.where(x < keep, x, x - lowest + keep) for x in (read, queries[:, None]))
+    seen: np.ndarray = there & (columns <= own) & (columns > own - max_size)
+    return seen
+
+
+# Attention by ``Cache.attend``, where that reads less than the arrays that ``update_and_fetch`` gives: these
+# have every row of a batch padded to the longest, and what rows share once for each; of quantized storage
+# they are floats. Those that are not used are never computed: MLX is lazy.
+
+_NAME = "scaled_dot_product_attention"
+_original: Any = getattr(base, _NAME)
+
+
+def attend_by_entries(model: Any) -> bool:
+    """Let the layers of ``model`` ask their entries, as others of its classes then do; False: none can.
+
+    mlx-lm's models call ``scaled_dot_product_attention`` by a name of their own module. There stands a
+    function of the same name that asks the entry first; for entries of mlx-lm's own it does what theirs does.
+    """
+    names = {type(module).__module__ for _, module in model.named_modules()}
+    places = [vars(sys.modules[name]) for name in names]
+    asking = [place for place in places if place.get(_NAME) in (_original, _scaled_dot_product_attention)]
+    for place in asking:
+        place[_NAME] = _scaled_dot_product_attention
+    return bool(asking)
+
+
+def _scaled_dot_product_attention(
+    queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None
+) -> Any:
+    if isinstance(cache, Attending):
+        found = cache.attend(queries, keys, values, scale, mask, sinks)
+        if found is not None:
+            return found
+    return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

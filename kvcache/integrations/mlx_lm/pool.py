@@ -11,8 +11,13 @@ import mlx.core as mx
 
 import ml
 from kvcache.cache import CacheDType, InvalidRangeError, check_whole
-from kvcache.integrations.mlx_lm.attending import attend_by_entries
-from kvcache.integrations.mlx_lm.attention import Bystander, ChunkedKVCache, KVCache, RotatingKVCache
+from kvcache.integrations.mlx_lm.attention import (
+    Bystander,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    attend_by_entries,
+)
 from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, layers_of
@@ -42,8 +47,8 @@ class CachePool:
     ``checkpoint_interval`` tokens, for :func:`rewind`. ``max_batch`` is the largest number of tokens in a
     pass, of all rows together (None: 2048 per sequence). ``max_kv_size`` is mlx-lm's, at least 5: a layer
     keeps the first 4 tokens for good and the last ``max_kv_size - 4``, and no row is too long. A query in a
-    pass of several tokens sees what it sees with mlx-lm's RotatingKVCache, which is not quite that (module
-    ``rotating``).
+    pass of several tokens sees what it sees with mlx-lm's RotatingKVCache, which is not quite that (see
+    ``attention._seen_beside_kept``).
 
     A model that does not tell its entries how many tokens a pass has (Mamba 1), or rows apart (Llama 4),
     tells it by its calls from then on: the ``__call__`` of its class is put in a function that does.

@@ -70,7 +70,7 @@ class Storage:
         self.calls_told = False
         """Whether the model's calls tell which rows they are of (``calls``)."""
         self.asked = False
-        """Whether the model asks its entries for attention (``attending``)."""
+        """Whether the model asks its entries for attention (``attend_by_entries``)."""
 
     def init(
         self, backend: ml.Backend, dtype: CacheDType | None, max_sequences: int, capacity: int, max_batch: int
