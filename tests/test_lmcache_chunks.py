@@ -67,7 +67,7 @@ def test_only_options_of_ours_are_read() -> None:
     )
     assert (found.store, found.threads, found.identity) == (("memory:",), 3, None)
     for wrong, told in (
-        ({"kvcache.stores": "memory:"}, "kvcache.stores is not an option"),
+        ({"kvcache.stores": "memory:"}, "'kvcache.stores' is not an option"),
         ({"store": "memory:"}, "store=None"),
         ({"kvcache.store": "memory:", "kvcache.threads": True}, "threads=True; it must be at least 1"),
         ({"kvcache.store": "memory:", "kvcache.identity": {}}, "it must be an object that names the model"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvcache.cache import InvalidRangeError
 from kvcache.offload.tiers import StoreTier
 from kvcache.stores import SnapshotStore, open_store
 
-__all__ = ["StoresInUse", "at_exit", "check_number", "check_urls"]
+__all__ = ["StoresInUse", "at_exit", "check_number", "parse_options"]
 
 
 @dataclass(slots=True)
@@ -77,19 +77,31 @@ def at_exit(close: Callable[[], None]) -> None:
     atexit.register(call)
 
 
-def check_urls(where: str, given: object) -> tuple[str, ...]:
-    """The URLs of the option ``store``; InvalidRangeError, naming ``where`` it stands, for anything else."""
-    urls = [given] if isinstance(given, str) else given
-    if (
-        not isinstance(urls, list | tuple)
-        or not urls
-        or not all(isinstance(url, str) and url for url in urls)
-    ):
+def parse_options(
+    where: str, given: Mapping[str, Any], known: Sequence[str], prefix: str = ""
+) -> dict[str, Any]:
+    """``given``, with the URLs of ``store`` as a tuple; ``prefix`` stands before each name in the errors.
+
+    Raises InvalidRangeError for an option that is not ``known``, and for a ``store`` or an ``identity`` that
+    is none.
+    """
+    if unknown := given.keys() - set(known):
+        names = ", ".join(prefix + name for name in known)
         raise InvalidRangeError(
-            f"{where}: store={given!r}; it must be the URL of a store, such as "
+            f"{where}: {prefix + min(unknown)!r} is not an option; known options: {names}"
+        )
+    store, identity = given.get("store"), given.get("identity")
+    urls = [store] if isinstance(store, str) else store
+    if not (isinstance(urls, list | tuple) and urls and all(isinstance(url, str) and url for url in urls)):
+        raise InvalidRangeError(
+            f"{where}: {prefix}store={store!r}; it must be the URL of a store, such as "
             "'file:///var/cache/kv', or a list of them, the nearest first"
         )
-    return tuple(urls)
+    if identity is not None and (not isinstance(identity, Mapping) or not identity):
+        raise InvalidRangeError(
+            f"{where}: {prefix}identity={identity!r}; it must be an object that names the model"
+        )
+    return {**given, "store": tuple(urls)}
 
 
 def check_number(name: str, value: Any, kind: type | tuple[type, ...], least: float) -> None:

@@ -154,7 +154,7 @@ def test_a_model_whose_files_are_not_here_and_unknown_options_are_refused(
     for options, told in (
         ({"identity": None}, "no files tell which weights 'm' has"),
         ({"threads": 0}, "kvcache.threads=0; it must be at least 1"),
-        ({"stores": "memory:"}, "kvcache.stores is not an option"),
+        ({"stores": "memory:"}, "'kvcache.stores' is not an option"),
     ):
         caplog.clear()
         assert backend(**options).connection is None, "LMCache logs why, and goes on without"

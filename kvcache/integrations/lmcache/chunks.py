@@ -10,9 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvcache.cache import InvalidRangeError
 from kvcache.integrations.model_folder import model_folder
-from kvcache.integrations.open_stores import check_number, check_urls
+from kvcache.integrations.open_stores import check_number, parse_options
 from kvcache.runner.errors import ModelError
 from kvcache.runner.fingerprint import files_digest
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError
@@ -44,20 +43,9 @@ class ConnectorOptions:
             for name, value in extra_config.items()
             if name.startswith(PREFIX)
         }
-        known = [field.name for field in fields(cls)]
-        if unknown := given.keys() - set(known):
-            raise InvalidRangeError(
-                f"extra_config: {PREFIX}{min(unknown)} is not an option; known options: "
-                f"{', '.join(PREFIX + name for name in known)}"
-            )
-        given["store"] = check_urls(f"extra_config: {PREFIX}store", given.get("store"))
-        check_number(f"extra_config: {PREFIX}threads", given.get("threads", 1), int, 1)
-        identity = given.get("identity")
-        if identity is not None and (not isinstance(identity, Mapping) or not identity):
-            raise InvalidRangeError(
-                f"extra_config: {PREFIX}identity={identity!r}; it must be an object that names the model"
-            )
-        return cls(**given)
+        found = parse_options("extra_config", given, [field.name for field in fields(cls)], PREFIX)
+        check_number(f"extra_config: {PREFIX}threads", found.get("threads", 1), int, 1)
+        return cls(**found)
 
 
 def identity_of_model(name: str) -> dict[str, Any]:

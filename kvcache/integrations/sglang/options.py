@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvcache.cache import InvalidRangeError
-from kvcache.integrations.open_stores import check_number, check_urls
+from kvcache.integrations.open_stores import check_number, parse_options
 
 __all__ = ["StorageOptions"]
 
@@ -34,17 +33,8 @@ class StorageOptions:
     def parse(cls, given: Mapping[str, Any]) -> StorageOptions:
         """Raises InvalidRangeError for an unknown option, and for a value that is none."""
         known = [field.name for field in fields(cls)]
-        if unknown := given.keys() - set(known) - SGLANGS:
-            raise InvalidRangeError(
-                f"{WHERE}: {min(unknown)!r} is not an option; known options: {', '.join(known)}"
-            )
-        found = {name: value for name, value in given.items() if name in known}
-        found["store"] = check_urls(WHERE, given.get("store"))
+        ours = {name: value for name, value in given.items() if name in known or name not in SGLANGS}
+        found = parse_options(WHERE, ours, known)
         found["interface_v1"] = bool(given.get("interface_v1", False))
         check_number(f"{WHERE}: threads", found.get("threads", 1), int, 1)
-        identity = found.get("identity")
-        if identity is not None and (not isinstance(identity, Mapping) or not identity):
-            raise InvalidRangeError(
-                f"{WHERE}: identity={identity!r}; it must be an object that names the model"
-            )
         return cls(**found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvcache.cache import InvalidRangeError
-from kvcache.integrations.open_stores import check_number, check_urls
+from kvcache.integrations.open_stores import check_number, parse_options
 from kvcache.stores.sizes import parse_bytes
 
 __all__ = ["LEAST_PAGE", "PAGES", "ConnectorOptions"]
@@ -45,15 +45,9 @@ class ConnectorOptions:
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> ConnectorOptions:
         """Raises InvalidRangeError for an option that there is not, and a value that is none."""
-        known = [field.name for field in fields(cls)]
-        if strange := given.keys() - set(known):
-            raise InvalidRangeError(
-                f"kv_connector_extra_config: {min(strange)!r} is not an option; known options: "
-                f"{', '.join(known)}"
-            )
-        found = {**given, "store": check_urls(WHERE, given.get("store"))}
+        found = parse_options(WHERE, given, [field.name for field in fields(cls)])
         if "host_memory" in found:
-            found["host_memory"] = parse_bytes("kv_connector_extra_config: host_memory", found["host_memory"])
+            found["host_memory"] = parse_bytes(f"{WHERE}: host_memory", found["host_memory"])
         for name, least in {"page_tokens": 0, "load_threads": 1, "lookup_threads": 1}.items():
             check_number(f"{WHERE}: {name}", found.get(name, least), int, least)
         for name in ("lookup_wait", "lookup_timeout", "save_wait"):
@@ -61,12 +55,7 @@ class ConnectorOptions:
         check_number(f"{WHERE}: save_generated", found.get("save_generated", True), bool, False)
         if found.get("pages", "auto") not in PAGES:
             raise InvalidRangeError(
-                f"kv_connector_extra_config: pages={found['pages']!r}; it must be one of {', '.join(PAGES)}"
-            )
-        identity = found.get("identity")
-        if identity is not None and (not isinstance(identity, Mapping) or not identity):
-            raise InvalidRangeError(
-                f"kv_connector_extra_config: identity={identity!r}; it must be an object that names the model"
+                f"{WHERE}: pages={found['pages']!r}; it must be one of {', '.join(PAGES)}"
             )
         return cls(**found)
 
@@ -75,7 +64,7 @@ class ConnectorOptions:
         tokens = self.page_tokens or -(-LEAST_PAGE // block_size) * block_size
         if tokens % block_size:
             raise InvalidRangeError(
-                f"kv_connector_extra_config: page_tokens={tokens}; vLLM's blocks have {block_size} tokens, "
-                "and a page is whole blocks"
+                f"{WHERE}: page_tokens={tokens}; vLLM's blocks have {block_size} tokens, and a page is whole "
+                "blocks"
             )
         return tokens
