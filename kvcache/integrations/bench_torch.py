@@ -31,13 +31,9 @@ class Slices:
     ) -> None:
         """``window``: the views show so many of the last cells; 0: all. ``grow``: each step appends."""
         self.window, self.new, self.grow, self.at = window, new, grow, history
-        self.cells = history + (ROOM if grow else new)
-        self.strides = (self.cells * dim, dim, 1)
         self.heads, self.dim = heads, dim
-        native = getattr(torch, dtype)
-        self.token = torch.randn(heads, new, dim).to(native)
-        shape = heads, self.cells, dim
-        self.layers = [[torch.zeros(shape, dtype=native) for _ in "kv"] for _ in range(LAYERS)]
+        self.token = torch.randn(heads, new, dim).to(getattr(torch, dtype))
+        self.resize(history + (ROOM if grow else new))
 
     def resize(self, cells: int) -> None:
         """New buffers of so many cells."""

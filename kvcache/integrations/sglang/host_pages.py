@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,36 +15,18 @@ from kvcache.cache import InvalidRangeError
 __all__ = ["FlatPages", "HostPages", "as_bytes", "page_size", "pages_of"]
 
 
-class HostPages(Protocol):
-    """The pages of one pool, each for a number of consecutive slots."""
-
-    form: str
-    """Says in what order a page's bytes stand."""
-    sizes: tuple[int, ...]
-    """Bytes by part of a page."""
-
-    def split(self, indices: torch.Tensor, count: int) -> Sequence[Any]:
-        """The places of ``count`` pages; ``indices`` (count * page size,) are their slots."""
-
-    def source(self, place: Any) -> Sequence[np.ndarray]:
-        """A page's parts as they are, uint8 (bytes,) each; copied where they do not lie in one piece."""
-
-    def target(self, place: Any) -> Sequence[np.ndarray]:
-        """Where a page's parts are to be written, uint8 (bytes,) each; ``filled`` is to be called then."""
-
-    def filled(self, place: Any, parts: Sequence[np.ndarray]) -> None:
-        """Have the pool hold what ``target`` was filled with."""
-
-
 class _PagesInPlace:
-    """Pages whose parts are runs of bytes of the pool's memory."""
+    """Pages, each of some consecutive slots, whose parts are runs of bytes of the pool's memory."""
 
     form = "in place"
+    """Says in what order a page's bytes stand."""
 
     def __init__(self, pool: Any, sizes: tuple[int, ...]) -> None:
+        """``sizes``: bytes by part of a page."""
         self._pool, self.sizes = pool, sizes
 
     def split(self, indices: torch.Tensor, count: int) -> Sequence[Any]:
+        """The places of ``count`` pages; ``indices`` (count * page size,) are their slots."""
         _check_count(self._pool, indices, count)
         addresses, sizes = self._pool.get_page_buffer_meta(indices)
         parts = len(self.sizes)
@@ -56,12 +38,13 @@ class _PagesInPlace:
         return [addresses[i * parts : (i + 1) * parts] for i in range(count)]
 
     def source(self, place: Any) -> Sequence[np.ndarray]:
+        """A page's parts as they are, uint8 (bytes,) each; ``target``: to be written, and ``filled`` then."""
         return [_memory(address, size) for address, size in zip(place, self.sizes, strict=True)]
 
     target = source
 
     def filled(self, place: Any, parts: Sequence[np.ndarray]) -> None:
-        pass
+        """Have the pool hold what ``target`` was filled with."""
 
 
 class FlatPages:
@@ -87,6 +70,9 @@ class FlatPages:
         page = self._pool.get_dummy_flat_data_page()
         as_bytes(page)[:] = parts[0]
         self._pool.set_from_flat_data_page(place, page)
+
+
+HostPages: TypeAlias = _PagesInPlace | FlatPages
 
 
 def pages_of(pool: Any) -> HostPages:

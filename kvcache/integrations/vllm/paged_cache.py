@@ -210,7 +210,6 @@ class PagedCache:
         """What decides the content of a page, JSON-able."""
         if isinstance(self.pages, TokenPages):
             return {"kind": "CausalCache", "dtype": self.pages.dtype.name}
-        assert isinstance(self.pages, RawPages)
         return {"kind": "vLLM blocks", "layout": self.pages.layout, "layers": [*self.pages.layers]}
 
     def gather(self, blocks: Sequence[int]) -> _Copied:

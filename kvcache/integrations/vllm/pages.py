@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,24 +20,6 @@ Widths = tuple[tuple[int, int], tuple[int, int]]
 """(heads, dim) of a layer's keys and of its values."""
 
 
-class PageFormat(Protocol):
-    """How the arrays of a page become an entry of a store, and back."""
-
-    @property
-    def tokens(self) -> int:
-        """Of a page."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of a page's arrays."""
-
-    def pack(self, begin: int, arrays: Sequence[np.ndarray]) -> SerializedSnapshot:
-        """The page of tokens ``[begin, begin + tokens)``; its arrays in the format's order."""
-
-    def unpack(self, begin: int, page: SerializedSnapshot) -> list[np.ndarray]:
-        """Its arrays, views of the page; SnapshotCorruptError for a page of anything else."""
-
-
 @dataclass(frozen=True)
 class TokenPages:
     """Serialized snapshots of an attention cache that holds ``layers``; arrays are K and V of each in turn.
@@ -51,10 +33,12 @@ class TokenPages:
 
     @property
     def nbytes(self) -> int:
+        """Of a page's arrays."""
         values = sum(heads * dim for layer in self.layers for heads, dim in layer)
         return self.tokens * (values * self.dtype.itemsize + np.dtype(np.int64).itemsize)
 
     def pack(self, begin: int, arrays: Sequence[np.ndarray]) -> SerializedSnapshot:
+        """The page of tokens ``[begin, begin + tokens)`` as an entry of a store."""
         named = {f"{i // 2}.{i % 2}": array for i, array in enumerate(arrays)}
         layers = [
             [i, self.dtype.name, [[f"{i}.{n}", [0, 1, 2]] for n in range(2)]] for i in range(len(self.layers))
@@ -71,6 +55,7 @@ class TokenPages:
         return SerializedSnapshot({"snapshot": meta}, {"positions": positions, **named})
 
     def unpack(self, begin: int, page: SerializedSnapshot) -> list[np.ndarray]:
+        """Its arrays, views of the page; SnapshotCorruptError for a page of anything else."""
         span = check_serialized("load", page, complete=True)
         meta = page.meta["snapshot"]
         if span != (begin, begin + self.tokens) or meta["kind"] != "attention" or meta["whole"]:
@@ -129,3 +114,6 @@ class RawPages:
 
     def _meta(self, begin: int) -> dict[str, Any]:
         return {"begin": begin, "end": begin + self.tokens, "layout": self.layout}
+
+
+PageFormat: TypeAlias = TokenPages | RawPages
