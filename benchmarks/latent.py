@@ -17,11 +17,10 @@ import torch
 
 import ml
 from benchmarks.models import SMALL, random_model
-from kvcache import Batch
+from benchmarks.whole_model import PART, Ours, Theirs
 from kvcache.runner import cache_bytes, load_config, load_model
-from kvcache.testing.bench.timing import Contender, interleave, machine
+from kvcache.testing.bench.timing import interleave, machine
 
-PART, ROOM = 512, 64
 DEEPSEEK: dict[str, Any] = {
     **SMALL, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "hidden_size": 512,
     "kv_lora_rank": 512, "q_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
@@ -44,54 +43,6 @@ def full_bytes(config: Any) -> int:
     return int(config.layers * sizes.heads * (sizes.query_dim + sizes.v_dim) * ml.DType.F32.itemsize)
 
 
-class Ours:
-    """``prompt`` in a cache, and steps of one token after it."""
-
-    def __init__(self, model: Any, prompt: list[int]) -> None:
-        self.model, self.at, self.ctx = model, 0, model.backend.new_context()
-        self.cache = model.make_cache()
-        self.cache.init(model.backend, model.dtype, 1, len(prompt) + ROOM, PART)
-        for begin in range(0, len(prompt), PART):
-            self.logits = self.forward(prompt[begin : begin + PART])
-
-    def forward(self, tokens: list[int]) -> torch.Tensor:
-        count = len(tokens)
-        batch = Batch(range(self.at, self.at + count), [0] * count, inputs=tokens, outputs=[count - 1])
-        self.at += count
-        with torch.inference_mode():
-            self.cache.start_forward(self.ctx, batch)
-            logits: torch.Tensor = self.model.forward(self.ctx, batch, self.cache).native[-1]
-        return logits
-
-    def contender(self) -> Contender:
-        return Contender(lambda: int(self.forward([7]).argmax()))
-
-
-class Theirs:
-    """As Ours, with a cache of transformers."""
-
-    def __init__(self, model: Any, prompt: list[int], kind: str) -> None:
-        from transformers.cache_utils import DynamicCache, StaticCache
-
-        length = len(prompt) + ROOM
-        self.model, config = model, model.config
-        static = kind == "StaticCache"
-        self.cache: Any = StaticCache(config, max_cache_len=length) if static else DynamicCache(config=config)
-        for begin in range(0, len(prompt), PART):
-            self.logits = self.forward(prompt[begin : begin + PART])
-
-    def forward(self, tokens: list[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            found = self.model(
-                torch.tensor([tokens]), past_key_values=self.cache, use_cache=True, logits_to_keep=1
-            )
-        logits: torch.Tensor = found.logits[0, -1]
-        return logits
-
-    def contender(self) -> Contender:
-        return Contender(lambda: int(self.forward([7]).argmax()))
-
-
 def measure(name: str, history: int, rounds: int) -> list[str]:
     """Rows of a table: who, bytes stored of a token, milliseconds of a step, times the time of ours."""
     from transformers import AutoModelForCausalLM
@@ -102,12 +53,17 @@ def measure(name: str, history: int, rounds: int) -> list[str]:
         ours = load_model(path, ml.open_backend("torch", device="cpu"))
         config: Any = load_config(path)
     prompt = torch.randint(0, MODELS[name]["vocab_size"], (history,), generator=torch.manual_seed(0)).tolist()
-    kinds = {kind: Theirs(theirs, prompt, kind) for kind in ("DynamicCache", "StaticCache")}
-    own = Ours(ours, prompt)
-    for kind in kinds.values():
-        torch.testing.assert_close(own.logits, kind.logits, rtol=0, atol=1e-3)
-    contenders = {"ours": own.contender()}
-    contenders |= {f"transformers, {kind}": x.contender() for kind, x in kinds.items()}
+    runs: dict[str, Ours | Theirs] = {"ours": Ours(ours, history)}
+    for kind in ("DynamicCache", "StaticCache"):
+        runs[f"transformers, {kind}"] = Theirs(theirs, kind, history)
+    logits = []
+    for run in runs.values():
+        for begin in range(0, history, PART):
+            found = run.forward(prompt[begin : begin + PART])
+        logits.append(found.native[-1] if isinstance(found, ml.Tensor) else found)
+    for theirs in logits[1:]:
+        torch.testing.assert_close(logits[0], theirs, rtol=0, atol=1e-3)
+    contenders = {name: run.contender() for name, run in runs.items()}
     samples = interleave(contenders, rounds, floors=["ours"]).samples()
     token = cache_bytes(config, ml.DType.F32, 1, 1)
     stored = f"{token:,} bytes a token; keys and values of each head: {full_bytes(config):,}"

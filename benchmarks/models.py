@@ -25,6 +25,13 @@ SMALL: dict[str, Any] = {
 """3 million weights."""
 
 
+TWO_LAYERS: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 8192,
+}  # fmt: skip
+"""Of ``transformers_llama``: small but for its attention."""
+
+
 def random_model(folder: Path, config: dict[str, Any], spread: float = 0.02) -> Path:
     """``folder`` with weights in F16, which compute in F32: half the file, the same work."""
     from safetensors.numpy import save_file

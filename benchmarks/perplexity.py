@@ -21,6 +21,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 import ml
+from examples.eviction import nats_of, pieces_of
 from kvcache import Batch, CausalCache
 from kvcache.runner import Llama, Tokenizer, bundled_model, load_model
 from kvcache.runner.checkpoints.weights import open_weights
@@ -33,15 +34,6 @@ FORMATS = (
 )  # fmt: skip
 """Of keys and values; the bundled model has heads of 32, which only groups of 32 divide."""
 console = Console(width=120)
-
-
-def windows(model: Llama, tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
-    """Every chapter in pieces of BOS and at most ``max_positions - 1`` tokens."""
-    span = model.config.max_positions - 1
-    for chapter in text.split("\n\n"):
-        bos, *ids = tokenizer.encode(chapter)
-        for start in range(0, len(ids), span):
-            yield [bos, *ids[start : start + span]]
 
 
 def with_outliers(folder: Path, factor: float, channel: int = 3) -> Path:
@@ -74,9 +66,7 @@ def perplexity(model: Llama, pieces: list[list[int]], dtype: str) -> tuple[float
             cache.start_forward(ctx, batch)
             logits = model.forward(ctx, batch, cache).to_numpy().astype(np.float64)
         cache.remove(0, 0)
-        peak = logits.max(axis=1, keepdims=True)
-        total = np.log(np.exp(logits - peak).sum(axis=1)) + peak[:, 0]
-        nats += float((total - logits[np.arange(len(targets)), targets]).sum())
+        nats += nats_of(logits, targets)
         count += len(targets)
         likeliest.append(logits.argmax(axis=1))
     return float(np.exp(nats / count)), cache.nbytes / cache.cells, np.concatenate(likeliest)
@@ -107,7 +97,7 @@ def main() -> None:
         assert isinstance(model, Llama)
         tokenizer = Tokenizer.load(bundled_model())
         text = (bundled_model() / "heldout.txt").read_text(encoding="utf-8")
-        pieces = list(windows(model, tokenizer, text))
+        pieces = list(pieces_of(model, tokenizer, text))
         scored = sum(len(piece) - 1 for piece in pieces)
         console.print(f"{machine()}; {options.backend}; {scored} tokens in {len(pieces)} windows")
         for line in table(model, pieces):

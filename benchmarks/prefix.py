@@ -9,12 +9,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import kvcache
 import ml
 from benchmarks.models import SMALL, random_model
+from benchmarks.scale_simulation import walk
 from kvcache import Batch, HostTier, PrefixCache, serialize
 from kvcache.offload import direct_load as arriving
 from kvcache.offload.direct_load import restore_serialized
@@ -48,13 +50,14 @@ def talk(backend: ml.Backend, folder: Path, conversations: int, turns: int, syst
     random = np.random.default_rng(1)
     shared = random.integers(0, 2048, system).tolist()
     histories = [list(shared) for _ in range(conversations)]
-    cache, found, seen = _cache(backend, model, system), Talk(), _Seen()
+    cache, found = _cache(backend, model, system), Talk()
+    seen: dict[int, Any] = {}
     began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with PrefixCache(cache, tiers=(HostTier(budget),)) as prefix:
         for turn in range(turns):
             for i, history in enumerate(histories):
                 history += random.integers(0, 2048, 30).tolist()
-                found.ideal += len(history) - min(seen.longest(history), len(history) - 1)
+                found.ideal += len(history) - walk(seen, history, len(history) - 1)[0]
                 start = time.perf_counter()
                 with prefix.begin(history) as session:
                     _evaluate(backend, model, cache, session.seq, session.cached, session.remaining)
@@ -69,28 +72,10 @@ def talk(backend: ml.Backend, folder: Path, conversations: int, turns: int, syst
                     found.sampled += spent
                     found.fresh += _from_nothing(backend, model, system, history)
                 history += answer
-                seen.add(history)
+                walk(seen, history)
                 found.host_peak = max(found.host_peak, prefix.nbytes["host"])
     found.growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began) * 1024
     return found
-
-
-class _Seen:
-    """Prompts so far, by their longest common beginning with another."""
-
-    def __init__(self) -> None:
-        self._heads: set[tuple[int, ...]] = set()
-
-    def add(self, tokens: list[int]) -> None:
-        self._heads.add(tuple(tokens))
-
-    def longest(self, tokens: list[int]) -> int:
-        best, mine = 0, np.array(tokens)
-        for head in self._heads:
-            size = min(len(head), mine.size)
-            differ = np.flatnonzero(np.array(head[:size]) != mine[:size])
-            best = max(best, int(differ[0]) if differ.size else size)
-        return best
 
 
 def _cache(backend: ml.Backend, model: object, system: int) -> kvcache.CausalCache:

@@ -159,15 +159,15 @@ def ideal(stream: Sequence[Request], before: Sequence[np.ndarray] = ()) -> tuple
     tree: dict[int, Any] = {}
     hits = new = 0
     for prompt in before:
-        new += _walk(tree, prompt.tolist())[1]
+        new += walk(tree, prompt.tolist())[1]
     for request in stream:
-        found, fresh = _walk(tree, request.prompt.tolist() + request.answer.tolist(), request.prompt.size - 1)
+        found, fresh = walk(tree, request.prompt.tolist() + request.answer.tolist(), request.prompt.size - 1)
         hits += found
         new += fresh
     return hits, new
 
 
-def _walk(tree: dict[int, Any], tokens: Sequence[int], most: int = 0) -> tuple[int, int]:
+def walk(tree: dict[int, Any], tokens: Sequence[int], most: int = 0) -> tuple[int, int]:
     """(leading tokens that were there, ``most`` at most; tokens that are added)."""
     known = 0
     for token in tokens:

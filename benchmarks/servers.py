@@ -30,6 +30,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.models import transformers_llama
 from kvcache.runner.loading import bundled_model
 from kvcache.testing.bench.timing import machine
 
@@ -209,14 +210,10 @@ def chat(number: int, shared: bool) -> list[dict[str, str]]:
 
 def make_model(folder: Path) -> None:
     """Random weights, far from uniform, that never end a text; the bundled model's tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, initializer_range=0.05, bos_token_id=1, eos_token_id=2)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight[2] = 0
+    model = transformers_llama(**SIZES, initializer_range=0.05, bos_token_id=1, eos_token_id=2)
+    model.lm_head.weight.data[2] = 0
     model.save_pretrained(folder)
     file = str(bundled_model() / "tokenizer.json")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, bos_token="<s>", eos_token="</s>")

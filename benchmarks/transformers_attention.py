@@ -19,20 +19,16 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.models import TWO_LAYERS, transformers_llama
 from kvcache.integrations.transformers import HFCache
 
-LAYERS, KV_HEADS, DIM, VOCABULARY = 2, 4, 64, 512
+LAYERS, KV_HEADS, DIM = 2, 4, 64
+"""Those of TWO_LAYERS."""
 
 
 @functools.cache
 def model(attention: str) -> Any:
-    torch.manual_seed(0)
-    settings = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=2048, num_hidden_layers=LAYERS,
-        num_attention_heads=16, num_key_value_heads=KV_HEADS, head_dim=DIM, max_position_embeddings=8192,
-        attn_implementation=attention,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(settings).eval()
+    return transformers_llama(**TWO_LAYERS, attn_implementation=attention)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.models import TWO_LAYERS, transformers_llama
 from kvcache.integrations.transformers import HFCache, HFStaticCache
 
 HEADS, DIM, WINDOW, STEPS, TURNS = 8, 128, 1024, 200, 20
@@ -72,12 +73,7 @@ def step_table(histories: Sequence[int]) -> None:
 
 def median_steps(dtype: torch.dtype, history: int) -> dict[str, float]:
     """Milliseconds of a step with each of the caches, which take turns."""
-    settings = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=16,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=8192,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(settings).to(dtype).eval()
+    model = transformers_llama(**TWO_LAYERS).to(dtype)
     caches = {name: make(model.config, history + TURNS) for name, make in CACHES.items()}
     prompt, token = torch.randint(512, (1, history)), torch.tensor([[5]])
     times: dict[str, list[float]] = {name: [] for name in CACHES}

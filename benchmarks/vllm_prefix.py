@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import transformers_llama
 from kvcache.testing.bench.timing import machine
 
 SIZES = {
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> None:
-    make_model(folder / "model")
+    transformers_llama(**SIZES, initializer_range=0.05).save_pretrained(folder / "model")
     given = {"model": str(folder / "model"), "length": options.tokens, "dtype": options.dtype}
     rows: dict[str, list[Found]] = {}
     for number in range(options.rounds):
@@ -78,15 +79,6 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
         same = "equal" if all(one.tokens == expected for one in found) else "**others**"
         spread = f"{middle:.2f} ({seconds[0]:.2f} to {seconds[-1]:.2f})"
         print(f"| {name} | {spread} | {middle / alone:.2f} | {found[0].cached} | {same} |")
-
-
-def make_model(folder: Path) -> None:
-    """Random weights, far from uniform."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.05)).save_pretrained(folder)
 
 
 def ask(given: dict[str, Any]) -> Found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 import ml
-from benchmarks.models import RANDOM
+from benchmarks.models import RANDOM, transformers_llama
 from benchmarks.report import Row
 from kvcache import Batch
 from kvcache.integrations import bench_torch
@@ -21,7 +20,7 @@ from kvcache.testing.bench.timing import Contender, interleave
 
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 LENGTHS = (128, 2048, 8192)
-ROOM = 600
+PART, ROOM = 512, 600
 
 
 def run(quick: bool, _: str) -> Iterator[Row]:
@@ -33,22 +32,14 @@ def run(quick: bool, _: str) -> Iterator[Row]:
     if not quick:
         models["random Llama, 24 layers of 1,024"] = RANDOM
     for name, raw in models.items():
-        theirs = _transformers(raw)
+        own = {key: value for key, value in raw.items() if key != "torch_dtype"}
+        theirs = transformers_llama(**own, attn_implementation="sdpa")
         backend = ml.open_backend("torch", device="cpu")
         state = {key: tensor.numpy() for key, tensor in theirs.state_dict().items()}
         ours = Llama(backend, parse_config(raw), state)
         _share(ours, theirs)
         for history in LENGTHS[:1] if quick else LENGTHS:
             yield from _measure(name, theirs, ours, history, raw["num_hidden_layers"] > 8)
-
-
-def _transformers(raw: dict[str, Any]) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**{key: value for key, value in raw.items() if key != "torch_dtype"})
-    config._attn_implementation = "sdpa"
-    with torch.inference_mode():
-        return LlamaForCausalLM(config).eval()
 
 
 def _share(ours: Llama, theirs: Any) -> None:
@@ -69,16 +60,14 @@ def _share(ours: Llama, theirs: Any) -> None:
 
 
 def _measure(name: str, theirs: Any, ours: Llama, history: int, large: bool) -> Iterator[Row]:
-    contenders = {"ours": Ours(ours, history).contender()}
+    contenders = {"ours": Ours(ours, history).fill(history).contender()}
     contenders |= {
-        f"transformers {kind}": Theirs(theirs, kind, history).contender()
+        f"transformers {kind}": Theirs(theirs, kind, history).fill(history).contender()
         for kind in ("StaticCache", "DynamicCache")
     }
     peers = [key for key in contenders if key != "ours"]
     trial = interleave(contenders, 12 if large else 120, warmup=2 if large else 5, floors=peers, seconds=60)
-    best = trial.times[trial.floor]
-    for key, values in trial.times.items():
-        sample = trial.sample(key)
+    for key, sample in trial.samples().items():
         yield Row(
             "torch float32",
             f"decode, {name}, {history}",
@@ -86,9 +75,9 @@ def _measure(name: str, theirs: Any, ours: Llama, history: int, large: bool) -> 
             1e6 / sample.median,
             1e6 / sample.high,
             1e6 / sample.low,
-            statistics.median(mine / theirs for mine, theirs in zip(values, best, strict=True)),
+            sample.ratio,
             "tokens/s",
-            rounds=len(values),
+            rounds=len(trial.times[key]),
             dropped=trial.dropped,
             target=1.0 if key == "ours" else None,
             note="ratio of times to the best of transformers'",
@@ -96,56 +85,73 @@ def _measure(name: str, theirs: Any, ours: Llama, history: int, large: bool) -> 
 
 
 class Ours:
-    def __init__(self, model: Llama, history: int) -> None:
-        config = model.config
-        self.model, self.at = model, history
-        self.ctx = model.backend.new_context()
+    """A model of ours and a cache with room for ``ROOM`` tokens more than ``history``."""
+
+    def __init__(self, model: Any, history: int) -> None:
+        self.model, self.at, self.ctx = model, 0, model.backend.new_context()
         self.cache = model.make_cache()
-        self.cache.init(model.backend, model.dtype, 1, history + ROOM, 512)
-        for begin in range(0, history, 512):
-            count = min(512, history - begin)
+        self.cache.init(model.backend, model.dtype, 1, history + ROOM, PART)
+
+    def fill(self, history: int) -> Ours:
+        """Random keys and values in place of a prompt's."""
+        config, self.at = self.model.config, history
+        for begin in range(0, history, PART):
+            count = min(PART, history - begin)
             part = self.ctx.from_numpy(torch.randn(count, config.kv_heads, config.head_dim).numpy())
             self.cache.start_forward(self.ctx, Batch(range(begin, begin + count), [0] * count))
             for layer in range(config.layers):
                 self.cache.set_layer(layer)
                 self.cache.put(self.ctx, part, part)
+        return self
+
+    def forward(self, tokens: list[int]) -> ml.Tensor:
+        """Logits behind the last of these, which come next."""
+        count = len(tokens)
+        batch = Batch(range(self.at, self.at + count), [0] * count, inputs=tokens, outputs=[count - 1])
+        self.at += count
+        with torch.inference_mode():
+            self.cache.start_forward(self.ctx, batch)
+            logits: ml.Tensor = self.model.forward(self.ctx, batch, self.cache)
+        return logits
 
     def step(self) -> int:
         """One token: the id in, the likeliest next one out."""
-        batch = Batch([self.at], [0], inputs=[7], outputs=[0])
-        self.at += 1
         with torch.inference_mode():
-            self.cache.start_forward(self.ctx, batch)
-            logits = self.model.forward(self.ctx, batch, self.cache)
-            return int(logits.argmax(self.ctx, -1).to_numpy()[0])
+            return int(self.forward([7]).argmax(self.ctx, -1).to_numpy()[0])
 
     def contender(self) -> Contender:
         return Contender(self.step)
 
 
 class Theirs:
+    """As Ours, a model of transformers with one of its caches."""
+
     def __init__(self, model: Any, kind: str, history: int) -> None:
         from transformers.cache_utils import DynamicCache, StaticCache
 
-        config = model.config
-        if kind == "StaticCache":
-            self.cache: Any = StaticCache(config=config, max_cache_len=history + ROOM)
-        else:
-            self.cache = DynamicCache()
-        self.model = model
-        self.token = torch.tensor([[7]])
+        self.model, config, length = model, model.config, history + ROOM
+        static = kind == "StaticCache"
+        self.cache: Any = StaticCache(config, max_cache_len=length) if static else DynamicCache(config=config)
+
+    def fill(self, history: int) -> Theirs:
+        config = self.model.config
         shape = 1, config.num_key_value_heads, history, config.hidden_size // config.num_attention_heads
         with torch.inference_mode():
             for layer in range(config.num_hidden_layers):
                 part = torch.randn(shape)
                 self.cache.update(part, part, layer)
+        return self
 
-    def step(self) -> int:
+    def forward(self, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
             found = self.model(
-                input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+                torch.tensor([tokens]), past_key_values=self.cache, use_cache=True, logits_to_keep=1
             )
-            return int(found.logits[0, -1].argmax())
+        logits: torch.Tensor = found.logits[0, -1]
+        return logits
+
+    def step(self) -> int:
+        return int(self.forward([7]).argmax())
 
     def contender(self) -> Contender:
         return Contender(self.step)

@@ -68,9 +68,7 @@ def perplexity(
             with model.backend.new_context() as ctx:
                 cache.start_forward(ctx, batch)
                 logits = model.forward(ctx, batch, cache).to_numpy().astype(np.float64)
-            peak = logits.max(axis=1, keepdims=True)
-            total = np.log(np.exp(logits - peak).sum(axis=1)) + peak[:, 0]
-            nats += float((total - logits[np.arange(len(targets)), targets]).sum())
+            nats += nats_of(logits, targets)
             count += len(targets)
             if policy is not None:
                 cache.compress(0, policy)
@@ -78,6 +76,13 @@ def perplexity(
                     cache.observer.clear()
         cache.remove(0, 0)
     return float(np.exp(nats / count))
+
+
+def nats_of(logits: np.ndarray, targets: list[int]) -> float:
+    """The loss of all targets: minus the logarithm of the likelihood of each."""
+    peak = logits.max(axis=1, keepdims=True)
+    total = np.log(np.exp(logits - peak).sum(axis=1)) + peak[:, 0]
+    return float((total - logits[np.arange(len(targets)), targets]).sum())
 
 
 def pieces_of(model: Llama, tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:

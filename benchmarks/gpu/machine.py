@@ -99,7 +99,7 @@ def decode_profile(stage: Stage) -> None:
     """The kernels of a decode step of the runner's own Llama, by their time."""
     device, history = stage.device, 64 if stage.quick else 2048
     with device.open() as backend:
-        ours = Ours(random_llama(backend, stage.quick), history)
+        ours = Ours(random_llama(backend, stage.quick), history).fill(history)
         for _ in range(3):
             ours.step()
         found, waits = device.kernels(ours.step)
