@@ -72,14 +72,7 @@ class Buffer:
 
     def gather_batch(self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int) -> ml.Tensor:
         """Scattered cells as (batch, count, heads, dim)."""
-        found = self.gather(ctx, cells)
-        cell, *rest = found.strides
-        return found.view(ctx, 0, (batch, count, self.heads, self.dim), (count * cell, cell, *rest))
-
-    def read_permuted(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
-        """The same cells as a view (heads, dim, count)."""
-        cell, head, step = self.strides
-        return self.tensor.view(ctx, start * cell, (self.heads, self.dim, count), (head, step, cell))
+        return self.gather(ctx, cells).reshape(ctx, batch, count, self.heads, self.dim)
 
     def gather(self, ctx: ml.Context, cells: ml.Tensor) -> ml.Tensor:
         """Scattered cells as new storage (count, heads, dim)."""
@@ -92,14 +85,6 @@ class Buffer:
         if isinstance(cells, int):
             return source.copy(ctx, self.read(ctx, cells, source.shape[0]))
         return self.tensor.set_rows(ctx, source.permute(ctx, *self.order), cells, axis=self.axis)
-
-    def fetch(self, ctx: ml.Context, cells: ml.Tensor) -> tuple[ml.Tensor, ...]:
-        """Copies of cells as they are stored, for :meth:`store`."""
-        return (self.tensor.rows(ctx, cells, axis=self.axis),)
-
-    def store(self, ctx: ml.Context, cells: ml.Tensor, found: tuple[ml.Tensor, ...]) -> None:
-        """Write what :meth:`fetch` gave into other cells."""
-        ctx.forward(self.tensor.set_rows(ctx, found[0], cells, axis=self.axis))
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
         """Copies (count, heads, dim) of cells, for :meth:`write_stored` of any layout.

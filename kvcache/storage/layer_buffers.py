@@ -244,11 +244,8 @@ class LayerBuffers:
 
     def read_as_configured(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
         """The same, with values as (heads, dim, count) where ``permuted_v`` asks for it."""
-        if not self.permuted_v:
-            return self.read(ctx, cells, count)
-        if isinstance(cells, int):
-            return self.key.read(ctx, cells, count), self.value.read_permuted(ctx, cells, count)
-        return self.key.gather(ctx, cells), self.value.gather(ctx, cells).permute(ctx, 1, 2, 0)
+        key, value = self.read(ctx, cells, count)
+        return key, value.permute(ctx, 1, 2, 0) if self.permuted_v else value
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
         """Copies of all parts in the order of ``stored``, (count, heads, ...) each."""

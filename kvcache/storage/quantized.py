@@ -81,9 +81,6 @@ class QuantizedBuffer:
     def gather_batch(self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int) -> ml.Tensor:
         return self._decode(ctx, [part.gather_batch(ctx, cells, batch, count) for part in self.parts])
 
-    def read_permuted(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
-        return self.read(ctx, start, count).permute(ctx, 1, 2, 0)
-
     def gather(self, ctx: ml.Context, cells: ml.Tensor) -> ml.Tensor:
         return self._decode(ctx, [part.gather(ctx, cells) for part in self.parts])
 
@@ -99,13 +96,6 @@ class QuantizedBuffer:
         for part, found in rest:
             ctx.forward(part.write(ctx, cells, found))
         return first[0].write(ctx, cells, first[1])
-
-    def fetch(self, ctx: ml.Context, cells: ml.Tensor) -> tuple[ml.Tensor, ...]:
-        return tuple(tensor for part in self.parts for tensor in part.fetch(ctx, cells))
-
-    def store(self, ctx: ml.Context, cells: ml.Tensor, found: tuple[ml.Tensor, ...]) -> None:
-        for part, tensor in zip(self.parts, found, strict=True):
-            part.store(ctx, cells, (tensor,))
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
         """Copies of the parts (count, heads, width), for :meth:`write_stored`."""

@@ -171,9 +171,9 @@ def defragment(storage: CellStorage) -> np.ndarray | None:
             for layer, held in storage.buffers.items():
                 place = ctx.layer(layer)
                 for buffer in held.stored:
-                    found = buffer.fetch(place, sources)
+                    found = buffer.read_stored(place, sources, moved.size)
                     writing = True
-                    buffer.store(place, destinations, found)
+                    buffer.write_stored(place, destinations, found)
                     del found
                     ctx.compute()
     except BaseException:

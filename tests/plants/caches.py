@@ -15,8 +15,6 @@ from ml import DType
 from ..planting import NOTHING, Bug, Put, after, always, like, prop
 from .several import reversed_result
 
-__all__ = ["BUGS"]
-
 
 def first_layer_only(f: Any, storage: Any, *rest: Any) -> Any:
     return f(replace(storage, buffers=dict([*storage.buffers.items()][:1])), *rest)
@@ -216,8 +214,8 @@ BUGS: dict[str, list[Bug]] = {
          prop(lambda self: sum(buffers.nbytes for buffers in self.buffers.values()))),
         ("caches.encoder:EncoderCache._batch_mask", "rows_see_their_own",
          lambda f, self, ctx, now, n: f(self, ctx, replace(now, groups=now.groups[::-1]), n)),
-        ("storage.quantized:QuantizedBuffer.store", "quantized_tokens_agree",
-         lambda f, self, ctx, cells, found: self.parts[0].store(ctx, cells, found[:1])),
+        ("storage.quantized:QuantizedBuffer.write_stored", "quantized_tokens_agree",
+         lambda f, self, ctx, cells, found: self.parts[0].write_stored(ctx, cells, found[:1])),
         ("storage.quantized:QuantizedBuffer.decode", "what_is_read_back_lies", halves_of_a_byte_swapped),
         ("storage.layer_buffers:LayerBuffers.write_stored", "a_snapshot_is_restored_at",
          lambda f, self, ctx, cells, found: self.key.write_stored(ctx, cells, found[: len(found) // 2])),
