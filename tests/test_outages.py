@@ -301,19 +301,3 @@ def test_a_prefix_cache_outlives_its_server_and_uses_it_again_when_it_is_back(
         assert len(lines(caplog)) <= 3, lines(caplog)
         r.check_books()
         r.prefix.close()
-
-
-@needs_server
-def test_hosts_share_their_prefixes_through_a_url(numpy_backend: ml.Backend) -> None:
-    pytest.importorskip("valkey", reason="the package valkey is not installed")
-    with ValkeyServer() as server:
-        one, two, three = (
-            Rig(ConversationSetup("causal"), numpy_backend, tiers=[server.url]) for _ in range(3)
-        )
-        one.keep(LONG)
-        one.prefix.close()
-        assert two.keep([*LONG, 1]) == 20
-        assert two.evaluated == 1
-        two.prefix.close()
-        assert three.keep([*LONG, 1, 2]) == 21
-        three.prefix.close()

@@ -10,9 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-import kvcache
 import ml
-from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import (
     MooncakeStore,
     SnapshotCorruptError,
@@ -30,6 +28,7 @@ from kvcache.testing.servers import wait_until
 from kvcache.testing.stores import content, read
 
 from .mooncake_pool import MooncakePool
+from .prefix.rigs.conversing import LONG, ConversationSetup, Rig
 from .stores_rig import MIB, Change, MooncakePlace, native, places, pool
 
 __all__ = ["native", "places", "pool"]
@@ -175,26 +174,11 @@ def test_an_entry_goes_with_its_host_unless_it_has_a_replica(native: Any) -> Non
 # A cache over it.
 
 
-def cached(store: Any, tokens: list[int]) -> int:
-    """A cache of its own meets a conversation; how much of it the store has."""
-    with ml.open_backend("numpy") as backend:
-        cache = kvcache.CausalCache()
-        cache.init(backend, ml.DType.F32, max_sequences=1, capacity=64, max_batch=64)
-        with PrefixCache(cache, tiers=[store], identity={"model": "test"}, block_size=8) as prefix:
-            with prefix.begin(tokens) as session, backend.new_context() as ctx:
-                found, rest = session.cached, [float(token) for token in session.remaining]
-                cache.start_forward(ctx, kvcache.Batch(range(found, len(tokens)), [session.seq] * len(rest)))
-                key = ctx.from_numpy(np.repeat(np.array(rest, np.float32), 4).reshape(-1, 1, 4))
-                cache.put(ctx, key, key)
-            prefix.flush()
-    return found
-
-
-def test_two_caches_share_a_prefix_through_the_pool(place: MooncakePlace) -> None:
-    tokens = list(range(100, 130))
-    assert cached(place.open(), tokens) == 0
-    assert cached(place.open(), [*tokens[:20], 1, 2, 3]) == 16
-    assert cached(place.open(), [*tokens, 7]) == 30
+def test_caches_share_a_prefix_through_the_pool(place: MooncakePlace, numpy_backend: ml.Backend) -> None:
+    for tokens, found in ((LONG, 0), ([*LONG[:18], 1, 2, 3], 16), ([*LONG, 7], 20)):
+        r = Rig(ConversationSetup(), numpy_backend, tiers=[place.open()])
+        assert r.keep(tokens) == found
+        r.prefix.close()
 
 
 # What needs no pool.

@@ -97,13 +97,13 @@ def another_sequences_tokens(f: Any, self: Any, seq: int) -> Any:
 
 BUGS: dict[str, list[Bug]] = {
     "tests/prefix/test_branches.py": [
-        ("caches.branches:_check_exact", "a_window_goes_back_by_its_memory", NOTHING),
+        ("caches.branches:_check_exact", "branches_agree_with[window", NOTHING),
         ("caches.branches:keep", "the_kept_branch",
          lambda f, cache, winner, seq, losers=(): f(cache, winner, seq)),
-        ("caches.branches:_reached", "a_wrapper_goes_where_all",
+        ("caches.branches:_reached", "branches_agree_with[wrapper",
          lambda f, part, seq, at, to, i: f(part, seq, at, to, i) if i else at),
         ("caches.branches:fork", "what_means_nothing_is_refused", forked_one_by_one),
-        ("caches.branches:_return", "tokens_of_one_pass",
+        ("caches.branches:_return", "branches_agree_with[wrapper",
          lambda f, part, to, i: (lambda: None) if i else f(part, to, i)),
         ("caches.causal:CausalCache.prepare_copy_prefix", "branches_agree_with",
          lambda f, self, src, dst, length: f(self, src, dst, length + (length > 0))),
@@ -120,6 +120,7 @@ BUGS: dict[str, list[Bug]] = {
          lambda f, self, seq, node, target: f(self, seq, node, node.end)),
         ("prefix.radix_tree:common_length", "sessions_see",
          lambda f, one, other: min(f(one, other) + 1, one.size, other.size)),
+        ("caches.causal:CausalCache.split", "sessions_see[causal", lambda f, *args: f(*args)[::-1]),
         ("prefix.alphabet:Alphabet._number", "sessions_see",
          lambda f, self, token: f(self, b"" if type(token) is bytes else token)),
     ],
@@ -134,8 +135,6 @@ BUGS: dict[str, list[Bug]] = {
         ("caches.causal:CausalCache.snapshot", "sharing_moves_no_data[causal]",
          after(lambda found: found.detach())),
         ("prefix.open_sessions:OpenSessions._schedule", "what_diverges_shares_all_up_to", NOTHING),
-        ("caches.causal:CausalCache.split", "what_diverges_shares_all_before",
-         lambda f, *args: f(*args)[::-1]),
         ("prefix.prefix_cache:PrefixStats.add", "each_tier_gives_back",
          lambda f, self, tokens, origins: f(self, tokens, {})),
         ("caches.encoder:EncoderCache.prepare_restore_snapshot", "an_encoders_output",

@@ -76,41 +76,6 @@ def test_the_kept_branch_is_what_a_sequence_that_never_forked_would_be(
     assert r.figures() == twin.figures()
 
 
-@every_kind
-def test_dropped_branches_leave_the_trunk_as_it_was(branching: MakeBranches, kind: str) -> None:
-    r = branching(kind)
-    go_past_the_wrap(r)
-    r.fork(0, [1])
-    r.forward(1)  # any sequence's pass evicts what windows have left behind
-    r.drop([1])
-    before = r.figures()
-    r.fork(0, [2, 3])
-    r.forward(2, 3, 3, 2)
-    r.forward(3)
-    r.drop([2, 3])
-    assert r.figures() == before
-    r.forward(0, 0)
-    r.drain()
-
-
-@every_kind
-def test_tokens_of_one_pass_go_back_to_the_mark_past_the_wrap(branching: MakeBranches, kind: str) -> None:
-    r, twin = branching(kind), branching(kind)
-    for rig in (r, twin):
-        for _ in range(PAST_THE_WRAP):
-            rig.forward(0, 1)
-    marks = [r.mark(seq) for seq in (0, 1)]
-    r.forward(0, 0, 1, 0, 1, 1)
-    for seq, to in enumerate(marks):
-        assert to is not None
-        r.rollback(seq, PAST_THE_WRAP, to)
-    for rig in (r, twin):
-        rig.forward(1, 0, 0)
-        rig.forward(0, 1)
-    assert r.figures() == twin.figures()
-    r.drain()
-
-
 def test_forks_and_marks_of_speculation_push_out_no_checkpoint(branching: MakeBranches) -> None:
     r = branching("recurrent", capacity=60)
     while r.offset(0) < 13:
@@ -180,20 +145,6 @@ def test_a_branch_that_failed_in_the_middle_of_its_pass_goes_back_to_the_mark(
 # What cannot be exact is refused.
 
 
-def test_a_window_goes_back_by_its_memory_and_no_further(branching: MakeBranches) -> None:
-    for kind, reach in (("window", 1), ("window with memory", 3)):  # several sequences: one at least
-        r = branching(kind)
-        assert r.cache.reach == reach
-        go_past_the_wrap(r)
-        r.forward(1)  # another sequence's pass evicts too
-        assert not r.rollback(0, PAST_THE_WRAP - reach - 1)
-        assert not r.fork(0, [2], PAST_THE_WRAP - reach - 1)
-        assert r.fork(0, [2], PAST_THE_WRAP - reach)
-        assert r.rollback(0, PAST_THE_WRAP - reach)
-        r.forward(0, 2)
-        r.drain()
-
-
 @pytest.mark.parametrize(("window", "tokens"), [(0, 2), (3, 1), (3, 4), (5, 0)])
 def test_window_memory_is_enough_and_one_less_is_not(
     backend: ml.Backend, ctx: ml.Context, window: int, tokens: int
@@ -236,43 +187,6 @@ def test_a_sequence_goes_back_to_right_behind_a_token_that_was_not_evicted(
             call(cache, 0, 4)
     cache.evict(0, [0, 1])
     assert branches.resume_point(cache, 0, 4) == 0
-
-
-def test_a_recurrent_cache_goes_to_checkpoints_and_marks_only(branching: MakeBranches) -> None:
-    r = branching("recurrent")
-    r.forward(0, 0, 0)
-    r.cache.checkpoint(0)
-    r.parts[0].model.keep(r.parts[0].model.rows[0])
-    r.forward(0)
-    to = r.mark(0)
-    r.forward(0, 0)
-    with pytest.raises(kvcache.NotSupportedError, match="exactly at 5, as RecurrentCache can at 3"):
-        branches.rollback(r.cache, 0, 5)
-    assert not r.rollback(0, 5, to)
-    assert not r.fork(0, [1], 4)
-    assert r.fork(0, [1], 3)
-    assert branches.resume_point(r.cache, 0, 5, None) == 3
-    assert r.rollback(0, 4, to)
-    assert r.rollback(0, 3)
-    assert not r.rollback(0, 4, to)  # there are fewer tokens now
-    r.drain()
-
-
-def test_a_wrapper_goes_where_all_its_caches_can(branching: MakeBranches) -> None:
-    r = branching("wrapper of sliding, full and recurrent")
-    go_past_the_wrap(r)
-    to = r.mark(0)
-    assert to is not None
-    r.forward(0)
-    r.forward(0)
-    r.forward(0)
-    assert r.cache.caches[2].checkpoints(0) == (8, 10, 12)
-    assert branches.resume_point(r.cache, 0, 13, to.mark) == 12
-    assert not r.rollback(0, 13, to)
-    assert not r.rollback(0, 8, to)  # there is a checkpoint, but the window has gone on
-    assert r.rollback(0, PAST_THE_WRAP, to)
-    r.forward(0)
-    r.drain()
 
 
 @every_kind

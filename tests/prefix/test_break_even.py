@@ -11,10 +11,9 @@ import pytest
 
 from kvcache.cache import InvalidRangeError
 from kvcache.offload.break_even import BreakEven, Link
-from kvcache.stores import MemoryStore
 
 from .rigs.conversing import LONG, SOME, Rig
-from .rigs.stores import Clock, LinkedStore
+from .rigs.stores import Clock, LinkedStore, stored
 
 Talk = Callable[..., Rig]
 some_caches = pytest.mark.parametrize("cache", SOME)
@@ -159,11 +158,7 @@ def test_values_that_cannot_be_are_refused(options: dict[str, float], message: s
 
 def linked(talk: Talk, cache: str, clock: Clock, speed: float, **options: Any) -> tuple[Rig, LinkedStore]:
     """A cache that has LONG in its store alone, and nothing measured but how fast it computes."""
-    kept = MemoryStore()
-    first = talk(cache, tiers=[kept])
-    first.keep(LONG)
-    first.prefix.close()
-    store = LinkedStore(kept, clock, latency=0.01, bytes_per_second=speed)
+    store = LinkedStore(stored(talk, cache=cache), clock, latency=0.01, bytes_per_second=speed)
     r = talk(cache, tiers=[store], break_even=BreakEven(slack=0.0, clock=clock, **options))
     r.prefix.break_even.computed(100, 1.0)
     return r, store
@@ -218,10 +213,7 @@ def test_what_is_stored_of_a_long_prompt_may_be_too_short_to_be_fetched(talk: Ta
 
 
 def test_the_next_store_is_asked_where_the_first_one_is_too_slow(talk: Talk, clock: Clock) -> None:
-    kept = MemoryStore()
-    first = talk(tiers=[kept])
-    first.keep(LONG)
-    first.prefix.close()
+    kept = stored(talk)
     slow, fast = (LinkedStore(kept, clock, 0.01, speed) for speed in (SLOW, FAST))
     r = talk(tiers=[slow, fast], break_even=BreakEven(slack=0.0, clock=clock))
     r.prefix.break_even.computed(100, 1.0)

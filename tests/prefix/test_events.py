@@ -16,6 +16,7 @@ from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.stores import MemoryStore
 
 from .rigs.conversing import DIVISIBLE, LONG, Rig
+from .rigs.stores import stored
 
 Talk = Callable[..., Rig]
 SIZE = 4
@@ -169,14 +170,11 @@ def test_a_tenants_tokens_and_salt_are_told_only_where_asked(
 
 
 def test_an_entry_that_a_store_drops_is_removed(talk: Talk) -> None:
-    store = MemoryStore()
-    first = talk(tiers=[store])
-    first.keep(LONG)
-    first.prefix.close()
-    key = first.prefix.tree.keys.chain(LONG).aligned[1]
+    store = stored(talk)
+    second = talk(tiers=[store])
+    key = second.prefix.tree.keys.chain(LONG).aligned[1]
     store.delete(key)
     store.put(key, [b"not a snapshot"])
-    second = talk(tiers=[store])
     router = known(second)
     second.keep(LONG)
     removed = [e for batch in router.batches for e in batch.events if isinstance(e, BlockRemoved)]

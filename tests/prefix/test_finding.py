@@ -20,8 +20,8 @@ from kvcache.stores import FileStore, MemoryStore
 from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml import DType
 
-from .rigs.conversing import CACHES, DIVISIBLE, LONG, SOME, WHOLE, ConversationSetup, Rig
-from .rigs.stores import CALLS, FlakyStore
+from .rigs.conversing import CACHES, LONG, SOME, WHOLE, ConversationSetup, Rig
+from .rigs.stores import CALLS, FlakyStore, stored
 
 Talk = Callable[..., Rig]
 every_cache = pytest.mark.parametrize("cache", CACHES)
@@ -48,19 +48,6 @@ def test_a_conversation_is_not_evaluated_twice(talk: Talk, cache: str) -> None:
     assert r.keep([*history, 51]) == len(history)
     assert r.evaluated == computed + 1
     r.check_books()
-
-
-def test_one_token_is_always_left(talk: Talk) -> None:
-    r = talk()
-    assert [r.keep([1]), r.keep([1]), r.keep([1, 2]), r.keep([1, 2]), r.keep([1])] == [0, 0, 1, 1, 0]
-
-
-def test_what_diverges_shares_all_before_it(talk: Talk) -> None:
-    for cache in DIVISIBLE:
-        r = talk(cache)
-        r.keep(LONG)
-        for at in (14, 15, 3, 17, 0, 1):
-            assert r.keep([*LONG[:at], 90 + at, 5, 5]) == at
 
 
 @pytest.mark.parametrize("cache", WHOLE)
@@ -90,10 +77,7 @@ def test_a_recurrent_state_inside_a_batch_is_not_there_to_be_kept_and_that_is_sa
 
 @some_caches
 def test_of_all_that_is_there_the_longest_is_taken(talk: Talk, cache: str) -> None:
-    store = FlakyStore()
-    writer = talk(cache, tiers=[store])
-    writer.keep(LONG[:12])
-    writer.prefix.flush()
+    store = stored(talk, LONG[:12], cache=cache, store=FlakyStore())
     r = talk(cache, tiers=[HostTier(), store])
     store.failing = frozenset(CALLS)
     r.keep(LONG[:8])
@@ -129,19 +113,6 @@ def test_each_tier_gives_back_what_it_was_given(talk: Talk, cache: str) -> None:
         assert (getattr(stats, name), stats.reused, stats.tokens, stats.sessions) == (20, 20, 41, 2)
         r.prefix.close()
         r.check_empty()
-
-
-def test_a_prefix_comes_from_several_tiers_at_once(talk: Talk) -> None:
-    store = FlakyStore()
-    writer = talk(tiers=[store])
-    writer.keep(LONG[:16])
-    writer.prefix.close()
-    r = talk(tiers=[store])
-    store.failing = frozenset(CALLS)
-    r.keep(LONG[:6])
-    store.failing = frozenset()
-    assert r.keep(LONG) == 16
-    assert (r.prefix.stats.device, r.prefix.stats.store) == (6, 10)
 
 
 @every_cache

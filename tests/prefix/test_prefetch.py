@@ -15,26 +15,16 @@ import pytest
 from kvcache.cache import InvalidRangeError
 from kvcache.offload.prefetch import Prefetch
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.stores import FileStore, MemoryStore, StoreUnavailableError
+from kvcache.stores import FileStore, StoreUnavailableError
 
 from .rigs.conversing import CACHES, LONG, SOME, Rig
-from .rigs.stores import GatedStore
+from .rigs.stores import GatedStore, stored
 
 Talk = Callable[..., Rig]
 some_caches = pytest.mark.parametrize("cache", SOME)
 PROMPT = [*LONG, 9]
 OTHER = [*LONG, 8, 8]
 THREAD = "kvcache-prefetch"
-
-
-def stored(talk: Talk, cache: str = "causal", *prompts: Any, **whose: Any) -> MemoryStore:
-    """A store that has the prompts (LONG), and nothing else of them is left."""
-    store = MemoryStore()
-    r = talk(cache, tiers=[store])
-    for prompt in prompts or [LONG]:
-        r.keep(prompt, **whose)
-    r.prefix.close()
-    return store
 
 
 def ahead(r: Rig, prompt: Any, **whose: Any) -> Prefetch:
@@ -50,7 +40,7 @@ def held(prefix: PrefixCache) -> int:
 
 @some_caches
 def test_a_session_begins_from_what_was_read_ahead_and_asks_no_store(talk: Talk, cache: str) -> None:
-    store = GatedStore(stored(talk, cache))
+    store = GatedStore(stored(talk, cache=cache))
     r = talk(cache, tiers=[store])
     prefetch = ahead(r, PROMPT)
     prefetch.wait()
@@ -72,7 +62,7 @@ def test_a_session_begins_from_what_was_read_ahead_and_asks_no_store(talk: Talk,
 def test_a_session_that_begins_before_all_is_read_waits_for_what_is_under_way_and_reads_the_rest(
     talk: Talk, cache: str
 ) -> None:
-    store = GatedStore(stored(talk, cache))
+    store = GatedStore(stored(talk, cache=cache))
     store.gate.clear()
     r = talk(cache, tiers=[store])
     prefetch = ahead(r, PROMPT)
@@ -91,7 +81,7 @@ def test_a_session_that_begins_before_all_is_read_waits_for_what_is_under_way_an
 def test_prompts_that_share_entries_have_them_read_once_and_hold_them_together(
     talk: Talk, cache: str
 ) -> None:
-    store = GatedStore(stored(talk, cache))
+    store = GatedStore(stored(talk, cache=cache))
     store.gate.clear()
     r = talk(cache, tiers=[store])
     prefetches = [ahead(r, prompt) for prompt in (PROMPT, OTHER, PROMPT)]
@@ -115,7 +105,7 @@ def test_prompts_that_share_entries_have_them_read_once_and_hold_them_together(
 
 @some_caches
 def test_what_is_read_ahead_never_takes_more_than_its_room(talk: Talk, cache: str) -> None:
-    store = GatedStore(stored(talk, cache))
+    store = GatedStore(stored(talk, cache=cache))
     r = talk(cache, tiers=[store])
     prefetch = ahead(r, PROMPT)
     prefetch.wait()
@@ -136,7 +126,7 @@ def test_what_is_read_ahead_never_takes_more_than_its_room(talk: Talk, cache: st
 
 def test_who_finds_no_room_waits_for_what_others_hold_and_those_behind_for_their_turn(talk: Talk) -> None:
     lines = [list(range(first, first + 20)) for first in (100, 200, 300)]
-    store = GatedStore(stored(talk, "causal", *lines))
+    store = GatedStore(stored(talk, *lines))
     r = talk(tiers=[store])
     prefetch = ahead(r, [*lines[0], 9])
     prefetch.wait()
@@ -179,7 +169,7 @@ def test_what_is_let_go_of_while_it_is_read_is_not_kept(talk: Talk) -> None:
 @some_caches
 @pytest.mark.parametrize("error", [StoreUnavailableError("gone"), OSError("odd")])
 def test_an_entry_that_cannot_be_read_is_a_miss(talk: Talk, cache: str, error: Exception) -> None:
-    store = GatedStore(stored(talk, cache))
+    store = GatedStore(stored(talk, cache=cache))
     store.broken, store.error = lambda key: True, error
     r = talk(cache, tiers=[store])
     prefetch = ahead(r, PROMPT)
@@ -225,7 +215,7 @@ def test_where_the_system_has_no_thread_a_session_reads_when_its_turn_comes(
 
 
 def test_pages_of_one_tenant_are_not_those_of_another(talk: Talk) -> None:
-    store = GatedStore(stored(talk, "causal", LONG, salt="a"))
+    store = GatedStore(stored(talk, LONG, salt="a"))
     r = talk(tiers=[store])
     prefetch = ahead(r, PROMPT, salt="a")
     stranger = ahead(r, PROMPT, salt="b")
@@ -283,9 +273,7 @@ def test_of_a_folder_the_system_reads_what_is_asked_for_next(
             advised.append((threading.current_thread().name, os.fstat(fd).st_ino))
             advise(fd, offset, size, what)
 
-        first = talk(cache, tiers=[store])
-        first.keep(LONG)
-        first.prefix.close()
+        stored(talk, cache=cache, store=store)
         monkeypatch.setattr(os, "posix_fadvise", noted)
         prefetch = ahead(r, PROMPT)
         prefetch.wait()
@@ -323,7 +311,7 @@ def test_whatever_is_read_ahead_every_session_begins_as_it_would_without(
     prompts = [
         [*LONG[: rnd.randrange(1, 20)], *rnd.choices(range(40, 60), k=rnd.randrange(1, 9))] for _ in range(9)
     ]
-    kept = stored(talk, cache, *prompts)
+    kept = stored(talk, *prompts, cache=cache)
     asked = [[*prompt, rnd.randrange(60, 70)] for prompt in rnd.choices(prompts, k=6)]
     plain = talk(cache, tiers=[GatedStore(kept)])
     expected = [plain.peek(prompt) for prompt in asked]

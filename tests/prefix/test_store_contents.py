@@ -20,7 +20,7 @@ from kvcache.stores import MemoryStore
 
 from ..child_processes import child, finished
 from .rigs.conversing import LONG, SOME, STATEFUL, ConversationSetup, Rig
-from .rigs.stores import FlakyStore, SlowStore
+from .rigs.stores import FlakyStore, SlowStore, stored
 
 Talk = Callable[..., Rig]
 some_caches = pytest.mark.parametrize("cache", SOME)
@@ -41,11 +41,8 @@ def sizes(store: MemoryStore) -> int:
 @some_caches
 def test_a_prefix_whose_entry_is_lost_is_computed_once_and_found_again(talk: Talk, cache: str) -> None:
     """Entries behind it begin where it ended, inside a block, so that they lead nowhere without it."""
-    store = MemoryStore()
+    store = stored(talk, *BRANCHES, cache=cache)
     r = talk(cache, tiers=[store])
-    for tokens in BRANCHES:
-        r.keep(tokens)
-    r.prefix.close()
     (lost,) = keys(r, BRANCHES[0], 10 if r.prefix.tree.divisible else 8)
     assert store.delete(lost)
     found = []
@@ -71,11 +68,7 @@ def test_what_a_store_has_evicted_of_what_is_kept_is_written_again(talk: Talk, c
 
 @pytest.mark.parametrize("read", [False, True])
 def test_a_store_evicts_the_end_of_a_conversation_before_its_beginning(talk: Talk, read: bool) -> None:
-    store = MemoryStore()
-    r = talk(tiers=[store])
-    for first in (0, 100, 200):
-        r.keep([*LONG, *range(first, first + 12)])
-    r.prefix.close()
+    store = stored(talk, *([*LONG, *range(first, first + 12)] for first in (0, 100, 200)))
     if read:
         r = talk(tiers=[store])
         assert r.keep([*LONG, *range(100, 113)]) == 32
@@ -89,11 +82,7 @@ def test_a_store_evicts_the_end_of_a_conversation_before_its_beginning(talk: Tal
 
 
 def test_of_parted_conversations_what_is_read_is_used_last_and_its_beginning_last_of_all(talk: Talk) -> None:
-    store = MemoryStore()
-    r = talk(tiers=[store])
-    for tokens in BRANCHES:
-        r.keep(tokens)
-    r.prefix.close()
+    store = stored(talk, *BRANCHES)
     r = talk(tiers=[store])
     assert r.keep([*BRANCHES[1], 1]) == 31
     assert r.prefix.tree.store is not None

@@ -15,7 +15,7 @@ from kvcache.stores import MemoryStore
 
 from .models.digests import shared as common
 from .rigs.conversing import LONG, SOME, Rig
-from .rigs.stores import FlakyStore
+from .rigs.stores import FlakyStore, stored
 
 Talk = Callable[..., Rig]
 Whose = dict[str, Any]
@@ -73,10 +73,7 @@ def test_no_figure_tells_whether_a_stranger_has_computed_the_same(talk: Talk, ca
 
 
 def test_another_process_finds_in_a_store_what_is_its_tenants_alone(talk: Talk) -> None:
-    store = MemoryStore()
-    first = talk(tiers=[store])
-    first.keep(LONG, salt="a", shared=8)
-    first.prefix.close()
+    store = stored(talk, LONG, salt="a", shared=8)
     for whose, found in (({"salt": "a", "shared": 8}, 16), ({"salt": "b"}, 0), ({}, 8), ({"salt": "a"}, 0)):
         second = talk(tiers=[store])
         assert second.keep(LONG, **whose) == found

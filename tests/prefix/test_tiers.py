@@ -17,7 +17,7 @@ from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.stores import FileStore, MemoryStore, SnapshotCorruptError
 
 from .rigs.conversing import CACHES, DIVISIBLE, LONG, SOME, ConversationSetup, Rig
-from .rigs.stores import CALLS, FlakyStore, PlainStore, SlowStore
+from .rigs.stores import CALLS, FlakyStore, PlainStore, SlowStore, stored
 
 Talk = Callable[..., Rig]
 every_cache = pytest.mark.parametrize("cache", CACHES)
@@ -117,10 +117,7 @@ def test_what_no_budget_can_hold_leaves_the_rest_where_it_is(talk: Talk) -> None
 
 @some_caches
 def test_what_came_from_a_store_goes_to_host_memory_when_the_device_lets_go(talk: Talk, cache: str) -> None:
-    store = FlakyStore()
-    writer = talk(cache, tiers=[store])
-    writer.keep(LONG)
-    writer.prefix.close()
+    store = stored(talk, cache=cache, store=FlakyStore())
     r = talk(cache, tiers=[HostTier(), store])
     assert r.peek([*LONG, 1]) == 20
     r.prefix.evict()
@@ -340,23 +337,11 @@ def test_a_store_that_fails_costs_a_recomputation_and_no_more(talk: Talk, call: 
 
 
 def test_what_one_store_lost_another_may_have(talk: Talk) -> None:
-    near, far = FlakyStore(), FlakyStore()
-    r = talk(tiers=[near, far])
-    r.keep(LONG)
-    r.prefix.close()
+    near, far = stored(talk, store=FlakyStore()), stored(talk)
     near.error, near.failing = SnapshotCorruptError, frozenset(["get_into"])
     for _ in range(2):
         other = talk(tiers=[near, far])
         assert other.keep([*LONG, 1]) == other.prefix.stats.store == 20
-
-
-def test_entries_that_are_gone_cost_what_follows_them(talk: Talk) -> None:
-    store = MemoryStore()
-    r = talk(tiers=[store])
-    r.keep(LONG)
-    r.prefix.close()
-    assert store.delete(r.prefix.tree.keys.chain(LONG).at(12))
-    assert talk(tiers=[store]).keep([*LONG, 1]) == 8
 
 
 @some_caches
@@ -379,13 +364,8 @@ def test_what_waits_to_be_written_is_there_already(talk: Talk, cache: str) -> No
 
 @some_caches
 def test_a_snapshot_that_is_read_later_changes_nothing_that_was_read(talk: Talk, cache: str) -> None:
-    store = MemoryStore()
-    writer = talk(cache, tiers=[store])
     others = [[number, *LONG] for number in range(6)]
-    for tokens in others:
-        writer.keep(tokens)
-    writer.prefix.close()
-    r = talk(cache, tiers=[store])
+    r = talk(cache, tiers=[stored(talk, *others, cache=cache)])
     for those in (others[:3], others[3:]):
         chats = [r.begin([*tokens, 1]) for tokens in those]
         assert [chat.cached for chat in chats] == [21] * 3
@@ -399,10 +379,7 @@ def test_nothing_hangs_on_how_the_interpreter_counts_references(
     talk: Talk, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "getrefcount", lambda thing: 0)
-    store = MemoryStore()
-    writer = talk(cache, tiers=[store])
-    writer.keep(LONG)
-    writer.prefix.close()
+    store = stored(talk, cache=cache)
     for reader in (talk(cache, tiers=[store]), talk(cache, tiers=[PlainStore(store)])):
         assert reader.keep([*LONG, 1]) == 20
         reader.prefix.close()
