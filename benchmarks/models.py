@@ -11,6 +11,7 @@ import numpy as np
 from kvcache.runner.loading import load_config
 from kvcache.runner.models.families import expected_shapes
 
+STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 RANDOM: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8192, "hidden_size": 1024,
     "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 8,

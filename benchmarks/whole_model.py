@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import ml
-from benchmarks.models import RANDOM, transformers_llama
+from benchmarks.models import RANDOM, STORIES, transformers_llama
 from benchmarks.report import Row
 from kvcache import Batch
 from kvcache.integrations import bench_torch
@@ -18,7 +17,6 @@ from kvcache.runner import Llama
 from kvcache.runner.models.families import parse_config
 from kvcache.testing.bench.timing import Contender, interleave
 
-STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 LENGTHS = (128, 2048, 8192)
 PART, ROOM = 512, 600
 

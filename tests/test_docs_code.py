@@ -26,7 +26,9 @@ PAGES = [
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_page_runs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     text = path.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "page"}
@@ -34,3 +36,6 @@ def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest
         line = text.count("\n", 0, block.start()) + 1
         source = "\n" * line + block.group(1)  # so that a trace names the page's lines
         exec(compile(source, str(path), "exec"), namespace)
+    if path.name == "seeing.md":
+        assert {file.name for file in tmp_path.iterdir()} >= {"cells.html", "occupancy.svg"}
+        assert " 0  ++00" in capsys.readouterr().out

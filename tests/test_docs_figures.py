@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import front, pages, report
 from benchmarks.pages import DOCS
+from examples import pictures
 
 RESULTS = DOCS / "benchmarks" / "results.json"
 
@@ -25,7 +27,9 @@ def test_the_page_of_benchmarks_is_that_of_its_figures() -> None:
         assert f"| {row.group} | {row.measurement} | {row.contender} |" in whole
 
 
-def test_every_picture_that_is_shown_is_drawn_and_every_drawing_shown() -> None:
+def test_every_picture_that_is_shown_is_drawn_and_every_drawing_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.site import drawings
 
@@ -37,6 +41,11 @@ def test_every_picture_that_is_shown_is_drawn_and_every_drawing_shown() -> None:
     assert shown == set(found) | {front.FILE.name}
     assert all(b"<svg" in content and len(content) > 2000 for content in found.values())
     assert list(DOCS.rglob("*.svg")) == [front.FILE]
+    monkeypatch.setattr(sys, "argv", ["pictures", str(tmp_path / "new")])
+    pictures.main()
+    drawn = {f"pictures/{path.name}": path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    assert drawn == {name: content for name, content in found.items() if name.startswith("pictures/")}
+    assert len(drawn) == len(pictures.PICTURES) + 1
 
 
 def test_the_plot_of_the_front_page_is_that_of_its_figures() -> None:

@@ -16,6 +16,7 @@ import ml
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import suites
 from benchmarks.gpu.record import ROOT, Options, Skipped, Stage
+from benchmarks.models import STORIES
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -36,7 +37,6 @@ GOALS = {
           "waits between sampled tokens"],
     "g": ["page-out of", "page-in of"],
 }  # fmt: skip
-STORIES = ROOT.parent / "shared" / "models" / "stories260K"
 NEED_CUPY = [("c", "shipped suites"), ("d", "bundled, cupy"), ("d", "known text, cupy")]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import ml
 from benchmarks.gpu.record import Skipped, Stage, needs, needs_backend
 from benchmarks.gpu.suites import device_of
-from benchmarks.whole_model import STORIES
+from benchmarks.models import STORIES
 from kvcache.runner import (
     EngineOptions,
     GenerationOptions,
@@ -65,9 +65,9 @@ def known_text(stage: Stage, name: str) -> None:
     folder = stage.options.stories or STORIES
     if stage.options.stories is None and not folder.is_dir():
         raise Skipped(f"{folder} is not here; name a folder of stories260K with --stories")
+    text = (folder / "README.md").read_text(encoding="utf-8").split("against:\n\n")[1].strip("\n")
     needs_backend(name)
     needs("safetensors", "tokenizers")
-    text = (folder / "README.md").read_text(encoding="utf-8").split("against:\n\n")[1].strip("\n")
     with ml.open_backend(name, device=device_of(stage, name)) as backend:
         options = EngineOptions(max_sequences=1, capacity=256)
         with Generator(load_model(folder, backend), Tokenizer.load(folder), options=options) as generator:
