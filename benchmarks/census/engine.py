@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import ml
 
-__all__ = ["MARKS", "Library", "all_of", "examine", "isolated", "judge", "render", "sizes"]
+__all__ = ["MARKS", "Library", "all_of", "examine", "isolated", "judge", "render"]
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MARKS = "<!-- census -->", "<!-- /census -->"
@@ -154,8 +154,3 @@ def _cell(name: str, kind: str, told: str, notes: dict[str, int]) -> str:
     note = re.sub(r"layer \d+ of [\w ]+? (is|wants|reads|sets)\b", r"a layer of a type \1", note)
     note = re.sub(r"\b\w+Decoder\b", "a decoder", note)
     return f"{SHORT[kind]}{notes.setdefault(note, len(notes) + 1)}"
-
-
-def sizes(names: Mapping[Any, str]) -> dict[str, Any]:
-    """Fields of a config by name, from the names of all that have a size."""
-    return {name: size for size, several in names.items() for name in several.split()}
