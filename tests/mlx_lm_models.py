@@ -115,6 +115,17 @@ def steps(
     return list(loop)
 
 
+def merged(caches: Sequence[Any]) -> list[Any]:
+    """The rows of several prompt caches as one batch."""
+    return [type(entries[0]).merge(entries) for entries in zip(*caches, strict=True)]
+
+
+def say_the_same(ours: Sequence[Any], theirs: Sequence[Any], tolerance: float) -> None:
+    """What :func:`steps` gave: the same tokens, and log-probabilities that differ by no more."""
+    assert [token for token, _ in ours] == [token for token, _ in theirs]
+    assert largest([x for _, x in ours], [x for _, x in theirs]) <= tolerance
+
+
 def largest(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
     """The largest difference between two lists of arrays."""
     return max(float(mx.abs(x - y).max()) for x, y in zip(ours, theirs, strict=True))

@@ -60,9 +60,7 @@ def test_generation_gives_the_tokens_and_logits_of_mlx_lms_own_cache(name: str, 
     prompt = models.prompt_of(21)
     theirs = models.steps(model, prompt, 24, own_prompt_cache(model))
     ours = models.steps(model, prompt, 24, make_prompt_cache(model, capacity=64))
-    assert [token for token, _ in ours] == [token for token, _ in theirs]
-    difference = models.largest([x for _, x in ours], [x for _, x in theirs])
-    assert difference <= (0.0 if name in EXACT else TOLERANCE)
+    models.say_the_same(ours, theirs, 0.0 if name in EXACT else TOLERANCE)
     assert len({token for token, _ in ours}) > 8  # a model that says something
 
 
@@ -73,8 +71,7 @@ def test_a_bfloat16_model_gives_the_bits_of_mlx_lms_own_cache(dtype: ml.DType | 
     prompt = models.prompt_of(12)
     theirs = models.steps(model, prompt, 12, own_prompt_cache(model))
     ours = models.steps(model, prompt, 12, make_prompt_cache(model, capacity=64, dtype=dtype))
-    assert [token for token, _ in ours] == [token for token, _ in theirs]
-    assert models.largest([x for _, x in ours], [x for _, x in theirs]) == 0
+    models.say_the_same(ours, theirs, 0.0)
 
 
 @pytest.mark.parametrize(("dtype", "steps", "per_token"), [(ml.DType.Q8_0, 127, 34), (ml.DType.Q4_0, 7, 18)])
@@ -260,20 +257,6 @@ def failing(x: Any) -> Any:
     raise RuntimeError("out of luck")
 
 
-def test_prompt_caches_of_a_pool_take_turns_but_do_not_interleave(model: Any) -> None:
-    pool = CachePool(model, capacity=64, max_sequences=2)
-    prompts = [models.prompt_of(6, seed=s) for s in (1, 2)]
-    loops = [
-        iter(
-            models.generate_step(mx.array(prompt), model, prompt_cache=pool.make_prompt_cache(), max_tokens=9)
-        )
-        for prompt in prompts
-    ]
-    found = [[next(loop)[0] for loop in loops] for _ in range(9)]
-    for i, prompt in enumerate(prompts):
-        assert [both[i] for both in found] == models.greedy(model, prompt, 9, own_prompt_cache(model))
-
-
 def test_a_conversation_moves_between_threads() -> None:
     """MLX binds pending work to the thread that began it; a server generates in one of its own."""
     model = models.shared("qwen")
@@ -375,12 +358,11 @@ def test_a_model_that_tells_nothing_of_a_pass_tells_it_by_its_calls_and_goes_on_
     assert models.greedy(model, prompt, 12, prompt_cache) == before
     assert prompt_cache[0].offset == len(prompt) + 12
     assert models.greedy(model, prompt, 12, own_prompt_cache(model)) == before
-    assert mx.array_equal(model(mx.array([prompt]), own_prompt_cache(model)), feed_in_one(model, prompt))
-
-
-def feed_in_one(model: Any, prompt: list[int]) -> Any:
-    """The prompt cache by position, as mlx-lm's models take it."""
-    return model(mx.array([prompt]), make_prompt_cache(model, capacity=64))
+    ours, own = (
+        make_prompt_cache(model, capacity=64),
+        own_prompt_cache(model),
+    )  # by position, as models take it
+    assert mx.array_equal(model(mx.array([prompt]), own), model(mx.array([prompt]), ours))
 
 
 def test_a_state_that_is_set_outside_of_a_call_is_refused() -> None:
@@ -498,7 +480,7 @@ def test_rows_whose_call_fails_are_empty_and_the_batch_goes_no_further() -> None
     pool = CachePool(model, capacity=32, max_sequences=2)
     rows = [pool.make_prompt_cache() for _ in range(2)]
     model(mx.array([[1, 2, 3]]), cache=rows[0])
-    both = [type(entry).merge([entry, other]) for entry, other in zip(*rows, strict=True)]
+    both = models.merged(rows)
     del rows
     block, model.model.layers[3] = model.model.layers[3], None
     with pytest.raises(TypeError):
@@ -521,7 +503,7 @@ def test_rows_that_are_computed_apart_all_stay_as_they_were_where_one_does_not_f
     prompts = [[5, 6, 7, 8], [8, 9, 3, 4, 5, 6]]
     for entries, prompt in zip(rows, prompts, strict=True):
         model(mx.array([prompt]), cache=entries)
-    both = [type(entry).merge([entry, other]) for entry, other in zip(*rows, strict=True)]
+    both = models.merged(rows)
     del entries
     if sequences == 2:
         rows.clear()  # what a batch shares with others takes sequences of its own
@@ -540,21 +522,14 @@ def test_rows_that_are_computed_apart_stay_where_their_pass_is_too_large_for_sli
     pool = CachePool(model, capacity=256, max_sequences=2, max_batch=8)
     rows = [pool.make_prompt_cache() for _ in range(2)]
     model(mx.array([[5, 6, 7]]), cache=rows[0])
-    both = [type(entry).merge([entry, other]) for entry, other in zip(*rows, strict=True)]
+    both = models.merged(rows)
     del rows
-    with pytest.raises(kvcache.CacheFullError, match="smaller prefill_step_size"):
+    with pytest.raises(kvcache.CacheFullError, match=r"smaller prefill_step_size, or .* larger max_batch"):
         model(mx.zeros((2, 200), mx.int32), cache=both)
     assert both[0].rows.lengths == [3, 0]
     out = model(mx.array([[3], [5]]), cache=both)
     alone = model(mx.array([[5, 6, 7, 3]]), own_prompt_cache(model))
     assert models.largest([out[0, -1]], [alone[0, -1]]) < TOLERANCE
-
-
-def test_a_pass_of_too_many_tokens_for_sliding_layers_names_max_batch() -> None:
-    model = models.shared("gemma")
-    prompt_cache = make_prompt_cache(model, capacity=512, max_batch=24)
-    with pytest.raises(kvcache.CacheFullError, match=r"smaller prefill_step_size, or .* larger max_batch"):
-        models.greedy(model, models.prompt_of(200), 2, prompt_cache, step=128)
 
 
 MODEL_FILES = sorted((Path(str(mlx_lm.__file__)).parent / "models").glob("*.py"))

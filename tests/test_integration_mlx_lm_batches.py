@@ -149,10 +149,7 @@ def test_a_model_called_with_several_rows_needs_no_batch_entries(model: Any) -> 
 def test_left_padding_is_computed_and_never_stored(model: Any) -> None:
     prompts = prompts_of(4, 11, 7)
     pool = CachePool(model, capacity=32, max_sequences=4)
-    batch = [
-        entries[0].merge(entries)
-        for entries in zip(*[pool.make_prompt_cache() for _ in prompts], strict=True)
-    ]
+    batch = models.merged([pool.make_prompt_cache() for _ in prompts])
     padding = [11 - len(prompt) for prompt in prompts]
     for entry in batch:
         entry.prepare(left_padding=padding)
@@ -169,7 +166,7 @@ def test_left_padding_of_a_row_that_holds_tokens_is_refused_where_there_are_stat
     rows = [pool.make_prompt_cache() for _ in range(2)]
     for entries in rows:
         model(mx.array([[5, 6, 7]]), cache=entries)
-    batch = [type(one).merge([one, other]) for one, other in zip(*rows, strict=True)]
+    batch = models.merged(rows)
     if pool.storage.recurrent is not None:
         with pytest.raises(
             kvcache.NotSupportedError, match=r"left_padding=2 of row 1, which holds 3 .*lengths="
@@ -247,9 +244,8 @@ class Trace:
         return Marked(self.pool.make_prompt_cache(), [[]], self.marks)
 
     def merged(self, several: list[Marked]) -> Marked:
-        layers = zip(*[one.entries for one in several], strict=True)
         rows = [row for one in several for row in one.rows]
-        return Marked([entries[0].merge(entries) for entries in layers], rows, self.marks)
+        return Marked(models.merged([one.entries for one in several]), rows, self.marks)
 
     def act(self) -> None:
         getattr(self, self.random.choice(ACTIONS))()
@@ -334,7 +330,7 @@ def test_a_trim_that_lacks_a_sequence_takes_nothing_from_any_row(model: Any) -> 
     one, other = pool.make_prompt_cache(), pool.make_prompt_cache()
     model(mx.array([[5, 6, 7, 8, 9]]), cache=one)
     model(mx.array([[15, 16, 17, 18]]), cache=other)
-    both = [type(x).merge([x, y]) for x, y in zip(one, other, strict=True)]
+    both = models.merged([one, other])
     recurrent = pool.storage.recurrent is not None  # whose states are those of some positions only
     with pytest.raises(kvcache.NotSupportedError if recurrent else SequencesTakenError):
         both[0].trim(2)  # both rows are shared, and one sequence is free

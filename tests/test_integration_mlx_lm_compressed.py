@@ -33,6 +33,10 @@ def feed(model: Any, prompt_cache: Any, tokens: list[int], *sizes: int) -> list[
     return [model(mx.array([part]), cache=prompt_cache)[0] for part in parts]
 
 
+def same(ours: list[mx.array], theirs: list[mx.array]) -> None:
+    assert models.largest(ours, theirs) <= TOLERANCE
+
+
 def test_layers_say_how_their_states_grow(model: Any) -> None:
     first, second, third, *_, last = layers_of(model, capacity=30)
     assert (first.names, first.shapes, first.capacity) == (("window",), ((7, 16),), None)
@@ -47,8 +51,7 @@ def test_what_an_entry_shows_is_what_mlx_lms_own_shows(model: Any) -> None:
     ours, theirs = make_prompt_cache(model, capacity=40), own_prompt_cache(model)
     for size in (1, 2, 1, 5, 1, 1, 1, 4, 9):
         tokens = models.prompt_of(size, seed=size)
-        found = [feed(model, cache, tokens, size) for cache in (ours, theirs)]
-        assert models.largest(*found) <= TOLERANCE
+        same(*(feed(model, cache, tokens, size) for cache in (ours, theirs)))
         for mine, its in zip(ours, theirs, strict=True):
             assert (mine.offset, mine.window_size, mine.empty()) == (its.offset, its.window_size, False)
             assert len(mine.state) == len(its.state)
@@ -69,13 +72,10 @@ def test_a_copy_and_its_original_go_on_and_back_on_their_own(model: Any) -> None
     assert 0 < reached <= 11
     theirs = own_prompt_cache(model)
     feed(model, theirs, tokens[:12], 5, 7)
-    assert (
-        models.largest(feed(model, first, tokens[12:], 1, 1, 10), feed(model, theirs, tokens[12:], 1, 1, 10))
-        <= TOLERANCE
-    )
+    same(*(feed(model, cache, tokens[12:], 1, 1, 10) for cache in (first, theirs)))
     feed(model, other, tokens[reached:], 24 - reached)
     rest = models.prompt_of(3, seed=8)
-    assert models.largest(feed(model, other, rest, 1, 2), feed(model, theirs, rest, 1, 2)) <= TOLERANCE
+    same(feed(model, other, rest, 1, 2), feed(model, theirs, rest, 1, 2))
 
 
 @pytest.mark.parametrize("count", [3, 12, 13])
@@ -85,13 +85,7 @@ def test_a_prompt_cache_of_mlx_lms_is_taken_over(model: Any, count: int) -> None
     ours = adopt(theirs, pool)
     assert ours[0].offset == count
     rest = models.prompt_of(11, seed=2)
-    assert (
-        models.largest(feed(model, ours, rest, 1, 6, 1, 3), feed(model, theirs, rest, 1, 6, 1, 3))
-        <= TOLERANCE
-    )
-
-
-def test_an_empty_one_is_taken_over_as_empty(model: Any) -> None:
+    same(feed(model, ours, rest, 1, 6, 1, 3), feed(model, theirs, rest, 1, 6, 1, 3))
     assert adopt(own_prompt_cache(model), CachePool(model, capacity=8))[0].empty()
 
 
@@ -102,4 +96,4 @@ def test_a_row_longer_than_its_capacity_is_refused_and_stays_as_it_was(model: An
         feed(model, one, tokens[:8], 8)
     with pytest.raises(kvcache.CacheFullError, match=r"3 cells are needed and 2 are free .* larger capacity"):
         feed(model, cache, tokens[:3], 3)
-    assert models.largest(feed(model, cache, tokens[8:], 2), feed(model, theirs, tokens[8:], 2)) <= TOLERANCE
+    same(feed(model, cache, tokens[8:], 2), feed(model, theirs, tokens[8:], 2))

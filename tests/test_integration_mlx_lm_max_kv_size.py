@@ -13,7 +13,6 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 
 import mlx.core as mx
 from mlx_lm.models import gpt_bigcode, qwen3
-from mlx_lm.models.cache import RotatingKVCache as OwnRotatingKVCache
 from mlx_lm.models.cache import can_trim_prompt_cache, save_prompt_cache, trim_prompt_cache
 from mlx_lm.models.cache import load_prompt_cache as own_load
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
@@ -23,11 +22,9 @@ from kvcache.integrations.mlx_lm import (
     Attention,
     CachePool,
     adopt,
-    install,
     load_prompt_cache,
     make_prompt_cache,
     rewind,
-    uninstall,
 )
 
 from . import mlx_lm_models as models
@@ -36,7 +33,8 @@ SIZE = 12
 TOLERANCE = 1e-5
 
 
-def make_qwen3() -> Any:
+@pytest.fixture(scope="module")
+def model() -> Any:
     """Two layers of full attention, of a model that leaves its caches to mlx-lm."""
     arguments = qwen3.ModelArgs(
         model_type="qwen3",
@@ -48,11 +46,6 @@ def make_qwen3() -> Any:
         **models.SHAPE,
     )
     return models.seeded(qwen3.Model(arguments), 3)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_qwen3()
 
 
 def passes(model: Any, prompt_cache: Any, tokens: list[int], sizes: list[int]) -> list[mx.array]:
@@ -81,8 +74,7 @@ def test_generation_gives_the_tokens_and_logits_of_mlx_lms_own_cache(
     ours = models.steps(
         model, prompt, 10, make_prompt_cache(model, max_kv_size=size, rollback=rollback), step
     )
-    assert [token for token, _ in ours] == [token for token, _ in theirs]
-    assert models.largest([x for _, x in ours], [x for _, x in theirs]) <= TOLERANCE
+    models.say_the_same(ours, theirs, TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -167,22 +159,10 @@ def test_more_than_the_rollback_is_refused_but_for_the_first_tokens(model: Any) 
 # Copies, files, batches.
 
 
-def test_a_copy_shares_until_one_of_the_two_goes_on(model: Any) -> None:
-    pool = CachePool(model, max_kv_size=SIZE, max_sequences=2)
-    first, tokens = pool.make_prompt_cache(), models.prompt_of(40)
-    passes(model, first, tokens[:20], [20])
-    other = copy.deepcopy(first)
-    own = own_prompt_cache(model, SIZE)
-    passes(model, own, tokens[:20], [20])
-    theirs = passes(model, own, tokens[20:], [1, 9, 10])
-    assert models.largest(passes(model, other, tokens[20:], [1, 9, 10]), theirs) <= TOLERANCE
-    assert models.largest(passes(model, first, tokens[20:], [1, 9, 10]), theirs) <= TOLERANCE
-
-
 @pytest.mark.parametrize("sizes", [[9], [30], [20, 1, 1, 1, 1, 6], [20, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
 def test_files_go_both_ways(model: Any, tmp_path: Path, sizes: list[int]) -> None:
     tokens, rest = models.prompt_of(sum(sizes)), models.prompt_of(16, seed=2)
-    pool = CachePool(model, max_kv_size=SIZE, max_sequences=3, rollback=3)
+    pool = CachePool(model, max_kv_size=SIZE, max_sequences=4, rollback=3)
     own, ours = own_prompt_cache(model, SIZE), pool.make_prompt_cache()
     for name, cache in (("own", own), ("ours", ours)):
         passes(model, cache, tokens, sizes)
@@ -193,7 +173,7 @@ def test_files_go_both_ways(model: Any, tmp_path: Path, sizes: list[int]) -> Non
         adopt(own, pool),
     ]
     theirs = passes(model, own, rest, [1, 5, 1, 9])
-    for cache in (ours, *loaded):
+    for cache in (copy.deepcopy(ours), ours, *loaded):
         assert cache[0].offset == len(tokens)
         assert models.largest(passes(model, cache, rest, [1, 5, 1, 9]), theirs) <= TOLERANCE
 
@@ -228,8 +208,7 @@ def test_rows_of_a_batch_keep_their_first_tokens_as_each_does_alone(model: Any, 
     lengths = [23, 5, 16]
     prompts = [models.prompt_of(length, seed=length) for length in lengths]
     caches = [pool.make_prompt_cache() for _ in prompts]
-    batch = caches[0][0].merge([cache[0] for cache in caches])
-    batch = [batch, *(type(batch).merge([cache[i] for cache in caches]) for i in range(1, 2))]
+    batch = models.merged(caches)
     for entry in batch:
         entry.prepare(lengths=lengths, right_padding=[max(lengths) - length for length in lengths])
     padded = mx.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts])
@@ -247,23 +226,6 @@ def test_rows_of_a_batch_keep_their_first_tokens_as_each_does_alone(model: Any, 
         assert models.largest(found, alone) <= TOLERANCE
 
 
-def test_batch_generate_says_of_each_prompt_what_it_says_of_it_alone(model: Any) -> None:
-    prompts = [models.prompt_of(length, seed=length) for length in (30, 11, 4)]
-    pool = CachePool(model, max_kv_size=SIZE, max_sequences=4, rollback=0)
-    found = models.run_batch(model, prompts, [pool.make_prompt_cache() for _ in prompts], 20)
-    for (said, *_), prompt in zip(found.values(), prompts, strict=True):
-        assert said == models.greedy(model, prompt, 20, own_prompt_cache(model, SIZE), 64)
-
-
-def test_install_answers_for_a_model_that_leaves_its_caches_to_mlx_lm(model: Any) -> None:
-    pool = install(model, max_kv_size=SIZE)
-    try:
-        assert own_prompt_cache(model)[0].rows.pool is pool.sequences
-    finally:
-        uninstall(model)
-    assert type(own_prompt_cache(model, SIZE)[0]) is OwnRotatingKVCache
-
-
 def test_models_with_one_length_for_all_rows_are_served_too() -> None:
     arguments = gpt_bigcode.ModelArgs(
         model_type="gpt_bigcode", n_embd=32, n_layer=2, n_inner=64, n_head=4, n_positions=128,
@@ -273,8 +235,7 @@ def test_models_with_one_length_for_all_rows_are_served_too() -> None:
     prompt = models.prompt_of(37)
     theirs = models.steps(model, prompt, 12, own_prompt_cache(model, SIZE))
     ours = models.steps(model, prompt, 12, make_prompt_cache(model, max_kv_size=SIZE))
-    assert [token for token, _ in ours] == [token for token, _ in theirs]
-    assert models.largest([x for _, x in ours], [x for _, x in theirs]) <= TOLERANCE
+    models.say_the_same(ours, theirs, TOLERANCE)
 
 
 def test_what_cannot_be_served_is_refused(model: Any) -> None:

@@ -304,14 +304,12 @@ def test_quantized_entries_of_mlx_lms_go_in_and_out_code_by_code(
     save_prompt_cache(file, theirs)
     pool = CachePool(model, capacity=64, dtype=f"AFFINE{bits}_{group}")
     found = load_prompt_cache(file, pool)
-    for ours, own in zip(found, theirs, strict=True):
-        same_groups(ours.to_quantized(group_size=group, bits=bits), own)
     key, value = (mx.random.normal((1, theirs[0].keys[0].shape[1], 3, 64)).astype(dtype) for _ in "kv")
-    for ours, own in zip(found, theirs, strict=True):
-        ours.update_and_fetch(key, value)
-        own.update_and_fetch(key, value)
-    for ours, own in zip(found, theirs, strict=True):
-        same_groups(ours.to_quantized(group_size=group, bits=bits), own)
+    for step in range(2):
+        for ours, own in zip(found, theirs, strict=True):
+            same_groups(ours.to_quantized(group_size=group, bits=bits), own)
+        for entry in (*found, *theirs) if step == 0 else ():
+            entry.update_and_fetch(key, value)
 
 
 def test_quantized_entries_are_read_where_the_pool_stores_something_else() -> None:
@@ -332,8 +330,7 @@ def test_quantized_entries_are_read_where_the_pool_stores_something_else() -> No
 
 def test_a_batch_is_not_saved_as_if_it_were_one_prompt_cache(gemma: Any, tmp_path: Path) -> None:
     model, pool = gemma, CachePool(gemma, capacity=64, max_sequences=2)
-    layers = zip(pool.make_prompt_cache(), pool.make_prompt_cache(), strict=True)
-    batch = [entries[0].merge(entries) for entries in layers]
+    batch = models.merged([pool.make_prompt_cache() for _ in range(2)])
     mx.eval(model(mx.zeros((2, 3), mx.int32), cache=batch))
     with pytest.raises(ValueError, match=r"extract\(row\)"):
         save_prompt_cache(str(tmp_path / "batch.safetensors"), batch)
@@ -364,22 +361,20 @@ def test_what_does_not_fit_is_refused_when_loaded(tmp_path: Path) -> None:
 
 def test_speculation_is_refused_where_drafts_could_not_be_taken_back() -> None:
     """mlx-lm asks only before it starts, when the window is not full yet."""
-    from mlx_lm.generate import speculative_generate_step as checked
-
     model, draft = models.shared("gemma"), models.make_llama()
     drafts = make_prompt_cache(draft, capacity=64)
     prompt = mx.array(models.prompt_of(8))
     without = make_prompt_cache(model, capacity=64, rollback=0)
     with pytest.raises(kvcache.NotSupportedError, match="make it with rollback=1 or more"):
-        list(checked(prompt, model, draft, prompt_cache=without + drafts, max_tokens=4))
+        list(speculative_generate_step(prompt, model, draft, prompt_cache=without + drafts, max_tokens=4))
     alone = make_prompt_cache(model, capacity=64)
     with pytest.raises(kvcache.InvalidRangeError, match=r"make_prompt_cache\(draft_model\)"):
-        list(checked(prompt, model, draft, prompt_cache=alone, max_tokens=4))
+        list(speculative_generate_step(prompt, model, draft, prompt_cache=alone, max_tokens=4))
     with_it = make_prompt_cache(model, capacity=64, rollback=1)
-    assert list(checked(prompt, model, draft, prompt_cache=with_it + drafts, max_tokens=4))
+    assert list(speculative_generate_step(prompt, model, draft, prompt_cache=with_it + drafts, max_tokens=4))
     both = make_prompt_cache(draft, capacity=64) + with_it  # which drafts token by token
     with pytest.raises(kvcache.NotSupportedError, match="make it with rollback=3 or more"):
-        list(checked(prompt, draft, model, prompt_cache=both, num_draft_tokens=4))
+        list(speculative_generate_step(prompt, draft, model, prompt_cache=both, num_draft_tokens=4))
 
 
 def test_dtypes_of_mlx_and_unknown_options_are_understood() -> None:
