@@ -23,8 +23,7 @@ from kvcache import (
     WrapperCache,
 )
 from kvcache.views import Occupancy, look_at_mask, render
-from kvcache.views.binning import binned, thinned
-from kvcache.views.blocks import CellMap, CellRun
+from kvcache.views.blocks import CellMap, CellRun, binned, thinned
 from kvcache.views.pictures import EncoderView, OtherView, StatesView
 
 from .views_rig import bound, store, store_batch

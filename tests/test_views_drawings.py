@@ -18,9 +18,9 @@ from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.storage.sizes import bytes_text
 from kvcache.views import look_at_mask, render
 from kvcache.views.blocks import CellMap, CellRun, NodeView, SequenceView
-from kvcache.views.canvas import fitted
 from kvcache.views.colors import DARK, EMPTY, PAPER, sequence_color
 from kvcache.views.pictures import CachePicture, MaskPicture, Picture, PrefixPicture
+from kvcache.views.svg import fitted
 from kvcache.views.text import cells_wide
 from kvcache.views.words import age_text, counted, preview, printable
 

@@ -204,7 +204,7 @@ def test_ages_are_seconds_since_a_node_was_made(
     (node,) = prefix.tree.radix_tree
     assert node.data is not None
     later = node.data.since + 7200.5
-    monkeypatch.setattr("kvcache.views.prefixes.time.monotonic", lambda: later)
+    monkeypatch.setattr("kvcache.views.rendering.time.monotonic", lambda: later)
     picture = render(prefix)
     assert picture.nodes[0].age == pytest.approx(7200.5)
     assert "2 h old" in picture.text()

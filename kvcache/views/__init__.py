@@ -29,9 +29,9 @@ from kvcache.views.pictures import (
 
 if TYPE_CHECKING:
     from kvcache.views import plots
+    from kvcache.views.caches import look_at_mask
     from kvcache.views.disk import look_at_page, look_at_store
-    from kvcache.views.masks import look_at_mask
-    from kvcache.views.occupancy import Occupancy
+    from kvcache.views.plots import Occupancy
     from kvcache.views.rendering import render
     from kvcache.views.terminal import Watched
 
@@ -41,9 +41,9 @@ __all__ = [
 ]  # fmt: skip
 
 _LATER = {
-    "Occupancy": "occupancy",
+    "Occupancy": "plots",
     "Watched": "terminal",
-    "look_at_mask": "masks",
+    "look_at_mask": "caches",
     "look_at_page": "disk",
     "look_at_store": "disk",
     "render": "rendering",
@@ -61,9 +61,9 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(shell: Any) -> None:
     """``%load_ext kvcache.views``"""
-    importlib.import_module("kvcache.views.notebook").register(shell)
+    importlib.import_module("kvcache.views.rendering").register(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """``%unload_ext kvcache.views``"""
-    importlib.import_module("kvcache.views.notebook").unregister(shell)
+    importlib.import_module("kvcache.views.rendering").unregister(shell)

@@ -1,4 +1,7 @@
-"""A picture of a cache: which sequence and which snapshot holds what. Nothing is changed or copied out."""
+"""Pictures of a cache: which sequence and which snapshot holds what, who sees what in the pass under way.
+
+Nothing is changed or copied out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from kvcache.attention.calls import StepReads, step_reads
-from kvcache.cache import ClosedError, OrderError
+from kvcache.attention.forward_pass import ForwardPass
+from kvcache.attention.read_plan import plan_read
+from kvcache.cache import ClosedError, NotSupportedError, OrderError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.recurrent import RecurrentCache
@@ -21,13 +26,14 @@ from kvcache.views.pictures import (
     CachePicture,
     EncoderEntry,
     EncoderView,
+    MaskPicture,
     OtherView,
     Part,
     StatesView,
     StateView,
 )
 
-__all__ = ["check_bound", "reads_of", "render_cache"]
+__all__ = ["look_at_mask", "reads_of", "render_cache"]
 
 
 def render_cache(cache: Any) -> CachePicture:
@@ -44,7 +50,7 @@ def _parts(cache: Any) -> Iterator[Part]:
         yield _map_of(cache.attention)
         yield _states(cache)
     elif isinstance(cache, EncoderCache):
-        check_bound(cache)
+        _check_bound(cache)
         yield _encoder(cache)
     elif isinstance(cache, CausalCache):
         yield _map_of(cache)
@@ -52,7 +58,7 @@ def _parts(cache: Any) -> Iterator[Part]:
         yield OtherView(type(cache).__name__, int(getattr(cache, "nbytes", 0)))
 
 
-def check_bound(cache: Any) -> None:
+def _check_bound(cache: Any) -> None:
     """OrderError or ClosedError for a cache that is bound to no backend."""
     try:
         assert cache.backend is not None
@@ -61,7 +67,7 @@ def check_bound(cache: Any) -> None:
 
 
 def _map_of(cache: CausalCache) -> CellMap:
-    check_bound(cache)
+    _check_bound(cache)
     table = cache.storage.table
     labels, owners = _owners(table)
     held_by = np.array([len(group) for group in owners])[labels]
@@ -154,3 +160,42 @@ def _encoder(cache: EncoderCache) -> EncoderView:
         for key, entry in entries.items()
     )
     return EncoderView(type(cache).__name__, cache.nbytes, tuple(rows))
+
+
+# Masks.
+
+
+def look_at_mask(cache: Any) -> MaskPicture:
+    """The mask that ``get`` gives in the pass under way, read from the cell table: no tensor is made.
+
+    Of a WrapperCache that of the layer type that is set, of a RecurrentCache that of its attention layers.
+    Raises OrderError where no pass is under way, NotSupportedError for a cache with no cells.
+    """
+    cache = _with_cells(cache)
+    _check_bound(cache)
+    forward = cache.pass_under_way()
+    if not isinstance(forward, ForwardPass):
+        raise OrderError("render: there is no current pass; call start_forward first")
+    if forward.reserve:
+        raise OrderError("render: the current pass reserves memory and stores nothing; it has no mask yet")
+    reading = plan_read(forward.read_table, forward.read_groups, forward.config.cache_padding)
+    mask = reading.mask(forward.tokens, forward.lower, forward.lifted, 1)
+    queries: list[tuple[int, int]] = [(0, 0)] * forward.tokens
+    for group in forward.groups:
+        rows = np.arange(forward.tokens)[group.rows].tolist()
+        for row, position in zip(rows, group.positions.tolist(), strict=True):
+            queries[row] = group.seq, int(position)
+    cells = np.arange(reading.start, reading.start + reading.length)
+    if reading.index is not None:
+        cells = reading.index.copy()
+    return MaskPicture(type(cache).__name__, mask == 0, tuple(queries), cells)
+
+
+def _with_cells(cache: Any) -> CausalCache:
+    if isinstance(cache, WrapperCache):
+        return _with_cells(cache.current)
+    if isinstance(cache, RecurrentCache):
+        return cache.attention
+    if isinstance(cache, CausalCache):
+        return cache
+    raise NotSupportedError(f"render: {type(cache).__name__} has no mask over cells")

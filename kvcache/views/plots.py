@@ -1,19 +1,84 @@
-"""Plots with matplotlib: occupancy over time. ``pip install 'ml-kvcache[plots]'``.
+"""How full a cache was over time: samples that a loop takes, and plots of them.
 
-Each draws into ``axes``, or into a figure of its own, and returns the axes; ``axes.figure.savefig(...)``
-writes it. Nothing global is touched: no pyplot, no backend is chosen.
+Plots need matplotlib (``pip install 'ml-kvcache[plots]'``). Each draws into ``axes``, or into a figure of its
+own, and returns the axes; ``axes.figure.savefig(...)`` writes it. Nothing global is touched: no pyplot, no
+backend is chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache.cache import InvalidRangeError, NotSupportedError
+from kvcache.views.blocks import CellMap
+from kvcache.views.caches import render_cache
 from kvcache.views.colors import KEPT, SHARED, sequence_color, tier_color
-from kvcache.views.occupancy import Sample
 
-__all__ = ["occupancy", "tiers"]
+__all__ = ["Filled", "Occupancy", "Sample", "occupancy", "tiers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The cells of one table: ``own`` of each sequence alone, ``shared``, ``kept`` by snapshots, ``free``."""
+
+    name: str
+    cells: int
+    own: dict[int, int]
+    shared: int
+    kept: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment: seconds since the first sample, and the tables of cells of all caches inside."""
+
+    seconds: float
+    maps: tuple[Filled, ...]
+    tiers: dict[str, int]
+    """Bytes of snapshots per tier, of a PrefixCache."""
+
+
+class Occupancy:
+    """Samples of a cache, or of a PrefixCache and its tiers; call ``sample`` once a step, say.
+
+    A sample costs O(cells) on the host, and keeps a few numbers.
+    """
+
+    def __init__(self, cache: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._prefix = cache if hasattr(cache, "tree") else None
+        self._cache = cache if self._prefix is None else self._prefix.cache
+        self._clock = clock
+        self._began: float | None = None
+        self.samples: list[Sample] = []
+
+    def sample(self) -> Sample:
+        """Look at the cache now; the sample is kept in ``samples``, too."""
+        now = self._clock()
+        if self._began is None:
+            self._began = now
+        tiers = {} if self._prefix is None else dict(self._prefix.nbytes)
+        maps = tuple(map(_counts, render_cache(self._cache).maps))
+        found = Sample(now - self._began, maps, tiers)
+        self.samples.append(found)
+        return found
+
+    def record(self) -> list[dict[str, Any]]:
+        """All samples, JSON-able."""
+        return [asdict(sample) for sample in self.samples]
+
+
+def _counts(cells: CellMap) -> Filled:
+    own: dict[int, int] = {}
+    for run in cells.runs:
+        if run.kind == "own":
+            own[run.sequences[0]] = own.get(run.sequences[0], 0) + run.size
+    return Filled(
+        cells.name, cells.cells, own, cells.count("shared"), cells.count("kept"), cells.count("free")
+    )
 
 
 def occupancy(samples: Sequence[Sample], axes: Any = None, index: int = 0) -> Any:

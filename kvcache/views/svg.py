@@ -1,18 +1,61 @@
-"""Blocks as SVG: the map of cells, the radix tree over positions, masks, tiers."""
+"""Blocks as SVG: the map of cells, the radix tree over positions, masks, tiers.
+
+Text is escaped in ``Canvas``, and nowhere else.
+"""
 
 from __future__ import annotations
 
+import html
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from kvcache.views import binning
-from kvcache.views.blocks import Block, CellMap, CellRun, Heading, MaskBlock, NodeView, Table, Tiers, Tree
-from kvcache.views.canvas import WIDTH, Canvas, fitted
-from kvcache.views.colors import EMPTY, INK, KEPT, LINE, PAPER, SHARED, sequence_color, tier_color
+from kvcache.views.blocks import (
+    Binned,
+    Block,
+    CellMap,
+    CellRun,
+    Heading,
+    MaskBlock,
+    NodeView,
+    Table,
+    Tiers,
+    Tree,
+    binned,
+    thinned,
+)
+from kvcache.views.colors import (
+    EMPTY,
+    FREE,
+    INK,
+    KEPT,
+    LINE,
+    PAPER,
+    PENCIL,
+    SHARED,
+    dark_drawing,
+    sequence_color,
+    tier_color,
+)
 from kvcache.views.words import counted
 
-__all__ = ["document"]
+__all__ = ["document", "fitted"]
+
+WIDTH = 960
+_CHARACTER = 6.7
+"""Pixels of a character of the usual size, on average."""
+
+_STYLE = (
+    f"text{{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:{INK}}}"
+    f".title{{font-weight:600;font-size:14px}}.dim{{fill:{PENCIL}}}.small{{font-size:10px}}"
+    ".mono{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:11px}.in{fill:#fff}"
+    f"{dark_drawing()}"
+)
+_HATCH = (
+    '<defs><pattern id="kept" width="6" height="6" patternUnits="userSpaceOnUse" '
+    f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{PAPER}"/>'
+    f'<rect width="3" height="6" fill="{KEPT}"/></pattern></defs>'
+)
 
 _LEFT = 56.0
 _ROOM = WIDTH - _LEFT - 8
@@ -22,6 +65,83 @@ _WIDE = 18
 """Pixels from which on every cell has a box of its own, with its position in it."""
 _NAMED = 8
 """Sequences in a legend."""
+
+
+class Canvas:
+    """SVG elements of one drawing; ``y`` is where the next part of it begins."""
+
+    def __init__(self, width: float = WIDTH) -> None:
+        self.y = 8.0
+        self.width = width
+        self._elements: list[str] = []
+
+    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
+        """``text`` on the base line ``y``; ``kind`` names classes: title, dim, small, mono, in."""
+        named = f' class="{kind}"' if kind else ""
+        placed = f' text-anchor="{anchor}"' if anchor != "start" else ""
+        self._elements.append(f'<text x="{_n(x)}" y="{_n(y)}"{named}{placed}>{html.escape(text)}</text>')
+
+    def rect(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str,
+        tip: str = "",
+        stroke: str = "",
+        opacity: float = 1.0,
+    ) -> None:
+        """A box; ``tip`` is what it says when pointed at."""
+        line = f' stroke="{stroke}"' if stroke else ""
+        shade = f' fill-opacity="{_n(opacity)}"' if opacity < 1 else ""
+        place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
+        box = f'<rect {place} fill="{fill}"{line}{shade}'
+        self._elements.append(f"{box}><title>{html.escape(tip)}</title></rect>" if tip else f"{box}/>")
+
+    def path(self, points: str, stroke: str = FREE) -> None:
+        """A line of SVG path data, which is ours and never foreign text."""
+        self._elements.append(f'<path d="{points}" fill="none" stroke="{stroke}"/>')
+
+    def title(self, text: str, more: str = "") -> None:
+        self.text(8, self.y + 14, text, "title")
+        if more:
+            self.text(8, self.y + 32, fitted(more, self.width - 16), "dim")
+        self.y += 42 if more else 24
+
+    def legend(self, entries: Iterable[tuple[str, str]]) -> None:
+        """(fill, what it means), side by side."""
+        x = 8.0
+        for fill, meaning in entries:
+            width = 24 + _CHARACTER * len(meaning) + 14
+            if x + width > self.width and x > 8:
+                x, self.y = 8.0, self.y + 20
+            self.rect(x, self.y, 14, 12, fill, stroke="#c3c8ce")
+            self.text(x + 20, self.y + 10, meaning, "dim")
+            x += width
+        self.y += 26
+
+    def document(self) -> str:
+        """The whole drawing, on white or, where the reader's scheme is dark, on black."""
+        height, width = _n(self.y + 8), _n(self.width)
+        size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+        back = f'<rect width="{width}" height="{height}" fill="{PAPER}"/>'
+        body = "\n".join(self._elements)
+        return f"{head}\n<style>{_STYLE}</style>{_HATCH}{back}\n{body}\n</svg>\n"
+
+
+def fitted(text: str, room: float) -> str:
+    """As much of ``text`` as goes into ``room`` pixels, "…" where something is cut."""
+    count = max(1, int(room / _CHARACTER))
+    return text if len(text) <= count else text[: count - 1] + "…"
+
+
+def _n(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+# Blocks.
 
 
 def document(blocks: Iterable[Block]) -> str:
@@ -42,14 +162,9 @@ def _heading(canvas: Canvas, heading: Heading) -> None:
 # Cells.
 
 
-def _cell_map(canvas: Canvas, cells: CellMap) -> None:
-    _cells(canvas, cells)
-    canvas.legend(_cell_legend(cells))
-
-
 def _cells(canvas: Canvas, cells: CellMap) -> None:
     """Exact where every cell has a mark of its own, else the most frequent holder of each mark's cells."""
-    found = binning.binned(cells, _PER_LINE * _LINES)
+    found = binned(cells, _PER_LINE * _LINES)
     marks = len(found.codes)
     columns = min(_PER_LINE, max(marks, 16))
     step = min(36.0, _ROOM / columns)
@@ -69,10 +184,11 @@ def _cells(canvas: Canvas, cells: CellMap) -> None:
     if found.size > 1:
         canvas.text(_LEFT, canvas.y + 4, f"a mark is {counted(found.size, 'cell')}", "dim small")
         canvas.y += 14
+    canvas.legend(_cell_legend(cells))
 
 
 def _boxes(
-    cells: CellMap, found: binning.Binned, columns: int
+    cells: CellMap, found: Binned, columns: int
 ) -> Iterator[tuple[int, int, str, str, CellRun | None]]:
     """(first mark, marks, fill, tip, the run where it is exact), none of them over the end of a line."""
     if found.size > 1:
@@ -243,7 +359,7 @@ def _mask_width(columns: int) -> float:
 
 
 def _mask(canvas: Canvas, picture: MaskBlock) -> None:
-    part, down, across = binning.thinned(picture.seen, _MASK_ROWS, _MASK_COLUMNS)
+    part, down, across = thinned(picture.seen, _MASK_ROWS, _MASK_COLUMNS)
     rows, columns = part.shape
     step = min(_MASK_STEP, _ROOM / max(1, columns))
     numbered = step >= 18 and across == 1
@@ -284,7 +400,7 @@ def _table(canvas: Canvas, table: Table) -> None:
 
 
 _DRAWN: Mapping[type, Callable[[Canvas, Any], None]] = {
-    CellMap: _cell_map,
+    CellMap: _cells,
     Heading: _heading,
     MaskBlock: _mask,
     Table: _table,

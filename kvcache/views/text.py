@@ -10,8 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.views import binning
-from kvcache.views.blocks import Block, CellMap, Facts, Heading, MaskBlock, Table, Tiers, Tree
+from kvcache.views.blocks import (
+    Block,
+    CellMap,
+    Facts,
+    Heading,
+    MaskBlock,
+    Table,
+    Tiers,
+    Tree,
+    binned,
+    thinned,
+)
 from kvcache.views.words import counted
 
 __all__ = ["Line", "Span", "cells_wide", "draw", "plain"]
@@ -64,7 +74,7 @@ def _tiers(block: Tiers, _: int) -> Iterator[Line]:
 def _cells(cells: CellMap, width: int) -> Iterator[Line]:
     margin = len(f"{cells.cells}") + 2
     columns = _columns(width - margin)
-    found = binning.binned(cells, columns * ROWS)
+    found = binned(cells, columns * ROWS)
     codes = found.codes.tolist()
     rows = [codes[start : start + columns] for start in range(0, len(codes), columns)]
     at = 0
@@ -151,7 +161,7 @@ def _tree(tree: Tree, width: int) -> Iterator[Line]:
 def _mask(mask: MaskBlock, width: int) -> Iterator[Line]:
     labels = [f"{seq}:{position}" for seq, position in mask.queries]
     margin = max([len(label) for label in labels], default=0) + 1
-    part, down, across = binning.thinned(mask.seen, 2 * ROWS, max(8, width - margin))
+    part, down, across = thinned(mask.seen, 2 * ROWS, max(8, width - margin))
     for i, row in enumerate(part):
         seq = mask.queries[i * down][0]
         spans = _merged((_shade(share), f"seq{seq}" if share else "free") for share in row.tolist())
