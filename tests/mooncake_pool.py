@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kvcache.stores.errors import StoreUnavailableError
@@ -115,9 +114,7 @@ class MooncakePool:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _start(self, command: list[str]) -> subprocess.Popen[str]:

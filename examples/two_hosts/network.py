@@ -11,7 +11,6 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 SUBNET = "10.213.77"
@@ -72,9 +71,7 @@ class Network:
         for end in self.ends:
             _run(["ip", "netns", "del", end.name], check=False)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 

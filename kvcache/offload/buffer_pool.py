@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 import numpy as np
 
@@ -77,7 +76,5 @@ class Loan:
     def __enter__(self) -> SerializedSnapshot | None:
         return self.serialized
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.give_back()

@@ -61,8 +61,8 @@ def load_back(
     chain: Chain,
     reached: int,
     ends: Sequence[int],
-    told: Callable[[int], None] | None = None,
-    used: list[int] | None = None,
+    told: Callable[[int], None],
+    used: list[int],
 ) -> int:
     """Put serialized snapshots of a store straight behind the first ``reached`` positions; how far that went.
 
@@ -84,8 +84,7 @@ def load_back(
             count = _land_some(cache, seq, found, told)
             if not count:
                 break
-            if used is not None:
-                used += [entry.end for entry in found[:count]]
+            used += [entry.end for entry in found[:count]]
             reached, found = found[count - 1].end, found[count:]
     return reached
 
@@ -231,9 +230,7 @@ def _entries_at(store: StoreTier, key: str, end: int, stack: contextlib.ExitStac
             yield serialized
 
 
-def _land_some(
-    cache: Any, seq: int, entries: Sequence[_StoredEntry], told: Callable[[int], None] | None
-) -> int:
+def _land_some(cache: Any, seq: int, entries: Sequence[_StoredEntry], told: Callable[[int], None]) -> int:
     """Put the entries into the cache, or the first where their cells do not lie in a run; how many."""
     alike = _alike(entries)
     for count in sorted({1, alike}, reverse=True):
@@ -342,19 +339,21 @@ class _Approach:
         return None
 
     def fill(self, told: Callable[[int], None] | None = None) -> int:
-        """Have the arrays written; how many serialized snapshots, from the first on, hold what was put."""
+        """Have the arrays written; how many serialized snapshots, from the first on, hold what was put.
+
+        ``told`` hears only of those that this thread writes.
+        """
         if self.transfers:
             return len(self.entries)
-        jobs: list[Callable[[], None]] = [
-            partial(serialized.fill, self._tracks_of(i)) for i, serialized in enumerate(self.entries)
-        ]
-        if told is not None:
-            jobs = [
-                _telling(job, told, serialized.meta["end"])
-                for job, serialized in zip(jobs, self.entries, strict=True)
-            ]
+        asking = threading.get_ident()
+
+        def fill(i: int) -> None:
+            self.entries[i].fill(self._tracks_of(i))
+            if told is not None and threading.get_ident() == asking:
+                told(self.entries[i].meta["end"])
+
         try:
-            return _run_together(jobs)
+            return _run_together([partial(fill, i) for i in range(len(self.entries))])
         except BaseException:
             self.discard()
             raise
@@ -458,7 +457,8 @@ class _Approach:
 
 def _run_together(jobs: Sequence[Callable[[], None]]) -> int:
     """Run the jobs, as many at a time as there are READERS; how many, from the first on, did not fail."""
-    threads = min(READERS, len(jobs), _cores())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = min(READERS, len(jobs), cores)
     failed: list[int] = [len(jobs)]
 
     def run(first: int) -> None:
@@ -479,23 +479,6 @@ def _run_together(jobs: Sequence[Callable[[], None]]) -> int:
         for other in others:
             other.result()
     return min(failed)
-
-
-def _telling(job: Callable[[], None], told: Callable[[int], None], reached: int) -> Callable[[], None]:
-    """The job, and then word of it where the thread that asks for it is the one that does it."""
-    asking = threading.get_ident()
-
-    def run() -> None:
-        job()
-        if threading.get_ident() == asking:
-            told(reached)
-
-    return run
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _named(reservation: CellReservation, layers: Sequence[Any]) -> dict[str, _Track] | None:

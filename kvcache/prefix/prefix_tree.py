@@ -26,7 +26,7 @@ from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.events import BlockEvents
-from kvcache.prefix.eviction_policy import LRU, PrefixEvictionPolicy, Use
+from kvcache.prefix.eviction_policy import PrefixEvictionPolicy, Use
 from kvcache.prefix.radix_tree import Node, RadixTree
 from kvcache.prefix.retention import DEFAULT_PRIORITY
 from kvcache.prefix.store_writer import StoreWriter
@@ -63,18 +63,18 @@ class PrefixTree:
         host: HostTier | None,
         store: StoreTier | None,
         keys: Keys,
-        worker: OffloadWorker | None = None,
-        policy: PrefixEvictionPolicy | None = None,
-        limits: Callable[[str], TenantBudget | None] | None = None,
+        worker: OffloadWorker | None,
+        policy: PrefixEvictionPolicy,
+        limits: Callable[[str], TenantBudget | None] | None,
     ) -> None:
         """``worker``: copies what leaves the device; None: it is copied by who offloads it.
 
-        ``policy`` orders what goes first (None: LRU), ``limits`` gives a tenant's budget (None: no limit).
+        ``policy`` orders what goes first, ``limits`` gives a tenant's budget (None: no limit).
         """
         self.cache, self.store, self.keys, self.worker = cache, store, keys, worker
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()
-        self._policy, self._limits = policy or LRU(), limits
+        self._policy, self._limits = policy, limits
         self.device = self._queue(budget, priority_of, lambda limit: limit.device)
         self.host = (
             None if host is None else self._queue(host.budget, host_priority, lambda limit: limit.host)
@@ -540,10 +540,11 @@ class PrefixTree:
             held = node.data
             if held is None or held.stored or held.store_write is not None:
                 continue
-            if held.tried == self._round and limit is not None:
-                continue
-            if limit is not None and (done >= limit or not self._has_room(held)):
-                return True
+            if limit is not None:
+                if held.tried == self._round:
+                    continue
+                if done >= limit or not self._has_room(held):
+                    return True
             held.tried = self._round
             serialized = self._to_write(held)
             if serialized is not None:

@@ -63,7 +63,7 @@ class StoreLookup:
             return known
         return self._store.look_up(chain, length, limit, self._tree.divisible)
 
-    def fetch(self, seq: int, ids: np.ndarray, reached: int, told: Told | None = None) -> int:
+    def fetch(self, seq: int, ids: np.ndarray, reached: int, told: Told) -> int:
         """Put entries behind the first ``reached`` tokens, which the sequence has; returns how far that went.
 
         In order, each when it is read, as far as they follow one another. For content that is divisible.
@@ -74,7 +74,7 @@ class StoreLookup:
         ends = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
         go_on = self._straight if self._store.reads_straight else self._ahead
         self._used.clear()
-        found = go_on(seq, ids, chain, reached, ends, told or _unheard)
+        found = go_on(seq, ids, chain, reached, ends, told)
         if found > reached:
             self._touch(chain, ids, sorted({end for end in (*ends, *self._used) if end <= found}))
         return found
@@ -106,19 +106,17 @@ class StoreLookup:
     def restore(self, seq: int, serialized: SerializedSnapshot) -> bool:
         """Whether an entry, which was checked, was put into the sequence; not one of another cache."""
         try:
-            check_layers(serialized, self._expected(serialized))
+            expected = self._layers or layers_of_cache(self._cache)
+            self._known = self._known or bool(self._tree.radix_tree.root.children)
+            if not self._known:
+                expected = {**layers_of_serialized(serialized), **expected}
+            check_layers(serialized, expected)
             restored = restore_serialized(self._cache, seq, serialized, lent=True)
             self._known = self._known or restored
             return restored
         except (SnapshotCorruptError, InvalidRangeError) as error:
             log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
             return False
-
-    def _expected(self, serialized: SerializedSnapshot) -> Layers:
-        """The layers that an entry has to have."""
-        there = self._layers or layers_of_cache(self._cache)
-        self._known = self._known or bool(self._tree.radix_tree.root.children)
-        return there if self._known else {**layers_of_serialized(serialized), **there}
 
     def drop(self, ids: np.ndarray, end: int) -> None:
         """Take the entry of the first ``end`` tokens out of the stores: it is not what its key says."""
@@ -231,7 +229,3 @@ class StoreLookup:
 
     def _chain(self, ids: np.ndarray) -> Chain:
         return self._tree.keys.chain(self._tree.alphabet.named(ids))
-
-
-def _unheard(reached: int) -> None:
-    pass

@@ -31,8 +31,6 @@ from kvcache.snapshots.snapshot import (
     tensors_of,
 )
 from kvcache.storage.cell_storage import CellStorage
-from kvcache.storage.layer_buffers import LayerBuffers
-from kvcache.storage.layer_shape import LayerShape
 
 __all__ = ["AttentionSnapshots", "Window"]
 
@@ -311,7 +309,9 @@ class AttentionSnapshots:
             table.join_arrivals(cells)
             with self.storage.backend.new_context() as ctx:
                 buffers = {
-                    i: self._buffer(ctx, i, shapes[i], layer.activations) for i, layer in layers.items()
+                    i: self.storage.buffers.get(i)
+                    or self.storage.allocate(ctx, i, shapes[i], layer.activations)
+                    for i, layer in layers.items()
                 }
                 where = chosen if isinstance(chosen, int) else ctx.from_numpy(cells, ml.DType.I32)
                 writing = True
@@ -332,11 +332,6 @@ class AttentionSnapshots:
                 layer_buffers.lack(table.taken, cells)
             elif layer_buffers.absent is not None:
                 layer_buffers.absent[cells] = 0
-
-    def _buffer(self, ctx: ml.Context, i: int, shape: LayerShape, activations: ml.DType) -> LayerBuffers:
-        """Of layer ``i``, which is new where it stores nothing yet."""
-        held = self.storage.buffers.get(i)
-        return held or self.storage.allocate(ctx, i, shape, activations)
 
     # Cutting and joining.
 

@@ -35,7 +35,8 @@ def layers_of_serialized(serialized: SerializedSnapshot) -> Layers:
 def check_layers(serialized: SerializedSnapshot, expected: Layers) -> None:
     """Raise SnapshotCorruptError unless what was checked has exactly these layers, as wide; {}: any."""
     found = layers_of_serialized(serialized)
-    if not expected or not (found or _has_positions(serialized)):
+    positions = (array.size for name, array in serialized.arrays.items() if name.endswith("positions"))
+    if not expected or not (found or any(positions)):
         return
     lacking, strange = expected.keys() - found.keys(), found.keys() - expected.keys()
     if lacking or strange:
@@ -45,11 +46,6 @@ def check_layers(serialized: SerializedSnapshot, expected: Layers) -> None:
     for i, shape in expected.items():
         if found[i] != shape:
             raise SnapshotCorruptError(f"snapshot: layer {i} has {found[i]}; the cache stores {shape}")
-
-
-def _has_positions(serialized: SerializedSnapshot) -> bool:
-    """Whether attention layers have something in it."""
-    return any(array.size for name, array in serialized.arrays.items() if name.endswith("positions"))
 
 
 def _of_snapshot(snapshot: object) -> Layers:

@@ -19,7 +19,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 __all__ = ["PATIENCE", "ValkeyServer", "free_port", "wait_until"]
@@ -91,9 +90,7 @@ class ValkeyServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _started(self, program: str, port: int) -> bool:
