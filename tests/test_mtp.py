@@ -277,7 +277,8 @@ def test_behind_a_prefix_no_hidden_state_is_of_who_was_there_before(
             engine.step()
             assert (engine.statistics.reused_tokens > 0) == (known > 0)
             with model.backend.new_context() as ctx:
-                kept = [model.mtp._states.last(ctx, engine.cache, 0, at) is not None for at in range(21)]
+                states = model.mtp._states(engine.cache)
+                kept = [states.last(ctx, 0, at) is not None for at in range(21)]
             assert kept == [at >= known for at in range(21)]
             while engine.busy:
                 engine.step()

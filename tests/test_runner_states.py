@@ -17,16 +17,12 @@ from kvcache import Batch
 from kvcache.caches import branches
 from kvcache.runner.engine import Engine
 from kvcache.runner.loading import load_model
-from kvcache.runner.models.chunks import chunk_masks, chunk_size, scan
-from kvcache.runner.models.delta import gated_delta_rule
 from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.speculative import SpeculativeGenerator
-from ml import DType
 
 from .each_backend import each_backend
 from .model_passes import close, prompt, run
-from .test_runner_delta import inputs, recurrence
 from .test_runner_models import BACKENDS, expected_logits, expected_tokens, new_cache, peer
 from .test_speculative import Oracle, random_prompts
 
@@ -48,24 +44,6 @@ def model(backend: ml.Backend, name: str, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("model")
     peer(name).save_pretrained(path)
     return load_model(path, backend)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "cuts"), [(5, (1, 2, 3, 4)), (150, (3, 64, 130)), (70, (69,)), (9, (3, 7))]
-)
-def test_a_scan_that_is_cut_has_the_states_of_the_recurrence(
-    backend: ml.Backend, tokens: int, cuts: tuple[int, ...]
-) -> None:
-    arrays = inputs(tokens)
-    with backend.new_context() as ctx:
-        tensors = [ctx.from_numpy(array, DType.F32) for array in arrays]
-        masks = chunk_masks(ctx, chunk_size(tokens))
-        out, states = scan(ctx, gated_delta_rule, tensors[:5], tensors[5], masks, cuts)
-        np.testing.assert_allclose(out.to_numpy(), recurrence(*arrays)[0], rtol=0, atol=2e-5)
-        for end, state in zip((*cuts, tokens), states, strict=True):
-            *run, first = arrays
-            expected = recurrence(*(array[:, :, :end] for array in run), first)[1]
-            np.testing.assert_allclose(state.to_numpy(), expected, rtol=0, atol=2e-5)
 
 
 def test_drafts_are_taken_back_to_any_token(model: Any, name: str) -> None:

@@ -12,8 +12,6 @@ from kvcache.stores import StoreUnavailableError
 from ..planting import NOTHING, Bug, Put, always, named
 from .several import one_more, reversed_result
 
-__all__ = ["BUGS"]
-
 
 def drafts_believed(f: Any, run: Any, chosen: Any, tried: Any, *rest: Any) -> Any:
     for branch, row in tried:
@@ -77,11 +75,11 @@ BUGS: dict[str, list[Bug]] = {
         ("runner.verification:Verifier.clear", "a_pass_that_fails_leaves[2", NOTHING),
     ],
     "tests/test_mtp.py": [
-        ("runner.models.mtp:_Tail.slot", "guesses_are_those", lambda f, self, seq, at: f(self, seq, at - 1)),
-        ("runner.models.mtp:_Tail.slot", "guesses_are_those", lambda f, self, seq, at: f(self, 0, at)),
+        ("runner.models.mtp:HiddenStates.slot", "guesses_are_those", lambda f, self, seq, at: f(self, seq, at - 1)),
+        ("runner.models.mtp:HiddenStates.slot", "guesses_are_those", lambda f, self, seq, at: f(self, 0, at)),
         ("runner.models.mtp:HiddenStates.before", "guesses_are_those",
-         lambda f, self, ctx, batch, cache, hidden: (f(self, ctx, batch, cache, hidden), hidden)[1]),
-        ("runner.models.mtp:_Tail.keep", "without_the_hidden_state",
+         lambda f, self, ctx, batch, hidden: (f(self, ctx, batch, hidden), hidden)[1]),
+        ("runner.models.mtp:HiddenStates.keep", "without_the_hidden_state",
          lambda f, self, *a: (f(self, *a), self._positions.__setitem__(slice(None), -1))),
         ("runner.mtp:branches.rollback", "what_is_drawn_is_drawn", NOTHING),
     ],

@@ -21,8 +21,17 @@ from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError
 from kvcache.runner.models.attention import attention_shapes, load_attention
 from kvcache.runner.models.feedforward import load_mlp, mlp_shapes
-from kvcache.runner.models.prenorm import MLP, NORMS, Mixer, PreNormLayer, load_norms, norm_shapes
-from kvcache.runner.models.step import ROPE, Layer, Step
+from kvcache.runner.models.step import (
+    MLP,
+    NORMS,
+    ROPE,
+    Layer,
+    Mixer,
+    PreNormLayer,
+    Step,
+    load_norms,
+    norm_shapes,
+)
 from kvcache.runner.parallel import Share
 from kvcache.runner.weights import Linear, Loader, Progress, Shape, Shapes, Weights
 from ml import nn

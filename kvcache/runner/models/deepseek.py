@@ -21,6 +21,7 @@ from kvcache.cache import Batch, Cache
 from kvcache.caches.causal import CausalCache
 from kvcache.runner.config import common_fields, refuse
 from kvcache.runner.errors import ModelError
+from kvcache.runner.models.feedforward import group_routing
 from kvcache.runner.models.indexer import (
     INDEX_ROPE,
     IndexSizes,
@@ -31,7 +32,6 @@ from kvcache.runner.models.indexer import (
 from kvcache.runner.models.latent import LatentAttention, LatentSizes, latent_shapes, load_latent_attention
 from kvcache.runner.models.layer_types import layer_types
 from kvcache.runner.models.moe import MoE, MoEConfig
-from kvcache.runner.models.routing import group_routing
 from kvcache.runner.models.step import Step
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape

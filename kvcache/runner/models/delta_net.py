@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.runner.models.delta import gated_delta_rule
+from kvcache.runner.models.recurrences import gated_delta_rule
 from kvcache.runner.models.state_runs import Runs, by_runs, convolve, recur, repeat_heads, split_heads
 from kvcache.runner.models.step import Step
 from kvcache.runner.weights import Linear, Loader

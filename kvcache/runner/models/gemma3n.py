@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -29,14 +29,12 @@ from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import refuse
 from kvcache.runner.errors import ModelError
-from kvcache.runner.models.altup import AltUp, altup_shapes, load_altup, magnitude, rescaled
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention, merge_heads
 from kvcache.runner.models.decoder import CausalModel, token_ids
 from kvcache.runner.models.feedforward import Activation, geglu, load_mlp, mlp_shapes
 from kvcache.runner.models.gemma3 import AFTER, BEFORE, begin_gemma, capped, embedding_scale, gemma_fields
 from kvcache.runner.models.layer_types import SlidingConfig, sliding_cache
-from kvcache.runner.models.prenorm import Norms, load_norms, norm_shapes
-from kvcache.runner.models.step import Layer, Step
+from kvcache.runner.models.step import Layer, Norms, Step, load_norms, norm_shapes
 from kvcache.runner.weights import Linear, Loader, Shape
 from ml import nn
 
@@ -48,9 +46,9 @@ _INPUTS = "per_layer_inputs"
 
 @dataclass(frozen=True, slots=True)
 class Gemma3nConfig(SlidingConfig):
-    """``inner_sizes[i]`` is the width of layer i's MLP, of which all
-    but a share ``sparsity[i]`` of the gates is kept. Layer i reads the keys and values of layer
-    ``sources[i]``, its own or an earlier layer's. ``streams`` are the versions of the hidden states.
+    """``inner_sizes[i]`` is the width of layer i's MLP, of which all but a share ``sparsity[i]`` of the gates
+    is kept. Layer i reads the keys and values of layer ``sources[i]``, its own or an earlier layer's.
+    ``streams`` are the versions of the hidden states.
     """
 
     logit_softcap: float | None
@@ -120,6 +118,87 @@ def _sources(kinds: Sequence[str], shared: int) -> tuple[int, ...]:
             "before those that share its keys and values"
         )
     return tuple(i if i < first else last[kind] for i, kind in enumerate(kinds))
+
+
+_SMALLEST = 1e-5
+"""What a mean square counts as at least, where it divides."""
+
+
+@dataclass(frozen=True, slots=True)
+class AltUp:
+    """Of one layer. With m = tanh(router(norm(active)) / hidden_size), one number per stream::
+
+        predict    streams[i] += sum over j of P(m)[i, j] streams[j]
+        correct    streams[i] += (1 + C(m)[i]) (computed - streams[active])      m of what was computed
+
+    ``corrections`` has a bias of ones; ``scale`` (hidden_size,) weighs ``output``.
+    """
+
+    norm: ml.Tensor
+    router: Linear
+    predictions: Linear
+    corrections: Linear
+    scale: ml.Tensor | None
+    streams: int
+    active: int
+    eps: float
+
+    def predict(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        """hidden (tokens, streams, hidden_size) -> the same, before the layer."""
+        routes = self._routes(ctx, self.active_of(ctx, hidden))
+        mix = self.predictions(ctx, routes).reshape(ctx, hidden.shape[0], self.streams, self.streams)
+        return mix.matmul(ctx, hidden).add(ctx, hidden)
+
+    def correct(self, ctx: ml.Context, predicted: ml.Tensor, computed: ml.Tensor) -> ml.Tensor:
+        """predicted (tokens, streams, hidden_size), computed (tokens, hidden_size) -> as predicted."""
+        tokens, size = computed.shape
+        share = self.corrections(ctx, self._routes(ctx, computed)).reshape(ctx, tokens, self.streams, 1)
+        news = computed.sub(ctx, self.active_of(ctx, predicted)).reshape(ctx, tokens, 1, size)
+        return share.mul(ctx, news).add(ctx, predicted)
+
+    def active_of(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        """hidden (tokens, streams, hidden_size) -> (tokens, hidden_size)."""
+        tokens, _, size = hidden.shape
+        return hidden.slice(ctx, 1, self.active, self.active + 1).reshape(ctx, tokens, size)
+
+    def output(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
+        """``active_of`` hidden, scaled."""
+        active = self.active_of(ctx, hidden)
+        return active if self.scale is None else active.mul(ctx, self.scale)
+
+    def _routes(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
+        """x (tokens, hidden_size) -> (tokens, streams)."""
+        routed = self.router(ctx, x.rms_norm(ctx, self.norm, self.eps))
+        return routed.scale(ctx, 1 / x.shape[1]).tanh(ctx)
+
+
+def _load_altup(load: Loader, ctx: ml.Context, prefix: str, config: Gemma3nConfig) -> AltUp:
+    """Of the tensors below ``prefix``."""
+    scale = load.tensor(ctx, f"{prefix}.correct_output_scale")
+    ones = load.put(ctx, np.ones(config.streams, np.float32))
+    return AltUp(
+        norm=load.norm(ctx, f"{prefix}.router_norm"),
+        router=load.linear(ctx, f"{prefix}.modality_router"),
+        predictions=load.linear(ctx, f"{prefix}.prediction_coefs"),
+        corrections=replace(load.linear(ctx, f"{prefix}.correction_coefs"), bias=ones),
+        scale=scale if config.scaled else None,
+        streams=config.streams,
+        active=config.active,
+        eps=config.rms_norm_eps,
+    )
+
+
+def _magnitude(ctx: ml.Context, x: ml.Tensor, least: float | None = None) -> ml.Tensor:
+    """x (tokens, size) -> F32 (tokens, 1), the root of the mean square, which is at least ``least``."""
+    x = x.cast(ctx, ml.DType.F32)
+    square = x.mul(ctx, x).mean(ctx, 1, keepdims=True)
+    return (square if least is None else square.clamp(ctx, least, None)).sqrt(ctx)
+
+
+def _rescaled(ctx: ml.Context, x: ml.Tensor, target: ml.Tensor) -> ml.Tensor:
+    """x (tokens, size) with the magnitude ``target``, F32 (tokens, 1)."""
+    share = target.div(ctx, _magnitude(ctx, x, _SMALLEST))
+    return x.cast(ctx, ml.DType.F32).mul(ctx, share).cast(ctx, x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +314,7 @@ class Gemma3n(CausalModel[Gemma3nConfig]):
 
     @classmethod
     def layer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
-        hidden, rank = config.hidden_size, config.laurel_rank
+        hidden, rank, streams = config.hidden_size, config.laurel_rank, config.streams
         attention = attention_shapes(config)
         if config.sources[i] != i:
             attention = {name: shape for name, shape in attention.items() if name[10:12] in ("q_", "o_")}
@@ -243,7 +322,11 @@ class Gemma3n(CausalModel[Gemma3nConfig]):
             **attention,
             **norm_shapes(hidden, BEFORE + AFTER),
             **mlp_shapes("mlp", hidden, config.inner_sizes[i]),
-            **altup_shapes("altup", hidden, config.streams),
+            "altup.correct_output_scale": (hidden,),
+            "altup.correction_coefs.weight": (streams, streams),
+            "altup.prediction_coefs.weight": (streams * streams, streams),
+            "altup.modality_router.weight": (streams, hidden),
+            "altup.router_norm.weight": (hidden,),
             "laurel.linear_left.weight": (rank, hidden),
             "laurel.linear_right.weight": (hidden, rank),
             "laurel.post_laurel_norm.weight": (hidden,),
@@ -266,10 +349,10 @@ class Gemma3n(CausalModel[Gemma3nConfig]):
     def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
         """(tokens, streams, hidden_size): the embedding and maps of it, all of its magnitude."""
         first = self._embedded(ctx, batch)
-        (tokens, size), target = first.shape, magnitude(ctx, first)
+        (tokens, size), target = first.shape, _magnitude(ctx, first)
         hidden = first.reshape(ctx, tokens, 1, size)
         for stream in self._streams:
-            other = rescaled(ctx, stream(ctx, first), target)
+            other = _rescaled(ctx, stream(ctx, first), target)
             hidden = hidden.concat(ctx, other.reshape(ctx, tokens, 1, size), 1)
         return hidden
 
@@ -299,9 +382,9 @@ class Gemma3n(CausalModel[Gemma3nConfig]):
         """Of the mean of all streams, mapped back and brought to the magnitude of the first."""
         tokens, streams, size = hidden.shape
         each = [hidden.slice(ctx, 1, i, i + 1).reshape(ctx, tokens, size) for i in range(streams)]
-        joined, target = each[0], magnitude(ctx, each[0])
+        joined, target = each[0], _magnitude(ctx, each[0])
         for join, stream in zip(self._joins, each[1:], strict=True):
-            joined = joined.add(ctx, rescaled(ctx, join(ctx, stream), target))
+            joined = joined.add(ctx, _rescaled(ctx, join(ctx, stream), target))
         return capped(ctx, super().logits(ctx, joined.scale(ctx, 1 / streams)), self.config.logit_softcap)
 
     def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
@@ -312,7 +395,7 @@ class Gemma3n(CausalModel[Gemma3nConfig]):
             index=i,
             cache_kind=config.cache_kind(i),
             eps=eps,
-            altup=load_altup(load, ctx, f"{prefix}.altup", config.streams, config.active, eps, config.scaled),
+            altup=_load_altup(load, ctx, f"{prefix}.altup", config),
             norms=load_norms(load, ctx, prefix, names=BEFORE),
             after=load_norms(load, ctx, prefix, names=AFTER),
             mixer=self._attention(load, ctx, i),

@@ -20,7 +20,7 @@ from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import common_fields, refuse
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
 from kvcache.runner.models.decoder import CausalModel
-from kvcache.runner.models.feedforward import Activation
+from kvcache.runner.models.feedforward import Activation, SparseMLP, load_experts
 from kvcache.runner.models.layer_types import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -28,7 +28,6 @@ from kvcache.runner.models.layer_types import (
     sliding_cache,
     sliding_fields,
 )
-from kvcache.runner.models.routing import SparseMLP, load_experts
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 

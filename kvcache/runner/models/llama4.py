@@ -23,9 +23,8 @@ from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.models.attention import Attention, load_attention
 from kvcache.runner.models.decoder import CausalModel
-from kvcache.runner.models.feedforward import GatedMLP, load_mlp, mlp_shapes
+from kvcache.runner.models.feedforward import GatedMLP, SparseMLP, load_experts, load_mlp, mlp_shapes
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types
-from kvcache.runner.models.routing import SparseMLP, load_experts
 from kvcache.runner.models.step import ROPE, Step
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape

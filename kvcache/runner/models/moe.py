@@ -19,10 +19,8 @@ from typing import Any, Self, TypeVar
 import ml
 from kvcache.runner.config import ModelConfig, common_fields, refuse
 from kvcache.runner.models.decoder import CausalModel
-from kvcache.runner.models.feedforward import GatedMLP, load_mlp, mlp_shapes
-from kvcache.runner.models.llama import check_window, qwen_window
-from kvcache.runner.models.mtp import load_mtp, mtp_shapes
-from kvcache.runner.models.routing import (
+from kvcache.runner.models.feedforward import (
+    GatedMLP,
     GroupLimited,
     Routing,
     SparseMLP,
@@ -30,7 +28,11 @@ from kvcache.runner.models.routing import (
     group_routing,
     load_corrected,
     load_each_expert,
+    load_mlp,
+    mlp_shapes,
 )
+from kvcache.runner.models.llama import check_window, qwen_window
+from kvcache.runner.models.mtp import load_mtp, mtp_shapes
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 

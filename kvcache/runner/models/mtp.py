@@ -68,10 +68,10 @@ class MTP:
 
     def __init__(self, model: CausalModel, block: Block, head: Linear) -> None:
         self._model, self._block, self._head = model, block, head
-        self._states = HiddenStates(model.backend, model.config.hidden_size, model.dtype)
+        self._known: weakref.WeakKeyDictionary[Cache, HiddenStates] = weakref.WeakKeyDictionary()
 
     def follow(self, ctx: ml.Context, batch: Batch, step: Step, hidden: ml.Tensor) -> None:
-        before = self._states.before(ctx, batch, step.cache, hidden)
+        before = self._states(step.cache).before(ctx, batch, hidden)
         embedded = self._model.embed(ctx, batch)
         first = np.asarray(batch.positions) == 0
         if first.any():
@@ -81,7 +81,14 @@ class MTP:
 
     def forget(self, cache: Cache, seq: int) -> None:
         """Another conversation goes on in the sequence: hidden states of the one before are not its own."""
-        self._states.forget(cache, seq)
+        if cache in self._known:
+            self._known[cache].forget(seq)
+
+    def _states(self, cache: Any) -> HiddenStates:
+        if cache not in self._known:
+            model, sequences = self._model, cache.max_sequences
+            self._known[cache] = HiddenStates(model.backend, sequences, model.config.hidden_size, model.dtype)
+        return self._known[cache]
 
     def guess(
         self,
@@ -99,7 +106,7 @@ class MTP:
         which the caller takes back.
         """
         here, at = ctx.input(), len(tokens) - 1
-        hidden = self._states.last(here, cache, seq, at - 1)
+        hidden = self._states(cache).last(here, seq, at - 1)
         if hidden is None:
             return False
         inputs: ml.Indices = [tokens[-1]]
@@ -117,52 +124,35 @@ class MTP:
 
 
 class HiddenStates:
-    """The model's latest hidden states of each sequence of its caches, on the device."""
+    """The model's latest hidden states of each sequence of a cache, on the device: rings of ``TAIL`` rows.
 
-    def __init__(self, backend: ml.Backend, size: int, dtype: ml.DType) -> None:
-        self._backend, self._size, self._dtype = backend, size, dtype
-        self._tails: weakref.WeakKeyDictionary[Cache, _Tail] = weakref.WeakKeyDictionary()
+    The first row is zeros.
+    """
 
-    def before(self, ctx: ml.Context, batch: Batch, cache: Cache, hidden: ml.Tensor) -> ml.Tensor:
+    def __init__(self, backend: ml.Backend, sequences: int, size: int, dtype: ml.DType) -> None:
+        self._ctx = backend.new_context()
+        self._rows = self._ctx.zeros((1 + sequences * TAIL, size), dtype)
+        self._positions = np.full((sequences, TAIL), -1)
+
+    def before(self, ctx: ml.Context, batch: Batch, hidden: ml.Tensor) -> ml.Tensor:
         """(tokens, hidden_size) of the position before each of the batch's; those of the batch are kept."""
-        tail = self._tail(cache)
         positions, sequences = (np.asarray(each, np.int64) for each in (batch.positions, batch.sequences))
         at = {pair: row for row, pair in enumerate(zip(sequences.tolist(), positions.tolist(), strict=True))}
         rows = [at.get((seq, position - 1), -1) for seq, position in at]
         pairs = zip(at, rows, strict=True)
-        kept = [0 if row >= 0 else tail.slot(seq, position - 1) for (seq, position), row in pairs]
-        before = tail.states.rows(ctx, kept)
+        kept = [0 if row >= 0 else self.slot(seq, position - 1) for (seq, position), row in pairs]
+        before = self._rows.rows(ctx, kept)
         if max(rows) >= 0:
             count = len(rows)
             pick = [row if row >= 0 else count + i for i, row in enumerate(rows)]
             before = hidden.concat(ctx, before, 0).rows(ctx, pick)
-        tail.keep(ctx, sequences, positions, hidden)
+        self.keep(ctx, sequences, positions, hidden)
         return before
 
-    def last(self, ctx: ml.Context, cache: Cache, seq: int, position: int) -> ml.Tensor | None:
+    def last(self, ctx: ml.Context, seq: int, position: int) -> ml.Tensor | None:
         """(1, hidden_size) at a position; None where it is not kept."""
-        tail = self._tails.get(cache)
-        slot = 0 if tail is None else tail.slot(seq, position)
-        return None if tail is None or not slot else tail.states.rows(ctx, [slot])
-
-    def forget(self, cache: Cache, seq: int) -> None:
-        if (tail := self._tails.get(cache)) is not None:
-            tail.forget(seq)
-
-    def _tail(self, cache: Any) -> _Tail:
-        found = self._tails.get(cache)
-        if found is None:
-            found = self._tails[cache] = _Tail(self._backend, cache.max_sequences, self._size, self._dtype)
-        return found
-
-
-class _Tail:
-    """A ring of ``TAIL`` rows for each sequence, behind a row of zeros."""
-
-    def __init__(self, backend: ml.Backend, sequences: int, size: int, dtype: ml.DType) -> None:
-        self._ctx = backend.new_context()
-        self.states = self._ctx.zeros((1 + sequences * TAIL, size), dtype)
-        self._positions = np.full((sequences, TAIL), -1)
+        slot = self.slot(seq, position)
+        return self._rows.rows(ctx, [slot]) if slot else None
 
     def slot(self, seq: int, position: int) -> int:
         """Where a state lies; 0, the row of zeros, where it is not kept."""
@@ -181,7 +171,7 @@ class _Tail:
         where = sequences[rows], positions[rows] % TAIL
         self._positions[where] = positions[rows]
         slots = 1 + where[0] * TAIL + where[1]
-        ctx.forward(self.states.set_rows(ctx, hidden.rows(ctx, rows), slots.tolist()))
+        ctx.forward(self._rows.set_rows(ctx, hidden.rows(ctx, rows), slots.tolist()))
 
 
 def mtp_shapes(hidden: int) -> dict[str, Shape]:

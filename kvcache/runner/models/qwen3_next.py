@@ -2,7 +2,7 @@
 
 transformers' modeling_qwen3_next.py and modeling_qwen3_5.py::
 
-    hidden += delta_net(norm(hidden))        three layers of four: linear in the length, see delta.py
+    hidden += delta_net(norm(hidden))        three layers of four: linear in the length
     hidden += attention(norm(hidden))        the others: the output times the sigmoid of a gate
     hidden += mlp(norm(hidden))              dense (Qwen3.5), or experts and a shared expert
 
@@ -22,10 +22,16 @@ from kvcache.runner.config import common_fields, refuse
 from kvcache.runner.errors import ModelError
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
 from kvcache.runner.models.delta_net import DeltaNet, DeltaSizes, delta_shapes, load_delta_net
-from kvcache.runner.models.feedforward import GatedMLP, load_mlp, mlp_shapes
+from kvcache.runner.models.feedforward import (
+    GatedMLP,
+    SparseMLP,
+    expert_shapes,
+    load_each_expert,
+    load_mlp,
+    mlp_shapes,
+)
 from kvcache.runner.models.layer_types import FULL_ATTENTION, layer_types
 from kvcache.runner.models.recurrent import RecurrentModel, StateConfig
-from kvcache.runner.models.routing import SparseMLP, expert_shapes, load_each_expert
 from kvcache.runner.rope_config import parse_rope
 from kvcache.runner.weights import Loader, Shape
 from kvcache.storage.state_specs import StateSpec

@@ -12,7 +12,7 @@ import numpy as np
 
 import ml
 from kvcache.caches.recurrent import RecurrentCache
-from kvcache.runner.models.chunks import chunk_masks, chunk_size, scan
+from kvcache.runner.models.recurrences import chunk_masks, chunk_size, scan
 from kvcache.runner.models.step import Step
 from ml import DType, nn
 
