@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 import ml
 from kvcache.runner.errors import RunnerError
-from kvcache.runner.rank import LATE, LOST, RanksError, exit_code
-from kvcache.runner.rank_limits import Limits
+from kvcache.runner.rank import LATE, LOST, Limits, RanksError, exit_code
 from kvcache.runner.ranks import run_ranks
 
 from . import local_launcher

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.runner.checkpoints.hub import is_hub_name
-from kvcache.runner.checkpoints.source import existing_model_path
+from kvcache.runner.checkpoints.source import existing_model_path, is_hub_name
 from kvcache.runner.errors import ModelError
 from kvcache.runner.loading import load_config
 from kvcache.runner.tokenizer import Tokenizer

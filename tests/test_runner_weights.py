@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import kvcache
 import ml
+from kvcache.runner.checkpoints.gguf import half_split_rows
 from kvcache.runner.checkpoints.gguf_vocab import merges_from_scores
-from kvcache.runner.checkpoints.gguf_weights import half_split_rows
 from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.errors import ModelError
 from kvcache.runner.generate import Generator

@@ -24,7 +24,8 @@ from kvcache.stores.closing import Closing
 from ml import nn
 
 __all__ = [
-    "Draft", "DraftsInCache", "Draw", "Guesser", "ModelDraft", "Proposal", "SamplingDraft", "prompt_lookup",
+    "Draft", "DraftsInCache", "Draw", "GuessedDraft", "Guesser", "ModelDraft", "Proposal", "SamplingDraft",
+    "prompt_lookup",
 ]  # fmt: skip
 
 _LONGEST = 3
@@ -145,7 +146,33 @@ class Guesser:
         return tokens, reduce(lambda a, b: a.concat(ctx, b, 0), self._given).to_numpy()
 
 
-class ModelDraft(Closing):
+class GuessedDraft:
+    """A SamplingDraft by the passes of a model that predicts with a ``Guesser``."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    def __call__(self, seq: int, tokens: Sequence[int], count: int, width: int) -> list[list[int]]:
+        """Greedy continuations of the ``width`` likeliest next tokens."""
+        drawn = self._drafted(seq, tokens, count, width, None)
+        return [] if drawn is None else [[int(token) for token in row] for row in drawn[0].tolist()]
+
+    def sample(self, seq: int, tokens: Sequence[int], count: int, sampler: Sampler, index: int) -> Proposal:
+        """One continuation, drawn as ``sampler`` draws."""
+        drawn = self._drafted(seq, tokens, count, 1, (sampler, index))
+        if drawn is None:
+            return Proposal([], np.zeros((0, self._vocabulary), np.float32))
+        guesses, probabilities = drawn
+        return Proposal(guesses[0].tolist(), probabilities)
+
+    def _drafted(
+        self, seq: int, tokens: Sequence[int], count: int, width: int, by: Draw | None
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Guesses (width, count) and, where they are drawn, their probabilities; None: no idea."""
+        raise NotImplementedError
+
+
+class ModelDraft(Closing, GuessedDraft):
     """A smaller model of the same vocabulary, which guesses greedily or draws. A context manager.
 
     It has a cache of its own, with a sequence for each of the engine's ``sequences`` and branches for
@@ -153,6 +180,8 @@ class ModelDraft(Closing):
     behind on any kind of cache, and accepted ones are computed with the next call. ``capacity``: tokens
     that a sequence holds (None: the model's ``max_positions``, at most 4096); beyond, it has no idea.
     ``cache``: a fresh one (None: what ``model.make_cache()`` gives).
+
+    A call raises RequestError for a sequence that it was not made for.
     """
 
     def __init__(
@@ -167,6 +196,7 @@ class ModelDraft(Closing):
     ) -> None:
         if sequences < 1 or width < 1:
             raise RequestError(f"ModelDraft: sequences={sequences}, width={width}; both must be at least 1")
+        super().__init__(model.config.vocab_size)
         self.model = model
         self.capacity = min(capacity or 4096, model.config.max_positions)
         self.cache = cache_for(model) if cache is None else cache
@@ -175,26 +205,9 @@ class ModelDraft(Closing):
         self._stored: list[list[int]] = [[] for _ in range(sequences)]
         self.cache.init(model.backend, cache_dtype, sequences + width, self.capacity, max(max_batch, width))
 
-    def __call__(self, seq: int, tokens: Sequence[int], count: int, width: int) -> list[list[int]]:
-        """Greedy continuations of the ``width`` likeliest next tokens.
-
-        Raises RequestError for a sequence that it was not made for.
-        """
-        drawn = self._drafted(seq, tokens, count, width, None)
-        return [] if drawn is None else [[int(token) for token in row] for row in drawn[0].tolist()]
-
-    def sample(self, seq: int, tokens: Sequence[int], count: int, sampler: Sampler, index: int) -> Proposal:
-        """One continuation, drawn as ``sampler`` draws; RequestError as for a call."""
-        drawn = self._drafted(seq, tokens, count, 1, (sampler, index))
-        if drawn is None:
-            return Proposal([], np.zeros((0, self.model.config.vocab_size), np.float32))
-        guesses, probabilities = drawn
-        return Proposal(guesses[0].tolist(), probabilities)
-
     def _drafted(
         self, seq: int, tokens: Sequence[int], count: int, width: int, by: Draw | None
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Guesses (width, count) and, where they are drawn, their probabilities; None: no idea."""
         if not 0 <= seq < len(self._stored):
             raise RequestError(f"ModelDraft: sequence {seq}; it was made for {len(self._stored)} of them")
         count = min(count, self.capacity + 1 - len(tokens))
@@ -213,7 +226,7 @@ class ModelDraft(Closing):
         """The guesses go from one pass into the next on the device, and are read when all are there."""
         with self.model.backend.new_context() as ctx:
             here = ctx.input()
-            guesser = Guesser(here, self.model.config.vocab_size, count, len(spares), by)
+            guesser = Guesser(here, self._vocabulary, count, len(spares), by)
             last = guesser(here, self._catch_up(ctx, seq, tokens))
             width = last.shape[0]
             if count > 1:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import ml
-from kvcache.runner.checkpoints.source import WeightSource, existing_model_path
+from kvcache.runner.checkpoints.source import WeightSource, existing_model_path, read_json
 from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
@@ -38,8 +37,7 @@ def load_config(path: str | Path) -> ModelConfig:
     """The config of a model folder or .gguf file. Raises ModelError with one clear line."""
     found = existing_model_path(path)
     if found.is_file():
-        from kvcache.runner.checkpoints.gguf_config import config_from_gguf
-        from kvcache.runner.checkpoints.gguf_file import open_gguf
+        from kvcache.runner.checkpoints.gguf import config_from_gguf, open_gguf
 
         return config_from_gguf(open_gguf(found))
     raw = _read_json(found / "config.json")
@@ -112,10 +110,7 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"{path.parent}: no {path.name}; is it a model folder in the Hugging Face format?")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: not valid JSON ({error})") from error
+    found = read_json(path)
     if not isinstance(found, dict):
         raise ModelError(f"{path}: holds a {type(found).__name__}; it must be a JSON object")
     return found

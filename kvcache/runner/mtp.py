@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 
 from kvcache.caches import branches
-from kvcache.runner.drafts import Draw, Guesser, Proposal
+from kvcache.runner.drafts import Draw, GuessedDraft, Guesser
 from kvcache.runner.errors import RequestError
 from kvcache.runner.models.mtp import MTP, TAIL
-from kvcache.runner.sampling import Sampler
 
 __all__ = ["MTPDraft"]
 
 
-class MTPDraft:
+class MTPDraft(GuessedDraft):
     """Guesses greedily or draws, in the cells of the engine that it drafts for.
 
     ``model`` is the one of the engine, loaded with ``mtp=True``. One continuation is guessed, of at most 31
@@ -27,6 +26,7 @@ class MTPDraft:
     def __init__(self, model: Any) -> None:
         if not isinstance(getattr(model, "mtp", None), MTP):
             raise RequestError("MTPDraft: the model has no layer for it; load_model(..., mtp=True) loads it")
+        super().__init__(model.config.vocab_size)
         self._model = model
         self._mtp: MTP = model.mtp
         self._cache: Any = None
@@ -37,27 +37,15 @@ class MTPDraft:
             raise RequestError("MTPDraft: it drafts for the model that it was made of alone")
         self._cache = cache
 
-    def __call__(self, seq: int, tokens: Sequence[int], count: int, width: int) -> list[list[int]]:
-        drawn = self._drafted(seq, tokens, count, None)
-        return [] if drawn is None else [[int(token) for token in row] for row in drawn[0].tolist()]
-
-    def sample(self, seq: int, tokens: Sequence[int], count: int, sampler: Sampler, index: int) -> Proposal:
-        """One continuation, drawn as ``sampler`` draws."""
-        drawn = self._drafted(seq, tokens, count, (sampler, index))
-        if drawn is None:
-            return Proposal([], np.zeros((0, self._model.config.vocab_size), np.float32))
-        guesses, probabilities = drawn
-        return Proposal(guesses[0].tolist(), probabilities)
-
     def _drafted(
-        self, seq: int, tokens: Sequence[int], count: int, by: Draw | None
+        self, seq: int, tokens: Sequence[int], count: int, width: int, by: Draw | None
     ) -> tuple[np.ndarray, np.ndarray] | None:
         cache, held = self._cache, len(tokens) - 1
         count = min(count, TAIL - 1, self._model.config.max_positions - held)
         if cache is None or count < 1 or cache.offset(seq) != held:
             return None
         with self._model.backend.new_context() as ctx:
-            guesser = Guesser(ctx.input(), self._model.config.vocab_size, count, 1, by)
+            guesser = Guesser(ctx.input(), self._vocabulary, count, 1, by)
             try:
                 guessed = self._mtp.guess(ctx, cache, seq, tokens, count, guesser)
                 return guesser.read(ctx.input()) if guessed else None

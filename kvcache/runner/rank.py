@@ -1,4 +1,4 @@
-"""One rank of those that ``kvcache.runner.ranks`` has had started: its job, its output, its end."""
+"""One rank of those that ``kvcache.runner.ranks`` has had started: its job, output, limits and end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import os
 import socket
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import ml
 from kvcache.runner.errors import RunnerError
+from ml.base.group import check_timeout
 from ml.distributed import launched
 
-__all__ = ["ADDRESS", "LATE", "LOST", "UNREAD", "RanksError", "exit_code", "job_of_rank", "leave"]
+__all__ = ["ADDRESS", "LATE", "LOST", "UNREAD", "Limits", "RanksError", "exit_code", "job_of_rank", "leave"]
 
 ADDRESS = "KVCACHE_RANKS"
 """The variable with the path of the socket at which a rank reports to its starter."""
@@ -81,3 +83,40 @@ def _end_with_starter(starter: socket.socket) -> NoReturn:
         while starter.recv(1):
             pass
     os._exit(LOST)
+
+
+RESERVE = 2.0
+"""Seconds of a long limit that are kept for ending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``timeout``: seconds from the moment at which a rank stops taking part to the end of all of them.
+
+    That moment is when its process ends; for one that is there and does not come, when another begins to
+    wait for it. A third of the timeout, at most RESERVE, is kept for finding the cause and for ending.
+    """
+
+    timeout: float
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout, "ranks")
+
+    @property
+    def reserve(self) -> float:
+        return min(self.timeout / 3, RESERVE)
+
+    @property
+    def waiting(self) -> float:
+        """How long ranks wait for another: the timeout of their group."""
+        return self.timeout - self.reserve
+
+    @property
+    def settling(self) -> float:
+        """How long to look for the cause after a rank failed for want of another."""
+        return self.reserve / 4
+
+    @property
+    def ending(self) -> float:
+        """How long the ranks have to be gone, and rank 0 to put the terminal back."""
+        return self.reserve / 4

@@ -23,8 +23,7 @@ from typing import IO
 
 import ml
 from kvcache.runner.errors import RunnerError
-from kvcache.runner.rank import ADDRESS, LATE, LOST, UNREAD, RanksError
-from kvcache.runner.rank_limits import Limits
+from kvcache.runner.rank import ADDRESS, LATE, LOST, UNREAD, Limits, RanksError
 
 __all__ = ["run_ranks"]
 

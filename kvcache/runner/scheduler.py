@@ -155,36 +155,31 @@ def batch_of(parts: Sequence[Part]) -> Batch:
 
 def draws_of(parts: Sequence[Part]) -> list[tuple[Sampler, int]]:
     """For each output of ``batch_of(parts)``: by whose draw of which index its token is chosen."""
-    return [(run.sampler, run.generated + i) for run, i in _outputs(parts)]
+    return [(run.sampler, run.generated + i) for run, _, i in _outputs(parts)]
 
 
 def logprobs_of(parts: Sequence[Part]) -> list[int | None]:
     """For each output of ``batch_of(parts)``: of how many likely tokens log probabilities are wanted."""
-    return [run.settings.logprobs for run, _ in _outputs(parts)]
+    return [run.settings.logprobs for run, _, _ in _outputs(parts)]
 
 
 def proposed_in(parts: Sequence[Part]) -> list[Proposed]:
     """The drafted tokens that were drawn, each with the output of ``batch_of(parts)`` that it guesses."""
-    found: list[Proposed] = []
-    row = 0
-    for part in parts:
-        if part.request.run.stored + part.count == len(part.request.run.tokens):
-            for branch in part.tried:
-                if branch.probabilities is not None:
-                    pairs = enumerate(zip(branch.draft, branch.probabilities, strict=True), row)
-                    found += (Proposed(at, token, given) for at, (token, given) in pairs)
-                row += len(branch.draft) + 1
-    return found
+    return [
+        Proposed(row, branch.draft[i], branch.probabilities[i])
+        for row, (_, branch, i) in enumerate(_outputs(parts))
+        if branch.probabilities is not None and i < len(branch.draft)
+    ]
 
 
-def _outputs(parts: Sequence[Part]) -> Iterator[tuple[RequestState, int]]:
-    """Whose output it is, and behind how many drafted tokens."""
+def _outputs(parts: Sequence[Part]) -> Iterator[tuple[RequestState, Branch, int]]:
+    """Whose output it is, of which branch, and behind how many drafted tokens."""
     for part in parts:
         run = part.request.run
         if run.stored + part.count == len(run.tokens):
             for branch in part.tried:
                 for i in range(len(branch.draft) + 1):
-                    yield run, i
+                    yield run, branch, i
 
 
 def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Iterator[Part]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvcache.runner.checkpoints.source import located
+from kvcache.runner.checkpoints.source import located, read_json
 from kvcache.runner.errors import ModelError, RequestError, TextTooLongError
-from kvcache.runner.token_bytes import TokenBytes
 
-__all__ = ["StreamDecoder", "Tokenizer"]
+__all__ = ["StreamDecoder", "TokenBytes", "Tokenizer"]
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8
@@ -51,7 +51,7 @@ class Tokenizer:
         if file.is_file():
             return cls._from_folder(folder, file)
         if path.suffix == ".gguf":
-            from kvcache.runner.checkpoints.gguf_file import open_gguf
+            from kvcache.runner.checkpoints.gguf import open_gguf
             from kvcache.runner.checkpoints.gguf_vocab import tokenizer_from_gguf
 
             backend, prefix = tokenizer_from_gguf(open_gguf(path))
@@ -195,11 +195,10 @@ def _template_prefix(backend: Any) -> list[int]:
 
 def _configured_bos(backend: Any, file: Path) -> int | None:
     """Older folders say ``add_bos_token`` and leave it out of the template."""
-    try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        bos = config.get("bos_token") if config.get("add_bos_token") else None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{file}: not valid JSON ({error})") from error
+    config = read_json(file) if file.is_file() else {}
+    if not isinstance(config, dict):
+        raise ModelError(f"{file}: not valid JSON (it must be an object)")
+    bos = config.get("bos_token") if config.get("add_bos_token") else None
     return backend.token_to_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
 
 
@@ -232,3 +231,65 @@ def _tokenizers() -> Any:
     except ImportError as error:
         raise ModelError("reading tokenizer.json needs: pip install 'ml-kvcache[cli]'") from error
     return tokenizers
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """By id, of a ``tokenizers.Tokenizer``: as its decoder puts them together, and with a leading blank.
+
+    Knows what byte-level BPE (GPT-2, Llama 3, Qwen), SentencePiece (Llama 2, Gemma) and byte fallback write;
+    of another decoder it is the text of the token decoded alone.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        steps = list(_steps(backend.decoder))
+        kinds = {step["type"] for step in steps}
+        self._bytes = _byte_level() if "ByteLevel" in kinds else None
+        self._known = bool(kinds & {"ByteLevel", "Metaspace", "ByteFallback"})
+        self._fallback = "ByteFallback" in kinds
+        self._blank = next(filter(None, map(_blank, steps)), None)
+
+    def __getitem__(self, token: int) -> bytes:
+        """b"" for an id that the vocabulary lacks, as models padded to a round number have them."""
+        text = self._backend.id_to_token(token)
+        if text is None:
+            return b""
+        if token in self._special:
+            return str(text).encode()
+        if not self._known:
+            return str(self._backend.decode([token])).encode()
+        if self._bytes is not None and all(char in self._bytes for char in text):
+            return bytes(self._bytes[char] for char in text)
+        if self._fallback and (found := _BYTE.fullmatch(text)):
+            return bytes([int(found[1], 16)])
+        return str(text if self._blank is None else text.replace(self._blank, " ")).encode()
+
+
+def _steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
+    """Of which a decoder is made, those in others too."""
+    waiting = [] if decoder is None else [json.loads(decoder.__getstate__())]
+    while waiting:
+        step = waiting.pop(0)
+        waiting[:0] = step.get("decoders", ())
+        yield step
+
+
+def _blank(step: Mapping[str, Any]) -> str | None:
+    """What a step turns into a blank."""
+    if step["type"] == "Metaspace":
+        return str(step["replacement"])
+    if step["type"] == "Replace" and step["content"] == " ":
+        found: str | None = step["pattern"].get("String")
+        return found
+    return None
+
+
+def _byte_level() -> dict[str, int]:
+    """Characters of byte-level BPE to bytes: those that print stand for themselves (Radford et al., 2019)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in plain)
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

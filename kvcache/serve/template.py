@@ -7,7 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from kvcache.runner.checkpoints.gguf_file import GGUFFile, open_gguf
+from kvcache.runner.checkpoints.gguf import GGUFFile, open_gguf
+from kvcache.runner.checkpoints.source import read_json
 from kvcache.runner.errors import ModelError
 from kvcache.serve.asked import Template, Text
 from kvcache.serve.errors import ApiError
@@ -101,10 +102,7 @@ def _compiled(source: str) -> Any:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_read(file)) if file.is_file() else {}
-    except ValueError as error:
-        raise ModelError(f"{file}: not valid JSON ({error})") from error
+    found = read_json(file) if file.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 

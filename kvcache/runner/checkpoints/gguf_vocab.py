@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.runner.checkpoints.gguf_file import GGUFFile
+from kvcache.runner.checkpoints.gguf import GGUFFile
 from kvcache.runner.errors import ModelError
 
 __all__ = ["merges_from_scores", "tokenizer_from_gguf"]

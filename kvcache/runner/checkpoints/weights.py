@@ -122,8 +122,7 @@ def open_weights(path: str | Path) -> WeightSource:
 
     Raises ModelError for a missing folder or file, no weights in it, or a truncated or corrupt file.
     """
-    from kvcache.runner.checkpoints.gguf_file import open_gguf
-    from kvcache.runner.checkpoints.gguf_weights import GGUFSource
+    from kvcache.runner.checkpoints.gguf import GGUFSource, open_gguf
 
     found = existing_model_path(path)
     if found.is_file():
