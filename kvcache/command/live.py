@@ -207,7 +207,7 @@ def watching(worker: Worker, console: Console, interval: float = INTERVAL) -> It
             last = False
             while not last:
                 last = over.wait(interval)
-                live.update(worker.post(board.look).result(), refresh=True)  # type: ignore[arg-type]
+                live.update(worker.post(board.look).result(), refresh=True)
 
     thread = threading.Thread(target=follow, name="live", daemon=True)
     worker.observers.append(board.observe)

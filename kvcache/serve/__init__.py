@@ -1,7 +1,7 @@
 """An engine behind OpenAI's API, over HTTP: what ``kvcache serve`` runs. It needs the extra ``[server]``.
 
-worker.py has the engine in its own thread and its events in asyncio, app.py the routes; asked.py, answers.py,
-logprobs.py and errors.py are OpenAI's JSON, in and out; template.py makes prompts of messages, index.py the
+worker.py has the engine in its own thread and its events in asyncio, app.py the routes; asked.py, answers.py
+and errors.py are OpenAI's JSON, in and out; template.py makes prompts of messages, index.py the
 page at /, metrics.py what /metrics tells, tracing.py its spans; running.py listens, and ends in order.
 """
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvcache.prefix.prefix_cache import PrefixStats
 from kvcache.runner.engine import Engine, EngineEvent, Failed
-from kvcache.runner.requests import Finished, Started, Statistics, Token
-from kvcache.runner.verification import Speculation
-from kvcache.serve.worker import Ticket, Worker
+from kvcache.runner.requests import Finished, Started, Token
+from kvcache.serve.worker import Ticket, Worker, has_stores
 from kvcache.stores import FileStore, MemoryStore, SnapshotStore, StoreError
 
 __all__ = ["Metrics"]
@@ -93,90 +90,64 @@ class Metrics:
         ticket.last = now
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """What an engine has counted, at one moment."""
+def _always(engine: Engine) -> Iterator[Family]:
+    """Read in the worker's thread, as all that an engine counts."""
+    statistics = engine.statistics
+    yield _gauge("num_requests_running", "Requests that hold a sequence.", len(engine.running))
+    yield _gauge("num_requests_waiting", "Requests that wait for a sequence.", len(engine.waiting))
+    yield _counter("num_preemptions", "Times a request made room for others.", engine.preemptions)
+    yield _counter("prompt_tokens", "Tokens of all prompts.", statistics.prompt_tokens)
+    yield _counter("generation_tokens", "Tokens that were generated.", statistics.generated_tokens)
+    if (drafts := engine.speculation).passes:
+        yield _counter("spec_decode_num_drafts", "Passes of answers that had drafts.", drafts.passes)
+        yield _counter("spec_decode_num_draft_tokens", "Drafted tokens.", drafts.drafted)
+        yield _counter("spec_decode_num_accepted_tokens", "Those that were accepted.", drafts.accepted)
 
-    statistics: Statistics
-    speculation: Speculation
-    reused: PrefixStats
-    running: int
-    waiting: int
-    preemptions: int
-    nbytes: Mapping[str, int]
-    failed: Mapping[str, int]
-    store_errors: Mapping[str, int]
-    over_tenant_budget: int
-    look_ups: Mapping[str, int]
 
-    @classmethod
-    def of(cls, engine: Engine) -> _Reading:
-        prefix = engine.prefix
-        return cls(
-            replace(engine.statistics), replace(engine.speculation), replace(prefix.stats),
-            len(engine.running), len(engine.waiting),
-            engine.preemptions, prefix.nbytes, prefix.failed, prefix.store_errors,
-            prefix.over_tenant_budget,
-            dict(prefix.break_even.counts),
-        )  # fmt: skip
-
-    def always(self) -> Iterator[Family]:
-        statistics = self.statistics
-        yield _gauge("num_requests_running", "Requests that hold a sequence.", self.running)
-        yield _gauge("num_requests_waiting", "Requests that wait for a sequence.", self.waiting)
-        yield _counter("num_preemptions", "Times a request made room for others.", self.preemptions)
-        yield _counter("prompt_tokens", "Tokens of all prompts.", statistics.prompt_tokens)
-        yield _counter("generation_tokens", "Tokens that were generated.", statistics.generated_tokens)
-        if (drafts := self.speculation).passes:
-            yield _counter("spec_decode_num_drafts", "Passes of answers that had drafts.", drafts.passes)
-            yield _counter("spec_decode_num_draft_tokens", "Drafted tokens.", drafts.drafted)
-            yield _counter("spec_decode_num_accepted_tokens", "Those that were accepted.", drafts.accepted)
-
-    def of_reuse(self, stores: bool) -> Iterator[Family]:
-        """What a client could learn from what others have asked."""
-        reused = self.reused
-        local = reused.live + reused.device + reused.host
-        sources = {
-            "local_compute": self.statistics.computed_tokens,
-            "local_cache_hit": local,
-            "external_kv_transfer": reused.store,
-        }
-        tiers = {tier: getattr(reused, tier) for tier in ("live", "device", "host", "store")}
+def _of_reuse(engine: Engine) -> Iterator[Family]:
+    """What a client could learn from what others have asked."""
+    prefix = engine.prefix
+    reused = prefix.stats
+    local = reused.live + reused.device + reused.host
+    sources = {
+        "local_compute": engine.statistics.computed_tokens,
+        "local_cache_hit": local,
+        "external_kv_transfer": reused.store,
+    }
+    tiers = {tier: getattr(reused, tier) for tier in ("live", "device", "host", "store")}
+    yield _counter(
+        "prompt_tokens_by_source",
+        "Tokens that were computed, in memory, or in stores.",
+        sources,
+        "source",
+    )
+    yield _counter("prompt_tokens_cached", "Tokens of prompts that were not computed.", reused.reused)
+    yield _counter(
+        "prompt_tokens_reused", "Those by the tier that had them; live: another request's.", tiers, "tier"
+    )
+    yield _counter("prefix_cache_queries", "Tokens that were looked up.", reused.tokens)
+    yield _counter("prefix_cache_hits", "Tokens that were in the cache or in host memory.", local)
+    if has_stores(engine):
+        asked = reused.tokens - local - reused.spared
+        yield _counter("external_prefix_cache_queries", "Tokens that memory lacked, asked of stores.", asked)
+        yield _counter("external_prefix_cache_hits", "Tokens that stores had.", reused.store)
         yield _counter(
-            "prompt_tokens_by_source",
-            "Tokens that were computed, in memory, or in stores.",
-            sources,
-            "source",
+            "external_prefix_cache_spared",
+            "Tokens that stores were not asked for, or not read of, as computing is faster.",
+            reused.spared,
         )
-        yield _counter("prompt_tokens_cached", "Tokens of prompts that were not computed.", reused.reused)
         yield _counter(
-            "prompt_tokens_reused", "Those by the tier that had them; live: another request's.", tiers, "tier"
+            "store_look_ups",
+            "By why a store was asked, or (computing: it is faster) was not.",
+            prefix.break_even.counts,
+            "reason",
         )
-        yield _counter("prefix_cache_queries", "Tokens that were looked up.", reused.tokens)
-        yield _counter("prefix_cache_hits", "Tokens that were in the cache or in host memory.", local)
-        if stores:
-            asked = reused.tokens - local - reused.spared
-            yield _counter(
-                "external_prefix_cache_queries", "Tokens that memory lacked, asked of stores.", asked
-            )
-            yield _counter("external_prefix_cache_hits", "Tokens that stores had.", reused.store)
-            yield _counter(
-                "external_prefix_cache_spared",
-                "Tokens that stores were not asked for, or not read of, as computing is faster.",
-                reused.spared,
-            )
-            yield _counter(
-                "store_look_ups",
-                "By why a store was asked, or (computing: it is faster) was not.",
-                self.look_ups,
-                "reason",
-            )
-        yield _gauge("kept_bytes", "Snapshots per tier; leaving, writing: on their way.", self.nbytes, "tier")
-        yield _counter(
-            "tenant_budget_evictions", "Times a tenant had more than it may keep.", self.over_tenant_budget
-        )
-        yield _counter("offload_failures", "Snapshots lost on their way to a tier.", self.failed, "tier")
-        yield _counter("store_errors", "Calls of stores that failed, by kind.", self.store_errors, "kind")
+    yield _gauge("kept_bytes", "Snapshots per tier; leaving, writing: on their way.", prefix.nbytes, "tier")
+    yield _counter(
+        "tenant_budget_evictions", "Times a tenant had more than it may keep.", prefix.over_tenant_budget
+    )
+    yield _counter("offload_failures", "Snapshots lost on their way to a tier.", prefix.failed, "tier")
+    yield _counter("store_errors", "Calls of stores that failed, by kind.", prefix.store_errors, "kind")
 
 
 class _EngineCollector(Collector):
@@ -187,10 +158,11 @@ class _EngineCollector(Collector):
         """Nothing: what there is depends on the engine, and registering does not ask it."""
         return ()
 
+    def _read(self, engine: Engine) -> list[Family]:
+        return [*_always(engine), *(_of_reuse(engine) if self._show_cached else ())]
+
     def collect(self) -> Iterator[Family]:
-        reading = self._worker.post(_Reading.of).result()
-        assert isinstance(reading, _Reading)
-        families = [*reading.always(), *(reading.of_reuse(self._worker.stores) if self._show_cached else ())]
+        families = self._worker.post(self._read).result()
         counts = {"refused": self._worker.refused, "cancelled": self._worker.cancelled}
         families.append(
             _counter("requests_dropped", "Refused (429), or given up by the client.", counts, "why")

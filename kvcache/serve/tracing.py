@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvcache.runner.engine import Failed
 from kvcache.runner.requests import Finished
@@ -26,8 +26,8 @@ Stage = tuple[str, float, float, dict[str, Any]]
 """A span below that of the request: its name, from when until when (``time.monotonic``), attributes."""
 
 
-class Trace(Protocol):
-    """What is told of one call of the API: what it asks for, and that it is over."""
+class Trace:
+    """What is told of one call of the API: what it asks for, and that it is over. This one keeps nothing."""
 
     def asked(self, asked: Asked, tickets: Sequence[Ticket]) -> None:
         """What was asked, and the answers on their way."""
@@ -45,28 +45,17 @@ def tracing(model: str) -> Begin:
     try:
         from opentelemetry import trace
     except ModuleNotFoundError:
-        return lambda headers, chat: UNTRACED
+        return lambda headers, chat: Trace()
     tracer = trace.get_tracer("kvcache.serve")
 
     def begin(headers: Mapping[str, str], chat: bool) -> Trace:
         found = _Recorded(tracer, headers, "chat" if chat else "text_completion", model)
-        return found if found.recording else UNTRACED
+        return found if found.recording else Trace()
 
     return begin
 
 
-class _Untraced:
-    def asked(self, asked: Asked, tickets: Sequence[Ticket]) -> None:
-        pass
-
-    def end(self, error: BaseException | None = None) -> None:
-        pass
-
-
-UNTRACED = _Untraced()
-
-
-class _Recorded:
+class _Recorded(Trace):
     """The span of a call, as a server's, and when it is over those of its stages below it."""
 
     def __init__(self, tracer: Tracer, headers: Mapping[str, str], operation: str, model: str) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from kvcache.prefix.retention import Retention
 from kvcache.prefix.session import Lookup
@@ -49,6 +49,8 @@ class Stopped(RuntimeError):  # noqa: N818
 
 Inbox = asyncio.Queue[tuple[int, EngineEvent]]
 """The events of the answers to one call, each with its number."""
+R = TypeVar("R")
+_Call = tuple[Callable[[Engine], Any], Future[Any]]
 
 
 class Ticket:
@@ -78,26 +80,6 @@ class Ticket:
         """Called in the worker's thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._inbox.put_nowait, (self._choice, event))
-
-
-class _Call:
-    """Something to be done in the worker's thread, and its result."""
-
-    def __init__(self, call: Callable[[Engine], object]) -> None:
-        self._call = call
-        self.done: Future[object] = Future()
-
-    def make(self, engine: Engine) -> None:
-        if not self.done.set_running_or_notify_cancel():
-            return  # nobody waits for it any more
-        try:
-            self.done.set_result(self._call(engine))
-        except BaseException as error:
-            self.done.set_exception(error)
-
-    def refuse(self, error: Exception) -> None:
-        if self.done.set_running_or_notify_cancel():
-            self.done.set_exception(error)
 
 
 class _Keeper:
@@ -153,6 +135,7 @@ class Worker:
         self._make = make
         self._options = options or ServeOptions()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        """What is to be done in the thread, each with its result; None at the end."""
         self._tickets: dict[int, Ticket] = {}
         self._ends: deque[float] = deque(maxlen=16)
         """When the last requests ended."""
@@ -197,13 +180,13 @@ class Worker:
         """Whether what is kept goes to stores."""
         return has_stores(self.engine)
 
-    def post(self, call: Callable[[Engine], object]) -> Future[object]:
+    def post(self, call: Callable[[Engine], R]) -> Future[R]:
         """Have a call made between two steps; once the engine has stopped, it raises that."""
-        made = _Call(call)
-        self._calls.put(made)
+        done: Future[R] = Future()
+        self._calls.put((call, done))
         if self._stopped.is_set():
             self._refuse_calls()
-        return made.done
+        return done
 
     async def submit(
         self,
@@ -277,8 +260,9 @@ class Worker:
         """Let nobody wait for what will not be done."""
         with contextlib.suppress(queue.Empty):
             while True:
-                if (call := self._calls.get_nowait()) is not None:
-                    call.refuse(Stopped("the engine has stopped"))
+                found = self._calls.get_nowait()
+                if found is not None and found[1].set_running_or_notify_cancel():
+                    found[1].set_exception(Stopped("the engine has stopped"))
 
     def _serve(self, engine: Engine) -> None:
         keeper = _Keeper(engine, self._options.write_interval)
@@ -290,7 +274,8 @@ class Worker:
                 log.exception(
                     "a pass failed, and its requests are given up: %s: %s", type(error).__name__, error
                 )
-                events = self._give_up(engine, error)
+                # A model that fails once would fail them again and again.
+                events = self._fail(engine, engine.running or engine.waiting, error)
             for event in events:
                 self._dispatch(event)
 
@@ -305,17 +290,19 @@ class Worker:
             else:
                 self.idle.set()
             try:
-                call = self._calls.get(block=not engine.busy, timeout=longest)
+                found = self._calls.get(block=not engine.busy, timeout=longest)
             except queue.Empty:
                 return True
-            if call is None:
+            if found is None:
                 return False
             self.idle.clear()
-            call.make(engine)
-
-    def _give_up(self, engine: Engine, error: Exception) -> list[EngineEvent]:
-        """What was running is over: a model that fails once would fail them again and again."""
-        return self._fail(engine, engine.running or engine.waiting, error)
+            call, done = found
+            if not done.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more
+            try:
+                done.set_result(call(engine))
+            except BaseException as error:
+                done.set_exception(error)
 
     @staticmethod
     def _fail(engine: Engine, requests: Sequence[Request], error: Exception) -> list[EngineEvent]:
