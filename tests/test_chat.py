@@ -17,9 +17,7 @@ pytest.importorskip("typer")
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from typer.testing import CliRunner
 
-import kvcache.command.main
 import kvcache.runner.saved
 import ml
 from kvcache.command.chat import Chat
@@ -33,6 +31,7 @@ from kvcache.runner.saved import ConversationError
 from kvcache.runner.tokenizer import Tokenizer
 
 from .cli_held import KVCACHE
+from .cli_rig import run
 from .cli_terminal import Terminal
 from .small_models import KINDS
 
@@ -223,8 +222,7 @@ def test_names_are_one_word(talk: Conversations, name: str) -> None:
 
 
 def chat(*lines: str, arguments: tuple[object, ...] = ()) -> Any:
-    line = ["chat", "--max-tokens", "8", *map(str, arguments)]
-    result = CliRunner().invoke(kvcache.command.main.app, line, input="".join(f"{text}\n" for text in lines))
+    result = run("chat", "--max-tokens", 8, *arguments, text="".join(f"{text}\n" for text in lines))
     assert result.exit_code == 0, result.stderr
     assert result.stderr == ""
     return result.stdout
@@ -245,10 +243,8 @@ def test_conversations_share_and_stats_tell_it() -> None:
 
 
 def test_the_answers_are_those_of_generate() -> None:
-    result = CliRunner().invoke(
-        kvcache.command.main.app, ["generate", "--prompt", "And God said unto", "--max-tokens", "8"]
-    )
-    expected = result.stdout.split("\n\ntokens reused")[0]
+    generated = run("generate", "--prompt", "And God said unto", "--max-tokens", 8)
+    expected = generated.stdout.split("\n\ntokens reused")[0]
     assert "And God said unto" + chat("And God said unto") == expected + "\n"
 
 
@@ -313,7 +309,7 @@ def test_a_line_that_is_no_text_is_refused_and_the_chat_goes_on(encoding: str) -
         ended = subprocess.run([*KVCACHE, *words], check=False, **options)
         found = ended.returncode, ended.stderr, ended.stdout
     else:
-        result = CliRunner().invoke(kvcache.command.main.app, words, input=lines)
+        result = run(*words, text=lines)
         found = result.exit_code, result.stderr_bytes, result.stdout_bytes
     assert found[:2] == (0, b"")
     shown = found[2].decode().splitlines()
@@ -429,7 +425,7 @@ def test_a_second_ctrl_c_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> No
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Engine, "step", interrupted)
-    result = CliRunner().invoke(kvcache.command.main.app, ["chat"], input="And God\n")
+    result = run("chat", text="And God\n")
     assert (result.exit_code, result.stderr) == (130, "kvcache: interrupted\n")
 
 

@@ -17,11 +17,9 @@ import kvcache.command.main
 from kvcache.command.chat_replies import aligned
 from kvcache.runner.saved import read
 
+from .cli_rig import run
+
 NOAH = "And God said unto Noah,"
-
-
-def run(*arguments: object, text: str = "") -> Any:
-    return CliRunner().invoke(kvcache.command.main.app, [str(argument) for argument in arguments], input=text)
 
 
 def chat(*lines: str, arguments: tuple[object, ...] = ()) -> list[dict[str, Any]]:

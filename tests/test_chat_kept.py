@@ -22,9 +22,6 @@ if os.name != "posix":
 
 import resource
 
-from typer.testing import CliRunner
-
-import kvcache.command.main
 import ml
 from kvcache.runner.conversations import Conversations
 from kvcache.runner.engine import Engine, EngineOptions
@@ -34,6 +31,7 @@ from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
 from .cli_held import KVCACHE, held
+from .cli_rig import run
 from .small_models import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,8 +45,7 @@ def words(store: object, *options: object) -> list[str]:
 
 def ran(store: object, *lines: str, options: Sequence[object] = ()) -> Any:
     """Exit code, stdout and stderr of a chat."""
-    text = "".join(f"{line}\n" for line in lines)
-    return CliRunner().invoke(kvcache.command.main.app, words(store, *options), input=text)
+    return run(*words(store, *options), text="".join(f"{line}\n" for line in lines))
 
 
 def chat(store: object, *lines: str, told: str = "", options: Sequence[object] = ()) -> str:

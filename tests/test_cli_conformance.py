@@ -18,21 +18,19 @@ import pytest
 pytest.importorskip("typer")
 
 from rich.console import Console
-from typer.testing import CliRunner
 
-import kvcache.command.main
 from kvcache.command import conformance
 from kvcache.command.conformance import Suite, counted, record
 from ml.testing.results import Result, Run, Selection, load, run_suites
 
+from . import cli_rig
 from .cli_terminal import drawn
 
 FEW = "casts or results_are_exact or slice_is_numpys"
 
 
 def run(*arguments: object) -> Any:
-    line = ["conformance", *map(str, arguments)]
-    return CliRunner().invoke(kvcache.command.main.app, line, env={"PYTEST_ADDOPTS": ""})
+    return cli_rig.run("conformance", *arguments, env={"PYTEST_ADDOPTS": ""})
 
 
 def test_it_runs_the_suite_and_counts_by_area(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

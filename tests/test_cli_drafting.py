@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from kvcache.command.app import app
 from kvcache.command.drafting import Drafting, speculation_rows
 from kvcache.runner.engine import EngineOptions
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.options import SpeculativeOptions
 from kvcache.runner.verification import Speculation
 
+from .cli_rig import run
+
 PROMPT = "And God said unto Noah,"
 WORDS = ("generate", "--prompt", PROMPT, "--max-tokens", "24", "--json")
 
 
 def generated(*words: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, [*WORDS, *words])
+    result = run(*WORDS, *words)
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.output)
     return found
@@ -51,7 +51,7 @@ def test_the_summary_says_what_was_accepted() -> None:
     assert speculation_rows(Speculation()) == []
     rows = dict(speculation_rows(Speculation(passes=10, drafted=40, accepted=30)))
     assert rows == {"drafts accepted": "30 of 40 (75%)", "tokens per pass": "4.00"}
-    result = CliRunner().invoke(app, [*WORDS[:-1], "--draft", "lookup"])
+    result = run(*WORDS[:-1], "--draft", "lookup")
     assert "drafts accepted" in result.output
 
 
@@ -67,6 +67,6 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     config = json.loads((bundled_model() / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 77}), encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes((bundled_model() / "model.safetensors").read_bytes())
-    result = CliRunner().invoke(app, [*WORDS, "--draft", str(tmp_path)])
+    result = run(*WORDS, "--draft", tmp_path)
     assert result.exit_code != 0
     assert "a vocabulary of 77; it must be that of the model" in result.output

@@ -24,13 +24,11 @@ from kvcache.command import completing
 from kvcache.command.usage import ORDER
 from kvcache.stores import open_store
 
+from .cli_rig import run
+
 ROOT = Path(__file__).resolve().parents[1]
 GROUP: Any = typer.main.get_command(kvcache.command.main.app)
 NAMES = sorted(GROUP.commands)
-
-
-def run(*arguments: object, **options: Any) -> Any:
-    return CliRunner().invoke(kvcache.command.main.app, [str(argument) for argument in arguments], **options)
 
 
 # Help.

@@ -18,12 +18,10 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from typer.testing import CliRunner
-
-from kvcache.command.main import app
 from kvcache.runner.saved import read
 
 from .cli_held import held
+from .cli_rig import run
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
 
@@ -63,10 +61,6 @@ def at(monkeypatch: pytest.MonkeyPatch) -> At:
         monkeypatch.setattr(owner, name, interrupted)
 
     return signal_at
-
-
-def run(*arguments: object, text: str = "") -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=text)
 
 
 def interrupted(*arguments: object) -> str:

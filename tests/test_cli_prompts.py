@@ -6,22 +6,15 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("typer")
 
-from typer.testing import CliRunner
-
-import kvcache.command.main
 from kvcache.command.prompts import gathered, text_or_stdin
 from kvcache.runner.errors import RequestError
 
-
-def run(*arguments: object, text: str | bytes = "") -> Any:
-    line = [str(argument) for argument in arguments]
-    return CliRunner().invoke(kvcache.command.main.app, line, input=text)
+from .cli_rig import run
 
 
 def prompts(*arguments: object, text: str = "") -> list[str]:

@@ -10,24 +10,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("typer")
 
-from typer.testing import CliRunner
-
-import kvcache.command.main
+from .cli_rig import run
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[1]
 SAVE = ["save", "--prompt", "And God said", "--out"]
-
-
-def run(*arguments: object, text: str = "") -> Any:
-    return CliRunner().invoke(kvcache.command.main.app, [str(argument) for argument in arguments], input=text)
 
 
 def changed(folder: Path, name: str, change: Callable[[bytes], bytes]) -> Path:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -591,18 +592,12 @@ def test_every_family_has_a_model_here() -> None:
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
 def test_the_command_line(name: str, make_model: Any, tmp_path: Path) -> None:
     """``kvcache generate --model DIR`` on a folder that transformers saved, with a byte tokenizer."""
-    pytest.importorskip("typer")
-    import json
-
-    from typer.testing import CliRunner
-
-    from kvcache.command.app import app
+    from .cli_rig import run as command
 
     peer(name).save_pretrained(tmp_path)
     tokenizer = (make_model() / "tokenizer.json").read_text(encoding="utf-8")
     (tmp_path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    arguments = ["generate", "--model", str(tmp_path), "--prompt", "!", "--max-tokens", "12", "--json"]
-    result = CliRunner().invoke(app, arguments)
+    result = command("generate", "--model", tmp_path, "--prompt", "!", "--max-tokens", 12, "--json")
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)["outputs"][0]
     assert answer["tokens"] == expected_tokens(name, [1, 3], 12)

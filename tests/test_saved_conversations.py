@@ -13,11 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("typer")
-
-from typer.testing import CliRunner
-
-import kvcache.command.main
 import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.runner.engine import Engine, EngineOptions
@@ -27,6 +22,7 @@ from kvcache.runner.saved import ConversationError, SavedConversation, adopt, ca
 from kvcache.runner.tokenizer import Tokenizer
 from ml import DType
 
+from .cli_rig import run
 from .conftest import one_torch_thread
 from .small_models import KINDS
 
@@ -250,10 +246,6 @@ def test_another_model_or_cache_is_refused(make_model: Make, numpy_backend: ml.B
 
 
 # The commands.
-
-
-def run(*arguments: object, **options: Any) -> Any:
-    return CliRunner().invoke(kvcache.command.main.app, [str(argument) for argument in arguments], **options)
 
 
 @functools.cache

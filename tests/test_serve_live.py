@@ -13,9 +13,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 
 from rich.console import Console
-from typer.testing import CliRunner
 
-from kvcache.command.app import app as command
 from kvcache.command.live import EngineBoard, EnginePicture, watching
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.loading import bundled_model
@@ -23,6 +21,7 @@ from kvcache.runner.requests import GenerationOptions
 from kvcache.serve import Worker, make_app, template_of
 from kvcache.serve.worker import Ticket
 
+from .cli_rig import run
 from .serve_rig import NAME, PROMPT, asked_in_process, opened
 
 OPTIONS = EngineOptions(max_sequences=1, capacity=64)
@@ -159,6 +158,6 @@ def test_what_is_drawn_ends_with_an_engine_that_stops() -> None:
 
 
 def test_a_live_server_needs_a_terminal() -> None:
-    done = CliRunner().invoke(command, ["serve", "--live"])
+    done = run("serve", "--live")
     assert done.exit_code == 1
     assert done.stderr == "kvcache: serve: --live needs a terminal; /metrics has the same figures\n"

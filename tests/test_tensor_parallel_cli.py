@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-import kvcache.command.main
 import ml
 from kvcache.runner.rank import RanksError
 from kvcache.runner.ranks import run_ranks
 
 from . import local_launcher
+from .cli_rig import run
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 
@@ -58,7 +57,7 @@ def generated(*options: str) -> subprocess.CompletedProcess[str]:
 
 def here(*options: str) -> Any:
     """The same in this process, without ranks: exit code, stdout and stderr."""
-    return CliRunner().invoke(kvcache.command.main.app, ["generate", "--dtype", "f32", *options])
+    return run("generate", "--dtype", "f32", *options)
 
 
 # Processes, by /proc.

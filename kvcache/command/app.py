@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +43,6 @@ from kvcache.command.usage import CommandGroup
 from kvcache.runner.errors import RequestError
 from kvcache.runner.loading import load_config
 from kvcache.runner.options import EngineOptions
-from kvcache.runner.requests import GenerationOptions
 
 __all__ = ["app"]
 
@@ -176,35 +174,22 @@ def generate(
         if tensor_parallel > 1 and drafting.draft is not None:
             raise RequestError(f"--draft {drafting.draft} and --tensor-parallel cannot be combined")
         if tensor_parallel > 1:
-            _on_ranks(
-                place, dtypes, prompts, settings, cache, (tensor_parallel, timeout, as_json, quiet, debug)
-            )
+            from kvcache.command.ranks import Job, run
+
+            if place.devices is not None:
+                raise ml.DeviceError(
+                    f"--devices {place.devices} and --tensor-parallel cannot be combined; each splits the "
+                    "model in its own way"
+                )
+            what = (place.path, place.backend, place.device, dtypes.weights, prompts, settings, cache)
+            run(Job(*what, tensor_parallel, timeout, as_json, quiet, debug), config)
             return
         head = {"model": str(place.path), "backend": place.backend, "dtype": dtypes.weights.name}
         screen = screen_for(prompts, as_json, head, quiet)
         with place.open(config) as opened:
-            what = opened, place.path, dtypes.weights, prompts, settings, cache, screen
-            continue_prompts(*what, drafting=drafting)
-
-
-def _on_ranks(
-    place: Place,
-    dtypes: Dtypes,
-    prompts: Sequence[str],
-    settings: GenerationOptions,
-    cache: EngineOptions,
-    rest: tuple[int, float, bool, bool, bool],
-) -> None:
-    """``rest``: how many ranks, their timeout, and --json, --quiet, --debug."""
-    from kvcache.command.ranks import Job, run
-
-    if place.devices is not None:
-        raise ml.DeviceError(
-            f"--devices {place.devices} and --tensor-parallel cannot be combined; each splits the model "
-            "in its own way"
-        )
-    what = (place.path, place.backend, place.device, dtypes.weights, prompts, settings, cache)
-    run(Job(*what, *rest), load_config(place.path))
+            continue_prompts(
+                opened, place.path, dtypes.weights, prompts, settings, cache, screen, drafting=drafting
+            )
 
 
 for _command in (chat, conformance, inspect, load, save, serve):

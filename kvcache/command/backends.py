@@ -18,22 +18,7 @@ __all__ = ["Surveyed", "listing", "plain", "record", "survey"]
 _WIDTH = len("capabilities")
 
 CAPABILITIES: dict[str, type] = {
-    "SupportsAttention": ml.SupportsAttention,
-    "SupportsPartialAttention": ml.SupportsPartialAttention,
-    "SupportsAttentionCalls": ml.SupportsAttentionCalls,
-    "SupportsRaggedAttention": ml.SupportsRaggedAttention,
-    "SupportsBlockFormats": ml.SupportsBlockFormats,
-    "SupportsQuantizedAttention": ml.SupportsQuantizedAttention,
-    "SupportsQuantizedStore": ml.SupportsQuantizedStore,
-    "SupportsGroupedMatmul": ml.SupportsGroupedMatmul,
-    "SupportsRope": ml.SupportsRope,
-    "SupportsUpload": ml.SupportsUpload,
-    "SupportsCacheConfig": ml.SupportsCacheConfig,
-    "SupportsKVStore": ml.SupportsKVStore,
-    "SupportsZeroCopyRead": ml.SupportsZeroCopyRead,
-    "SupportsHostWrite": ml.SupportsHostWrite,
-    "SupportsPageTransfer": ml.SupportsPageTransfer,
-    "SupportsDistributed": ml.SupportsDistributed,
+    name: getattr(ml, name) for name in ml.__all__ if name.startswith("Supports")
 }
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import ml
 from kvcache.command.answers import Answer
-from kvcache.command.chat_input import Reader, files_beginning, words_of
+from kvcache.command.chat_input import Reader, words_of
 from kvcache.command.chat_replies import (
     Reply,
     aligned,
@@ -26,7 +26,7 @@ from kvcache.command.chat_replies import (
     engine_record,
     engine_rows,
 )
-from kvcache.command.completing import stores
+from kvcache.command.completing import files_beginning, stores
 from kvcache.command.grouped import ungrouped
 from kvcache.command.inspection import show, write_page
 from kvcache.command.json_output import print_json

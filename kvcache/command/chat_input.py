@@ -7,12 +7,11 @@ import io
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from kvcache.runner.errors import RequestError
 
-__all__ = ["Complete", "Reader", "files_beginning", "words_of"]
+__all__ = ["Complete", "Reader", "words_of"]
 
 Complete = Callable[[str, str], list[str]]
 """From the line up to the word, and the word, what the word may become."""
@@ -76,14 +75,3 @@ def words_of(line: str) -> list[str]:
         return shlex.split(line)
     except ValueError:
         raise RequestError(f"/{line}: the quotation mark is not closed") from None
-
-
-def files_beginning(word: str) -> list[str]:
-    """Files and folders, the latter with a slash, as one would go on typing them."""
-    folder, slash, start = word.rpartition("/")
-    try:
-        paths = sorted(Path(f"{folder}{slash}" or ".").expanduser().iterdir())
-    except OSError:
-        return []
-    names = [path for path in paths if path.name.startswith(start) and (start or path.name[0] != ".")]
-    return [f"{folder}{slash}{path.name}{'/' if path.is_dir() else ''}" for path in names]

@@ -16,7 +16,8 @@ from rich.markup import escape
 from kvcache.runner.saved import FORMAT
 from kvcache.stores.serialized_snapshot import MAX_HEADER
 
-__all__ = ["backend_names", "cache_types", "conversations", "mend_zsh", "stores", "stores_and_conversations"]
+__all__ = ["backend_names", "cache_types", "conversations", "files_beginning", "mend_zsh", "stores",
+           "stores_and_conversations"]  # fmt: skip
 
 MOST = 200
 """Files that are looked into: a folder of very many is not worth the wait."""
@@ -88,17 +89,21 @@ def stores_and_conversations(incomplete: str) -> list[str]:
     ]
 
 
-def _beside(incomplete: str) -> Iterator[tuple[str, Path]]:
+def files_beginning(word: str) -> list[str]:
+    """Files and folders, the latter with a slash, as one would go on typing them."""
+    return [f"{name}{'/' if path.is_dir() else ''}" for name, path in _beside(word, None)]
+
+
+def _beside(word: str, most: int | None = MOST) -> Iterator[tuple[str, Path]]:
     """What begins with the word, as one would go on typing it, and where it lies."""
-    folder, _, start = incomplete.rpartition("/")
-    prefix = f"{folder}/" if "/" in incomplete else ""
+    folder, slash, start = word.rpartition("/")
     try:
-        paths = sorted(Path(prefix or ".").expanduser().iterdir())
+        paths = sorted(Path(f"{folder}{slash}" or ".").expanduser().iterdir())
     except OSError:
         return
     names = [path for path in paths if path.name.startswith(start) and (start or path.name[0] != ".")]
-    for path in names[:MOST]:
-        yield f"{prefix}{path.name}", path
+    for path in names[:most]:
+        yield f"{folder}{slash}{path.name}", path
 
 
 def _is_conversation(path: Path) -> bool:

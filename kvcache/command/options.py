@@ -24,28 +24,17 @@ from kvcache.storage.formats import format_names, open_format
 
 __all__ = [
     "BackendName",
-    "CacheDtype",
-    "CacheTypeK",
-    "CacheTypeV",
     "Debug",
     "Device",
-    "Devices",
-    "Dtype",
     "Dtypes",
     "Json",
     "MaxTokens",
-    "MinP",
     "ModelPath",
     "Place",
-    "Precision",
     "Quiet",
     "Sampling",
-    "Seed",
-    "Temperature",
     "TensorParallel",
     "Timeout",
-    "TopK",
-    "TopP",
     "device_options",
     "finite",
     "named_store",
@@ -79,9 +68,6 @@ BackendName = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="A device name of the backend: cpu, cuda, mps ...")]
-Devices = Annotated[
-    str | None, typer.Option(help="Split the layers over these devices, in order: cuda:0,cuda:1 ...")
-]
 TensorParallel = Annotated[
     int, typer.Option(help="Split the model over this many processes (torch, mlx).", min=1)
 ]
@@ -91,7 +77,6 @@ Timeout = Annotated[
         help="Seconds until the command ends if a process of --tensor-parallel stops responding.", min=0.1
     ),
 ]
-Dtype = Annotated[Precision, typer.Option(help="The dtype of weights and activations.", case_sensitive=False)]
 
 
 def _stored(value: str | None) -> str | None:
@@ -111,18 +96,6 @@ def _format_option(what: str, default: str) -> Any:
     )
 
 
-CacheDtype = Annotated[
-    str | None,
-    _format_option(
-        "The storage format of keys and values: f16, q8_0, q4_0, f8_e4m3, affine4_64 ...", "--dtype"
-    ),
-]
-CacheTypeK = Annotated[str | None, _format_option("The storage format of keys.", "--cache-dtype")]
-CacheTypeV = Annotated[str | None, _format_option("The storage format of values.", "--cache-dtype")]
-ResidualLength = Annotated[
-    int, typer.Option(help="Number of last tokens that stay unquantized in a quantized cache.", min=0)
-]
-SinkTokens = Annotated[int, typer.Option(help="Number of first tokens that stay unquantized.", min=0)]
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens per answer.", min=1)]
 
 
@@ -138,21 +111,6 @@ def _share(value: float) -> float:
     return value
 
 
-Temperature = Annotated[
-    float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0, callback=finite)
-]
-TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.", min=0)]
-TopP = Annotated[
-    float,
-    typer.Option(help="Keep the most likely tokens up to this total probability; 1: all.", callback=_share),
-]
-MinP = Annotated[
-    float,
-    typer.Option(
-        help="Keep tokens with at least this fraction of the highest probability; 0: all.", min=0, max=1
-    ),
-]
-Seed = Annotated[int | None, typer.Option(help="Random seed: the same seed gives the same text.", min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print only the result: no progress bars, no summary.")
@@ -184,7 +142,9 @@ class Place:
     model: ModelPath = None
     backend: BackendName = "numpy"
     device: Device = None
-    devices: Devices = None
+    devices: Annotated[
+        str | None, typer.Option(help="Split the layers over these devices, in order: cuda:0,cuda:1 ...")
+    ] = None
 
     @property
     def path(self) -> Path:
@@ -205,12 +165,23 @@ class Place:
 class Dtypes:
     """What weights, and what keys and values, are held in."""
 
-    dtype: Dtype = Precision.F32
-    cache_dtype: CacheDtype = None
-    cache_type_k: CacheTypeK = None
-    cache_type_v: CacheTypeV = None
-    residual_length: ResidualLength = 0
-    sink_tokens: SinkTokens = 0
+    dtype: Annotated[
+        Precision, typer.Option(help="The dtype of weights and activations.", case_sensitive=False)
+    ] = Precision.F32
+    cache_dtype: Annotated[
+        str | None,
+        _format_option(
+            "The storage format of keys and values: f16, q8_0, q4_0, f8_e4m3, affine4_64 ...", "--dtype"
+        ),
+    ] = None
+    cache_type_k: Annotated[str | None, _format_option("The storage format of keys.", "--cache-dtype")] = None
+    cache_type_v: Annotated[str | None, _format_option("The storage format of values.", "--cache-dtype")] = (
+        None
+    )
+    residual_length: Annotated[
+        int, typer.Option(help="Number of last tokens that stay unquantized in a quantized cache.", min=0)
+    ] = 0
+    sink_tokens: Annotated[int, typer.Option(help="Number of first tokens that stay unquantized.", min=0)] = 0
 
     @property
     def weights(self) -> ml.DType:
@@ -230,11 +201,25 @@ class Dtypes:
 class Sampling:
     """How the text is drawn."""
 
-    temperature: Temperature = 0.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: MinP = 0.0
-    seed: Seed = None
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0, callback=finite)
+    ] = 0.0
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.", min=0)] = 0
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Keep the most likely tokens up to this total probability; 1: all.", callback=_share
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Keep tokens with at least this fraction of the highest probability; 0: all.", min=0, max=1
+        ),
+    ] = 0.0
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed: the same seed gives the same text.", min=0)
+    ] = None
 
     def settings(self, max_tokens: int, stop: Sequence[str] | None = None) -> GenerationOptions:
         return GenerationOptions(

@@ -7,21 +7,20 @@ rank runs ``kvcache generate --tensor-parallel N`` itself, which then starts non
 from __future__ import annotations
 
 import gc
-import json
 import os
+import pickle
 import secrets
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
 import ml
-from kvcache.cache import ResidualWindow
 from kvcache.command.generation import continue_prompts
 from kvcache.command.options import device_options
 from kvcache.command.reporting import one_line, reported
@@ -30,12 +29,9 @@ from kvcache.runner.config import ModelConfig
 from kvcache.runner.models.families import family_of
 from kvcache.runner.options import EngineOptions
 from kvcache.runner.parallel import device_of_rank, join, no_engine, of_all
-from kvcache.runner.rank import UNREAD, RanksError, exit_code, job_of_rank, leave
-from kvcache.runner.rank_limits import Limits
+from kvcache.runner.rank import UNREAD, Limits, RanksError, exit_code, job_of_rank, leave
 from kvcache.runner.ranks import run_ranks
-from kvcache.runner.requests import Event, GenerationOptions, Statistics
-from kvcache.runner.verification import Speculation
-from kvcache.storage.formats import CacheFormat
+from kvcache.runner.requests import GenerationOptions
 from ml.distributed import launched
 
 __all__ = ["Job", "main", "run"]
@@ -43,7 +39,7 @@ __all__ = ["Job", "main", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What ``kvcache generate`` was asked for, so that another process can do it."""
+    """What ``kvcache generate`` was asked for; pickled, so that other processes of ours can do it."""
 
     model: Path
     backend: str
@@ -58,35 +54,6 @@ class Job:
     quiet: bool = False
     debug: bool = False
 
-    def encoded(self) -> bytes:
-        """One line."""
-        record: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("backend", "device", "ranks", "timeout", "as_json", "quiet", "debug")
-        }
-        record |= {"model": str(self.model), "dtype": self.dtype.name, "prompts": list(self.prompts)}
-        record["settings"] = asdict(self.settings) | {"stop": list(self.settings.stop)}
-        stored = CacheFormat.of(self.options.cache_dtype)
-        record["options"] = asdict(replace(self.options, cache_dtype=stored.name))
-        record["window"] = [stored.residual_length, stored.sink_tokens]
-        return json.dumps(record).encode("ascii")
-
-    @classmethod
-    def decoded(cls, line: bytes) -> Job:
-        record = json.loads(line)
-        settings, options, window = record["settings"], record["options"], record.pop("window")
-        if any(window):
-            options["cache_dtype"] = ResidualWindow(options["cache_dtype"], *window)
-        return cls(
-            **record
-            | {
-                "model": Path(record["model"]),
-                "dtype": ml.DType[record["dtype"]],
-                "settings": GenerationOptions(**settings | {"stop": tuple(settings["stop"])}),
-                "options": EngineOptions(**options),
-            }
-        )
-
 
 def run(job: Job, config: ModelConfig) -> None:
     """Start the ranks and wait for them; or be one, where a launcher has started this process as that."""
@@ -100,7 +67,7 @@ def run(job: Job, config: ModelConfig) -> None:
         raise no_engine(spec.name)
     command = [sys.executable, "-P", "-c", "from kvcache.command.ranks import main; main()"]
     try:
-        run_ranks(spec.launcher(job.ranks), command, job.ranks, job.encoded(), job.timeout)
+        run_ranks(spec.launcher(job.ranks), command, job.ranks, pickle.dumps(job), job.timeout)
     except RanksError as error:
         gc.freeze()  # the interpreter's end looks at no object then: it is part of the timeout
         if job.debug:
@@ -115,7 +82,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     code = 0
     try:
-        job = Job.decoded(job_of_rank())
+        job = pickle.loads(job_of_rank())
         with reported(job.debug):
             _work(job, exit_code)
     except typer.Exit as ended:
@@ -151,9 +118,7 @@ def _as_rank(job: Job, backend: ml.Backend) -> None:
         with backend.new_context() as ctx:
             settings = replace(settings, seed=of_all(ctx, group, secrets.randbits(32))[0])
     head = {"model": str(job.model), "backend": job.backend, "dtype": job.dtype.name, "ranks": job.ranks}
-    screen: Screen = _Dark()
-    if group.rank == 0:
-        screen = screen_for(job.prompts, job.as_json, head, job.quiet)
+    screen = Screen() if group.rank else screen_for(job.prompts, job.as_json, head, job.quiet)
     continue_prompts(backend, job.model, job.dtype, job.prompts, settings, job.options, screen, group)
     group.barrier()
 
@@ -165,22 +130,3 @@ def _device(job: Job) -> str | None:
     rank, size = launched() or (0, 1)
     local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
     return device_of_rank(specs[job.backend].probe().devices, *local) or job.device
-
-
-class _Dark:
-    """The screen of the ranks that show nothing."""
-
-    def loading(self, done: int, total: int) -> None:
-        return
-
-    def event(self, event: Event) -> None:
-        return
-
-    def stop(self) -> None:
-        return
-
-    def abandon(self, totals: Statistics, cache_bytes: int) -> None:
-        return
-
-    def finish(self, totals: Statistics, cache_bytes: int, drafts: Speculation | None = None) -> None:
-        return

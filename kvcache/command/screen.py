@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -32,13 +32,18 @@ _TABLE_WIDTH = 40
 """Columns that the summary's table needs; in fewer, its rows are lines, which any terminal wraps."""
 
 
-class Screen(Protocol):
-    """Where a generation is shown. ``stop`` is called in any case, ``finish`` only when it went well."""
+class Screen:
+    """Where a generation is shown; this one shows nothing, as those of the other ranks of a model.
+
+    ``stop`` is called in any case, ``finish`` only when it went well.
+    """
 
     def loading(self, done: int, total: int) -> None:
         """``done`` of ``total`` tensors of the model are loaded."""
 
-    def event(self, event: Event) -> None: ...
+    def event(self, event: Event) -> None:
+        """What happened next."""
+
     def stop(self) -> None:
         """Leave the terminal as it was."""
 
@@ -106,7 +111,7 @@ class Totals:
         return f"{done}{counted(self.generated, 'token')} · {rate} · {prompt} · {counts}"
 
 
-class PlainScreen:
+class PlainScreen(Screen):
     """No terminal: the text of one prompt as it comes, of several as whole blocks; then the summary."""
 
     def __init__(self, prompts: Sequence[str], bars: Bars | None = None, quiet: bool = False) -> None:
@@ -157,21 +162,15 @@ class PlainScreen:
             self._open = not text.endswith("\n")
 
 
-class JsonScreen:
+class JsonScreen(Screen):
     """One JSON object at the end, and nothing before."""
 
     def __init__(self, prompts: Sequence[str], head: dict[str, Any]) -> None:
         self._answers = Answers(prompts)
         self._head = head
 
-    def loading(self, done: int, total: int) -> None:
-        pass
-
     def event(self, event: Event) -> None:
         self._answers.take(event)
-
-    def stop(self) -> None:
-        pass
 
     def abandon(self, totals: Statistics, cache_bytes: int) -> None:
         if self._answers.begun:
@@ -184,7 +183,7 @@ class JsonScreen:
         print_json({**self._head, "outputs": self._answers.records(), "statistics": statistics})
 
 
-class LiveScreen:
+class LiveScreen(Screen):
     """A terminal: bars until there is text, then the text above a progress line that follows it.
 
     Whole lines are printed above the live part, which holds the line being written and the progress
