@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 import torch
 import transformers
 
@@ -145,6 +148,17 @@ def fresh(made: Any, *pieces: torch.Tensor) -> torch.Tensor:
 def close(found: torch.Tensor, expected: torch.Tensor, most: float = 1e-4) -> None:
     assert found.shape == expected.shape
     assert float((found - expected).abs().max()) < most
+
+
+@contextlib.contextmanager
+def failing(module: torch.nn.Module) -> Iterator[None]:
+    """What calls the module in the block ends with a MemoryError."""
+    hook = module.register_forward_pre_hook(Mock(side_effect=MemoryError("the device is full")))
+    try:
+        with pytest.raises(MemoryError, match="the device is full"):
+            yield
+    finally:
+        hook.remove()
 
 
 Mode = Callable[[str, Any, Any], Result]

@@ -93,9 +93,10 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    monkeypatch.setattr(of_transformers, "NEW", 8)  # windows and what they keep to go back are shorter still
     yield
     torch.set_num_threads(before)
 

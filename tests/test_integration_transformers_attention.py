@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
 import torch
+import torch._dynamo.utils
 import transformers
 
 import ml
@@ -37,11 +38,10 @@ def theirs(name: str) -> str:
     return "eager" if name in ("gpt-oss", "gemma2") else "sdpa"  # which knows no sinks and no softcap
 
 
-def step(made: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor:
+def step(made: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Logits (rows, vocabulary) of the last tokens."""
     with torch.no_grad():
-        found = made(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
-    logits: torch.Tensor = found.logits[:, -1]
+        logits: torch.Tensor = made(input_ids=ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
     return logits
 
 
@@ -235,18 +235,21 @@ class TestOtherWays:
     def fresh(self) -> None:
         attention._say.cache_clear()
 
-    def check(self, cache: Any, caplog: Any, told: str, made: Any = None, **options: Any) -> None:
-        made = made or hf.model("llama", attention.ATTENTION)
+    def check(self, cache: Any, caplog: Any, told: str) -> None:
+        made = hf.model("llama", attention.ATTENTION)
         plain = transformers.DynamicCache(config=made.config)
         own, ids, mask = hf.model("llama", "sdpa"), *hf.inputs("llama", 3, 5).values()
         one = torch.ones(3, 1, dtype=torch.long)
         for given in ((ids, mask), (ids[:, :1], torch.cat((mask, one), 1))):
-            hf.close(step(made, cache, *given, **options), step(own, plain, *given))
+            hf.close(step(made, cache, *given), step(own, plain, *given))
         assert [told in message for message in caplog.messages] == [True] * bool(told)
 
     def test_another_cache(self, caplog: Any) -> None:
         config = hf.model("llama", attention.ATTENTION).config
         self.check(transformers.DynamicCache(config=config), caplog, "not as an HFCache")
+        caplog.clear()
+        attention._say.cache_clear()
+        self.check(HFCache(hf.model("llama", "sdpa").config, capacity=32), caplog, "not as an HFCache")
         caplog.clear()
         self.check(HFStaticCache(config, capacity=32), caplog, "")
 
@@ -265,9 +268,6 @@ class TestOtherWays:
         for part in (slice(0, 6), slice(6, 15), slice(15, 20)):
             expected = hf.feed(hf.model(name), None, ids)[:, part]
             hf.close(hf.feed(made, cache, ids[:, part]), expected)
-
-    def test_a_cache_made_for_another_config(self, caplog: Any) -> None:
-        self.check(HFCache(hf.model("llama", "sdpa").config, capacity=32), caplog, "not as an HFCache")
 
     def test_weights_that_are_asked_for_are_given(self, caplog: Any) -> None:
         made, ids = hf.model("llama", attention.ATTENTION), hf.tokens(2)
@@ -323,7 +323,10 @@ class TestOtherWays:
             made.set_attn_implementation("sdpa")
 
     @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
-    def test_compiled_code(self, kind: Any) -> None:
+    def test_compiled_code_steps_out_of_the_graph_for_a_cache_that_grows(self, kind: Any) -> None:
+        """Its cell table is not traced: the graph breaks, and the numbers are right."""
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         made, own = (hf.model("llama", way, num_hidden_layers=1) for way in (attention.ATTENTION, "sdpa"))
         compiled = torch.compile(made.model, backend="eager", fullgraph=kind is HFStaticCache, dynamic=False)
         cache, plain = kind(made.config, capacity=32), transformers.DynamicCache(config=own.config)
@@ -331,6 +334,7 @@ class TestOtherWays:
         with torch.no_grad():
             found = compiled(input_ids=hf.tokens(2, 1), past_key_values=cache).last_hidden_state
         hf.close(made.lm_head(found), hf.feed(own, plain, hf.tokens(2, 1)))
+        assert bool(torch._dynamo.utils.counters["graph_break"]) == (kind is HFCache)
         torch._dynamo.reset()
 
 

@@ -19,6 +19,7 @@ import torch
 import transformers
 
 import ml
+from benchmarks.census import transformers as census
 from kvcache import CacheFullError, InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError
 from kvcache.integrations.transformers import (
     HFCache,
@@ -38,17 +39,6 @@ EACH_KIND = ("gemma3", "llama4", "qwen3-next")
 
 
 class TestStorage:
-    def test_k_and_v_lie_in_our_cache_and_are_read_from_there(self) -> None:
-        made, ids = hf.model("llama"), hf.tokens(1)
-        cache = HFCache(made.config, capacity=32)
-        hf.feed(made, cache, ids)
-        causal = cache.rows.pool.family.all
-        assert causal.positions(0).tolist() == list(range(13))
-        before = hf.feed(made, cache, ids[:, :1])
-        cache.crop(-1)
-        causal._buffers[1].value.tensor.native.zero_()
-        assert not torch.equal(hf.feed(made, cache, ids[:, :1]), before)
-
     def test_memory_is_what_the_capacity_says(self) -> None:
         made = hf.model("llama")
         cache = HFCache(made.config, max_sequences=3, capacity=50)
@@ -56,11 +46,15 @@ class TestStorage:
         hf.feed(made, cache, hf.tokens(2))
         assert cache.nbytes == 2 * 2 * 3 * 50 * 2 * 16 * 4  # K and V, layers, cells, heads, dims, bytes
 
-    def test_windows_cost_no_more_than_they_show(self) -> None:
+    @pytest.mark.parametrize("recorded", [False, True])
+    def test_windows_cost_no_more_than_they_show_and_what_may_be_taken_back(self, recorded: bool) -> None:
         made = hf.model("gemma3", layer_types=("sliding_attention", "sliding_attention"))
         cache = HFCache(made.config, capacity=4096, lookback=4)
+        if recorded:
+            cache.activate_past_recording()
         for _ in range(5):
             hf.feed(made, cache, hf.tokens(2, 40))
+            cache.crop(0)
         kept = hf.WINDOW - 1 + 4
         assert cache.nbytes == 2 * 2 * (2 * 2 * kept) * 2 * 16 * 4
         assert cache.get_seq_length() == 200
@@ -110,15 +104,12 @@ class TestStorage:
         assert small.nbytes * 32 == plain.nbytes * bits
 
     def test_a_dtype_of_torch_names_the_storage_too_and_anything_else_is_refused(self) -> None:
-        made, ids = hf.model("llama"), hf.tokens(1, 6)
-        cache = HFCache(made.config, capacity=64, dtype=torch.float16)
-        hf.feed(made, cache, ids)
-        same = HFCache(made.config, capacity=64, dtype=ml.DType.F16)
-        hf.feed(made, same, ids)
-        assert cache.nbytes == same.nbytes
-        named = HFCache(made.config, capacity=64, dtype="float16")
-        hf.feed(made, named, ids)
-        assert named.nbytes == same.nbytes
+        made, sizes = hf.model("llama"), []
+        for dtype in (torch.float16, ml.DType.F16, "float16"):
+            cache = HFCache(made.config, capacity=64, dtype=dtype)
+            hf.feed(made, cache, hf.tokens(1, 6))
+            sizes.append(cache.nbytes)
+        assert sizes == [2 * 2 * 64 * 2 * 16 * 2] * 3
         with pytest.raises(ml.DTypeError, match=r"dtype='half'.*ml.DType.*torch.dtype"):
             HFCache(made.config, dtype="half")
 
@@ -130,19 +121,20 @@ class TestStorage:
                     assert session.cached == cached
                     made(ids[:, cached:], past_key_values=session.cache)
 
-    @pytest.mark.parametrize("backend", ["numpy", "mlx", "torch"])
-    def test_keys_on_another_backend(self, backend: str, open_any: Any) -> None:
-        made = hf.model("gemma3")
-        expected = hf.MODES["left padding"]("gemma3", made, None)
+    @pytest.mark.parametrize(
+        ("name", "mode", "backend"),
+        [
+            *(("gemma3", "left padding", backend) for backend in ("numpy", "mlx", "torch")),
+            ("qwen3-next", "padded beams", "numpy"),
+        ],
+    )
+    def test_keys_and_states_on_another_backend(
+        self, name: str, mode: str, backend: str, open_any: Any
+    ) -> None:
+        made = hf.model(name)
         with open_any(backend) as opened:
             cache = HFCache(made.config, backend=opened, capacity=64, lookback=2)
-            assert hf.MODES["left padding"]("gemma3", made, cache).distance(expected) == 0.0
-
-    def test_states_on_numpy(self) -> None:
-        made = hf.model("qwen3-next")
-        expected = hf.MODES["padded beams"]("qwen3-next", made, None)
-        cache = HFCache(made.config, backend="numpy", capacity=64)
-        assert hf.MODES["padded beams"]("qwen3-next", made, cache).distance(expected) == 0.0
+            assert hf.MODES[mode](name, made, cache).distance(hf.expected(name, mode)) == 0.0
 
     def test_states_need_memory_that_the_model_can_write(self, open_any: Any) -> None:
         made = hf.model("qwen3-next")
@@ -153,34 +145,25 @@ class TestStorage:
 
 
 class TestOverflow:
-    def test_says_what_is_asked_and_free_and_changes_nothing(self) -> None:
-        made, ids = hf.model("llama"), hf.tokens(2, 20)
-        cache = HFCache(made.config, capacity=12)
+    @pytest.mark.parametrize(
+        ("name", "kind", "told"),
+        [
+            (
+                "llama",
+                HFCache,
+                "6 cells are needed and 4 are free.*capacity=12 cells, and padding takes cells",
+            ),
+            ("qwen3-next", HFCache, "6 cells are needed and 4 are free"),
+            ("llama", HFStaticCache, "3 cells are needed and 2 are free"),
+        ],
+    )
+    def test_says_what_is_asked_and_free_and_changes_nothing(self, name: str, kind: Any, told: str) -> None:
+        made, ids = hf.model(name), hf.tokens(2, 20)
+        cache = kind(made.config, capacity=12)
         hf.feed(made, cache, ids[:, :10])
-        with pytest.raises(CacheFullError, match="6 cells are needed and 4 are free") as caught:
+        with pytest.raises(CacheFullError, match=told):
             hf.feed(made, cache, ids[:, 10:13])
-        assert "capacity=12 cells, and padding takes cells too" in str(caught.value)
-        assert cache.get_seq_length() == 10
-        hf.close(hf.feed(made, cache, ids[:, 10:12]), hf.fresh(made, ids[:, :10], ids[:, 10:12]))
-
-    def test_hybrid_models_stay_whole(self) -> None:
-        made, ids = hf.model("qwen3-next"), hf.tokens(1, 20)
-        cache = HFCache(made.config, capacity=12)
-        hf.feed(made, cache, ids[:, :10])
-        with pytest.raises(CacheFullError):
-            hf.feed(made, cache, ids[:, 10:14])
-        hf.close(hf.feed(made, cache, ids[:, 10:12]), hf.fresh(made, ids[:, :10], ids[:, 10:12]))
-
-    def test_a_static_cache_refuses_instead_of_an_index_error(self) -> None:
-        made, ids = hf.model("llama"), hf.tokens(2, 20)
-        theirs = transformers.StaticCache(made.config, max_cache_len=12)
-        hf.feed(made, theirs, ids[:, :10])
-        with pytest.raises(IndexError):
-            hf.feed(made, theirs, ids[:, 10:13])
-        cache = HFStaticCache(made.config, capacity=12)
-        hf.feed(made, cache, ids[:, :10])
-        with pytest.raises(CacheFullError, match="3 cells are needed and 2 are free"):
-            hf.feed(made, cache, ids[:, 10:13])
+        assert int(cache.get_seq_length()) == 10
         hf.close(hf.feed(made, cache, ids[:, 10:12]), hf.fresh(made, ids[:, :10], ids[:, 10:12]))
 
     def test_more_rows_than_sequences(self) -> None:
@@ -303,16 +286,6 @@ class TestGoingBack:
         cache.crop(12)
         hf.close(hf.feed(made, cache, ids[:, 12:]), hf.fresh(made, ids[:, :12], ids[:, 12:]))
 
-    def test_transformers_own_cache_keeps_a_state_that_has_seen_what_was_cropped(self) -> None:
-        """Why a crop is refused: taken silently it gives other logits."""
-        made, ids = hf.model("qwen3-next"), hf.tokens(1, 20)
-        theirs = transformers.DynamicCache(config=made.config)
-        theirs.activate_past_recording()
-        hf.feed(made, theirs, ids[:, :16])
-        theirs.crop(-4)
-        wrong = hf.feed(made, theirs, ids[:, 12:])
-        assert float((wrong - hf.fresh(made, ids[:, :12], ids[:, 12:])).abs().max()) > 1e-2
-
     def test_to_the_beginning_and_another_batch(self) -> None:
         types = ("linear_attention", "linear_attention", "full_attention")
         hybrid = hf.model("qwen3-next", num_hidden_layers=3, layer_types=types)
@@ -354,20 +327,13 @@ class TestGoingBack:
         with pytest.raises(NotSupportedError, match="t5"):
             rope_shift(hf.model("t5").config)
 
-    @staticmethod
-    def fail(made: Any, cache: Any, ids: torch.Tensor) -> None:
-        """A pass that the first layer alone has had."""
-        attention = made.model.layers[1].self_attn
-        failing = mock.patch.object(attention, "forward", side_effect=RuntimeError("no memory"))
-        with failing, pytest.raises(RuntimeError, match="no memory"):
-            hf.feed(made, cache, ids)
-
     @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
     def test_a_pass_that_failed_is_noticed_and_taken_back(self, kind: Any) -> None:
         made, ids = hf.model("gemma3"), hf.tokens(2, 20)
         cache = kind(made.config, capacity=32)
         hf.feed(made, cache, ids[:, :10])
-        self.fail(made, cache, ids[:, 10:13])
+        with hf.failing(made.model.layers[1].self_attn):
+            hf.feed(made, cache, ids[:, 10:13])
         for _ in range(2):
             with pytest.raises(OrderError, match=r"crop\(-3\)"):
                 hf.feed(made, cache, ids[:, 13:14])
@@ -381,7 +347,8 @@ class TestGoingBack:
         made, ids = hf.model("gemma3"), hf.tokens(2, 20)
         cache = kind(made.config, capacity=32)
         for _ in range(2):
-            self.fail(made, cache, ids[:, :3])
+            with hf.failing(made.model.layers[1].self_attn):
+                hf.feed(made, cache, ids[:, :3])
             with pytest.raises(OrderError, match=r"reset\(\)"):
                 hf.feed(made, cache, ids[:, 3:5])
             cache.reset()
@@ -394,12 +361,8 @@ class TestGoingBack:
         made, ids = hf.model("llama", num_hidden_layers=1), hf.tokens(2, 20)
         cache = HFCache(made.config, capacity=32)
         hf.feed(made, cache, ids[:, :10])
-
-        def fail(*_: Any) -> None:
-            raise ml.DeviceError("out of memory")
-
         with monkeypatch.context() as patch:
-            patch.setattr(cache.rows.pool.family.all, "put", fail)
+            patch.setattr(cache.rows.pool.family.all, "put", mock.Mock(side_effect=ml.DeviceError))
             with pytest.raises(ml.DeviceError):
                 hf.feed(made, cache, ids[:, 10:13])
         assert cache.get_seq_length() == 10
@@ -435,21 +398,14 @@ class TestSharing:
         forks[0].reset()
         cache.fork()
 
-    def test_a_fork_in_the_middle_of_a_pass_is_refused(self) -> None:
-        made, ids = hf.model("llama"), hf.tokens(1)
-        cache = HFCache(made.config, max_sequences=2, capacity=32)
-        hf.feed(made, cache, ids)
-        keys = torch.zeros(1, 2, 1, 16)
-        cache.update(keys, keys, 0)
-        with pytest.raises(OrderError, match="did not reach all layers"):
-            cache.fork()
-
     def test_one_pass_at_a_time(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(1)
         cache = HFCache(made.config, max_sequences=2, capacity=32)
         hf.feed(made, cache, ids)
         fork, keys = cache.fork(), torch.zeros(1, 2, 1, 16)
         cache.update(keys, keys, 0)
+        with pytest.raises(OrderError, match="did not reach all layers"):
+            cache.fork()
         fork.update(keys, keys, 0)
         with pytest.raises(ml.MLError, match="one forward pass at a time"):
             cache.update(keys, keys, 1)
@@ -551,32 +507,25 @@ class TestInstalling:
             ids = torch.cat((expected.sequences, hf.tokens(2, 20)), 1)
         assert isinstance(ours, HFCache)
 
-    def test_static_where_static_is_asked_for(self) -> None:
+    def test_static_where_static_is_asked_for_and_the_callers_where_one_is_given(self) -> None:
         made = hf.model("llama")
         batch = hf.inputs("llama", 2, 3)
         expected = hf.generate(made, batch, cache_implementation="static")
+        given = transformers.DynamicCache(config=made.config)
         with install():
             found = hf.generate(made, batch, cache_implementation="static")
+            assert hf.generate(made, batch, given).cache is given
         assert isinstance(found.cache, HFStaticCache)
         assert found.distance(expected) == 0.0
 
     def test_what_it_cannot_serve_keeps_its_own_cache(self, caplog: pytest.LogCaptureFixture) -> None:
-        torch.manual_seed(0)
-        config = transformers.OpenAIGPTConfig(vocab_size=97, n_positions=64, n_embd=32, n_layer=1, n_head=2)
-        made = transformers.OpenAIGPTLMHeadModel(config).eval()
-        with pytest.raises(NotSupportedError, match="takes no cache"):
-            HFCache(config)
-        expected = hf.generate(made, hf.inputs("llama", 1))
+        case = census.Case("openai-gpt")
+        expected = case.generate(case.batch(1))
         with install(), caplog.at_level(logging.WARNING, logger="kvcache.transformers"):
-            found = hf.generate(made, hf.inputs("llama", 1))
-        assert found.distance(expected) == 0.0
-        assert "OpenAIGPTLMHeadModel keeps transformers' own cache" in caplog.text
-
-    def test_caches_of_the_caller_and_quantized_ones_stay(self) -> None:
-        made = hf.model("llama")
-        given = transformers.DynamicCache(config=made.config)
-        with install():
-            assert hf.generate(made, hf.inputs("llama", 1), given).cache is given
+            for _ in range(2):
+                assert case.generate(case.batch(1)).agrees(expected)
+        (told,) = caplog.messages
+        assert "OpenAIGPTLMHeadModel keeps transformers' own cache" in told
 
     def test_twice_is_an_error_and_uninstalling_twice_is_none(self) -> None:
         install()

@@ -116,16 +116,8 @@ def test_after_an_exception_the_advice_works(
     """Before K and V, before inputs of entries, and between these and the entries that a pass completes."""
     cache = cache_of(made, lookback=16)
     feed(made, cache, 0, 11)
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("the device is full")
-
-    hook = made.model.layers[layer].self_attn.get_submodule(part).register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(MemoryError):
-            feed(made, cache, 11, tokens)
-    finally:
-        hook.remove()
+    with hf.failing(made.model.layers[layer].self_attn.get_submodule(part)):
+        feed(made, cache, 11, tokens)
     if part != "kv_norm" or layer:  # before anything is stored nothing is to be undone
         with pytest.raises(OrderError, match="did not reach all layers") as caught:
             feed(made, cache, 11, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 from typing import Any
@@ -103,7 +102,7 @@ def test_after_an_exception_the_advice_works(layers: str, at: int, tokens: int) 
     cache = HFCache(made.config, capacity=32)
     hf.feed(made, cache, ids[:, :6])
     cache.checkpoint()
-    with failing(made, at):
+    with hf.failing(projection(made, at)):
         hf.feed(made, cache, ids[:, :tokens])
     with pytest.raises(OrderError, match="did not reach all layers") as caught:
         hf.feed(made, cache, ids[:, 6:7])
@@ -117,7 +116,7 @@ def test_after_an_exception_the_advice_works(layers: str, at: int, tokens: int) 
 def test_a_first_pass_that_ends_before_any_k_and_v_leaves_nothing() -> None:
     made, ids = build("states first"), hf.tokens(2)[:, :9]
     cache = HFCache(made.config, capacity=32)
-    with failing(made, 1):
+    with hf.failing(projection(made, 1)):
         hf.feed(made, cache, ids[:, :4])
     assert cache.get_seq_length() == 0
     hf.close(parts_of(made, cache, ids, 6, 3), hf.feed(made, None, ids))
@@ -133,18 +132,7 @@ def test_minimax_is_served_by_a_subclass_of_its_own_class() -> None:
         HFStaticCache(config, capacity=8)
 
 
-@contextlib.contextmanager
-def failing(made: Any, at: int) -> Any:
-    """Attention of layer ``at`` raises where it projects its output."""
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("the device is full")
-
+def projection(made: Any, at: int) -> Any:
+    """What attention of layer ``at`` ends with."""
     attention = made.model.layers[at].self_attn
-    part = attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj
-    hook = part.register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(MemoryError):
-            yield
-    finally:
-        hook.remove()
+    return attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj
