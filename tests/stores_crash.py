@@ -85,7 +85,7 @@ def killed_while_writing(url: str, kills: str) -> None:
             with open_here(url) as store:
                 there = check_whole(store)
                 # One more may have made room for the entry that was being put, or came in unacknowledged.
-                safe = known if store.budget is None else mine[-(store.budget // UNIT - 1) :]
+                safe = mine[-(store.budget // UNIT - 1) :]
                 assert there >= set(safe), set(safe) - there
 
     def check(sink: int) -> None:

@@ -39,8 +39,8 @@ from .prefix.rigs.stores import PlainStore
 TOKENS = [4, *range(10, 17)]
 """The first one brings an encoder's output."""
 STRANGE = (None, -1, 0, 1, 7, 2**62, 2**70, True, 1.5, "x", "F16", "F16/Q4_0", [], {}, [[1]], [0, 0, 0])
-CASES = [(cache, dtype) for cache in CACHES for dtype in ("F32", "Q4_0")]
-CASES += [("causal", "F16/AFFINE4_32"), ("causal", "F8_E4M3/Q8_0")]
+CASES = [(cache, "F32") for cache in CACHES]
+CASES += [("causal", "F16/AFFINE4_32"), ("causal", "F8_E4M3/Q8_0"), ("recurrent and sliding", "Q4_0")]
 every_cache = pytest.mark.parametrize(("cache", "dtype"), CASES, ids=[f"{c} {d}" for c, d in CASES])
 
 Place = tuple[Any, ...]
@@ -212,7 +212,7 @@ any_json = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=120, deadline=None, derandomize=True, database=None)
 @given(
     data=st.data(), cache=st.sampled_from([*CACHES]), dtype=st.sampled_from(["F32", "Q8_0", "F16/AFFINE4_32"])
 )
@@ -226,7 +226,7 @@ def test_any_description_is_that_of_a_snapshot_or_corrupt(
     judge(backend, cache, dtype, page)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=120, deadline=None, derandomize=True, database=None)
 @given(data=st.data(), cache=st.sampled_from([*CACHES]))
 def test_any_bytes_are_a_snapshots_or_corrupt(backend: ml.Backend, data: st.DataObject, cache: str) -> None:
     packed = bytearray(b"".join(pack([*stored(backend, cache).values()][-1])))

@@ -83,16 +83,6 @@ def test_every_name_begins_with_the_prefix_and_prefixes_do_not_mix(client: Valke
         assert three.stat(["a"]) == [None], "databases do not mix either"
 
 
-@pytest.mark.parametrize("scheme", ["valkey", "redis"])
-def test_it_is_opened_by_url_with_options_in_the_query(
-    server: ValkeyServer, client: Valkey, scheme: str
-) -> None:
-    url = f"{scheme}://127.0.0.1:{server.port}/0?prefix=mine&ttl=1h&connections=2&digest=xxh3_128"
-    with open_store(url) as store:  # type: ignore[attr-defined]
-        assert store.put("a", [b"x"])
-    assert 3_599_000 <= client.pttl(b"mine:xxh3:m:a") <= 3_600_000
-
-
 def test_usage_counts_entries_bytes_and_what_was_lost(store: ValkeyStore, client: Valkey) -> None:
     for key, size in (("a", 10), ("b", 0), ("c", 2000), ("d", 1), ("e", 1)):
         store.put(key, [content(key, size)])

@@ -19,7 +19,7 @@ from kvcache.cache import (
     SequenceLostError,
     check_whole,
 )
-from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, LandingPlace
+from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
@@ -256,7 +256,7 @@ class AttentionSnapshots:
         row, count = table.rows[seq], int(incoming.positions.size)
         follows = len(row) == row.last + 1 == incoming.begin and not row.lost
         known = incoming.dtype == self.storage.dtype and self.window is None and not incoming.whole
-        if not (follows and known and count and LandingPlace.is_known(backend)):
+        if not (follows and known and count and CellReservation.is_known(backend)):
             return None
         self.reclaim(count)
         start = table.choose(seq, count) if table.free >= count else None
@@ -270,7 +270,7 @@ class AttentionSnapshots:
             source = InCache(backend, table, buffers, cells)
             return self._remember(incoming.begin, end, incoming.positions[:count], source)
 
-        return CellReservation(table, cells, LandingPlace(backend, buffers, incoming, start), keep)
+        return CellReservation(backend, table, buffers, incoming, cells, keep)
 
     def _check_room(self, seq: int, begin: int, count: int) -> None:
         """Refuse ``count`` cells that are not there even without what they replace and snapshots hold."""

@@ -18,7 +18,7 @@ from kvcache.storage.cell_table import CellTable
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_buffers import LayerBuffers
 
-__all__ = ["CellReservation", "IncomingSnapshot", "LandingPlace", "StoredTensor", "bits_of"]
+__all__ = ["CellReservation", "IncomingSnapshot", "StoredTensor", "bits_of"]
 
 
 Places = dict[int, list[np.ndarray]]
@@ -45,22 +45,29 @@ class IncomingSnapshot:
     """The tensors of each layer."""
 
 
-class LandingPlace:
-    """A run of a cache's cells, in all layers, for the tensors of an incoming snapshot.
+class CellReservation:
+    """A run of free cells, held for a snapshot: to be opened, filled at once, and kept or discarded.
 
     ``buffers``, which are the cache's, must have the incoming layers, shapes and dtypes: a cache that
     has none yet does not know what it should have.
     """
 
+    __slots__ = ("_backend", "_buffers", "_cells", "_incoming", "_keep", "_pin", "_places", "_table")
+
     def __init__(
         self,
         backend: ml.Backend,
+        table: CellTable,
         buffers: Mapping[int, LayerBuffers],
         incoming: IncomingSnapshot,
-        start: int,
+        cells: np.ndarray,
+        keep: Callable[[np.ndarray, int], AttentionSnapshot],
     ) -> None:
-        self._backend, self._buffers = backend, buffers
-        self._incoming, self._start = incoming, start
+        """``keep`` makes the snapshot of the first of the cells, wherever they are by then."""
+        self._backend, self._table, self._buffers = backend, table, buffers
+        self._incoming, self._cells, self._keep = incoming, cells, keep
+        self._pin = table.hold(cells)
+        self._places: Places = {}
 
     @staticmethod
     def is_known(backend: ml.Backend) -> bool:
@@ -68,7 +75,10 @@ class LandingPlace:
         return isinstance(backend, (ml.SupportsHostWrite, ml.SupportsPageTransfer))
 
     def open(self) -> Places | None:
-        """The cells' memory, to be written by the host; None where some of it is not to be had."""
+        """The cells' memory, per layer in the order of the incoming tensors; None where it is not to be had.
+
+        To be let go of before ``keep``, and before the backend is used for anything else.
+        """
         backend = self._backend
         if not isinstance(backend, ml.SupportsHostWrite):
             return None
@@ -78,14 +88,18 @@ class LandingPlace:
                 return None
             found = {i: [backend.overwrite(ctx.layer(i), one) for one in views[i]] for i in views}
         places = {i: [place for place in layer if place is not None] for i, layer in found.items()}
-        return places if all(len(places[i]) == len(found[i]) for i in found) else None
+        if any(len(places[i]) < len(found[i]) for i in found):
+            return None
+        self._places = places
+        return places
 
     def page_in(
         self, arrays: Mapping[int, Sequence[tuple[np.ndarray, Sequence[int]]]]
     ) -> ml.PageTransfer | None:
-        """Begin to copy arrays into the cells; None where the backend does not do this.
+        """In place of ``open``: begin to copy arrays into the cells; None where the backend does not do this.
 
-        Each comes with its axes: the tensor (count, heads, ...) permuted by them has the array's shape.
+        Each comes with its axes: the tensor (count, heads, ...) permuted by them has the array's shape. Who
+        uses the cells comes after it.
         """
         backend = self._backend
         if not isinstance(backend, ml.SupportsPageTransfer):
@@ -99,50 +113,7 @@ class LandingPlace:
                 for i, layer in arrays.items()
                 for (array, axes), view in zip(layer, views[i], strict=True)
             ]
-            return backend.page_in(ctx, [array for array, _ in pairs], [tensor for _, tensor in pairs])
-
-    def _views(self, ctx: ml.Context) -> dict[int, tuple[ml.Tensor, ...]] | None:
-        """The cells as tensors, by layer; None where they are not of the incoming kind."""
-        layers, count = self._incoming.layers, int(self._incoming.positions.size)
-        if not self._buffers or self._buffers.keys() != layers.keys():
-            return None
-        views = {i: self._buffers[i].stored_views(ctx.layer(i), self._start, count) for i in layers}
-        same = all([(v.shape, v.dtype.numpy) for v in views[i]] == [*layers[i]] for i in layers)
-        return views if same else None
-
-
-class CellReservation:
-    """Free cells that are held for a snapshot, to be opened, filled at once, and kept or discarded."""
-
-    __slots__ = ("_cells", "_keep", "_pin", "_place", "_places", "_table")
-
-    def __init__(
-        self,
-        table: CellTable,
-        cells: np.ndarray,
-        place: LandingPlace,
-        keep: Callable[[np.ndarray, int], AttentionSnapshot],
-    ) -> None:
-        """``keep`` makes the snapshot of the first of the cells, wherever they are by then."""
-        self._table, self._cells, self._place, self._keep = table, cells, place, keep
-        self._pin = table.hold(cells)
-        self._places: Places = {}
-
-    def open(self) -> Places | None:
-        """The cells' memory, per layer in the order of the incoming tensors; None where it is not to be had.
-
-        To be let go of before ``keep``, and before the backend is used for anything else.
-        """
-        places = self._place.open()
-        if places is not None:
-            self._places = places
-        return places
-
-    def page_in(
-        self, arrays: Mapping[int, Sequence[tuple[np.ndarray, Sequence[int]]]]
-    ) -> ml.PageTransfer | None:
-        """In place of ``open``: as :meth:`LandingPlace.page_in`. Who uses the cells comes after it."""
-        transfer = self._place.page_in(arrays)
+            transfer = backend.page_in(ctx, [array for array, _ in pairs], [tensor for _, tensor in pairs])
         if transfer is not None:
             self._table.arrivals.add(self._cells, transfer)
         return transfer
@@ -164,6 +135,15 @@ class CellReservation:
         places, self._places = self._places, {}
         for place in (place for layer in places.values() for place in layer):
             bits_of(place)[start:] = 0
+
+    def _views(self, ctx: ml.Context) -> dict[int, tuple[ml.Tensor, ...]] | None:
+        """The cells as tensors, by layer; None where they are not of the incoming kind."""
+        layers, count = self._incoming.layers, int(self._incoming.positions.size)
+        if not self._buffers or self._buffers.keys() != layers.keys():
+            return None
+        views = {i: self._buffers[i].stored_views(ctx.layer(i), int(self._cells[0]), count) for i in layers}
+        same = all([(v.shape, v.dtype.numpy) for v in views[i]] == [*layers[i]] for i in layers)
+        return views if same else None
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import ml
 
 from ..cupy_double import module as cupy
-from .rigs.conversing import ConversationSetup, Rig
+from .rigs.conversing import ConversationSetup, Rig, Talk
 from .rigs.stores import Way
 
 
@@ -30,7 +30,7 @@ def other(request: pytest.FixtureRequest, open_any: Any) -> Iterator[ml.Backend]
 
 
 @pytest.fixture
-def talk(backend: ml.Backend) -> Callable[..., Rig]:
+def talk(backend: ml.Backend) -> Talk:
     """``talk(cache="causal", budget, tiers, **changes of the setup or options)``: a rig."""
 
     def make(cache: str = "causal", budget: int | None = None, tiers: Any = (), **changes: Any) -> Rig:

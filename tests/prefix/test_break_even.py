@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,11 +11,9 @@ import pytest
 from kvcache.cache import InvalidRangeError
 from kvcache.offload.break_even import BreakEven, Link
 
-from .rigs.conversing import LONG, SOME, Rig
+from .rigs.conversing import LONG, Rig, Talk, some_caches
 from .rigs.stores import Clock, LinkedStore, stored
 
-Talk = Callable[..., Rig]
-some_caches = pytest.mark.parametrize("cache", SOME)
 STORE = object()
 SLOW, FAST = 1e3, 1e9
 """Bytes per second. Twenty tokens of a rig are some kilobytes."""

@@ -30,7 +30,7 @@ from kvcache.stores import FileStore, SnapshotCorruptError, StoreFullError, Stor
 from ml import DType
 
 from .models.digests import Token, shared
-from .rigs.conversing import CACHES, DIVISIBLE, STATEFUL, Chat, ConversationSetup, Rig
+from .rigs.conversing import CACHES, DIVISIBLE, STATEFUL, Chat, ConversationSetup, Rig, every_cache
 from .rigs.stores import FlakyStore
 
 ALPHABET: tuple[Token, ...] = (0, 1, 2, 3, b"an image", b"another")
@@ -468,7 +468,7 @@ def run_machine(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@every_cache
 def test_sessions_see_what_computing_from_nothing_would_store(backend: ml.Backend, cache: str) -> None:
     run_machine(backend, 120 if "ML_LONG" in os.environ else 8, cache=cache)
 

@@ -15,10 +15,9 @@ from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.stores import MemoryStore
 
-from .rigs.conversing import DIVISIBLE, LONG, Rig
+from .rigs.conversing import DIVISIBLE, LONG, Rig, Talk
 from .rigs.stores import stored
 
-Talk = Callable[..., Rig]
 SIZE = 4
 SALTS = ("", "a", "b")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,26 +14,15 @@ from kvcache.prefix.eviction_policy import GDSF, LRU, PrefixEvictionPolicy, Use,
 from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.stores import MemoryStore
 
-from .rigs.conversing import SOME, ConversationSetup, Rig
+from .rigs.conversing import SOME, ConversationSetup, Rig, Talk, longest, room, some_caches
 from .test_tenants import visible
 
-Talk = Callable[..., Rig]
 ONE, TWO, THREE = ([base + i for i in range(20)] for base in (100, 200, 300))
 TOKEN = ConversationSetup().token_bytes
 
 
 def options(**named: Any) -> dict[str, Any]:
     return {"options": {"block_size": 4, "interval": 8, **named}}
-
-
-def room(r: Rig, tokens: int) -> None:
-    """Let the device keep so many tokens and no more."""
-    r.prefix.tree.device.budget = tokens * TOKEN
-    r.prefix.evictor.enforce()
-
-
-def longest(r: Rig, *prompts: list[int], **whose: Any) -> list[int]:
-    return [r.prefix.longest([*prompt, 0], **whose) for prompt in prompts]
 
 
 @dataclass
@@ -268,7 +256,7 @@ def test_what_a_tenant_may_never_have_is_not_copied_to_host_memory(talk: Talk) -
     assert (r.prefix.nbytes["host"], r.prefix.over_tenant_budget) == (0, 1)
 
 
-@pytest.mark.parametrize("cache", SOME)
+@some_caches
 @pytest.mark.parametrize("seed", range(2))
 def test_tenants_find_what_is_theirs_and_stay_within_budgets(talk: Talk, cache: str, seed: int) -> None:
     rnd = random.Random(seed)

@@ -20,12 +20,8 @@ from kvcache.stores import FileStore, MemoryStore
 from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml import DType
 
-from .rigs.conversing import CACHES, LONG, SOME, WHOLE, ConversationSetup, Rig
+from .rigs.conversing import LONG, SOME, WHOLE, ConversationSetup, Rig, Talk, every_cache, some_caches
 from .rigs.stores import CALLS, FlakyStore, stored
-
-Talk = Callable[..., Rig]
-every_cache = pytest.mark.parametrize("cache", CACHES)
-some_caches = pytest.mark.parametrize("cache", SOME)
 
 
 def turn(r: Rig, history: list[int], rnd: random.Random) -> int:

@@ -12,10 +12,8 @@ from kvcache.offload.worker import OffloadWorker
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import InjectedError, Plan, only_protocol
 
-from .rigs.conversing import LONG, SOME, ConversationSetup, Rig
+from .rigs.conversing import LONG, ConversationSetup, Rig, some_caches
 from .rigs.stores import THREAD, Way
-
-some_caches = pytest.mark.parametrize("cache", SOME)
 
 
 @some_caches

@@ -21,7 +21,7 @@ from kvcache.testing.rigs.protocol import only_protocol
 from ml.testing import BackendTests
 
 from ..late_device import LateBackend, LateTransfer
-from .rigs.conversing import CACHES, LONG, SOME, ConversationSetup, Rig
+from .rigs.conversing import LONG, ConversationSetup, Rig, every_cache, some_caches
 from .test_conversations import run_machine
 
 OTHER = [*range(100, 120)]
@@ -61,7 +61,7 @@ def rig_of(device: LateBackend, cache: str = "causal", tiers: Any = None, **chan
     return Rig(setup, device, budget=0, tiers=[HostTier()] if tiers is None else tiers)
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@every_cache
 def test_conversations_on_a_device_that_pages_by_itself_see_what_was_said(
     device: LateBackend, cache: str
 ) -> None:
@@ -223,7 +223,7 @@ def test_a_copy_that_fails_late_loses_its_sequence_and_no_other(device: LateBack
     assert r.keep([*LONG, 1]) == 0
 
 
-@pytest.mark.parametrize("cache", SOME)
+@some_caches
 def test_what_does_not_get_out_is_counted_and_computed_again(device: LateBackend, cache: str) -> None:
     r = Rig(ConversationSetup(cache), device, tiers=[HostTier()])
     r.keep(LONG)

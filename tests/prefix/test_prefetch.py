@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,11 +16,9 @@ from kvcache.offload.prefetch import Prefetch
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import FileStore, StoreUnavailableError
 
-from .rigs.conversing import CACHES, LONG, SOME, Rig
+from .rigs.conversing import LONG, Rig, Talk, every_cache, some_caches
 from .rigs.stores import GatedStore, stored
 
-Talk = Callable[..., Rig]
-some_caches = pytest.mark.parametrize("cache", SOME)
 PROMPT = [*LONG, 9]
 OTHER = [*LONG, 8, 8]
 THREAD = "kvcache-prefetch"
@@ -301,7 +298,7 @@ def test_there_is_nothing_to_read_ahead_without_a_store_that_is_far(talk: Talk) 
         talk(tiers=[kept], read_ahead=-1)
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@every_cache
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_read_ahead_every_session_begins_as_it_would_without(
     talk: Talk, cache: str, seed: int

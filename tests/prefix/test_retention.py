@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,24 +12,13 @@ import pytest
 from kvcache import HostTier, InvalidRangeError
 from kvcache.prefix.retention import Retention, TokenRange, merged, rank_of
 
-from .rigs.conversing import LONG, SOME, Rig
+from .rigs.conversing import LONG, Rig, Talk, longest, room, some_caches
 
-Talk = Callable[..., Rig]
 ONE, TWO, THREE = ([base + i for i in range(20)] for base in (100, 200, 300))
 
 
 def asked(priority: int, duration: float | None = None, begin: int = 0, end: int | None = None) -> Retention:
     return Retention([TokenRange(begin, end, priority, duration)])
-
-
-def room(r: Rig, tokens: int) -> None:
-    """Let the device keep so many tokens and no more."""
-    r.prefix.tree.device.budget = tokens * r.setup.token_bytes
-    r.prefix.evictor.enforce()
-
-
-def longest(r: Rig, *prompts: list[int]) -> list[int]:
-    return [r.prefix.longest([*prompt, 0]) for prompt in prompts]
 
 
 def set_clock(r: Rig) -> list[float]:
@@ -145,7 +133,7 @@ def test_a_higher_priority_that_ends_uncovers_the_lower_one() -> None:
     assert rank_of(((90, 10.0),), 10.0) == 35
 
 
-@pytest.mark.parametrize("cache", SOME)
+@some_caches
 def test_where_everything_has_the_highest_priority_a_full_cache_goes_on(talk: Talk, cache: str) -> None:
     r = talk(cache)
     for i in range(8):
@@ -164,7 +152,7 @@ def test_what_is_pinned_goes_after_the_highest_priority(talk: Talk) -> None:
     assert longest(r, ONE, TWO) == [20, 0]
 
 
-@pytest.mark.parametrize("cache", SOME)
+@some_caches
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_goes_before_what_it_leads_to(talk: Talk, cache: str, seed: int) -> None:
     r, rnd = talk(cache, 9000), random.Random(seed)

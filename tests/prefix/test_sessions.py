@@ -15,10 +15,7 @@ from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import InjectedError
 from ml import DType
 
-from .rigs.conversing import LONG, SOME, STATEFUL, WHOLE, Rig
-
-Talk = Callable[..., Rig]
-some_caches = pytest.mark.parametrize("cache", SOME)
+from .rigs.conversing import LONG, SOME, STATEFUL, WHOLE, Rig, Talk, some_caches
 
 
 @some_caches

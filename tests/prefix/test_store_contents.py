@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,11 +18,9 @@ from kvcache.prefix.session import SessionReplacedError
 from kvcache.stores import MemoryStore
 
 from ..child_processes import child, finished
-from .rigs.conversing import LONG, SOME, STATEFUL, ConversationSetup, Rig
+from .rigs.conversing import LONG, STATEFUL, ConversationSetup, Rig, Talk, some_caches
 from .rigs.stores import FlakyStore, SlowStore, stored
 
-Talk = Callable[..., Rig]
-some_caches = pytest.mark.parametrize("cache", SOME)
 ONE = ConversationSetup().token_bytes
 BRANCHES = [[*LONG[:10], first, *LONG] for first in (1, 2, 3)]
 """They part inside a block."""

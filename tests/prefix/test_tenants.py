@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,10 +14,9 @@ from kvcache.prefix import alphabet
 from kvcache.stores import MemoryStore
 
 from .models.digests import shared as common
-from .rigs.conversing import LONG, SOME, Rig
+from .rigs.conversing import LONG, Talk, some_caches
 from .rigs.stores import FlakyStore, stored
 
-Talk = Callable[..., Rig]
 Whose = dict[str, Any]
 
 
@@ -51,7 +50,7 @@ def test_each_request_finds_what_its_tenant_may_see_and_no_more(
     r.prefix.close()
 
 
-@pytest.mark.parametrize("cache", SOME)
+@some_caches
 def test_no_figure_tells_whether_a_stranger_has_computed_the_same(talk: Talk, cache: str) -> None:
     """A request costs and reports the same whether another tenant computed its prompt or one as long."""
     told = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,17 @@ from kvcache.offload.tiers import HostTier
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.stores import FileStore, MemoryStore, SnapshotCorruptError
 
-from .rigs.conversing import CACHES, DIVISIBLE, LONG, SOME, ConversationSetup, Rig
+from .rigs.conversing import (
+    DIVISIBLE,
+    LONG,
+    ConversationSetup,
+    Rig,
+    Talk,
+    every_cache,
+    some_caches,
+)
 from .rigs.stores import CALLS, FlakyStore, PlainStore, SlowStore, stored
 
-Talk = Callable[..., Rig]
-every_cache = pytest.mark.parametrize("cache", CACHES)
-some_caches = pytest.mark.parametrize("cache", SOME)
 ONE = ConversationSetup().token_bytes
 SMALL: dict[str, Any] = {"max_sequences": 1, "capacity": 64, "max_batch": 64}
 
@@ -91,7 +95,7 @@ def test_what_the_device_has_no_room_for_goes_to_host_memory_and_disk(
         assert [other.peek([*prompt, 1, 2]) for prompt in prompts] == [22] * 6
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@every_cache
 def test_every_tier_small_and_smaller(talk: Talk, cache: str) -> None:
     for budget, host in ((0, 0), (3000, 1500)):
         r = talk(cache, budget, [HostTier(host), MemoryStore()])

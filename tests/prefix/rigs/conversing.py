@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 import kvcache
 import ml
@@ -84,6 +85,8 @@ STATEFUL = ("recurrent", "recurrent and sliding")
 """Those that want batches to end where a snapshot is due."""
 WHOLE = tuple(name for name in CACHES if name not in DIVISIBLE)
 SOME = ("causal", "wrapper", "recurrent")
+every_cache = pytest.mark.parametrize("cache", CACHES)
+some_caches = pytest.mark.parametrize("cache", SOME)
 LONG = list(range(10, 30))
 """Twenty tokens. Whole content is kept at 8, 16, 19 and 20 of them."""
 
@@ -340,3 +343,16 @@ class Chat:
 
     def close(self, keep: bool = True) -> None:
         self.session.close(keep)
+
+
+Talk = Callable[..., Rig]
+
+
+def room(r: Rig, tokens: int) -> None:
+    """Let the device keep so many tokens and no more."""
+    r.prefix.tree.device.budget = tokens * r.setup.token_bytes
+    r.prefix.evictor.enforce()
+
+
+def longest(r: Rig, *prompts: list[int], **whose: Any) -> list[int]:
+    return [r.prefix.longest([*prompt, 0], **whose) for prompt in prompts]

@@ -10,15 +10,13 @@ from typing import Any
 from kvcache.stores import MemoryStore, SnapshotStore, StoreUnavailableError
 from kvcache.testing.rigs.protocol import InjectedError, Plan
 
-from .conversing import LONG, Rig
+from .conversing import LONG, Talk
 
 THREAD = "kvcache-offload"
 CALLS = ("put", "stat", "get_into", "prefix", "delete")
 
 
-def stored(
-    talk: Callable[..., Rig], *prompts: Any, cache: str = "causal", store: Any = None, **whose: Any
-) -> Any:
+def stored(talk: Talk, *prompts: Any, cache: str = "causal", store: Any = None, **whose: Any) -> Any:
     """A store (``store``, or one in memory) that has the prompts (LONG), of which nothing else is left."""
     store = store or MemoryStore()
     r = talk(cache, tiers=[store])
