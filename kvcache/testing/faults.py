@@ -17,9 +17,8 @@ from kvcache import Batch
 from kvcache.testing.harness import CacheCase
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.attention import Rig
-from kvcache.testing.rigs.protocol import InjectedError, Plan, only_protocol
-
-__all__ = ["FaultTests"]
+from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
+from kvcache.testing.rigs.protocol import InjectedError
 
 SPARE = 3
 """A sequence that stays empty."""
@@ -35,6 +34,28 @@ class Scenario:
     touches: frozenset[int] = frozenset()
     """Sequences whose stored data it moves."""
     setup: Setup = field(default_factory=lambda: Setup(max_sequences=4, capacity=8, layers=2))
+
+    def rig(self, backend: ml.Backend, ctx: ml.Context) -> Rig:
+        rig = Rig(self.setup, backend, ctx)
+        self.prepare(rig)
+        return rig
+
+    def check(self, r: Rig) -> None:
+        """After a failure of ``act``."""
+        lost = set(_lost(r)) if self.touches else set()
+        if not lost:
+            r.check_figures()
+            self.act(r)  # once more: now it works
+            self.follow(r)
+            r.check_figures()
+        else:
+            assert lost <= self.touches, "a sequence is lost whose data was not touched"
+            assert lost == self.touches, "a sequence whose data was touched is not marked"
+            r.model.lost = lost
+            r.check_figures()
+            for seq in sorted(lost):
+                r.remove(seq, 0)
+        r.drain()
 
 
 def _fill(r: Rig) -> None:
@@ -124,32 +145,14 @@ every_scenario = pytest.mark.parametrize("scenario", list(SCENARIOS.values()), i
 
 class FaultTests(CacheCase):
     @every_scenario
-    @pytest.mark.parametrize("after", [False, True], ids=["before the call", "after the call"])
+    @every_way_to_fail
     def test_a_failing_backend_leaves_the_cache_as_it_was_or_says_what_is_lost(
-        self, backend: ml.Backend, scenario: Scenario, after: bool
+        self, backend: ml.Backend, scenario: Scenario, when: str
     ) -> None:
-        for fail_at in self._failing(backend, scenario, 2 * after):
-            with self._rig(backend, scenario) as (r, plan):
-                plan.arm(fail_at, after)
-                with pytest.raises(InjectedError):
-                    scenario.act(r)
-                plan.arm(None)
-                self._check(r, scenario)
-
-    @every_scenario
-    def test_an_interrupt_is_a_failure_like_any_other(self, backend: ml.Backend, scenario: Scenario) -> None:
-        for fail_at in self._failing(backend, scenario, 1):
-            with self._rig(backend, scenario) as (r, plan):
-                plan.arm(fail_at, error=KeyboardInterrupt)
-                with pytest.raises(KeyboardInterrupt):
-                    scenario.act(r)
-                plan.arm(None)
-                self._check(r, scenario)
+        every_failure(backend, when, scenario.rig, scenario.act, scenario.check, self.fault_stride)
 
     def test_a_lost_sequence_says_so_wherever_it_is_used_and_comes_back(self, backend: ml.Backend) -> None:
-        scenario = SCENARIOS["remove in the middle of a run"]
-        with self._rig(backend, scenario) as (r, plan):
-            self._lose(r, plan, scenario)
+        def check(r: Rig) -> None:
             uses: list[Callable[[], object]] = [
                 lambda: r.cache.start_forward(r.ctx, Batch([3], [0])),
                 lambda: r.cache.start_forward(r.ctx, Batch([3, 2], [0, 1])),
@@ -169,24 +172,29 @@ class FaultTests(CacheCase):
             assert r.forward(range(3), 0)
             r.drain()
 
+        self._lose(backend, check)
+
     def test_a_lost_sequence_is_whole_again_as_a_copy_of_another(self, backend: ml.Backend) -> None:
-        scenario = SCENARIOS["remove in the middle of a run"]
-        with self._rig(backend, scenario) as (r, plan):
-            self._lose(r, plan, scenario)
+        def check(r: Rig) -> None:
             r.copy_prefix(1, 0, 2)
             r.extend(0)
             r.drain()
 
+        self._lose(backend, check)
+
     @staticmethod
-    def _lose(r: Rig, plan: Plan, scenario: Scenario) -> None:
-        """Fail in the last thing that the device does."""
-        scenario_calls = FaultTests._calls(r.backend, scenario)
-        plan.arm(scenario_calls - 1, after=True)
-        with pytest.raises(InjectedError):
-            scenario.act(r)
-        plan.arm(None)
-        r.model.lost = {0}
-        r.check_figures()
+    def _lose(backend: ml.Backend, check: Callable[[Rig], None]) -> None:
+        """``check`` wherever a failure loses sequence 0."""
+        scenario, checked = SCENARIOS["remove in the middle of a run"], []
+
+        def check_lost(r: Rig) -> None:
+            r.model.lost = set(_lost(r))
+            if r.model.lost:
+                check(r)
+                checked.append(r)
+
+        every_failure(backend, "after the call", scenario.rig, scenario.act, check_lost)
+        assert checked
 
     def test_a_config_that_fails_leaves_the_cache_unbound(self, backend: ml.Backend) -> None:
         class Broken:
@@ -202,58 +210,6 @@ class FaultTests(CacheCase):
         cache.set_config(ml.CacheConfig())
         cache.init(backend, ml.DType.F32, 2, 8, 8)
         assert cache.cells == 16
-
-    # Machinery.
-
-    def _failing(self, backend: ml.Backend, scenario: Scenario, begin: int) -> range:
-        """The calls that fail, one in ``fault_stride``; ways to fail ``begin`` at different ones."""
-        calls = self._calls(backend, scenario)
-        return range(max(0, min(begin % self.fault_stride, calls - 1)), calls, self.fault_stride)
-
-    @staticmethod
-    def _calls(backend: ml.Backend, scenario: Scenario) -> int:
-        """How many calls to the backend it makes."""
-        with FaultTests._rig(backend, scenario) as (r, plan):
-            plan.arm(None)
-            scenario.act(r)
-            return len(plan.calls)
-
-    @staticmethod
-    def _rig(backend: ml.Backend, scenario: Scenario) -> _Prepared:
-        return _Prepared(backend, scenario)
-
-    @staticmethod
-    def _check(r: Rig, scenario: Scenario) -> None:
-        lost = set(_lost(r)) if scenario.touches else set()
-        if not lost:
-            r.check_figures()
-            scenario.act(r)  # once more: now it works
-            scenario.follow(r)
-            r.check_figures()
-        else:
-            assert lost <= scenario.touches, "a sequence is lost whose data was not touched"
-            assert lost == scenario.touches, "a sequence whose data was touched is not marked"
-            r.model.lost = lost
-            r.check_figures()
-            for seq in sorted(lost):
-                r.remove(seq, 0)
-        r.drain()
-
-
-class _Prepared:
-    def __init__(self, backend: ml.Backend, scenario: Scenario) -> None:
-        self.plan = Plan()
-        self.backend = only_protocol(backend, self.plan)
-        self.ctx = self.backend.new_context()
-        self.scenario = scenario
-
-    def __enter__(self) -> tuple[Rig, Plan]:
-        rig = Rig(self.scenario.setup, self.backend, self.ctx)
-        self.scenario.prepare(rig)
-        return rig, self.plan
-
-    def __exit__(self, *error: object) -> None:
-        self.ctx.close()
 
 
 def _lost(r: Rig) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -16,8 +17,6 @@ from kvcache.testing.models import values
 from kvcache.testing.models.attention import Copy, Held, Model, Setup
 from kvcache.testing.rigs.attention import Rig, outcome
 from ml import DType
-
-__all__ = ["ForeignCache", "WrapperRig", "wrapper_trace"]
 
 
 class ForeignCache:
@@ -32,40 +31,15 @@ class ForeignCache:
             raise kvcache.KVCacheError(f"{name}: this cache refuses")
         return getattr(self.inner, name)(*args, **named)
 
-    def init(self, *args: Any) -> None:
-        self._ask("init", *args)
-
-    def set_config(self, config: ml.CacheConfig) -> None:
-        self._ask("set_config", config)
-
-    def close(self) -> None:
-        self._ask("close")
-
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
     ) -> None:
         self._ask("start_forward", ctx, batch, reserve, read_only=read_only)
 
-    def set_layer(self, layer: int) -> None:
-        self._ask("set_layer", layer)
 
-    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
-        self._ask("put", ctx, key, value)
-
-    def get(self, ctx: ml.Context) -> Any:
-        return self._ask("get", ctx)
-
-    def attend(self, *args: Any) -> Any:
-        return self._ask("attend", *args)
-
-    def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
-        self._ask("copy_prefix", src_seq, dst_seq, length)
-
-    def can_resume(self, seq: int, position: int) -> bool:
-        return bool(self._ask("can_resume", seq, position))
-
-    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
-        self._ask("remove", seq, begin, end)
+for _name in [name for name in vars(kvcache.Cache) if not name.startswith("_")]:
+    if _name not in vars(ForeignCache):  # a wrapper reads the signature of start_forward
+        setattr(ForeignCache, _name, partialmethod(ForeignCache._ask, _name))
 
 
 class WrapperRig:
