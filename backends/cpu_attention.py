@@ -21,8 +21,6 @@ from backends.ragged_kernel import BLOCKS, layout
 from ml.errors import BoundsError, ShapeError
 from ml.ragged import RaggedPlan
 
-__all__ = ["BITS", "BLOCK", "Array", "Stored", "address", "attend", "check_shapes", "kernels", "values_shape"]
-
 KINDS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 8, "Q4_0": 4}
 """What the kernels read, as they name it."""
 BITS = {"Q8_0": 8, "Q4_0": 4}

@@ -47,8 +47,6 @@ from backends.cpu_vectors import (
 )  # fmt: skip
 from backends.numba_options import kernel, part
 
-__all__ = ["WRONG_READER", "WRONG_SEGMENT", "attend", "merge", "scratch_size", "survey"]
-
 CHUNK = 128
 """Rows whose scores are there at a time."""
 F32, F16, BF16, Q8, Q4 = KINDS.values()

@@ -9,8 +9,6 @@ from numba import types
 
 from backends.numba_options import kernel, part
 
-__all__ = ["store"]
-
 ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
 GIVEN = types.Array(types.float32, 3, "C", readonly=True)
 INTO = types.Array(types.int8, 3, "A"), types.Array(types.uint16, 3, "A"), types.int64

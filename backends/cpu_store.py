@@ -15,8 +15,6 @@ import numpy as np
 from backends.cpu_attention import BITS, BLOCK, Array, Stored
 from ml.base import BaseBackend
 
-__all__ = ["Codes", "CodesStore", "encoded", "floats"]
-
 
 @functools.lru_cache(maxsize=1)
 def _kernel() -> ModuleType | None:

@@ -15,13 +15,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = [
-    "EXPONENT", "LANES", "LN2_HIGH", "LN2_LOW", "LOG2_E", "POLYNOMIAL", "ROUNDING", "SMALLEST", "TALL",
-    "WIDE", "add_four_one", "add_four_two", "add_one_eight", "add_one_one", "add_two_four", "add_two_one",
-    "exponentials", "highest", "score_block", "score_column", "score_one", "score_row", "to_floats",
-    "to_halves", "widen_eight", "widen_four",
-]  # fmt: skip
-
 LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
 """Floats of a vector. Processors with shorter ones take it in parts."""
 TALL = 4 if LANES == 16 else 2

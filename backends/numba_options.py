@@ -13,8 +13,6 @@ from typing import Any
 
 from numba import njit, types
 
-__all__ = ["kernel", "part"]
-
 
 def part(fastmath: Any) -> Callable[[Any], Any]:
     """What kernels are made of."""

@@ -18,8 +18,6 @@ from ml.errors import ShapeError
 from ml.selection import largest
 from ml.strided import Shape, contiguous_strides
 
-__all__ = ["ArrayContext", "ArrayTensor", "element_strides"]
-
 _SQRT_2 = math.sqrt(2.0)
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 

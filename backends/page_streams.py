@@ -15,8 +15,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-__all__ = ["RUN", "CopyQueue", "PageStreams", "StreamTransfer", "runs"]
-
 RUN = 256 << 10
 """Bytes; what lies in shorter runs goes by way of a tensor without gaps: each call takes its time."""
 

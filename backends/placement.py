@@ -11,17 +11,6 @@ from ml.devices import DeviceInfo
 from ml.dtypes import DType
 from ml.errors import BoundsError, DeviceError, ShapeError
 
-__all__ = [
-    "GPU_CALL_BYTES",
-    "PlacedBackend",
-    "PlacedContext",
-    "asked_devices",
-    "check_layers",
-    "check_once",
-    "only_device",
-]
-
-
 GPU_CALL_BYTES = 16 << 20
 """``CacheConfig.call_bytes`` of a GPU: launches of 10 us at 1.6 TB/s. Not measured on one."""
 

@@ -25,8 +25,6 @@ from ml.errors import ShapeError
 from ml.protocols import Context, Tensor
 from ml.ragged import RaggedPlan
 
-__all__ = ["MERGE", "PARTS", "THREADS", "Launch", "Shape", "launch"]
-
 THREADS = 128
 KEYS = 32
 """Keys that a block holds at once: a thread takes the scores of one of them."""

@@ -9,8 +9,6 @@ import numpy as np
 from ml.base.checks import cast_host
 from ml.dtypes import DType
 
-__all__ = ["STAGED_BYTES", "fill", "lay_out"]
-
 STAGED_BYTES = 16 << 20
 """Up to so much, such as what a pass needs, goes to CUDA by the framework's own pinned memory. With other
 memory the host may wait until the device has done all that it was asked to do before."""

@@ -18,8 +18,6 @@ from ml.testing.ragged import ragged_reference
 from .backend_mutants import Mutant, mutant
 from .page_mutants import MUTANTS
 
-__all__ = ["MUTANTS", "one_further", "to_the_end"]
-
 
 def _top_left(ctx: Any, tokens: int, history: int) -> Any:
     rows, columns = np.indices((tokens, history))

@@ -30,8 +30,6 @@ from ml.testing.refusals import RefusalTests
 from ml.testing.rows import RowTests
 from ml.testing.stores import KVStoreTests
 
-__all__ = ["MUTANTS", "Mutant", "mutant"]
-
 
 @dataclass(frozen=True)
 class Mutant:

@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_map
 
 from backends.torch import ragged, store
 
-__all__ = ["DeviceTensor", "Transfer", "Transfers", "cuda_double"]
-
 HOST = torch.device("cpu")
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "bincount"}
 """Operations whose result, or its shape, the host has to know."""

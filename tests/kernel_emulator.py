@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-__all__ = ["Kernels", "mlx_kernel", "names_of"]
-
 SHIM = r"""
 #include <cmath>
 #include <cstdint>

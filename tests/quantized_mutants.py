@@ -15,8 +15,6 @@ from ml.testing.ragged import ragged_reference
 from .attention_mutants import MUTANTS, one_further, to_the_end
 from .backend_mutants import Mutant
 
-__all__ = ["MUTANTS"]
-
 Parts = tuple[np.ndarray, ...]
 Change = Callable[[Parts, str], Parts]
 

@@ -24,8 +24,6 @@ from ml.errors import DeviceError, DTypeError
 from ml.ragged import RaggedPlan
 from ml.strided import Shape, extent
 
-__all__ = ["CupyBackend", "CupyContext"]
-
 
 class CupyBackend(PlacedBackend):
     """``open_backend("cupy", device="cuda:1")``, or ``devices=["cuda:0", "cuda:1"], layers=32``.

@@ -13,8 +13,6 @@ from backends.placement import asked_devices, check_once
 from ml.devices import DeviceInfo
 from ml.errors import DeviceError, MLError
 
-__all__ = ["Place", "find_places"]
-
 
 class Place:
     """A device of an open backend, and the stream that its work goes to.

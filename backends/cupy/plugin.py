@@ -6,8 +6,6 @@ from typing import Any
 
 from ml import Availability, Backend, BackendSpec, hookimpl
 
-__all__ = ["ml_backend"]
-
 MINIMUM = 14
 """The first release with BF16."""
 INSTALL_HINT = "pip install 'ml-kvcache[cupy-cuda12x]'  (or cupy-cuda13x)"

@@ -16,8 +16,6 @@ import numpy as np
 from ml.dtypes import DType
 from ml.strided import Shape
 
-__all__ = ["narrow_product"]
-
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 _ITEM, _WIDE = 2, 4
 """Bytes of an operand's element, and of the result's."""

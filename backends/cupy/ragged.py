@@ -13,8 +13,6 @@ from backends.ragged_kernel import MERGE, PARTS, THREADS, Shape, launch
 from ml.dtypes import DType
 from ml.ragged import RaggedPlan
 
-__all__ = ["ragged_attention", "source"]
-
 _ELEMENTS = {
     DType.F32: """
 typedef float stored;

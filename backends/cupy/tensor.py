@@ -23,8 +23,6 @@ from ml.dtypes import DType
 from ml.errors import NotSupportedError
 from ml.strided import Shape, contiguous_strides
 
-__all__ = ["CupyTensor"]
-
 _BITS = np.dtype(np.uint16)
 
 

@@ -16,8 +16,6 @@ from backends.cupy.tensor import CupyTensor
 from backends.page_streams import PageStreams, StreamTransfer, runs
 from ml.errors import DeviceError
 
-__all__ = ["CupyPages"]
-
 LEAST = 4096
 """Bytes; shorter runs are put together within the device."""
 

@@ -10,8 +10,6 @@ import numpy as np
 from ml.dtypes import DType
 from ml.errors import DTypeError
 
-__all__ = ["BITS", "MLX_DTYPES", "from_host", "from_mlx_dtype", "scalar", "schedule", "to_host"]
-
 schedule: Any = mx.async_eval
 """Evaluate arrays without waiting for them (MLX's stub gives it no type)."""
 

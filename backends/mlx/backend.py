@@ -39,8 +39,6 @@ from ml.protocols import Tensor
 from ml.ragged import RaggedPlan
 from ml.strided import Shape, contiguous_strides, overlaps_itself
 
-__all__ = ["MlxBackend", "MlxContext"]
-
 
 class MlxBackend(BaseBackend):
     """``open_backend("mlx", device=None, dtype=DType.F32)``; device "gpu" or "cpu", None: the best there is.

@@ -11,8 +11,6 @@ from ml.dtypes import DType
 if TYPE_CHECKING:
     from backends.mlx.tensor import MlxTensor
 
-__all__ = ["blocks_of", "dequantized", "quantized"]
-
 BLOCK = 32
 """Values that share a scale."""
 

@@ -27,8 +27,6 @@ from ml.distributed import ring_hosts
 from ml.dtypes import DType
 from ml.errors import GroupError
 
-__all__ = ["MlxGroup", "join"]
-
 _NARROW = (DType.F16, DType.BF16)
 _TICKS = 20
 """How often a limit is looked at before it is over."""

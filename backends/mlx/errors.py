@@ -9,8 +9,6 @@ from typing import Any
 
 from ml.errors import DeviceError, MLError
 
-__all__ = ["MLX_ERRORS", "device_errors", "translated"]
-
 MLX_ERRORS = (RuntimeError, ValueError, TypeError, OverflowError, MemoryError)
 
 

@@ -18,8 +18,6 @@ from ml.dtypes import DType
 if TYPE_CHECKING:
     from backends.mlx.tensor import MlxTensor
 
-__all__ = ["decoded", "encoded"]
-
 
 def encoded(x: MlxTensor, name: str) -> tuple[MlxTensor, ...] | None:
     """The parts of floats (..., dim); None for a format that is not known here."""

@@ -17,8 +17,6 @@ from ml.nn.rope import RopeSpec
 if TYPE_CHECKING:
     from backends.mlx.tensor import MlxTensor
 
-__all__ = ["attention", "grouped_matmul", "rope"]
-
 
 def attention(
     ctx: Any,

@@ -12,8 +12,6 @@ from ml.dtypes import DType
 if TYPE_CHECKING:
     from backends.mlx.tensor import MlxTensor
 
-__all__ = ["partial_attention"]
-
 
 def partial_attention(
     scale: float, query: MlxTensor, key: MlxTensor, value: MlxTensor, mask: Any

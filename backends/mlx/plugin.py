@@ -12,8 +12,6 @@ from typing import Any
 from ml import Availability, Backend, BackendSpec, hookimpl
 from ml.distributed import free_ports
 
-__all__ = ["ml_backend"]
-
 
 def probe() -> Availability:
     try:

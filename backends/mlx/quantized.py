@@ -16,8 +16,6 @@ from ml.ragged import RaggedPlan
 if TYPE_CHECKING:
     from backends.mlx.tensor import MlxTensor
 
-__all__ = ["quantized_attention"]
-
 MOST = 8
 """Segments of a plan, each of which takes some dozen operations."""
 

@@ -14,8 +14,6 @@ from backends.mlx.tensor import MlxTensor
 from backends.mlx.work import MlxWork
 from ml.base import BaseBackend
 
-__all__ = ["MlxQuantizedStore"]
-
 
 class MlxQuantizedStore:
     """See :class:`ml.SupportsQuantizedStore`; over parts (rows, heads, ...), each all of its storage."""

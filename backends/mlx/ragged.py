@@ -15,8 +15,6 @@ from ml.ragged import RaggedPlan
 if TYPE_CHECKING:
     from backends.mlx.tensor import MlxTensor
 
-__all__ = ["ragged_attention"]
-
 _COMMON = """
 #define LOAD(x) static_cast<float>(x)
 #define STORE(x) static_cast<T>(x)

@@ -14,17 +14,6 @@ import numpy as np
 
 from ml.strided import Shape, base_of, contiguous_strides, regular_region
 
-__all__ = [
-    "Region",
-    "RowRegion",
-    "element_offsets",
-    "is_contiguous",
-    "may_overlap",
-    "region_of",
-    "row_region_of",
-    "runs_of",
-]
-
 
 class Region(NamedTuple):
     """A view as the block ``base[start : start + sizes]``.

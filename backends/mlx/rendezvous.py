@@ -19,8 +19,6 @@ from collections.abc import Iterator, Sequence
 
 from ml.errors import GroupError
 
-__all__ = ["JOINING", "interrupted", "rendezvous"]
-
 JOINING = 5.0
 """Seconds that MLX has at least, once all ranks have met. It takes one that comes too early a second."""
 

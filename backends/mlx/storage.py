@@ -26,8 +26,6 @@ from ml.base import BaseBackend, Storage
 from ml.errors import ClosedError, DeviceError
 from ml.strided import Shape, contiguous_strides
 
-__all__ = ["SIZE_LIMIT", "WAIT_BYTES", "MlxStorage"]
-
 WAIT_BYTES = 1 << 20
 """A smaller storage is copied in less time than it takes to wait for what is in flight."""
 

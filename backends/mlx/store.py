@@ -14,8 +14,6 @@ from ml.base import BaseBackend, Storage
 from ml.protocols import Tensor
 from ml.strided import Shape, contiguous_strides
 
-__all__ = ["Half", "MlxKVStore"]
-
 _new = object.__new__
 
 

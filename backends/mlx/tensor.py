@@ -17,8 +17,6 @@ from ml.base import StridedTensor
 from ml.dtypes import DType
 from ml.strided import Shape, contiguous_strides
 
-__all__ = ["MlxTensor"]
-
 RUNS_LIMIT = 16
 """Rows in at most as many runs are written slice by slice: a scatter costs more per element."""
 _NARROW = (DType.F16, DType.BF16)

@@ -17,8 +17,6 @@ from ml.base import Storage
 from ml.dtypes import DType
 from ml.errors import DeviceError, GroupError
 
-__all__ = ["PENDING_BYTES", "PENDING_RESULTS", "MlxWork", "Ranks"]
-
 PENDING_RESULTS = 512
 """Results and writes that may wait unscheduled; one more hands them all to the stream."""
 PENDING_BYTES = 64 << 20

@@ -28,8 +28,6 @@ from ml.nn.grouped import runs
 from ml.ragged import RaggedPlan
 from ml.strided import Shape, contiguous_strides, extent, overlaps_itself
 
-__all__ = ["NumpyBackend", "NumpyContext", "NumpyTensor"]
-
 ALIGNMENT = 64
 """Bytes: a line of the processor's cache. The system reads a file into memory that begins with a line in
 two thirds of the time that it takes for other memory (16 bytes behind one, as NumPy allocates)."""

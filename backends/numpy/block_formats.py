@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["dequantized", "quantized"]
-
 BLOCK = 32
 """Values that share a scale."""
 

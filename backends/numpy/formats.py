@@ -10,8 +10,6 @@ import numpy as np
 from backends.numpy.block_formats import dequantized, quantized
 from ml.block_formats import AFFINE, AFFINE_LEAST_STEP, F8_LARGEST, F8_LEAST_SCALE
 
-__all__ = ["decoded", "encoded"]
-
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _FLOAT8_NUMBERS = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float32)
 

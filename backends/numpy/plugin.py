@@ -6,8 +6,6 @@ from typing import Any
 
 from ml import Availability, Backend, BackendSpec, hookimpl
 
-__all__ = ["ml_backend"]
-
 
 def probe() -> Availability:
     import numpy

@@ -20,8 +20,6 @@ from backends.torch.tensor import Placement, TorchTensor
 from ml.capabilities import CAUSAL, CausalMask
 from ml.errors import DTypeError, ShapeError
 
-__all__ = ["attend"]
-
 
 def attend(
     ctx: Placement,

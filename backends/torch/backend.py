@@ -35,8 +35,6 @@ from ml.errors import DeviceError, DTypeError, GroupError
 from ml.ragged import RaggedPlan
 from ml.strided import Shape, overlaps_itself
 
-__all__ = ["TorchBackend", "TorchContext"]
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 

@@ -7,8 +7,6 @@ import torch
 from backends.torch.tensor import Placement, TorchTensor
 from ml.dtypes import DType
 
-__all__ = ["dequantized", "quantized"]
-
 BLOCK = 32
 """Values that share a scale."""
 

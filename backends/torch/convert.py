@@ -13,18 +13,6 @@ from ml.dtypes import DType
 from ml.errors import BoundsError, DeviceError, MLError
 from ml.strided import extent
 
-__all__ = [
-    "FROM_TORCH",
-    "TO_TORCH",
-    "exactly",
-    "fill_from_host",
-    "pack",
-    "share_memory",
-    "to_host",
-    "translated",
-    "write",
-]
-
 TO_TORCH: dict[DType, torch.dtype] = {
     DType.F32: torch.float32,
     DType.F16: torch.float16,

@@ -11,8 +11,6 @@ from backends.placement import asked_devices, check_once
 from ml.devices import DeviceInfo
 from ml.errors import DeviceError
 
-__all__ = ["Place", "device_memory", "existing_devices", "find_places", "release"]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -23,8 +23,6 @@ from ml.distributed import launched
 from ml.dtypes import DType
 from ml.errors import GroupError, NotSupportedError
 
-__all__ = ["TorchGroup", "join"]
-
 _NARROW = (DType.F16, DType.BF16)
 _LOOPBACK = "127.0.0.1"
 POLL = 1e-4

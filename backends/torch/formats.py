@@ -11,8 +11,6 @@ from backends.torch.tensor import Placement, TorchTensor
 from ml.block_formats import AFFINE, AFFINE_LEAST_STEP, F8_LARGEST, F8_LEAST_SCALE
 from ml.dtypes import DType
 
-__all__ = ["decoded", "encoded"]
-
 
 def encoded(ctx: Placement, x: TorchTensor, name: str) -> tuple[TorchTensor, ...] | None:
     """The parts of floats (..., dim); None for a format that is not known here."""

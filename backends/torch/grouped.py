@@ -7,8 +7,6 @@ from torch.nn import functional
 
 from backends.torch.tensor import Placement, TorchTensor
 
-__all__ = ["multiply_grouped"]
-
 KERNELS = (9, 10)
 """The compute capabilities, by their first number, that torch has a kernel for. On others, and for F16 and
 F32, it multiplies matrix by matrix, and waits for the device to know how many rows each has."""

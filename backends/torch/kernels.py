@@ -21,22 +21,6 @@ from ml.capabilities import CausalMask
 from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
 
-__all__ = [
-    "STACKED_MASK_LIMIT",
-    "Bias",
-    "CausalMasks",
-    "Pair",
-    "attend_grouped",
-    "attend_part",
-    "beside",
-    "causal_bias",
-    "check_heads",
-    "check_sinks",
-    "home",
-    "natives",
-    "with_sinks",
-]  # fmt: skip
-
 STACKED_MASK_LIMIT = 16 << 20
 """Bytes of a mask that may be repeated for the query heads of a group."""
 SCORES_LIMIT = 1 << 24

@@ -13,8 +13,6 @@ from ml.capabilities import AttentionCall, CausalMask
 from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
 
-__all__ = ["attend_calls", "attend_partially"]
-
 
 def attend_partially(
     ctx: Placement,

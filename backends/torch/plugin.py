@@ -8,8 +8,6 @@ from typing import Any
 
 from ml import Availability, Backend, BackendSpec, hookimpl
 
-__all__ = ["ml_backend"]
-
 MINIMUM = (2, 6)
 INSTALL_HINT = "pip install 'ml-kvcache[torch]'"
 

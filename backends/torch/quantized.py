@@ -17,8 +17,6 @@ from ml.base import BaseBackend
 from ml.dtypes import DType
 from ml.ragged import RaggedPlan
 
-__all__ = ["attend_codes_on", "attend_quantized", "encode", "quantized_store"]
-
 
 def attend_quantized(
     ctx: Placement,

@@ -24,8 +24,6 @@ from backends.torch.tensor import Placement, TorchTensor
 from ml.errors import BoundsError, ShapeError
 from ml.ragged import RaggedPlan
 
-__all__ = ["attend_on_cpu", "attend_ragged", "kernels_on", "launch", "stored_of", "work_of"]
-
 PROGRAMS = 2
 """Programs that a multiprocessor runs at once: see SHARED_BYTES of ragged_work.py."""
 OLDEST = (8, 0)

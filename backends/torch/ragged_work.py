@@ -15,8 +15,6 @@ import numpy as np
 from ml.errors import BoundsError
 from ml.ragged import RaggedPlan
 
-__all__ = ["HEADER", "Tile", "Work", "choose_tile", "divide", "padded"]
-
 HEADER = 8
 """Integers at the front of ``Work.packed``."""
 SHORTEST_CHUNK = 128

@@ -14,8 +14,6 @@ from ml.dtypes import DType
 from ml.protocols import Tensor
 from ml.strided import Shape, extent
 
-__all__ = ["TorchKVStore"]
-
 
 def _strided(base: torch.Tensor, size: Shape, stride: Shape, increment: int) -> torch.Tensor:
     return base.as_strided(size, stride, base.storage_offset() + increment)

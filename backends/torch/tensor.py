@@ -22,8 +22,6 @@ from ml.dtypes import DType
 from ml.protocols import Tensor
 from ml.strided import Shape, contiguous_strides, overlaps_itself
 
-__all__ = ["Placement", "TorchStorage", "TorchTensor", "UploadedStorage", "wide_indices"]
-
 _EVERYWHERE = 1 << 64
 _PUBLIC = {"alias": "view", "write_from": "copy", "gather": "rows", "scatter": "set_rows"}
 _Method = TypeVar("_Method", bound=Callable[..., Any])

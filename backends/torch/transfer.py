@@ -17,8 +17,6 @@ from backends.torch.tensor import TorchTensor
 from ml.dtypes import DType
 from ml.errors import DeviceError
 
-__all__ = ["TorchPages"]
-
 SHORT_RUN = 16 << 10
 """Bytes."""
 

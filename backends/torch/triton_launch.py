@@ -9,8 +9,6 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 
-__all__ = ["INTERPRETED", "launch"]
-
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether TRITON_INTERPRET was set when this module was imported: kernels then run on the host."""
 COMPILED_LIMIT = 1024

@@ -13,8 +13,6 @@ import triton.language as tl
 from backends.torch.ragged_work import Work, padded
 from backends.torch.triton_launch import INTERPRETED, launch
 
-__all__ = ["attend", "attend_items", "merge_parts"]
-
 MERGED_AT_ONCE = 8
 """Parts of a query that the merging reads together."""
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -17,8 +17,6 @@ from kvcache.testing.suites.recurrent import RecurrentTests
 from kvcache.testing.suites.residual import ResidualTests
 from kvcache.testing.suites.snapshots import SnapshotTests
 
-__all__ = ["CacheTests"]
-
 
 class CacheTests(
     MaskTests,

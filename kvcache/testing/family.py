@@ -9,8 +9,6 @@ from collections.abc import Sequence
 import ml
 from ml import DType
 
-__all__ = ["FAMILY", "run_family"]
-
 FAMILY = {
     "recurrent": "kvcache.testing.rigs.states",
     "encoder": "kvcache.testing.rigs.encoder",

@@ -14,10 +14,6 @@ from kvcache.testing.rigs.attention import Rig
 from ml import DType, Layout
 from ml.testing.harness import BackendCase, needs
 
-__all__ = [
-    "ARRANGEMENTS", "KINDS", "CacheCase", "MakeRig", "attends", "computes", "every_arrangement", "every_kind",
-]  # fmt: skip
-
 MakeRig = Callable[..., Rig]
 
 attends = needs("scale", "matmul", "softmax", "add", "compare", "where")

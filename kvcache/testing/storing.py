@@ -16,8 +16,6 @@ from kvcache.testing.rigs.attention import mask_of
 from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml import DType, Layout
 
-__all__ = ["StoringTests"]
-
 FLOATS = [DType.F32, DType.F16, DType.BF16]
 Shape = tuple[int, ...]
 

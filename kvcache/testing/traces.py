@@ -29,8 +29,6 @@ from kvcache.testing.models.values import BLOCKS
 from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType, Layout
 
-__all__ = ["Failure", "random_setup", "run_trace", "run_traces"]
-
 Op = tuple[object, ...]
 Ints = tuple[int, ...]
 FLOATS = (DType.F32, DType.F16, DType.BF16)

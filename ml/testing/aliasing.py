@@ -23,8 +23,6 @@ from ml.protocols import Backend, Context, Indices, Tensor
 from ml.testing.harness import BackendCase, assert_same, each
 from ml.testing.samples import counting, positions
 
-__all__ = ["AliasingTests"]
-
 SIZE = 40
 LONG, LONG_SEED = 400, 1
 """Bytes of the one long walk, and where they come from: it meets the bugs that short walks seldom do."""

@@ -28,8 +28,6 @@ from ml.testing.harness import BackendCase, each, needs
 from ml.testing.ragged import ragged_reference, random_plan
 from ml.testing.samples import FLOATS, exact, normal
 
-__all__ = ["AttentionTests", "causal_matrix", "reference"]
-
 Attend = Callable[..., Tensor]
 """attend(query, key, value, mask, scale, sinks=None), of tensors or host arrays."""
 Partial = Callable[..., Part]

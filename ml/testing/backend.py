@@ -18,8 +18,6 @@ from ml.testing.rows import RowTests
 from ml.testing.stores import KVStoreTests
 from ml.testing.transfers import PageTransferTests
 
-__all__ = ["BackendTests"]
-
 
 class BackendTests(
     CreationTests,

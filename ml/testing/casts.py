@@ -14,8 +14,6 @@ from ml.protocols import Context, Tensor
 from ml.testing.harness import BackendCase, assert_same, each
 from ml.testing.samples import DTYPES, FLOATS, LAYOUTS, Place, converted, counting
 
-__all__ = ["CastTests"]
-
 
 def _copied(ctx: Context, values: np.ndarray, target: DType) -> Tensor:
     dst = ctx.zeros(values.shape, target)

@@ -18,8 +18,6 @@ from ml.protocols import Context, Tensor
 from ml.testing.harness import BackendCase, assert_rounded_once, assert_same, each, evaluate, needs
 from ml.testing.samples import DTYPES, FLOATS, INTEGERS, LAYOUTS, counting, exact, normal, positions
 
-__all__ = ["ComputeTests"]
-
 Shape = tuple[int, ...]
 Operands = tuple[Any, ...]
 """Shapes of random numbers, or the numbers themselves."""

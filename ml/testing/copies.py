@@ -10,8 +10,6 @@ from ml.protocols import Context
 from ml.testing.harness import BackendCase, assert_same, each, needs, unchanged
 from ml.testing.samples import DTYPES, LAYOUTS, Place, counting, positions
 
-__all__ = ["CopyTests"]
-
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, shape and strides of a view."""
 

@@ -15,8 +15,6 @@ from ml.protocols import Backend, Context, Tensor
 from ml.testing.harness import BackendCase, assert_same, each, needs, unchanged
 from ml.testing.samples import DTYPES, FLOATS, INTEGERS, counting, special_values
 
-__all__ = ["CreationTests"]
-
 SHAPES = [(), (1,), (5,), (0,), (2, 3), (3, 0, 2), (1, 1, 1), (2, 1, 3, 2), (2, 1, 2, 1, 2, 3)]
 FILLED = [
     *[(1.5, dtype) for dtype in FLOATS], (0.1, DType.F16), (0.1, DType.BF16), (1e6, DType.F16),

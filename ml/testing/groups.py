@@ -15,8 +15,6 @@ from ml.protocols import Backend, Context
 from ml.testing.harness import BackendCase, assert_same, each, refused
 from ml.testing.samples import DTYPES
 
-__all__ = ["GroupTests"]
-
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MLX_RANK", "MLX_HOSTFILE")
 SUMMED = (DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64)
 

@@ -20,11 +20,6 @@ from ml.protocols import Backend, Context, Tensor
 from ml.testing import plugin, quick
 from ml.testing.samples import exact
 
-__all__ = [
-    "BackendCase", "CasesFailedError", "assert_close", "assert_rounded_once", "assert_same", "bits", "each",
-    "evaluate", "needs", "refused", "unchanged",
-]  # fmt: skip
-
 NAMED = 10
 """Cases that the first line of a failure names; the lines below it and ``--json`` have all."""
 

@@ -13,8 +13,6 @@ from ml.protocols import Backend, Context, Tensor
 from ml.testing.harness import BackendCase, assert_same, each, evaluate, unchanged
 from ml.testing.samples import DTYPES, counting
 
-__all__ = ["MovementTests"]
-
 VIEWS: list[tuple[int, tuple[int, ...], tuple[int, ...] | None, Any]] = [
     (0, (24,), None, np.arange(24)),
     (5, (2, 3), None, [[5, 6, 7], [8, 9, 10]]),

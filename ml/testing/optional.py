@@ -31,8 +31,6 @@ from ml.protocols import Backend, Context
 from ml.testing.harness import BackendCase, assert_close, each, needs
 from ml.testing.samples import DTYPES, FLOATS, exact, normal
 
-__all__ = ["CapabilityTests"]
-
 SPECS = [
     RopeSpec(16), RopeSpec(16, base=500000.0, interleaved=True), RopeSpec(8), RopeSpec(8, interleaved=True),
     RopeSpec(16, scaling=LinearScaling(4.0)), RopeSpec(16, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)),

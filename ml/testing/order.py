@@ -8,8 +8,6 @@ from ml.dtypes import DType
 from ml.protocols import Backend, Context
 from ml.testing.harness import BackendCase, assert_same, each, needs
 
-__all__ = ["OrderTests"]
-
 
 class OrderTests(BackendCase):
     def test_a_write_is_seen_by_a_view_handed_out_before_it(self, ctx: Context) -> None:

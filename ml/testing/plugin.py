@@ -13,8 +13,6 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["backend_name", "backend_options"]
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Only the chosen backend is probed: the others' frameworks are not imported."""

@@ -16,8 +16,6 @@ from ml.testing.harness import BackendCase, each
 from ml.testing.ragged import ragged_reference, random_plan
 from ml.testing.samples import FLOATS, exact, normal
 
-__all__ = ["QuantizedTests", "decoded", "encoded"]
-
 Arrays = tuple[np.ndarray, np.ndarray]
 BLOCK = 32
 FORMATS = ("Q8_0", "Q4_0")

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 import pytest
 
-__all__ = ["QUICK", "chosen", "has_case"]
-
 QUICK: Mapping[str, str] = {
     # dtypes and creation
     "test_every_bit_goes_in_and_comes_out_again": "",

@@ -8,8 +8,6 @@ import numpy as np
 
 from ml.ragged import RaggedPlan
 
-__all__ = ["ragged_reference", "random_plan"]
-
 
 def random_plan(seed: int, tokens: int, cells: int) -> RaggedPlan:
     """A plan for ``tokens`` queries over ``cells`` rows: runs and lists of rows, shared and not, with bounds.

@@ -17,8 +17,6 @@ from ml.protocols import Backend, Context, Tensor
 from ml.testing.harness import BackendCase, assert_same, each, evaluate, needs, refused, unchanged
 from ml.testing.samples import DTYPES, counting
 
-__all__ = ["OPERATIONS", "RefusalTests"]
-
 CREATION: Mapping[str, str] = {
     "empty": "ctx.empty((2,), F32)", "zeros": "ctx.zeros((2,), F32)", "full": "ctx.full((2,), 1, F32)",
     "arange": "ctx.arange(0, 2, 1, F32)", "from_numpy": "ctx.from_numpy(np.zeros(2, np.float32))",

@@ -18,8 +18,6 @@ from typing import IO, Any, NamedTuple
 
 import pytest
 
-__all__ = ["NO_TESTS", "SUITES", "Progress", "Result", "Run", "Selection", "load", "resumed", "run_suites"]
-
 SUITES = ("ml.testing", "kvcache.testing")
 NO_TESTS = 5
 """What pytest exits with when nothing was selected."""

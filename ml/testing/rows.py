@@ -13,8 +13,6 @@ from ml.protocols import Context, Indices
 from ml.testing.harness import BackendCase, assert_same, each, evaluate, unchanged
 from ml.testing.samples import DTYPES, LAYOUTS, Place, counting, special_values
 
-__all__ = ["RowTests"]
-
 
 def _strided(ctx: Context, rows: list[int]) -> Indices:
     spread = np.full((2 * len(rows) + 1,), 10**6, dtype=np.int32)

@@ -14,11 +14,6 @@ import numpy as np
 from ml.dtypes import DType
 from ml.protocols import Context, Tensor
 
-__all__ = [
-    "DTYPES", "FLOATS", "INTEGERS", "LAYOUTS", "Place", "Placed", "converted", "counting", "exact",
-    "normal", "positions", "special_values",
-]  # fmt: skip
-
 FLOATS = (DType.F32, DType.F16, DType.BF16)
 INTEGERS = (DType.I8, DType.U8, DType.I32, DType.I64)
 DTYPES = (*FLOATS, *INTEGERS, DType.BOOL)

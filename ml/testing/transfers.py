@@ -14,8 +14,6 @@ from ml.testing.harness import BackendCase, each
 from ml.testing.samples import DTYPES, LAYOUTS, Place, counting
 from ml.transfer import page_in, page_out, pinned_memory
 
-__all__ = ["PageTransferTests"]
-
 MANY = 24
 
 

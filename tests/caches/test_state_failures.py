@@ -10,13 +10,10 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
+from kvcache.testing.models.states import RECURRENT_LAYERS, StateSetup
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
 from kvcache.testing.rigs.protocol import Plan, only_protocol
-from kvcache.testing.rigs.states import (
-    RECURRENT_LAYERS,
-    StateRig,
-    StateSetup,
-)
+from kvcache.testing.rigs.states import StateRig
 
 
 @dataclass(frozen=True)

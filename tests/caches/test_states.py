@@ -15,16 +15,9 @@ import ml
 from kvcache import Batch, OrderError, RecurrentCache, StateSpec
 from kvcache.caches import branches
 from kvcache.testing.models import values
+from kvcache.testing.models.states import CONV, DELTA, KINDS, RECURRENT_LAYERS, StateSetup, state_values
 from kvcache.testing.rigs.protocol import Plan, only_protocol
-from kvcache.testing.rigs.states import (
-    CONV,
-    DELTA,
-    KINDS,
-    RECURRENT_LAYERS,
-    StateRig,
-    StateSetup,
-    state_values,
-)
+from kvcache.testing.rigs.states import StateRig
 from ml import DType
 
 MakeStates = Callable[..., StateRig]

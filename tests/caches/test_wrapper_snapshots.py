@@ -14,10 +14,10 @@ import ml
 from kvcache import Batch
 from kvcache.snapshots.snapshot import WrapperSnapshot
 from kvcache.testing.models import values
+from kvcache.testing.models.states import CONV, DELTA, KINDS, state_values
 from kvcache.testing.rigs.attention import look
 from kvcache.testing.rigs.encoder import Output
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
-from kvcache.testing.rigs.states import CONV, DELTA, KINDS, state_values
 from kvcache.testing.rigs.wrapper import ForeignCache
 from ml import DType
 

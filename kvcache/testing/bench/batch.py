@@ -14,8 +14,6 @@ from kvcache.caches.causal import CausalCache
 from kvcache.testing.bench.timing import Contender
 from kvcache.views.caches import reads_of
 
-__all__ = ["CASES", "LAYERS", "BatchDecoding", "Case"]
-
 HEADS, KV_HEADS, DIM = 8, 4, 64
 LAYERS = 2
 _STEPS = 8

@@ -26,8 +26,6 @@ from kvcache.testing.bench.batch import LAYERS as BATCH_LAYERS
 from kvcache.testing.bench.timing import Contender, interleave
 from kvcache.views.words import counted
 
-__all__ = ["DIM", "HEADS", "LAYERS", "ROOM", "Decoding", "Measured", "measure", "shown"]
-
 HEADS, DIM = 8, 128
 LAYERS = 4
 """The first one prepares a step, the others are timed together."""

@@ -14,18 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = [
-    "Contender",
-    "Foreign",
-    "Round",
-    "Sample",
-    "Trial",
-    "interleave",
-    "joined",
-    "machine",
-    "processor_seconds",
-]
-
 _MOST_TRIES = 4
 """Rounds that are run at most, as a multiple of those that are wanted."""
 _SHORT = 10e-3

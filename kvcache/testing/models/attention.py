@@ -16,8 +16,6 @@ from kvcache.storage.formats import CacheFormat
 from kvcache.testing.models.values import Encoding, encoding, shift_extras
 from ml import DType
 
-__all__ = ["Copy", "Model", "Setup"]
-
 Held = list[dict[int, int]]
 _AGAIN = 1 << 20
 """What a token's number grows by when it lies in further cells."""

@@ -17,11 +17,6 @@ import ml
 from kvcache.testing.models import values
 from ml import DType
 
-__all__ = [
-    "ATTENTION_LAYER", "CONV", "DELTA", "KINDS", "MANY", "RECURRENT_LAYERS", "Copy", "ModelRow", "StateModel",
-    "StateSetup", "state_values",
-]  # fmt: skip
-
 CONV, DELTA = (2, 3), (2, 2, 2)
 KINDS = {"conv": CONV, "recurrent": DELTA}
 RECURRENT_LAYERS, ATTENTION_LAYER = (0, 2), 1

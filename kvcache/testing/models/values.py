@@ -23,11 +23,6 @@ from kvcache.storage.formats import CacheFormat
 from ml import DType
 from ml.block_formats import AFFINE
 
-__all__ = [
-    "BLOCKS", "HEADS", "KEY_DIM", "KV_HEADS", "VALUE_DIM", "Encoding", "decode", "encoding", "extras", "keys",
-    "queries", "shift_extras", "shift_positions", "values",
-]  # fmt: skip
-
 KV_HEADS, HEADS = 2, 4
 _NOISE = np.random.default_rng(20250607).integers(-32, 33, (997, KV_HEADS, 5)).astype(np.float32) / 16
 _HEAD = np.arange(KV_HEADS)

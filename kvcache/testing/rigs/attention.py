@@ -13,8 +13,6 @@ from kvcache.testing.models import values
 from kvcache.testing.models.attention import Model, Setup
 from ml import DType
 
-__all__ = ["Rig", "look", "mask_of", "outcome", "reference_attention"]
-
 TOLERANCE = {DType.F32: 1e-5, DType.F16: 2e-2, DType.BF16: 1.2e-1}
 
 

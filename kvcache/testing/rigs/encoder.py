@@ -16,8 +16,6 @@ from kvcache.testing.models import values
 from kvcache.testing.rigs.attention import TOLERANCE, mask_of, reference_attention
 from ml import DType
 
-__all__ = ["EncoderRig", "Output", "encoder_trace"]
-
 LAYERS = (0, 3)
 
 

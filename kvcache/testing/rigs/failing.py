@@ -10,8 +10,6 @@ import pytest
 import ml
 from kvcache.testing.rigs.protocol import InjectedError, Plan, only_protocol
 
-__all__ = ["every_failure", "every_way_to_fail"]
-
 Subject = TypeVar("Subject")
 
 WAYS = ("before the call", "by an interrupt", "after the call")

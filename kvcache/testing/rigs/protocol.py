@@ -11,8 +11,6 @@ from typing import Any, cast
 
 import ml
 
-__all__ = ["InjectedError", "Plan", "only_protocol"]
-
 
 class InjectedError(ml.DeviceError):
     """What a planned failure raises."""

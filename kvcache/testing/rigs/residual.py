@@ -20,8 +20,6 @@ from kvcache.storage.formats import CacheFormat
 from kvcache.testing.rigs.attention import mask_of, outcome, reference_attention
 from ml import DType
 
-__all__ = ["ResidualRig", "Token"]
-
 HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 64, 32
 ROUNDING = {DType.F32: 1e-5, DType.F16: 4e-3, DType.BF16: 4e-2}
 Pair = tuple[np.ndarray, np.ndarray]

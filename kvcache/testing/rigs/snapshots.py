@@ -14,8 +14,6 @@ from kvcache.snapshots.snapshot import AttentionSnapshot, tensors_of
 from kvcache.testing.models.attention import Copy, Setup
 from kvcache.testing.rigs.attention import Rig
 
-__all__ = ["CopyRig"]
-
 
 class CopyRig(Rig):
     """A cache beside its model, and snapshots of it."""

@@ -16,10 +16,6 @@ from kvcache.snapshots.snapshot import RecurrentSnapshot
 from kvcache.testing.models import values
 from kvcache.testing.models.states import (
     ATTENTION_LAYER,
-    CONV,
-    DELTA,
-    KINDS,
-    RECURRENT_LAYERS,
     Copy,
     StateModel,
     StateSetup,
@@ -27,11 +23,6 @@ from kvcache.testing.models.states import (
 )
 from kvcache.testing.rigs.attention import look, outcome
 from ml import DType
-
-__all__ = [
-    "CONV", "DELTA", "KINDS", "RECURRENT_LAYERS", "StateModel", "StateRig", "StateSetup", "state_trace",
-    "state_values",
-]  # fmt: skip
 
 
 class StateRig:

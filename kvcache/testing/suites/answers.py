@@ -8,8 +8,6 @@ import ml
 from kvcache.testing.harness import CacheCase
 from ml.testing.harness import needs
 
-__all__ = ["AnswerTests"]
-
 PROMPT = (1, 298, 261, 344, 818, 323, 692, 14, 545, 14, 1461, 774, 323, 261, 503, 271, 434, 14, 270, 442)
 """And the LORD spake unto Moses, saying, Speak unto the children of Israel, and say
 

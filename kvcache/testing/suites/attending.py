@@ -17,8 +17,6 @@ from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.attention import reference_attention
 from ml import DType, nn
 
-__all__ = ["AttendingTests"]
-
 
 class AttendingTests(CacheCase):
     @attends

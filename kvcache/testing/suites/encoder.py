@@ -14,8 +14,6 @@ from kvcache.testing.models import values
 from kvcache.testing.rigs.encoder import EncoderRig, Output
 from ml import DType
 
-__all__ = ["EncoderTests"]
-
 
 class EncoderTests(CacheCase):
     @pytest.fixture

@@ -21,8 +21,6 @@ from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType
 
-__all__ = ["ExtrasTests"]
-
 BOTH = Setup(latent=True, extra=True, max_sequences=3, capacity=24, max_batch=12, layers=2)
 CHOOSING = {
     "causal": BOTH,

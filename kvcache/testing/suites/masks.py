@@ -21,8 +21,6 @@ from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.attention import look
 from ml import DType
 
-__all__ = ["MaskTests"]
-
 
 @dataclass(frozen=True)
 class Step:

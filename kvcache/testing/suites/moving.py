@@ -20,8 +20,6 @@ from ml import DType, nn
 from ml.testing.harness import bits
 from ml.testing.samples import converted
 
-__all__ = ["MovingTests"]
-
 
 class MovingTests(CacheCase):
     long_run: ClassVar[int] = 5_000

@@ -13,8 +13,6 @@ from kvcache.testing.rigs.protocol import only_protocol
 from kvcache.testing.traces import run_traces
 from ml import DType
 
-__all__ = ["PropertyTests"]
-
 PARTS = 8
 SHOWN = 3
 """Failures after which a test runs no more traces: making each of them short takes many runs."""

@@ -18,8 +18,6 @@ from kvcache.testing.rigs.protocol import only_protocol
 from ml import DType, Layout
 from ml.block_formats import AFFINE
 
-__all__ = ["QuantizedTests"]
-
 HEADS, KEY_DIM, VALUE_DIM = 2, 128, 256
 STEPS = {
     "Q8_0": 1 / 225, "Q4_0": 1 / 7.9, "F8_E4M3": 1 / 15.9,

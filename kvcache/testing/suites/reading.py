@@ -11,12 +11,11 @@ from kvcache import Batch
 from kvcache.testing.harness import CacheCase, MakeRig, attends, every_arrangement, every_kind
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Setup
+from kvcache.testing.models.states import StateSetup
 from kvcache.testing.rigs.attention import reference_attention
 from kvcache.testing.rigs.encoder import EncoderRig
-from kvcache.testing.rigs.states import StateRig, StateSetup
+from kvcache.testing.rigs.states import StateRig
 from ml import DType
-
-__all__ = ["ReadingTests"]
 
 
 class ReadingTests(CacheCase):

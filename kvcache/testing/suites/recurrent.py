@@ -12,11 +12,10 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.testing.harness import CacheCase
+from kvcache.testing.models.states import CONV, DELTA, StateSetup
 from kvcache.testing.rigs.protocol import Plan, only_protocol
-from kvcache.testing.rigs.states import CONV, DELTA, StateRig, StateSetup
+from kvcache.testing.rigs.states import StateRig
 from ml import DType
-
-__all__ = ["RecurrentTests"]
 
 MakeStates = Callable[..., StateRig]
 

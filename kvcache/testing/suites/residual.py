@@ -16,8 +16,6 @@ from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
 from kvcache.testing.rigs.residual import DIM, KV_HEADS, V_DIM, ResidualRig
 from ml import DType, Layout
 
-__all__ = ["ResidualTests"]
-
 WINDOWS = (
     ResidualWindow("Q4_0", 4, 2), ResidualWindow("Q8_0", 3), ResidualWindow(("F16", "Q4_0"), 0, 3),
     ResidualWindow("F8_E4M3", 1, 1),

@@ -14,9 +14,6 @@ from kvcache.testing.harness import KINDS, CacheCase, every_arrangement
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.snapshots import CopyRig
 
-__all__ = ["SnapshotTests"]
-
-
 WINDOWS = [(3, 3, 0), (3, 3, 1), (3, 5, 3), (1, 1, 3), (6, 6, 0)]
 """Window, memory and keep."""
 
