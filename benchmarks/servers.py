@@ -26,13 +26,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from benchmarks.models import transformers_llama
 from kvcache.runner.loading import bundled_model
 from kvcache.testing.bench.timing import machine
+from kvcache.testing.servers import free_port
 
 SIZES = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -224,36 +224,35 @@ def make_model(folder: Path) -> None:
 @contextlib.contextmanager
 def started(name: str, model: Path) -> Iterator[Server]:
     """Up and warm: it has answered twice."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = [word.format(model=model, port=port) for word in SERVERS[name].split()]
+    with listening(name, SERVERS[name].replace("{model}", str(model))) as (url, _):
+        server = Server(url, str(model))
+        for number in (-1, -2):
+            server.says(chat(number, shared=False))
+        yield server
+
+
+@contextlib.contextmanager
+def listening(name: str, words: str) -> Iterator[tuple[str, int]]:
+    """Python with these words, once it listens on the ``{port}`` in them: its URL and process id."""
+    port = free_port()
+    command = [sys.executable, *words.format(port=port).split()]
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env = os.environ | settings
     with (
         tempfile.TemporaryFile() as log,
-        subprocess.Popen([sys.executable, *words], env=env, stdout=log, stderr=log) as process,
+        subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=log) as process,
     ):
         try:
-            url = f"http://127.0.0.1:{port}"
-            until_listening(port, process, log, name)
-            server = Server(url, str(model))
-            for number in (-1, -2):
-                server.says(chat(number, shared=False))
-            yield server
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline and process.poll() is None:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    yield f"http://127.0.0.1:{port}", process.pid
+                    return
+                time.sleep(0.2)
+            log.seek(0)
+            told = log.read().decode(errors="replace")[-2000:]
+            raise SystemExit(f"{name} did not start\n{told}")
         finally:
             process.kill()
-
-
-def until_listening(port: int, process: subprocess.Popen[bytes], log: Any, name: str) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return
-        time.sleep(0.2)
-    log.seek(0)
-    raise SystemExit(
-        f"benchmarks.servers: {name} did not start\n{log.read().decode(errors='replace')[-2000:]}"
-    )
 
 
 if __name__ == "__main__":

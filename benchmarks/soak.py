@@ -12,19 +12,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
-import shutil
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,10 +26,12 @@ from typing import Any
 import httpx
 
 import ml
+from benchmarks.servers import listening
 from kvcache.cache import Batch
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.testing.bench.timing import machine
+from kvcache.testing.servers import ValkeyServer
 
 NEW, CAPACITY, SEQUENCES = 24, 192, 6
 TENANTS = ("", "a", "b")
@@ -91,31 +87,13 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
-    ) as run:
-        try:
-            yield run
-        finally:
-            run.kill()
-
-
-async def kill_stores(port: int, until: float, seen: Watched, seed: int) -> None:
+async def kill_stores(store: ValkeyServer, until: float, seen: Watched, seed: int) -> None:
     """Start the store, kill it after 2 to 12 s, leave it dead for up to 4 s, and so on."""
-    draw, program = random.Random(seed), shutil.which("valkey-server") or shutil.which("redis-server")
-    assert program is not None, "it takes valkey-server or redis-server"
+    draw = random.Random(seed)
     while time.monotonic() < until:
-        with process(program, "--port", str(port), "--save", "", "--maxmemory", "32mb"):
-            await asyncio.sleep(min(draw.uniform(2, 12), max(0.0, until - time.monotonic())))
+        store.start()
+        await asyncio.sleep(min(draw.uniform(2, 12), max(0.0, until - time.monotonic())))
+        store.kill()
         seen.kills += 1
         await asyncio.sleep(draw.uniform(0, 4))
 
@@ -171,31 +149,19 @@ async def ask_on(
 async def run(minutes: float, clients: int) -> Watched:
     asked = prompts(200)
     answers = expected(asked)
-    port, store = free_port(), free_port()
     seen = Watched()
-    command = [
-        sys.executable, "-m", "kvcache", "serve", "--port", str(port), "--max-sequences", str(SEQUENCES),
-        "--capacity", str(CAPACITY), "--host-memory", "2MiB", "--write-interval", "1",
-        "--store", f"valkey://127.0.0.1:{store}?timeout=1",
-    ]  # fmt: skip
-    program = shutil.which("valkey-server") or shutil.which("redis-server")
-    assert program is not None, "it takes valkey-server or redis-server"
-    with contextlib.ExitStack() as stack:
-        first = stack.enter_context(process(program, "--port", str(store), "--save", ""))
-        await asyncio.sleep(1)
-        server = stack.enter_context(process(*command))
-        base = f"http://127.0.0.1:{port}"
+    words = f"-m kvcache serve --port {{port}} --max-sequences {SEQUENCES} --capacity {CAPACITY}"
+    words += " --host-memory 2MiB --write-interval 1 --store "
+    with (
+        ValkeyServer("--maxmemory", "32mb") as store,
+        listening("kvcache serve", f"{words}{store.url}?timeout=1") as (base, pid),
+    ):
         async with httpx.AsyncClient(base_url=base, timeout=120) as client:
-            for _ in range(300):
-                with contextlib.suppress(httpx.TransportError):
-                    if (await client.get("/health")).status_code == 200:
-                        break
-                await asyncio.sleep(0.2)
-            first.send_signal(signal.SIGKILL)
+            store.kill()
             until = time.monotonic() + 60 * minutes
             await asyncio.gather(
                 kill_stores(store, until, seen, 1),
-                watch(server.pid, until, seen),
+                watch(pid, until, seen),
                 *(ask_on(client, asked, answers, until, seen, 100 + i) for i in range(clients)),
             )
             metrics = (await client.get("/metrics")).text

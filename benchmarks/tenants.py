@@ -16,20 +16,14 @@ guesses by a threshold), and by a permutation test that changes the signs of the
 from __future__ import annotations
 
 import argparse
-import contextlib
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from socket import create_server
 from typing import Any
 
 import httpx
 import numpy as np
 
-from benchmarks.servers import until_listening
+from benchmarks.servers import listening
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.testing.bench.timing import machine
@@ -47,7 +41,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
-    with serving() as url, httpx.Client(base_url=url, timeout=60) as http:
+    words = "-m kvcache serve --port {port} --host-memory 64MiB --write-interval 0.5 --store "
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        listening("kvcache serve", f"{words}{folder}/store") as (url, _),
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
         measure(http, rng, WARM, options.tokens)
         seconds, cached = measure(http, rng, options.triples, options.tokens)
     print(f"{machine()}; {options.triples} triples of prompts of {options.tokens} tokens\n")
@@ -113,22 +112,6 @@ def p_value(rng: np.random.Generator, differences: np.ndarray) -> str:
     signs = rng.choice((-1, 1), (PERMUTATIONS, differences.size))
     beyond = int(np.sum(np.abs(signs @ ranks) >= abs(ranks.sum())))
     return f"{(beyond + 1) / (PERMUTATIONS + 1):.3f}" if beyond else f"< {1 / PERMUTATIONS:g}"
-
-
-@contextlib.contextmanager
-def serving() -> Iterator[str]:
-    """The bundled model at work with all tiers, on NumPy."""
-    with create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
-        words = ["-m", "kvcache", "serve", "--port", str(port), "--host-memory", "64MiB", "--store"]
-        words += [str(Path(folder) / "store"), "--write-interval", "0.5"]
-        with subprocess.Popen([sys.executable, *words], stdout=log, stderr=log) as process:
-            try:
-                until_listening(port, process, log, "kvcache serve")
-                yield f"http://127.0.0.1:{port}"
-            finally:
-                process.terminate()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import ml
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores import MemoryStore, open_store
+from kvcache.testing.servers import ValkeyServer
 
 pytest.importorskip("valkey")
 pytest.importorskip("xxhash")
@@ -32,7 +33,7 @@ from benchmarks.two_hosts_report import Decided, Point, break_even_bandwidth, br
 from benchmarks.wire import link_speed
 from examples.two_hosts.host import Host
 from examples.two_hosts.network import Network, unavailable
-from examples.two_hosts.processes import Process, server_program, store_server
+from examples.two_hosts.processes import Process, store_server
 
 TURNS = ("And it came to pass in those days, that God said unto Noah,", " And Noah said,", " And God said,")
 COUNT = 9
@@ -41,7 +42,7 @@ BYTES = 2 * 4 * 2 * 32 * 4
 """K and V of one token in the bundled model: two, layers, heads, dims, F32."""
 
 needs_server = pytest.mark.skipif(
-    server_program() is None, reason="neither valkey-server nor redis-server is installed"
+    ValkeyServer.program() is None, reason="neither valkey-server nor redis-server is installed"
 )
 
 

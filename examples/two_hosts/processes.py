@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
 from examples.two_hosts.network import Namespace
+from kvcache.testing.servers import ValkeyServer
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVERS = ("valkey-server", "redis-server")
+PORT = 6379
+"""Of a server inside a namespace."""
 PATIENCE = 120.0
 """Seconds for an answer, or for a host to be ready."""
 
@@ -113,57 +113,42 @@ def end_in_order() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-def server_program() -> str | None:
-    """The path of valkey-server or redis-server; None where neither is installed."""
-    return next((found for name in SERVERS if (found := shutil.which(name))), None)
-
-
 @contextlib.contextmanager
 def store_server(folder: Path, inside: Namespace | None = None, memory: str = "4gb") -> Iterator[str]:
     """A server that keeps values in memory alone, ended with the block; gives the URL for ``--store``.
 
     Inside a namespace it listens on its address, which no one outside the network reaches, else on loopback.
     """
-    program = server_program()
+    program = ValkeyServer.program()
     if program is None:
-        raise RuntimeError(f"there is neither {' nor '.join(SERVERS)} here: apt-get install redis-server")
-    address = "127.0.0.1" if inside is None else inside.address
-    port = free_port() if inside is None else 6379
-    settings = {
-        "port": port, "bind": address, "protected-mode": "no", "save": "", "appendonly": "no",
-        "dir": folder, "maxmemory": memory, "maxmemory-policy": "allkeys-lru",
-    }  # fmt: skip
-    line = [program, *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
-    if inside is not None:
-        line = inside.command(*line)
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        raise RuntimeError(
+            "there is neither valkey-server nor redis-server here: apt-get install redis-server"
+        )
+    settings = ("--maxmemory", memory, "--maxmemory-policy", "allkeys-lru")
+    if inside is None:
+        with ValkeyServer(*settings) as server:
+            yield server.url
+        return
+    own = ("--bind", inside.address, "--protected-mode", "no", "--save", "", "--dir", str(folder))
+    line = inside.command(program, *own, *settings)
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            _await_port(server, address, port, inside)
-            yield f"valkey://{address}:{port}/0"
+            _await_port(process, inside)
+            yield f"valkey://{inside.address}:{PORT}/0"
         finally:
-            server.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+            process.kill()
 
 
 _CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1).close()"
 
 
-def _await_port(server: subprocess.Popen[bytes], address: str, port: int, inside: Namespace | None) -> None:
+def _await_port(server: subprocess.Popen[bytes], inside: Namespace) -> None:
     """Return when the port answers, for at most ten seconds."""
-    probe: Sequence[str] = [sys.executable, "-c", _CONNECT, address, str(port)]
+    probe = inside.command(sys.executable, "-c", _CONNECT, inside.address, str(PORT))
     for _ in range(100):
         if server.poll() is not None:
             raise RuntimeError(f"the store's server ended with {server.returncode}")
-        if inside is None:
-            with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
-                return
-        elif not subprocess.run(inside.command(*probe), capture_output=True, check=False).returncode:
+        if not subprocess.run(probe, capture_output=True, check=False).returncode:
             return
         time.sleep(0.05)
-    raise RuntimeError(f"the store's server does not answer on {address}:{port}")
+    raise RuntimeError(f"the store's server does not answer on {inside.address}:{PORT}")
