@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
+
+from kvcache import OrderError
+from kvcache.stores import MemoryStore
 
 WINDOW, PROMPT, NEW = 8, 13, 10
 """A prompt and what is generated are both longer than windows and chunks."""
@@ -46,8 +51,13 @@ _DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", "Gemma2", {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0}),
+    "minimax": ("MiniMax", "MiniMax", {"block_size": 4, "num_local_experts": 4, "num_experts_per_tok": 1}),
     "mistral": ("Mistral", "Mistral", {"sliding_window": WINDOW}),
-}
+    "zaya": ("Zaya", "Zaya", {
+        "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 1, "router_hidden_size": 16,
+        "sliding_window": 5,
+    }),
+}  # fmt: skip
 """Made on request, and not among those that all modes run with."""
 DECODERS = tuple(_DECODERS)
 ENCODER_DECODERS = ("t5", "whisper")
@@ -159,6 +169,23 @@ def failing(module: torch.nn.Module) -> Iterator[None]:
             yield
     finally:
         hook.remove()
+
+
+def take_advice(cache: Any, go_on: Callable[[], Any]) -> None:
+    """Do what the error says that ``go_on`` ends with behind a pass that failed."""
+    with pytest.raises(OrderError, match="did not reach all layers") as caught:
+        go_on()
+    advice = re.search(r"Call crop\((-\d+)\)", str(caught.value))
+    assert advice is not None, str(caught.value)
+    cache.crop(int(advice[1]))
+
+
+def others_of(cache: Any, empty: Any) -> list[Any]:
+    """A fork of a cache, a copy of it, and ``empty`` with what a store has got of it."""
+    store = MemoryStore()
+    assert cache.save(store, "key")
+    assert empty.load(store, "key")
+    return [cache.fork(), copy.deepcopy(cache), empty]
 
 
 Mode = Callable[[str, Any, Any], Result]

@@ -105,7 +105,9 @@ def test_other_ways_to_generate(options: dict[str, Any]) -> None:
 
 
 class TestCompiled:
-    @pytest.mark.parametrize(("name", "changes"), [("qwen3-next", {}), ("t5", {"num_decoder_layers": 1})])
+    @pytest.mark.parametrize(
+        ("name", "changes"), [("qwen3-next", {"mlp_only_layers": (0, 1)}), ("t5", {"num_decoder_layers": 1})]
+    )
     def test_generate_compiles_one_graph_without_breaks(
         self, name: str, changes: dict[str, int], dynamo: Any
     ) -> None:

@@ -30,11 +30,8 @@ def plain(made: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def llama(layers: int, **changes: Any) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, eos_token_id=None, **changes,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
+    """One that nobody else has: it may be changed."""
+    return hf.model.__wrapped__("llama", num_hidden_layers=layers, **changes)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen3-next"])
@@ -335,7 +332,7 @@ def test_conversations_are_no_longer_than_keys_are_rotated_by_position_alone(kin
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0}
     longest = 15 if kind == "dynamic" else 16
     if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0, 4, 16, 2]}
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [8.0, 4, 16, 2] * 2}
         rope |= {"original_max_position_embeddings": 16}
     made = llama(2, max_position_embeddings=64 if kind == "longrope" else 16, rope_parameters=rope)
     with HFPrefixCache(made, capacity=64) as prefix:

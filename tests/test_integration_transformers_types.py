@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 import transformers
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import ml
 from benchmarks.census import transformers as census
@@ -406,3 +407,86 @@ class TestIndexers:
         hf.close(hf.feed(made, cache, ids[:, 9:]), hf.feed(made, None, ids)[:, 9:])
         cache.reset()
         hf.close(hf.feed(made, cache, ids), hf.feed(made, None, ids))
+
+
+# Layers that give whole states, and the number of tokens with K and V alone.
+
+LINEAR, FULL = "linear_attention", "full_attention"
+LAYERS = {
+    "states first": ("minimax", (LINEAR, LINEAR, FULL, LINEAR)),
+    "attention first": ("minimax", (FULL, LINEAR, FULL)),
+    "both in one layer": ("zaya", ("hybrid", "hybrid", "hybrid")),
+    "windows and states in one layer": ("zaya", ("hybrid_sliding", "hybrid", "hybrid_sliding")),
+}
+
+
+def build(layers: str) -> Any:
+    name, types = LAYERS[layers]
+    return hf.model(name, layer_types=types, num_hidden_layers=len(types))
+
+
+def parts_of(made: Any, cache: Any, ids: torch.Tensor, *counts: int) -> torch.Tensor:
+    return torch.cat([hf.feed(made, cache, part) for part in ids.split(counts, 1)], 1)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_whole_states_of_passes_of_any_length_continue_as_one_pass_over_all(layers: str) -> None:
+    made, ids = build(layers), hf.tokens(2)[:, :13]
+    hf.close(
+        parts_of(made, HFCache(made.config, capacity=32), ids, 5, 1, 3, 1, 1, 2), hf.feed(made, None, ids)
+    )
+
+
+@pytest.mark.parametrize("layers", [*LAYERS][1:])  # MiniMaxCache has no masks for states first
+def test_whole_states_keep_their_dtype(layers: str) -> None:
+    made, ids = copy.deepcopy(build(layers)).to(torch.bfloat16), hf.tokens(2)[:, :9]
+    own: Any = MiniMaxCache() if "one layer" not in layers else transformers.DynamicCache(config=made.config)
+    ours = parts_of(made, HFCache(made.config, capacity=32), ids, 5, 3, 1)
+    assert torch.equal(ours, parts_of(made, own, ids, 5, 3, 1))
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_forks_copies_and_what_is_saved_of_whole_states_go_on_alike(layers: str) -> None:
+    made, ids = build(layers), hf.tokens(2)[:, :11]
+    cache = HFCache(made.config, capacity=32, max_sequences=4)
+    hf.feed(made, cache, ids[:, :7])
+    others = hf.others_of(cache, HFCache(made.config, capacity=32))
+    hf.feed(made, cache, ids[:, :2])
+    expected = hf.feed(made, None, ids)[:, 7:]
+    for other in others:
+        hf.close(parts_of(made, other, ids[:, 7:], 1, 3), expected)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize(("at", "tokens"), [(0, 3), (1, 1), (1, 3)])
+def test_after_an_exception_in_any_layer_the_advice_works(layers: str, at: int, tokens: int) -> None:
+    """It is raised in the attention of one of the layers, behind what the layer has fetched."""
+    made, ids = build(layers), hf.tokens(2)[:, :10]
+    cache = HFCache(made.config, capacity=32)
+    hf.feed(made, cache, ids[:, :6])
+    cache.checkpoint()
+    attention = made.model.layers[at].self_attn
+    with hf.failing(getattr(attention, "out_proj", None) or attention.o_proj):
+        hf.feed(made, cache, ids[:, :tokens])
+    hf.take_advice(cache, lambda: hf.feed(made, cache, ids[:, 6:7]))
+    assert cache.get_seq_length() == 6
+    hf.close(parts_of(made, cache, ids[:, 6:], 1, 3), hf.feed(made, None, ids)[:, 6:])
+
+
+def test_a_first_pass_that_ends_before_any_k_and_v_leaves_nothing() -> None:
+    made, ids = build("states first"), hf.tokens(2)[:, :9]
+    cache = HFCache(made.config, capacity=32)
+    with hf.failing(made.model.layers[1].self_attn.out_proj):
+        hf.feed(made, cache, ids[:, :4])
+    assert cache.get_seq_length() == 0
+    hf.close(parts_of(made, cache, ids, 6, 3), hf.feed(made, None, ids))
+
+
+def test_minimax_is_served_by_a_subclass_of_its_own_class() -> None:
+    config = build("attention first").config
+    cache = HFCache(config)
+    assert isinstance(cache, MiniMaxCache)
+    assert isinstance(cache.fork(), MiniMaxCache)
+    assert not isinstance(HFCache(transformers.LlamaConfig()), MiniMaxCache)
+    with pytest.raises(NotSupportedError, match="class of its own only; use HFCache"):
+        HFStaticCache(config, capacity=8)
