@@ -35,6 +35,7 @@ from ml import DType
 
 from .prefix.rigs.conversing import CACHES, ConversationSetup, Rig
 from .prefix.rigs.stores import PlainStore
+from .test_stores_serialized import json_values
 
 TOKENS = [4, *range(10, 17)]
 """The first one brings an encoder's output."""
@@ -205,12 +206,6 @@ def test_a_page_of_another_kind_of_cache_is_not_taken(backend: ml.Backend) -> No
 
 # Anything at all.
 
-any_json = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=10,
-)  # fmt: skip
-
 
 @settings(max_examples=120, deadline=None, derandomize=True, database=None)
 @given(
@@ -222,7 +217,7 @@ def test_any_description_is_that_of_a_snapshot_or_corrupt(
     page = [*stored(backend, cache, dtype).values()][-1]
     for _ in range(data.draw(st.integers(1, 3))):
         where = data.draw(st.sampled_from([*places(dict(page.meta))] or [("snapshot",)]))
-        page = changed(page, where, data.draw(any_json | st.sampled_from(STRANGE)))
+        page = changed(page, where, data.draw(json_values | st.sampled_from(STRANGE)))
     judge(backend, cache, dtype, page)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -215,6 +215,12 @@ def test_a_page_larger_than_a_budget_is_said_once(clock: Clock, caplog: pytest.L
     assert "3 serialized snapshots were not kept there" in lines(caplog)[1]
 
 
+def over(backend: ml.Backend, store: Any, clock: Clock, cache: str = "causal") -> Rig:
+    r = Rig(ConversationSetup(cache), backend, tiers=[store])
+    r.tier.outages = Outages(clock)
+    return r
+
+
 def count_calls(store: FlakyStore, r: Rig) -> int:
     before = store.calls
     r.keep([*LONG, 1])
@@ -227,9 +233,7 @@ def test_a_prefix_cache_leaves_a_store_alone_that_is_out_of_reach(
     numpy_backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = FlakyStore()
-    r = Rig(ConversationSetup("causal"), numpy_backend, tiers=[store])
-    assert r.prefix.tree.store is not None
-    r.prefix.tree.store.outages = Outages(clock)
+    r = over(numpy_backend, store, clock)
     r.keep(LONG)
     r.prefix.evict()
     r.prefix.flush()
@@ -254,9 +258,7 @@ def test_who_flushes_asks_a_store_again_and_who_closes_is_told_what_none_took(
     numpy_backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture, back: bool
 ) -> None:
     store = FlakyStore()
-    r = Rig(ConversationSetup("causal"), numpy_backend, tiers=[store])
-    assert r.prefix.tree.store is not None
-    r.prefix.tree.store.outages = Outages(clock)
+    r = over(numpy_backend, store, clock)
     store.failing = frozenset(["put", "stat", "prefix"])
     r.keep(LONG)
     r.prefix.flush()
@@ -274,9 +276,7 @@ def test_a_prefix_cache_outlives_its_server_and_uses_it_again_when_it_is_back(
 ) -> None:
     pytest.importorskip("valkey", reason="the package valkey is not installed")
     with ValkeyServer() as server:
-        r = Rig(ConversationSetup(cache), numpy_backend, tiers=[server.url])
-        assert r.prefix.tree.store is not None
-        r.prefix.tree.store.outages = Outages(clock)
+        r = over(numpy_backend, server.url, clock, cache)
 
         def turn(tokens: list[int]) -> int:
             """How many of the tokens were there; what is kept afterwards is in the store alone."""

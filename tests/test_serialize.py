@@ -55,7 +55,6 @@ def fill(cache: Any, backend: ml.Backend, kind: str, seq: int = 0, seed: int = 1
 
     with backend.new_context() as ctx:
         cache.start_forward(ctx, Batch(list(range(TOKENS)), [seq] * TOKENS, multimodal=[(2, "an item")]))
-        parts = [(0, (0, 1), TOKENS)] if kind != "encoder" else [(0, (0, 1), 3)]
         if kind == "wrapper":
             cache.set_layer_type(0)
             put(cache, ctx, rows, 0, TOKENS)
@@ -64,9 +63,8 @@ def fill(cache: Any, backend: ml.Backend, kind: str, seq: int = 0, seed: int = 1
                 inner.set_layer_type(which)
                 put(inner, ctx, rows, layer, count)
             return
-        for _, layers, count in parts:
-            for layer in layers:
-                put(cache, ctx, rows, layer, count)
+        for layer in (0, 1):
+            put(cache, ctx, rows, layer, 3 if kind == "encoder" else TOKENS)
         if kind == "recurrent":
             for layer in (2, 3):
                 for name in ("conv", "recurrent"):

@@ -60,7 +60,6 @@ class EvictionQueue(Generic[N]):
 
     @property
     def excess(self) -> int:
-        """Bytes over the budget."""
         return 0 if self.budget is None else max(0, self.nbytes - self.budget)
 
     def first(self) -> N | None:

@@ -49,7 +49,6 @@ class Outages:
         self._lock = threading.Lock()
 
     def asks(self, store: object, way: str) -> bool:
-        """Whether this store is to be asked now."""
         if not self._out:
             return True
         with self._lock:
@@ -117,7 +116,6 @@ class Outages:
         )
 
     def worked(self, store: object, way: str) -> None:
-        """It answered."""
         if not self._out:
             return
         with self._lock:

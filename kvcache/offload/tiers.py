@@ -173,7 +173,6 @@ class StoreTier:
         return True
 
     def finish_probe(self) -> None:
-        """Wait until no store is probed."""
         if self._probe is not None:
             self._probe.join()
 
@@ -288,7 +287,6 @@ class StoreTier:
         return found
 
     def stored(self, keys: Sequence[str]) -> list[bool]:
-        """Which of these keys a store has."""
         found = [False] * len(keys)
         for store in self.stores:
             missing = [i for i, has in enumerate(found) if not has]
@@ -448,7 +446,6 @@ class StoreTier:
         return memory
 
     def drop(self, key: str) -> None:
-        """Forget an entry in all stores."""
         for store in self.stores:
             _drop(store, key)
         self._tell_drop(key)
@@ -493,7 +490,6 @@ def _warn(what: str, error: Exception, follows: str) -> None:
 
 
 def _have(store: SnapshotStore, keys: Sequence[str]) -> list[bool]:
-    """Which of these keys a store has."""
     found: list[bool] = []
     for start in range(0, len(keys), _AT_ONCE):
         asked = keys[start : start + _AT_ONCE]

@@ -36,7 +36,6 @@ class Evictor:
             self.enforce()
 
     def enforce(self) -> None:
-        """Bring every tier within its budget."""
         self.retainer.expire()
         while (over := self._tree.device.over()) is not None:
             self._tree.over_budget += 1

@@ -126,7 +126,6 @@ class PrefixTree:
         self.tell()
 
     def tell(self) -> None:
-        """Publish what has changed since the last time."""
         if self._events is not None:
             self._events.tell(self.radix_tree.root)
 
@@ -367,7 +366,6 @@ class PrefixTree:
         )
 
     def reorder(self, node: Node[TreeEntry]) -> None:
-        """Note that a node's priority has changed."""
         self.device.touch(node)
         if self.host is not None:
             self.host.touch(node)
@@ -470,7 +468,6 @@ class PrefixTree:
         self._prune(node)
 
     def drop(self, node: Node[TreeEntry]) -> None:
-        """Forget what is kept at a node."""
         self._off_device(node)
         if self.host is not None:
             self.host.discard(node)

@@ -100,7 +100,6 @@ class Retention:
 
 
 def check_retention(retention: object) -> None:
-    """Raise InvalidRangeError for what is neither a Retention nor None."""
     if retention is not None and not isinstance(retention, Retention):
         raise InvalidRangeError(f"retention={retention!r:.80}; it must be a Retention, or None")
 
@@ -115,5 +114,4 @@ def merged(one: Grants, other: Grants) -> Grants:
 
 
 def rank_of(grants: Grants, now: float) -> int:
-    """The priority that counts now."""
     return next((priority for priority, until in grants if now < until), DEFAULT_PRIORITY)

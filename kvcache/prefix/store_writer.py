@@ -53,7 +53,6 @@ class StoreWriter:
                 yield [*before, *own]
 
     def ends(self, node: Node[TreeEntry]) -> list[int]:
-        """Where the entries of a node end."""
         size = self._keys.block_size
         first = node.begin - node.begin % size + size
         return [*range(first, node.end, size), node.end] if self._divisible else [node.end]

@@ -122,7 +122,6 @@ def tenant_of(node: Node[TreeEntry]) -> str:
 
 
 def higher(one: Scores, other: Scores) -> Scores:
-    """The higher score of both in each tier."""
     return max(one[0], other[0]), max(one[1], other[1])
 
 

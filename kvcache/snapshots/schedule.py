@@ -26,7 +26,6 @@ class SnapshotSchedule(Generic[S]):
         self._cuts: dict[int, int] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is due."""
         return bool(self._due)
 
     def add(self, seq: int, positions: Iterable[int], offset: int) -> None:
@@ -119,6 +118,5 @@ class SnapshotSchedule(Generic[S]):
         return self._cuts.pop(seq, None)
 
     def drop(self, seq: int) -> None:
-        """Forget all of a sequence."""
         for held in (self._due, self._taken, self._skipped, self._from):
             held.pop(seq, None)

@@ -404,7 +404,6 @@ def check_inside(snapshot: Snapshot, at: int) -> None:
 
 
 def check_following(parent: Snapshot, child: Snapshot) -> None:
-    """Raise InvalidRangeError unless the one ends where the other begins."""
     if parent.end != child.begin:
         raise InvalidRangeError(
             f"merge: [{parent.begin}, {parent.end}) and [{child.begin}, {child.end}) are not adjacent"

@@ -47,7 +47,6 @@ def as_writable(buffer: WritableBuffer, op: str) -> memoryview:
 
 
 def check_size(op: str, view: memoryview, key: str, nbytes: int) -> None:
-    """StoreValueError unless the view is as long as the entry."""
     if len(view) != nbytes:
         raise StoreValueError(f"{op}: a buffer of {len(view)} bytes; {key} has {nbytes}")
 

@@ -19,7 +19,6 @@ _FIELD = re.compile(r"\b((?:\w*_)?(?:password|secret|token))=.*", re.IGNORECASE 
 
 
 def check_options(owner: str, given: Iterable[str], known: Collection[str]) -> None:
-    """StoreValueError for the first that is not known."""
     for name in given:
         if name not in known:
             raise StoreValueError(f"{owner}: no option {name!r}; there are: {', '.join(sorted(known))}")

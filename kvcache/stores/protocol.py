@@ -137,7 +137,6 @@ class AdvisedStore(Protocol):
 
 
 def is_key(key: object) -> bool:
-    """Whether this may be the name of an entry."""
     return isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 

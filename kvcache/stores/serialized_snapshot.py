@@ -228,7 +228,6 @@ def _header_length(start: Buffer, size: int) -> int:
 
 
 def _outline(text: bytes, size: int) -> Outline:
-    """What a header says of ``size`` bytes of data."""
     front = _FRONT.match(text)
     if front is not None and len(text) <= REMEMBERED:
         meta = _meta(strict_json.decode(text[: front.end(1)] + b"}")[_METADATA])
@@ -265,7 +264,6 @@ def _meta(metadata: object) -> dict[str, Any]:
 
 
 def _check_cover(places: Mapping[str, Place], size: int) -> None:
-    """Check that the arrays cover the data with no gap and no overlap."""
     end = 0
     for begin, stop in sorted((place.begin, place.end) for place in places.values()):
         if begin != end:

@@ -235,8 +235,7 @@ def test_a_store_that_became_fast_is_found_by_a_probe_which_nobody_waits_for(
     read = len(store.read)
     assert r.peek([*LONG, 9]) == 0
     r.prefix.clear()
-    assert r.prefix.tree.store is not None
-    r.prefix.tree.store.finish_probe()
+    r.tier.finish_probe()
     assert len(store.read) == read + 1, "one entry"
     assert r.peek([*LONG, 9]) == 20
 
@@ -257,6 +256,5 @@ def test_a_probe_that_fails_or_has_no_thread_is_nobodys_error(
         monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("told to fail")))
     clock.now += 61.0
     assert r.peek([*LONG, 9]) == 0
-    assert r.prefix.tree.store is not None
-    r.prefix.tree.store.finish_probe()
+    r.tier.finish_probe()
     assert not any(r.prefix.store_errors.values())

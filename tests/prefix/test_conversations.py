@@ -398,8 +398,7 @@ class Conversations(Machine):
         """Bytes flipped, files cut or gone."""
         rnd = random.Random(seed)
         self.reliable = False
-        assert self.rig.prefix.tree.store is not None
-        self.rig.prefix.tree.store.flush()
+        self.rig.tier.flush()
         if self.memory is not None and not self.memory.every:
             for key in sorted(self.memory._entries or {}):
                 if rnd.random() < 0.3:

@@ -38,20 +38,15 @@ class Anything:
         return found
 
 
-def test_by_default_the_least_recently_used_goes(talk: Talk) -> None:
-    r = talk()
+@pytest.mark.parametrize(("named", "left"), [({}, [0, 20]), ({"eviction_policy": "gdsf"}, [20, 0])])
+def test_by_default_the_least_recently_used_goes_else_what_is_used_seldom(
+    talk: Talk, named: dict[str, Any], left: list[int]
+) -> None:
+    r = talk(**options(**named))
     for prompt in (ONE, ONE, ONE, TWO):
         r.keep(prompt)
     room(r, 20)
-    assert longest(r, ONE, TWO) == [0, 20]
-
-
-def test_what_is_used_often_outlasts_what_was_used_last(talk: Talk) -> None:
-    r = talk(**options(eviction_policy="gdsf"))
-    for prompt in (ONE, ONE, ONE, TWO):
-        r.keep(prompt)
-    room(r, 20)
-    assert longest(r, ONE, TWO) == [20, 0]
+    assert longest(r, ONE, TWO) == left
 
 
 def test_what_was_used_often_long_ago_goes(talk: Talk) -> None:

@@ -120,8 +120,7 @@ def test_a_store_serves_another_process(talk: Talk, cache: str) -> None:
     kept = first.prefix.nbytes["device"]
     assert not first.prefix.write_through()
     assert first.prefix.nbytes["device"] == kept, "nothing is evicted for it"
-    assert first.prefix.tree.store is not None
-    first.prefix.tree.store.flush()
+    first.tier.flush()
     first.keep([*LONG, 90, 91])
     second = talk(cache, tiers=[store])
     assert second.keep([*LONG, 90, 91]) == second.prefix.stats.store == 20

@@ -18,7 +18,7 @@ from kvcache.offload.direct_load import restore_serialized
 from kvcache.offload.tiers import HostTier
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import only_protocol
-from ml.testing import BackendTests
+from ml.testing.transfers import PageTransferTests
 
 from ..late_device import LateBackend, LateTransfer
 from .rigs.conversing import LONG, ConversationSetup, Rig, every_cache, some_caches
@@ -29,10 +29,8 @@ STRAIGHT = ("causal", "chunked", "wrapper of chunks")
 """What goes straight into cells."""
 
 
-class TestLateDevice(BackendTests):
-    """The device of these tests is a backend like any other."""
-
-    case_stride = 7
+class TestLateDevice(PageTransferTests):
+    """The device of these tests is NumPy's, but for its pages."""
 
     @pytest.fixture
     def open_backend(self) -> Iterator[Callable[[], Any]]:

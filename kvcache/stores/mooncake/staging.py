@@ -19,7 +19,6 @@ Register = Callable[[int, int], int]
 
 
 def address(view: memoryview | np.ndarray) -> int:
-    """Where the bytes begin."""
     return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0
 
 
@@ -67,7 +66,6 @@ class Staging:
             bisect.insort(self._own, (begin, end, np.frombuffer(view, np.uint8)), key=lambda own: own[0])
 
     def covers(self, view: memoryview) -> bool:
-        """Whether all of it was registered."""
         if not self._own or not len(view):
             return False
         begin = address(view)

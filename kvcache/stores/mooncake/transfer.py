@@ -39,7 +39,6 @@ class FramedDigest:
         self._digest.update(data)
 
     def header(self) -> bytes:
-        """The header of an entry of what was digested: HEADER bytes."""
         return _LAYOUT.pack(_FORMAT, self._nbytes, self._digest.digest()[:16])
 
 

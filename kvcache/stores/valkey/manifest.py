@@ -37,12 +37,10 @@ class RemoteManifest:
 
     @property
     def count(self) -> int:
-        """Of its chunks."""
         return -(-self.nbytes // self.chunk)
 
     @property
     def sizes(self) -> Iterator[int]:
-        """Bytes of each chunk, in order."""
         return (min(self.chunk, self.nbytes - at) for at in range(0, self.nbytes, self.chunk))
 
     def encoded(self) -> bytes:

@@ -84,7 +84,6 @@ class ValkeyOptions:
 
 
 def _parsed(url: str) -> dict[str, Any]:
-    """The fields that the URL itself gives."""
     shown = without_secrets(url)
     try:
         parts = urlsplit(url)

@@ -278,7 +278,6 @@ def array(*shapes: Shape) -> Shape:
 
 
 def names(replies: Replies) -> Any:
-    """A list of names."""
     kind, count = replies.head(b"*")
     if kind == b"-":
         return count

@@ -14,6 +14,7 @@ import kvcache
 import ml
 from kvcache import Batch, CacheDType
 from kvcache.offload.outages import Outages
+from kvcache.offload.tiers import StoreTier
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.storage.formats import CacheFormat
 from kvcache.testing.rigs.attention import mask_of
@@ -135,9 +136,14 @@ class Rig:
         stored = {"identity": {"model": "digests"}} if tiers else {}
         self.prefix = PrefixCache(self.cache, budget, tiers, **{**stored, **setup.options, **options})
         if self.prefix.tree.store is not None:  # a store that failed is asked again in the next call
-            self.prefix.tree.store.outages = Outages(itertools.count(0, 1000).__next__)
+            self.tier.outages = Outages(itertools.count(0, 1000).__next__)
         self.evaluated = 0
         """Tokens that were computed since the start."""
+
+    @property
+    def tier(self) -> StoreTier:
+        assert self.prefix.tree.store is not None, "this rig has no stores"
+        return self.prefix.tree.store
 
     def begin(self, tokens: Sequence[Token], **whose: Any) -> Chat:
         """A session, of which nothing is evaluated yet. ``whose``: as PrefixCache.begin has them."""
