@@ -72,13 +72,15 @@ def in_mlx_lm(folder: Path, store: str, warm: list[int], tokens: list[int], coun
         return _timed(said, warm, tokens, count, lambda: cache.prefix.stats.store)
 
 
-def in_engine(folder: Path, store: str, warm: list[int], tokens: list[int], count: int) -> Turn:
+def in_engine(
+    folder: Path, store: str, warm: list[int], tokens: list[int], count: int, backend: str = "torch"
+) -> Turn:
     import ml
     from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
 
     options = EngineOptions(max_sequences=1, capacity=4096, block_size=PAGE, fetch="always")
-    with ml.open_backend("torch", device="cpu") as backend:
-        model = load_model(folder, backend)
+    with ml.open_backend(backend, device="cpu") as opened:
+        model = load_model(folder, opened)
         with Engine(model, None, options, tiers=[store] if store else []) as engine:
 
             def said(prompt: list[int], new: int) -> list[int]:

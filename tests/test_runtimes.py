@@ -1,7 +1,11 @@
-"""One conversation in two runtimes, through one store: what one has computed, the other goes on from."""
+"""One conversation in several runtimes, through one store: what one has computed, the others go on from.
+
+The runtimes are driven as examples/many_runtimes.py drives them.
+"""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +17,17 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-import ml
-from kvcache.integrations.transformers import HFPrefixCache
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
-from kvcache.runner.fingerprint import identity_of
+from examples import many_runtimes
 from kvcache.stores import MemoryStore
 
 from .vllm.models import prompt, write_model
 
-PAGE = 16
 PROMPT = prompt(7, 50)
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_runtimes, "PAGE", 16)
 
 
 def reference(folder: Path, count: int) -> list[int]:
@@ -33,84 +38,58 @@ def reference(folder: Path, count: int) -> list[int]:
     return found
 
 
-def in_transformers(folder: Path, store: MemoryStore, tokens: list[int], count: int) -> tuple[list[int], int]:
-    """All tokens after a greedy answer, and how many came from the store."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    identity = identity_of(folder, ml.DType.F32)
-    options: dict[str, Any] = {"tiers": [store], "identity": identity, "block_size": PAGE}
-    with HFPrefixCache(model, max_sequences=1, capacity=256, **options) as cache:
-        given = torch.tensor([tokens])
-        out = cache.generate(given, max_new_tokens=count, do_sample=False, eos_token_id=None)
-        return out[0].tolist(), cache.prefix.stats.store
-
-
-def in_engine(
-    folder: Path, store: MemoryStore, tokens: list[int], count: int, backend: str = "numpy"
-) -> tuple[list[int], int]:
-    options = EngineOptions(capacity=256, max_sequences=1, block_size=PAGE)
-    with (
-        ml.open_backend(backend) as opened,
-        Engine(load_model(folder, opened), None, options, tiers=[store]) as engine,
-    ):
-        (found,) = engine.complete([tokens], GenerationOptions(max_new_tokens=count, ignore_eos=True))
-        return [*tokens, *found.tokens], engine.prefix.stats.store
-
-
-def in_mlx_lm(folder: Path, store: MemoryStore, tokens: list[int], count: int) -> tuple[list[int], int]:
-    from mlx_lm.utils import load_model as load_mlx
-
-    from kvcache.integrations.mlx_lm import MLXPrefixCache
-
-    model, _ = load_mlx(folder)
-    identity = identity_of(folder, ml.DType.F32)
-    options: dict[str, Any] = {"tiers": [store], "identity": identity, "block_size": PAGE}
-    with MLXPrefixCache(model, max_sequences=1, capacity=256, **options) as cache:
-        said = [token for token, _ in cache.generate(tokens, max_tokens=count)]
-        return [*tokens, *said], cache.prefix.stats.store
+def talk(folder: Path, runtimes: list[str], store: Any) -> list[int]:
+    """Turns of 20 tokens; how many each had from the store."""
+    expected, tokens, restored = reference(folder, 20 * len(runtimes)), PROMPT, []
+    for runtime in runtimes:
+        answer, found, _ = many_runtimes.turn(runtime, folder, store, tokens, 20)
+        tokens = [*tokens, *answer]
+        assert tokens == expected[: len(tokens)]
+        restored.append(found)
+    return restored
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_conversation_goes_on_in_mlx_lm_and_back(kind: str, tmp_path: Path) -> None:
-    """Four turns: transformers, mlx-lm, the engine, mlx-lm again.
-
-    mlx-lm evaluates its last token too, so that the next turn begins at the block before it.
-    """
+    """mlx-lm evaluates its last token too, so that the next turn begins at the block before it."""
     pytest.importorskip("mlx_lm")
-    folder, store = write_model(tmp_path / "model", kind), MemoryStore()
-    expected = reference(folder, 80)
-    tokens, _ = in_transformers(folder, store, PROMPT, 20)
-    for turn, (run, restored) in enumerate(((in_mlx_lm, 69), (in_engine, 80), (in_mlx_lm, 109))):
-        tokens, found = run(folder, store, tokens, 20)
-        assert tokens == expected[: 90 + 20 * turn]
-        assert found == restored
+    folder = write_model(tmp_path / "model", kind)
+    runtimes = ["transformers", "mlx-lm", "engine", "mlx-lm"]
+    assert talk(folder, runtimes, MemoryStore()) == [0, 69, 80, 109]
 
 
 @pytest.mark.parametrize(
     ("kind", "backend"), [("qwen3", "numpy"), ("llama", "numpy"), ("llama", "torch"), ("llama", "mlx")]
 )
-def test_a_conversation_goes_on_from_runtime_to_runtime(kind: str, backend: str, tmp_path: Path) -> None:
-    """Three turns; each begins with all that the turns before have stored."""
+def test_a_conversation_goes_on_from_runtime_to_runtime(
+    kind: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn begins with all that the turns before have stored."""
     if backend == "mlx":
         pytest.importorskip("mlx.core")
-    folder, store = write_model(tmp_path / "model", kind), MemoryStore()
-    expected = reference(folder, 60)
-    tokens, restored = in_transformers(folder, store, PROMPT, 20)
-    assert (tokens, restored) == (expected[:70], 0)
-    tokens, restored = in_engine(folder, store, tokens, 20, backend)
-    assert (tokens, restored) == (expected[:90], 69)
-    tokens, restored = in_transformers(folder, store, tokens, 20)
-    assert (tokens, restored) == (expected, 89)
+    engine = functools.partial(many_runtimes.in_engine, backend=backend)
+    monkeypatch.setitem(many_runtimes.RUNTIMES, "engine", engine)
+    folder = write_model(tmp_path / "model", kind)
+    store = f"file://{tmp_path / 'store'}?durable=no"
+    assert talk(folder, ["transformers", "engine", "transformers"], store) == [0, 69, 89]
 
 
 def test_what_another_model_computed_is_a_miss(tmp_path: Path) -> None:
-    store = MemoryStore()
-    in_transformers(write_model(tmp_path / "one", "llama"), store, PROMPT, 4)
+    store: Any = MemoryStore()
+    many_runtimes.turn("transformers", write_model(tmp_path / "one", "llama"), store, PROMPT, 4)
     rotated = {"rope_type": "default", "rope_theta": 500.0}
     others = [
         write_model(tmp_path / "rotated", "llama", rope_parameters=rotated),
         write_model(tmp_path / "qwen3", "qwen3"),
     ]
     for folder in others:
-        tokens, restored = in_engine(folder, store, PROMPT, 4)
+        answer, restored, _ = many_runtimes.turn("engine", folder, store, PROMPT, 4)
         assert restored == 0
-        assert tokens == reference(folder, 4)
+        assert [*PROMPT, *answer] == reference(folder, 4)
+
+
+def test_the_example_begins_with_a_model_and_a_store_that_are_empty(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.2}  # fmt: skip
+    folder = many_runtimes.write_model(tmp_path / "model", **sizes)
+    assert talk(folder, ["transformers", "engine"], "") == [0, 0]
