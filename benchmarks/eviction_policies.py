@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import kvcache
 import ml
+from benchmarks.pages import show
 from benchmarks.scale_simulation import Host
 from benchmarks.scale_traffic import Traffic, requests
 from kvcache.prefix.eviction_policy import GDSF, LRU, PrefixEvictionPolicy, Use
@@ -32,7 +31,6 @@ from kvcache.testing.bench.timing import machine
 
 BLOCK = 512
 _DOUBLED = 32768 // BLOCK
-console = Console(width=120)
 Prompts = Sequence[np.ndarray]
 
 
@@ -145,17 +143,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     streams = {path.stem: trace(path, options.count) for path in options.trace}
     streams["synthetic"] = synthetic(options.count or 4000)
-    console.print(f"{machine()}, kvcache {kvcache.__version__}")
+    print(f"{machine()}, kvcache {kvcache.__version__}")
     for name, prompts in streams.items():
         blocks = sum(prompt.size for prompt in prompts)
-        table = Table(title=f"{name}: {len(prompts):,} requests, {blocks:,} blocks; found / work saved")
-        for head in ("room (blocks)", *POLICIES, "furthest"):
-            table.add_column(head, justify="right")
-        for budget in options.budgets:
-            rows = [run(prompts, budget, policy) for policy in POLICIES.values()]
-            told = (found.shares() for found in (*rows, furthest(prompts, budget)))
-            table.add_row(f"{budget:,}", *(f"{hits:.1%} / {saved:.1%}" for hits, saved in told))
-        console.print(table)
+        print(f"\n{name}: {len(prompts):,} requests, {blocks:,} blocks; found / work saved\n")
+        show(("room (blocks)", *POLICIES, "furthest"), (row(prompts, budget) for budget in options.budgets))
+
+
+def row(prompts: Prompts, budget: int) -> list[str]:
+    ours = (run(prompts, budget, policy) for policy in POLICIES.values())
+    told = (found.shares() for found in (*ours, furthest(prompts, budget)))
+    return [f"{budget:,}", *(f"{hits:.1%} / {saved:.1%}" for hits, saved in told)]
 
 
 if __name__ == "__main__":

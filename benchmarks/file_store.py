@@ -20,6 +20,7 @@ from pathlib import Path
 
 import xxhash
 
+from benchmarks.pages import show
 from kvcache.stores import FileStore
 from kvcache.stores.manifest import DATA, MANIFEST, Manifest
 from kvcache.testing.bench.timing import machine
@@ -137,11 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             columns[-1][name] = found
         shutil.rmtree(folder)
-    print(f"| | {' | '.join(f'{count:,} entries' for count in options.entries)} |")
-    print("|---" * (len(columns) + 1) + "|")
-    for name in columns[0]:
-        figures = [f"{column[name][0]:,.2f} ({column[name][1]:,.2f})" for column in columns]
-        print(f"| {name} | {' | '.join(figures)} |")
+    head = ["", *(f"{count:,} entries" for count in options.entries)]
+    show(head, ([name, *(f"{wall:,.2f} ({used:,.2f})" for wall, used in (column[name] for column in columns))]
+                for name in columns[0]))  # fmt: skip
     print(f"\nThe index of {count:,} entries takes {index / count:.0f} bytes for each.")
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 import ml
+from benchmarks.pages import milliseconds, show
 from kvcache import Batch, CausalCache, HostTier, PrefixCache, RecurrentCache
-from kvcache.testing.bench.timing import Contender, Trial, interleave, machine
+from kvcache.testing.bench.timing import Contender, interleave, machine
 from ml import DType
 
 LAYERS, HEADS, DIM = 4, 8, 128
@@ -144,14 +145,6 @@ def out_or_aside(backend: ml.Backend) -> dict[str, Contender]:
     return {"copied out": Contender(copy_out), "moved to a spare slot": Contender(move)}
 
 
-def table(title: str, trial: Trial) -> list[str]:
-    lines = ["", f"## {title}", "", "| | milliseconds | x first row |", "|---|---|---|"]
-    for name, sample in trial.samples().items():
-        median, low, high = (f"{value / 1000:,.2f}" for value in (sample.median, sample.low, sample.high))
-        lines.append(f"| {name} | {median} [{low}, {high}] | {sample.ratio:.2f} |")
-    return lines
-
-
 def measure(backend: ml.Backend, name: str, tokens: int, rounds: int) -> None:
     size = 2 * LAYERS * tokens * HEADS * DIM * 4 / 1e6
     parts: Sequence[tuple[str, Callable[[], dict[str, Contender]]]] = (
@@ -163,7 +156,10 @@ def measure(backend: ml.Backend, name: str, tokens: int, rounds: int) -> None:
         ("the same state, in one of two ways", lambda: out_or_aside(backend)),
     )
     for title, make in parts:
-        print("\n".join(table(f"{name}: {title}", interleave(make(), rounds, warmup=2, own_threads=False))))
+        found = interleave(make(), rounds, warmup=2, own_threads=False).samples()
+        print(f"\n## {name}: {title}\n")
+        rows = ((way, milliseconds(sample), f"{sample.ratio:.2f}") for way, sample in found.items())
+        show(("", "milliseconds", "x first row"), rows)
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcache.testing.bench.timing import Sample
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 _WIDTH = 240
 _DIGITS = 6
@@ -58,6 +60,12 @@ def show(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     print(table(head, ()), flush=True)
     for row in rows:
         print(f"| {' | '.join(row)} |", flush=True)
+
+
+def milliseconds(sample: Sample, digits: int = 2) -> str:
+    """Median [10th, 90th percentile]."""
+    median, low, high = (f"{us / 1e3:,.{digits}f}" for us in (sample.median, sample.low, sample.high))
+    return f"{median} [{low}, {high}]"
 
 
 def filled(text: str, tables: Mapping[str, str]) -> str:

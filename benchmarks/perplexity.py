@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from safetensors.numpy import save_file
 
 import ml
+from benchmarks.pages import show
 from examples.eviction import nats_of, pieces_of
 from kvcache import Batch, CausalCache
 from kvcache.runner import Llama, Tokenizer, bundled_model, load_model
@@ -33,7 +33,6 @@ FORMATS = (
     "Q4_0/Q8_0", "AFFINE4_32", "ROTATED_AFFINE4_32", "Q4_0", "ROTATED_Q4_0",
 )  # fmt: skip
 """Of keys and values; the bundled model has heads of 32, which only groups of 32 divide."""
-console = Console(width=120)
 
 
 def with_outliers(folder: Path, factor: float, channel: int = 3) -> Path:
@@ -72,18 +71,13 @@ def perplexity(model: Llama, pieces: list[list[int]], dtype: str) -> tuple[float
     return float(np.exp(nats / count)), cache.nbytes / cache.cells, np.concatenate(likeliest)
 
 
-def table(model: Llama, pieces: list[list[int]]) -> Iterator[str]:
-    yield "| keys and values | bytes per token | of F16 | perplexity | against F32 | agree |"
-    yield "|---|---|---|---|---|---|"
+def rows(model: Llama, pieces: list[list[int]]) -> Iterator[tuple[str, ...]]:
     found = {name: perplexity(model, pieces, name) for name in FORMATS}
     first, half = found["F32"], found["F16"][1]
     for name, (value, size, likeliest) in found.items():
-        agree = float((likeliest == first[2]).mean())
-        against = 100 * (value / first[0] - 1)
-        yield (
-            f"| {name.replace('/', ', ')} | {size:.0f} | {size / half:.3f} | {value:.4f} | {against:+.3f}% | "
-            f"{100 * agree:.1f}% |"
-        )
+        against, agree = 100 * (value / first[0] - 1), 100 * float((likeliest == first[2]).mean())
+        figures = f"{size:.0f}", f"{size / half:.3f}", f"{value:.4f}", f"{against:+.3f}%", f"{agree:.1f}%"
+        yield name.replace("/", ", "), *figures
 
 
 def main() -> None:
@@ -99,9 +93,9 @@ def main() -> None:
         text = (bundled_model() / "heldout.txt").read_text(encoding="utf-8")
         pieces = list(pieces_of(model, tokenizer, text))
         scored = sum(len(piece) - 1 for piece in pieces)
-        console.print(f"{machine()}; {options.backend}; {scored} tokens in {len(pieces)} windows")
-        for line in table(model, pieces):
-            console.print(line)
+        print(f"{machine()}; {options.backend}; {scored} tokens in {len(pieces)} windows")
+        head = ("keys and values", "bytes per token", "of F16", "perplexity", "against F32", "agree")
+        show(head, rows(model, pieces))
 
 
 if __name__ == "__main__":

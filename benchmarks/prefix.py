@@ -16,6 +16,7 @@ import numpy as np
 import kvcache
 import ml
 from benchmarks.models import SMALL, random_model
+from benchmarks.pages import milliseconds, show
 from benchmarks.scale_simulation import walk
 from kvcache import Batch, HostTier, PrefixCache, serialize
 from kvcache.offload import direct_load as arriving
@@ -260,21 +261,15 @@ def _hold(tree, node, snapshot) -> None:
 # The command.
 
 
-def _table(title: str, rows: Sequence[tuple[str, Trial, str, str]]) -> str:
-    lines = [
-        f"## {title}",
-        "",
-        "| what | floor, ms | restore, ms | ratio | alone, x floor | rounds dropped |",
-        "|---|---|---|---|---|---|",
-    ]
-    for what, trial, floor, ours in rows:
-        one, other = (trial.sample(name) for name in (floor, ours))
-        lines.append(
-            f"| {what} | {one.median / 1e3:,.1f} | {other.median / 1e3:,.1f} "
-            f"[{other.low / 1e3:,.1f}, {other.high / 1e3:,.1f}] | {other.ratio:.2f} | "
-            f"{_alone(trial)} | {trial.dropped} |"
-        )
-    return "\n".join([*lines, ""])
+def _show(title: str, trials: dict[str, Trial], floor: str) -> None:
+    rows = []
+    for what, trial in trials.items():
+        one, other = trial.sample(floor), trial.sample("restore")
+        times = f"{one.median / 1e3:,.1f}", milliseconds(other, 1), f"{other.ratio:.2f}"
+        rows.append((what, *times, _alone(trial), str(trial.dropped)))
+    print(f"## {title}\n")
+    show(("what", "floor, ms", "restore, ms", "ratio", "alone, x floor", "rounds dropped"), rows)
+    print()
 
 
 def _alone(trial: Trial) -> str:
@@ -283,7 +278,7 @@ def _alone(trial: Trial) -> str:
     return ", ".join(f"{name} {trial.sample(name).ratio:.2f}" for name in names)
 
 
-def _talk_table(found: Talk, args: argparse.Namespace) -> str:
+def _show_talk(found: Talk, args: argparse.Namespace) -> None:
     rows = [
         ("tokens of all prompts", f"{found.prompts:,}"),
         ("tokens evaluated", f"{found.evaluated:,}"),
@@ -294,11 +289,12 @@ def _talk_table(found: Talk, args: argparse.Namespace) -> str:
         ("host tier: peak MiB of a budget of", f"{found.host_peak / MIB:.1f} of {args.budget}"),
         ("growth of the process's peak memory, MiB", f"{found.growth / MIB:.0f}"),
     ]
-    head = (
-        f"## {args.conversations} conversations of {args.turns} turns, a system prompt of {args.system} "
-        f"tokens ({args.backend})"
+    told = (
+        f"{args.conversations} conversations of {args.turns} turns, a system prompt of {args.system} tokens"
     )
-    return "\n".join([head, "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""])
+    print(f"## {told} ({args.backend})\n")
+    show(("", ""), rows)
+    print()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -320,9 +316,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "talk" in args.parts:
         with tempfile.TemporaryDirectory() as folder, ml.open_backend(args.backend) as backend:
             sizes = args.conversations, args.turns, args.system, args.budget * MIB
-            print(_talk_table(talk(backend, random_model(Path(folder), SMALL, 0.05), *sizes), args))
+            _show_talk(talk(backend, random_model(Path(folder), SMALL, 0.05), *sizes), args)
     for part, floor, title in (("host", "memcpy", "host memory"), ("disk", "read", "disk")):
-        rows = []
+        trials = {}
         for name in args.restores if part in args.parts else ():
             with ml.open_backend(name) as backend:
                 for dtype in (ml.DType.F32, ml.DType.F16):
@@ -330,13 +326,14 @@ def main(argv: Sequence[str] | None = None) -> None:
                         trial = from_host(backend, dtype, args.tokens, args.rounds)
                     else:
                         trial = from_disk(backend, dtype, args.tokens, args.rounds, args.chunk)
-                    rows.append((f"{name} {dtype.name}", trial, floor, "restore"))
-        if rows:
-            print(_table(f"{args.tokens:,} tokens from {title}, {LAYERS} layers of {HEADS} x {DIM}", rows))
+                    trials[f"{name} {dtype.name}"] = trial
+        if trials:
+            told = f"{args.tokens:,} tokens from {title}, {LAYERS} layers of {HEADS} x {DIM}"
+            _show(told, trials, floor)
     if "begin" in args.parts:
-        print("## begin, a prompt of 100,000 tokens, 100,000 nodes\n\n| | ms |\n|---|---|")
-        for name, sample in finding(100_000, 100_000, args.rounds).samples().items():
-            print(f"| {name} | {sample.median / 1e3:.1f} [{sample.low / 1e3:.1f}, {sample.high / 1e3:.1f}] |")
+        print("## begin, a prompt of 100,000 tokens, 100,000 nodes\n")
+        found = finding(100_000, 100_000, args.rounds).samples()
+        show(("", "ms"), ((name, milliseconds(sample, 1)) for name, sample in found.items()))
 
 
 if __name__ == "__main__":

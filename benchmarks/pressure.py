@@ -7,13 +7,14 @@ import hashlib
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 import kvcache
 import ml
+from benchmarks.pages import show, table
 from benchmarks.scale_simulation import Host, ideal
 from benchmarks.scale_traffic import Request, Traffic, requests
 from kvcache import Batch, PrefixCache
@@ -115,20 +116,18 @@ def _reuse_table(traffic: Traffic, seeds: int, shares: Sequence[float]) -> str:
             cells = int(share * new)
             hits = found_in_cells(stream, cells), *(found_by_blocks(stream, cells, size) for size in (16, 1))
             rows[share].append(tuple(found / best for found in hits))
-    lines = ["| cells for | PrefixCache | blocks of 16 | blocks of 1 |", "|---|---|---|---|"]
+    lines = []
     for share, found in rows.items():
         means = (f"{statistics.mean(column):.1%}" for column in zip(*found, strict=True))
-        lines.append(f"| {share:.0%} of the tokens | {' | '.join(means)} |")
-    return "\n".join(lines)
+        lines.append((f"{share:.0%} of the tokens", *means))
+    return table(("cells for", "PrefixCache", "blocks of 16", "blocks of 1"), lines)
 
 
-def _cost_table(conversations: Sequence[int], tokens: int, rounds: int) -> str:
-    lines = ["| conversations | cells free, ms | cells full, ms | per eviction, us |", "|---|---|---|---|"]
+def _costs(conversations: Sequence[int], tokens: int, rounds: int) -> Iterator[tuple[str, ...]]:
     for count in conversations:
         free, full = (statistics.median(times) for times in seconds_of_a_prompt(count, tokens, rounds))
         each = (full - free) / (tokens / SHORT) * 1e6
-        lines.append(f"| {count:,} | {free * 1e3:.1f} | {full * 1e3:.1f} | {each:.0f} |")
-    return "\n".join(lines)
+        yield f"{count:,}", f"{free * 1e3:.1f}", f"{full * 1e3:.1f}", f"{each:.0f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -146,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(_reuse_table(replace(TRAFFIC, count=args.requests), args.seeds, args.shares), end="\n\n")
     if "cost" in args.parts:
         print(f"## A prompt of {args.tokens:,} tokens among conversations of {SHORT} ({machine()})\n")
-        print(_cost_table(args.conversations, args.tokens, args.rounds))
+        costs = _costs(args.conversations, args.tokens, args.rounds)
+        show(("conversations", "cells free, ms", "cells full, ms", "per eviction, us"), costs)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import ml
+from benchmarks.pages import show
 from kvcache import Batch, CausalCache
 from kvcache.testing.bench.timing import Contender, interleave, machine
 
@@ -118,11 +119,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(machine())
     with ml.open_backend(options.backend) as backend:
         tables = [measure(backend, history, options.rounds) for history in options.history]
-    heads = [f"{n:,} tokens, ms | of F32" for n in options.history]
-    print(f"| {options.backend} | {' | '.join(heads)} |")
-    print("|---" * (1 + 2 * len(tables)) + "|")
-    for name in tables[0]:
-        print(f"| {name} | " + " | ".join(cell for table in tables for cell in table[name]) + " |")
+    heads = [head for n in options.history for head in (f"{n:,} tokens, ms", "of F32")]
+    rows = ([name, *(cell for table in tables for cell in table[name])] for name in tables[0])
+    show([options.backend, *heads], rows)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ drafted token where it is what plain decoding draws by the same seed; "rejection
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 import kvcache
 import ml
+from benchmarks.pages import show
 from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.drafts import Draft, ModelDraft, prompt_lookup
 from kvcache.runner.loading import bundled_model, load_config, load_model
@@ -31,7 +29,6 @@ from kvcache.runner.verification import Speculation
 from kvcache.testing.bench.timing import machine
 
 PROMPTS = ("", "Tim had a big dog.", "Once upon a time, there was a girl", "The sun was hot. Lily")
-console = Console(width=110)
 
 
 def shortened(path: Path, backend: ml.Backend) -> Any:
@@ -63,10 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=bundled_model(), help="a folder of the Llama family")
     parser.add_argument("--tokens", type=int, default=4, help="drafted tokens per pass")
     options = parser.parse_args(arguments)
-    console.print(
-        f"{machine()}, kvcache {kvcache.__version__}, NumPy, {options.tokens} drafted tokens per pass"
-    )
-    table = Table("draft", "temperature", "accepting", "accepted", "tokens per pass")
+    print(f"{machine()}, kvcache {kvcache.__version__}, NumPy, {options.tokens} drafted tokens per pass\n")
+    head = ("draft", "temperature", "accepting", "accepted", "tokens per pass")
     with ml.open_backend("numpy") as backend:
         model, tokenizer = load_model(options.model, backend), Tokenizer.load(options.model)
         small = shortened(options.model, backend)
@@ -74,17 +69,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             drafts: dict[str, Draft] = {
                 "the model itself": itself, "without its last layer": less, "prompt_lookup": prompt_lookup,
             }  # fmt: skip
-            for name, draft in drafts.items():
-                for temperature in (0.0, 0.7, 1.0):
-                    ways: tuple[Acceptance, ...] = ("rejection", "exact") if temperature else ("exact",)
-                    for way in ways if draft is not prompt_lookup else ("exact",):
-                        found = measured(model, tokenizer, draft, temperature, way, options.tokens)
-                        told = "any" if len(ways) == 1 or draft is prompt_lookup else way
-                        table.add_row(
-                            name, f"{temperature}", told, f"{found.acceptance:.0%}",
-                            f"{found.tokens_per_pass:.2f}",
-                        )  # fmt: skip
-    console.print(table)
+            show(head, rows(model, tokenizer, drafts, options.tokens))
+
+
+def rows(model: Any, tokenizer: Tokenizer, drafts: dict[str, Draft], count: int) -> Iterator[tuple[str, ...]]:
+    for name, draft in drafts.items():
+        for temperature in (0.0, 0.7, 1.0):
+            both = temperature and draft is not prompt_lookup
+            ways: tuple[Acceptance, ...] = ("rejection", "exact") if both else ("exact",)
+            for way in ways:
+                found = measured(model, tokenizer, draft, temperature, way, count)
+                accepted, passes = f"{found.acceptance:.0%}", f"{found.tokens_per_pass:.2f}"
+                yield name, f"{temperature}", way if both else "any", accepted, passes
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.pages import table
+from benchmarks.pages import milliseconds, table
 from kvcache.testing.bench.timing import Contender, Trial
 
 MIB = 1 << 20
@@ -132,21 +132,15 @@ def show(found: Contenders, size: int, rounds: int) -> None:
         against = [trial.floor, *(name for name in (FRESH,) if name in trial.times)]
         rows = []
         for name, sample in trial.samples().items():
-            spent = (f"{value / 1000:,.2f}" for value in (sample.median, sample.low, sample.high))
             ratios = (_ratio(trial, name, floor) for floor in against)
-            rows.append([name, f"{size / sample.median / 1e3:.2f}", _spread(*spent), *ratios])
+            rows.append([name, f"{size / sample.median / 1e3:.2f}", milliseconds(sample), *ratios])
         print(f"\n{table([op, 'GB/s', 'milliseconds', *(f'x {name}' for name in against)], rows)}")
 
 
 def _ratio(trial: Trial, name: str, floor: str) -> str:
     """How many times the floor's throughput, round by round."""
     pairs = zip(trial.times[floor], trial.times[name], strict=True)
-    shares = Trial({"": [theirs / mine for theirs, mine in pairs]}, floor="").sample("")
-    return _spread(*(f"{share:.2f}" for share in (shares.median, shares.low, shares.high)))
-
-
-def _spread(median: str, low: str, high: str) -> str:
-    return f"{median} [{low}, {high}]"
+    return milliseconds(Trial({"": [1e3 * theirs / mine for theirs, mine in pairs]}, floor="").sample(""))
 
 
 def show_calls(calls: Mapping[str, Callable[[], object]], rounds: int) -> None:

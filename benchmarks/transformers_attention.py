@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from benchmarks.models import TWO_LAYERS, transformers_llama
+from benchmarks.pages import show
 from kvcache.integrations.transformers import HFCache
 
 LAYERS, KV_HEADS, DIM = 2, 4, 64
@@ -96,15 +97,15 @@ def main() -> None:
     parser.add_argument("--case", default="", help="only the cases with this in their names")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| milliseconds (ratio to DynamicCache) | " + " | ".join(WAYS) + " |")
-    print("|---" * (len(WAYS) + 1) + "|")
     with torch.no_grad():
-        for case in CASES:
-            if options.case in str(case):
-                found = steps(case, options.turns)
-                first = found["DynamicCache, sdpa"]
-                shown = " | ".join(f"{taken:.1f} ({taken / first:.2f})" for taken in found.values())
-                print(f"| {case} | {shown} |", flush=True)
+        rows = (row(case, options.turns) for case in CASES if options.case in str(case))
+        show(("milliseconds (ratio to DynamicCache)", *WAYS), rows)
+
+
+def row(case: Case, turns: int) -> list[str]:
+    found = steps(case, turns)
+    first = found["DynamicCache, sdpa"]
+    return [str(case), *(f"{taken:.1f} ({taken / first:.2f})" for taken in found.values())]
 
 
 if __name__ == "__main__":

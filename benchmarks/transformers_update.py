@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from benchmarks.models import TWO_LAYERS, transformers_llama
+from benchmarks.pages import table
 from kvcache.integrations.transformers import HFCache, HFStaticCache
 
 HEADS, DIM, WINDOW, STEPS, TURNS = 8, 128, 1024, 200, 20
@@ -50,25 +51,24 @@ def median_step(cache: Any, rows: int, history: int) -> float:
     return statistics.median(times)
 
 
-def table(rows: int, window: int | None, histories: Sequence[int]) -> None:
+def update_table(rows: int, window: int | None, histories: Sequence[int]) -> None:
     shown = "full attention" if window is None else f"window {window}"
-    print(f"| {shown}, {rows} rows | " + " | ".join(f"{n:,} tokens" for n in histories) + " |")
-    print("|---" * (len(histories) + 1) + "|")
+    found = []
     for name, make in CACHES.items():
         with torch.no_grad():
             steps = [
                 median_step(make(config(window), history + STEPS), rows, history) for history in histories
             ]
-        print(f"| {name} | " + " | ".join(f"{step:,.0f}" for step in steps) + " |")
-    print()
+        found.append((name, *(f"{step:,.0f}" for step in steps)))
+    print(table((f"{shown}, {rows} rows", *(f"{n:,} tokens" for n in histories)), found), end="\n\n")
 
 
 def step_table(histories: Sequence[int]) -> None:
-    print("| one row | " + " | ".join(f"{name}, {n:,} tokens" for name in DTYPES for n in histories) + " |")
-    print("|---" * (len(DTYPES) * len(histories) + 1) + "|")
-    found = [median_steps(dtype, history) for dtype in DTYPES.values() for history in histories]
-    for name in CACHES:
-        print(f"| {name} | " + " | ".join(f"{steps[name]:,.1f}" for steps in found) + " |")
+    found = {
+        f"{name}, {n:,} tokens": median_steps(dtype, n) for name, dtype in DTYPES.items() for n in histories
+    }
+    rows = ((name, *(f"{steps[name]:,.1f}" for steps in found.values())) for name in CACHES)
+    print(table(("one row", *found), rows))
 
 
 def median_steps(dtype: torch.dtype, history: int) -> dict[str, float]:
@@ -90,7 +90,7 @@ def median_steps(dtype: torch.dtype, history: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    table(1, None, (1024, 8192))
-    table(4, None, (1024,))
-    table(1, WINDOW, (1024, 8192))
+    update_table(1, None, (1024, 8192))
+    update_table(4, None, (1024,))
+    update_table(1, WINDOW, (1024, 8192))
     step_table((1000, 4000))
