@@ -183,11 +183,16 @@ class MooncakePlace(Place):
         return None
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ValkeyServer]:
+def need_server() -> None:
+    """Skip the test where the client or the server of Valkey is not installed."""
     pytest.importorskip("valkey", reason="the package valkey is not installed")
     if ValkeyServer.program() is None:
         pytest.skip("neither valkey-server nor redis-server is installed")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ValkeyServer]:
+    need_server()
     with ValkeyServer() as running:
         yield running
 

@@ -25,11 +25,9 @@ from kvcache.testing.servers import ValkeyServer
 
 from .prefix.rigs.conversing import ConversationSetup, Rig
 from .prefix.rigs.stores import CALLS, Clock, FlakyStore
+from .stores_rig import need_server
 
 LONG = list(range(20))
-needs_server = pytest.mark.skipif(
-    ValkeyServer.program() is None, reason="neither valkey-server nor redis-server is installed"
-)
 
 
 @pytest.fixture
@@ -269,12 +267,11 @@ def test_who_flushes_asks_a_store_again_and_who_closes_is_told_what_none_took(
     assert ("that were kept are in no store" in lines(caplog)[-1]) is not back
 
 
-@needs_server
 @pytest.mark.parametrize("cache", ["causal", "recurrent", "wrapper"])
 def test_a_prefix_cache_outlives_its_server_and_uses_it_again_when_it_is_back(
     numpy_backend: ml.Backend, clock: Clock, caplog: pytest.LogCaptureFixture, cache: str
 ) -> None:
-    pytest.importorskip("valkey", reason="the package valkey is not installed")
+    need_server()
     with ValkeyServer() as server:
         r = over(numpy_backend, server.url, clock, cache)
 

@@ -28,7 +28,7 @@ from kvcache.testing.stores import content
 
 from .mooncake_pool import MooncakePool
 from .stores_crash import IN_FOLDERS, ON_SERVERS
-from .stores_rig import MIB, pool, posix, server
+from .stores_rig import MIB, need_server, pool, posix, server
 
 __all__ = ["pool", "server"]
 
@@ -141,8 +141,7 @@ def test_two_writers_and_two_readers_share_a_folder_with_eviction(passes: Passes
 def test_writers_and_readers_of_a_server_nothing_is_torn_and_nothing_is_lost(
     passes: Passes, mode: str
 ) -> None:
-    if ValkeyServer.program() is None:
-        pytest.skip("neither valkey-server nor redis-server is installed")
+    need_server()
     with ValkeyServer(
         *(["--maxmemory", "30mb", "--maxmemory-policy", "allkeys-lru"] if mode == "evict" else ())
     ) as own:
@@ -228,9 +227,7 @@ def call_all_the_time(store: object, life: Life, seed: int, problems: list[str])
 
 
 def valkey_store(url: str, **options: object) -> contextlib.AbstractContextManager:
-    pytest.importorskip("valkey", reason="the package valkey is not installed")
-    if ValkeyServer.program() is None:
-        pytest.skip("neither valkey-server nor redis-server is installed")
+    need_server()
     from kvcache.stores import ValkeyStore
 
     return ValkeyStore(url, **options)

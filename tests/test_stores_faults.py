@@ -27,7 +27,19 @@ from kvcache.testing.servers import ValkeyServer, wait_until
 from kvcache.testing.stores import CALLS, content, present, read
 
 from .mooncake_pool import MooncakePool
-from .stores_rig import MIB, Change, FilePlace, Place, every_kind, native, places, pool, posix, server
+from .stores_rig import (
+    MIB,
+    Change,
+    FilePlace,
+    Place,
+    every_kind,
+    native,
+    need_server,
+    places,
+    pool,
+    posix,
+    server,
+)
 
 __all__ = ["native", "places", "pool", "server"]
 
@@ -196,9 +208,7 @@ class Answering:
     def __init__(self, kind: str, stack: contextlib.ExitStack, folder: Path) -> None:
         self.kind, self.folder = kind, folder
         if kind == "valkey":
-            pytest.importorskip("valkey", reason="the package valkey is not installed")
-            if ValkeyServer.program() is None:
-                pytest.skip("neither valkey-server nor redis-server is installed")
+            need_server()
             self.server = stack.enter_context(ValkeyServer())
             self.url, self.named = f"{self.server.url}?timeout=1", self.server.url
         elif kind == "mooncake":

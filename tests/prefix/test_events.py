@@ -87,7 +87,7 @@ def test_a_router_that_follows_events_knows_every_tier(talk: Talk, cache: str, t
     router = known(r)
     chats: list[Any] = []
     moved: set[str] = set()
-    for step in range(100):
+    for step in range(60):
         roll = rnd.random()
         if roll < 0.5 and len(chats) < 3:
             tokens = rnd.choice(([1, 2, 3, 4, 5, 6], [1, 2, 3, 9])) + rnd.choices((6, 7), k=rnd.randint(1, 9))

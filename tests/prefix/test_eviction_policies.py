@@ -258,7 +258,7 @@ def test_tenants_find_what_is_theirs_and_stay_within_budgets(talk: Talk, cache: 
     limit = TenantBudget(80 * TOKEN, 2000 * TOKEN)
     r = talk(cache, 300 * TOKEN, [HostTier()], capacity=160, **options(tenant_budget=limit))
     done: list[tuple[list[int], dict[str, Any]]] = []
-    for _ in range(60):
+    for _ in range(45):
         tokens = [1, 2, 3, 4, 5, *rnd.choices((6, 7), k=rnd.randint(1, 9))]
         salt = rnd.choice(["", "a", "b"])
         whose: dict[str, Any] = {"salt": salt, "shared": rnd.choice([0, 5])} if salt else {}

@@ -100,17 +100,17 @@ def test_before_its_duration_is_over_it_holds_and_for_parts_of_it_too(talk: Talk
 def test_what_is_asked_for_again_and_again_is_watched_once(talk: Talk) -> None:
     r = talk()
     now = set_clock(r)
-    for turn in range(300):
+    for turn in range(120):
         r.keep([*ONE, turn], retention=asked(90, 1000.0 + turn))
         room(r, 30)
     assert len(r.prefix.evictor.retainer._ends) <= 64
-    now[0] = 1250.0
+    now[0] = 1100.0
     room(r, 20)
     assert longest(r, ONE) == [20]
     r.keep(TWO, retention=asked(80))
     room(r, 20)
     assert longest(r, ONE, TWO) == [20, 0]
-    now[0] = 1300.0
+    now[0] = 1120.0
     r.keep(TWO, retention=asked(80))
     room(r, 20)
     assert longest(r, ONE, TWO) == [0, 20]

@@ -30,7 +30,7 @@ def visible(tokens: Sequence[int], whose: Whose, other: Sequence[int], others: W
 
 
 @pytest.mark.parametrize(
-    ("count", "tiers"), [(300, [HostTier(64 << 20)]), (120, [MemoryStore()])], ids=["host", "store"]
+    ("count", "tiers"), [(200, [HostTier(64 << 20)]), (120, [MemoryStore()])], ids=["host", "store"]
 )
 def test_each_request_finds_what_its_tenant_may_see_and_no_more(
     talk: Talk, count: int, tiers: list[Any]
