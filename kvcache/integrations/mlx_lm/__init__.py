@@ -24,6 +24,7 @@ from kvcache.cache import InvalidRangeError, check_whole
 from kvcache.integrations.mlx_lm.attention import ChunkedKVCache, KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, entries_in, layers_of
+from kvcache.integrations.mlx_lm.loops import check_speculation
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.prefixes import MLXPrefixCache, MLXSession
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
@@ -31,7 +32,6 @@ from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.saving import adopt, load_prompt_cache
 from kvcache.integrations.mlx_lm.sequences import SequencesTakenError
 from kvcache.integrations.mlx_lm.serving import guard
-from kvcache.integrations.mlx_lm.speculation import check_speculation
 from kvcache.integrations.session_rules import names_of, unknown_option
 
 __all__ = [

@@ -21,7 +21,7 @@ from kvcache.integrations.mlx_lm.attention import (
 from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, layers_of
-from kvcache.integrations.mlx_lm.lru import keep_prompt_caches
+from kvcache.integrations.mlx_lm.loops import keep_prompt_caches
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool

@@ -25,7 +25,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvcache.cache import InvalidRangeError
-from kvcache.integrations.mlx_lm.lru import incoming, is_serving, rows_of
+from kvcache.integrations.mlx_lm.loops import incoming, is_serving, rows_of
 from kvcache.integrations.mlx_lm.pool import CachePool
 
 __all__ = ["guard"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from types import TracebackType
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 import transformers
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
@@ -24,7 +24,7 @@ _log = logging.getLogger("kvcache.transformers")
 _installed: Installation | None = None
 
 
-class Installation:
+class Installation(AbstractContextManager["Installation"]):
     """What ``install`` put in place; a context manager that takes it out again."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -74,12 +74,7 @@ class Installation:
             setattr(GenerationMixin, _NAME, self._original)
             _installed = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.uninstall()
 
 

@@ -111,10 +111,27 @@ for _op in (
     setattr(_OurLayer, _op, _refusing(_op))
 
 
-class AttentionLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
-    """K and V of one layer, in the cache of its kind."""
+class _PairLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
+    """A layer with K and V."""
 
     is_croppable = True
+
+    @property
+    def found(self) -> Pair | None:
+        """All that later tokens may see, (rows, heads, tokens, dim) each; None before the first."""
+        raise NotImplementedError
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return None if (found := self.found) is None else found[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return None if (found := self.found) is None else found[1]
+
+
+class AttentionLayer(_PairLayer):
+    """K and V of one layer, in the cache of its kind."""
 
     def __init__(self, rows: BatchRows, layer: int, kind: Kind) -> None:
         self.rows, self.layer, self.kind = rows, layer, kind
@@ -143,21 +160,12 @@ class AttentionLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
         return self.kind.size or -1
 
     @property
-    def keys(self) -> torch.Tensor | None:
-        """All keys (rows, heads, tokens, head_dim) that later tokens may see; None before the first."""
-        found = self.rows.peek(self.layer, self.kind)
-        return None if found is None else found[0]
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        found = self.rows.peek(self.layer, self.kind)
-        return None if found is None else found[1]
+    def found(self) -> Pair | None:
+        return self.rows.peek(self.layer, self.kind)
 
 
-class CrossLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
+class CrossLayer(_PairLayer):
     """K and V of the encoder's output in one layer, stored once and read by every later token."""
-
-    is_croppable = True
 
     def __init__(self, rows: BatchRows, layer: int) -> None:
         self.rows, self.layer = rows, layer
@@ -175,7 +183,6 @@ class CrossLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def found(self) -> Pair | None:
-        """What is stored."""
         return self.rows.encoded(self.layer)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -186,14 +193,6 @@ class CrossLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         return -1
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        return None if (found := self.found) is None else found[0]
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        return None if (found := self.found) is None else found[1]
 
 
 def each_layer(cache: Any) -> Iterator[tuple[Any, ...]]:

@@ -68,11 +68,9 @@ class States:
         return self.rows.pool.ctx.layer(layer)
 
     def _state(self, layer: int, which: str) -> torch.Tensor:
-        return self._alias(layer, self._cache.state(self._at(layer), which, layer))
-
-    def _alias(self, layer: int, state: ml.Tensor) -> torch.Tensor:
         pool = self.rows.pool
-        found, device = pool.bridge.alias(state), pool.places.like(layer).device
+        found = pool.bridge.alias(self._cache.state(self._at(layer), which, layer))
+        device = pool.places.like(layer).device
         if found.device != device:
             raise NotSupportedError(
                 f"HFCache: recurrent states of layer {layer} on {found.device} of a model on {device}, which "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 import torch
 
 from kvcache import NotSupportedError
+from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.dense_batch import DenseBatch
+from kvcache.attention.forward_pass import ForwardPass as Reading
 from kvcache.integrations.model_caches import CHUNKED, Kind
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.passes import ForwardPass, Pair, Shown
 from kvcache.integrations.transformers.pool import CachePool
-from kvcache.integrations.transformers.shown import goes_on, hide
+from kvcache.storage.cell_table import Row
 
 __all__ = ["Stored", "decode_over_views", "is_recorded", "tokens_of", "without_gradients"]
 
@@ -105,12 +108,12 @@ class Stored:
             call = forward.config.call_bytes // forward.layers[self.layer].bytes_per_cell
             dense = dense and hidden <= CALLS * len(rows) * call
             rows = rows if hidden else None
-        if not goes_on(self.pool.shown.get(self.kind), rows):
+        if not _goes_on(self.pool.shown.get(self.kind), rows):
             forward.segmented = None
         self.pool.shown[self.kind] = None if rows is None else rows.copy()  # the caller may change a mask
         blind = None if rows is None else self._blind(rows)
         if rows is not None and not dense:
-            hide(forward, rows, blind)
+            _hide(forward, rows, blind)
         return Shown(mask, rows, True, blind, dense)
 
     def _blind(self, rows: np.ndarray) -> np.ndarray | None:
@@ -123,6 +126,44 @@ class Stored:
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is not None and other is not None and torch.equal(one, other)
+
+
+def _goes_on(before: np.ndarray | None, shown: np.ndarray | None) -> bool:
+    """Whether the mask of a pass is that of the one before, and shows what is new; None: all is shown."""
+    if before is None or shown is None:
+        return before is shown
+    held = before.shape[1]
+    return np.array_equal(shown[:, :held], before) and bool(shown[:, held:].all())
+
+
+def _hide(forward: Reading, shown: np.ndarray, blind: np.ndarray | None) -> None:
+    """Let a pass over rows side by side, not read yet, read what ``shown`` (rows, positions) shows.
+
+    It reads from a table without what is hidden. New tokens that see nothing, which ``blind`` (rows, tokens)
+    names, read some cell: every query has to read one.
+    """
+    table, groups, unseeing = copy.copy(forward.table), [], []
+    table.rows = [*table.rows]
+    for group in forward.groups:
+        i, row = group.first_token // len(group), table.rows[group.seq]
+        visible = shown[i][row.positions]
+        if not visible.all():
+            rest = table.rows[group.seq] = Row()
+            rest.assign(row.positions[visible], row.cells[visible])
+        if blind is not None and blind[i].any():
+            seeing, tokens = ~blind[i], group.indices()
+            unseeing.append(tokens[blind[i]])
+            if not seeing.any():
+                continue
+            group = SequenceTokens(group.seq, group.positions[seeing], tokens[seeing])
+        groups.append(group)
+    if unseeing:
+        queries, one = np.concatenate(unseeing), Row()
+        cell = forward.table.rows[forward.groups[0].seq].last_cell
+        one.assign(np.zeros(1, np.int64), np.array([cell]))
+        groups.append(SequenceTokens(len(table.rows), np.zeros(queries.size, np.int64), queries))
+        table.rows.append(one)
+    forward.read_table, forward.read_groups = table, groups
 
 
 def decode_over_views(
