@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 import ml
-
-__all__ = ["each_backend", "each_context", "runnable"]
 
 
 def runnable(*names: str) -> list[str]:
@@ -33,3 +32,28 @@ def each_context(*names: str) -> Any:
             yield context
 
     return ctx
+
+
+def host_and_tensors(on_host: Any, by_tensors: Callable[[ml.Backend], Any]) -> Any:
+    """The body on the host, and the one that is written on Tensors on each backend."""
+
+    @pytest.fixture(scope="module", params=["host", *runnable("numpy", "torch", "mlx")])
+    def body(request: pytest.FixtureRequest) -> Iterator[Any]:
+        if request.param == "host":
+            yield on_host
+            return
+        with ml.open_backend(request.param, device="cpu") as backend:
+            yield by_tensors(backend)
+
+    return body
+
+
+def opener(make: Callable[[], ml.Backend]) -> Any:
+    """The fixture ``open_backend`` of the suites, by ``make``: all are closed after the test."""
+
+    @pytest.fixture
+    def open_backend(self: Any) -> Iterator[Callable[[], ml.Backend]]:
+        with ExitStack() as stack:
+            yield lambda: stack.enter_context(make())
+
+    return open_backend

@@ -266,45 +266,15 @@ def test_results_lie_on_the_device_of_the_context_and_writes_on_the_destinations
         assert [row.allocated for row in backend.memory().devices] == [2048, 2048]
 
 
-def test_contexts_of_layers_close_with_the_one_they_came_from() -> None:
-    with TorchBackend(devices=["cpu:0", "cpu:1"], layers=2) as backend:
-        ctx = backend.new_context()
-        layer = ctx.layer(1)
-        layer.close()
-        assert ctx.layer(1).zeros((1,), DType.F32).device == "cpu:1"
-        layer = ctx.layer(1)
-        ctx.close()
-        for closed in (ctx, layer):
-            with pytest.raises(ml.ClosedError):
-                closed.zeros((1,), DType.F32)
-
-
-def test_a_closed_backend_refuses_use_on_the_fast_paths_too(backend: TorchBackend) -> None:
+def test_attention_of_a_closed_backend_is_refused(backend: TorchBackend) -> None:
     ctx = backend.new_context()
-    tensor = ctx.zeros((4,), DType.F32)
+    tensor = ctx.zeros((4, 1, 8), DType.F32)
     backend.close()
-    for use in (
-        lambda: tensor.view(ctx, 0, (2,)),
-        lambda: tensor.slice(ctx, 0, 0, 1),
-        lambda: tensor.copy(ctx, tensor),
-        lambda: ctx.from_native(torch.zeros(1)),
-        lambda: backend.attention(ctx, tensor, tensor, tensor, None, 1.0),
-        tensor.to_numpy,
-        backend.memory,
-    ):
-        with pytest.raises(ml.ClosedError):
-            use()
+    with pytest.raises(ml.ClosedError):
+        backend.attention(ctx, tensor, tensor, tensor, None, 1.0)
 
 
 # Values where torch needs help.
-
-
-def test_equal_values_come_in_order_from_top_k(ctx: TorchContext) -> None:
-    x = np.zeros((3, 1000), np.float32)
-    x[0, ::7], x[1, 5], x[2] = 1, 1, np.arange(1000) // 2
-    values, indices = ctx.from_numpy(x).top_k(ctx, 4)
-    assert indices.to_numpy().tolist() == [[0, 7, 14, 21], [5, 0, 1, 2], [998, 999, 996, 997]]
-    assert values.to_numpy().tolist() == [[1, 1, 1, 1], [1, 0, 0, 0], [499, 499, 498, 498]]
 
 
 def test_a_mean_of_large_f16_does_not_overflow_as_its_sum_would(ctx: TorchContext) -> None:

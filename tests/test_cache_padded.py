@@ -7,11 +7,8 @@ takes some 80 s of processor time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import ml
 from backends.numpy.backend import NumpyBackend
@@ -23,6 +20,8 @@ from kvcache.runner.tokenizer import Tokenizer
 from kvcache.testing import CacheTests
 from ml.testing import BackendTests
 
+from .each_backend import opener
+
 LONG = "ML_LONG" in os.environ
 CONFIG = ml.CacheConfig(cache_padding=64, mask_batch_padding=8, permuted_v=True, layout=ml.Layout.TOKEN_MAJOR)
 
@@ -33,17 +32,7 @@ class PaddedBackend(NumpyBackend):
 
 
 class OnPadded:
-    @pytest.fixture
-    def open_backend(self) -> Iterator[Callable[[], ml.Backend]]:
-        opened: list[ml.Backend] = []
-
-        def open_one() -> ml.Backend:
-            opened.append(PaddedBackend())
-            return opened[-1]
-
-        yield open_one
-        for backend in opened:
-            backend.close()
+    open_backend = opener(PaddedBackend)
 
 
 def sampled(suite: type, step: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 from backends.torch.backend import TorchBackend  # noqa: E402
 from backends.torch.transfer import TorchPages  # noqa: E402
 
+from .each_backend import opener  # noqa: E402
 from .late_cuda import CUDA, late_cuda  # noqa: E402
 from .prefix.test_conversations import run_machine  # noqa: E402
 
@@ -38,17 +39,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class TestPages(PageTransferTests):
-    @pytest.fixture
-    def open_backend(self) -> Iterator[Callable[[], Any]]:
-        opened: list[TorchBackend] = []
-
-        def open_one() -> TorchBackend:
-            opened.append(open_far())
-            return opened[-1]
-
-        yield open_one
-        for backend in opened:
-            backend.close()
+    open_backend = opener(open_far)
 
 
 @pytest.fixture
