@@ -27,13 +27,13 @@ def _measure(backend: ml.Backend, quick: bool) -> Iterator[Row]:
     with backend.new_context() as ctx:
         chunk = ctx.full((CHUNK, HEADS, DIM), 0.5, ml.DType.F32)
         token = ctx.full((1, HEADS, DIM), 0.5, ml.DType.F32)
-        _pass(_cache(backend, 1024), ctx, chunk, 0)
+        store(_cache(backend, 1024), ctx, chunk, 0)
         gc.collect()
         cache = _cache(backend, CAPACITY)
         base = resident()
         reset_peak()
         for begin in range(0, 8192, CHUNK):
-            _pass(cache, ctx, chunk, begin)
+            store(cache, ctx, chunk, begin)
         own = cache.nbytes
         prefill = peak() - base
         activations = 2 * chunk.nbytes
@@ -42,7 +42,7 @@ def _measure(backend: ml.Backend, quick: bool) -> Iterator[Row]:
         steps = 200 if quick else 2000
         reset_peak()
         for i in range(steps):
-            _pass(cache, ctx, token, 8192 + i)
+            store(cache, ctx, token, 8192 + i)
         yield _row(backend, f"decode, {steps} steps at 8192", peak() - base, own, 1.02)
 
 
@@ -52,9 +52,10 @@ def _cache(backend: ml.Backend, capacity: int) -> CausalCache:
     return cache
 
 
-def _pass(cache: CausalCache, ctx: ml.Context, tokens: ml.Tensor, begin: int) -> None:
+def store(cache: CausalCache, ctx: ml.Context, tokens: ml.Tensor, begin: int, seq: int = 0) -> None:
+    """A pass of all layers, each of which puts these tokens and gets all."""
     count = tokens.shape[0]
-    cache.start_forward(ctx, Batch(range(begin, begin + count), [0] * count))
+    cache.start_forward(ctx, Batch(range(begin, begin + count), [seq] * count))
     for layer in range(LAYERS):
         cache.set_layer(layer)
         cache.put(ctx, tokens, tokens)

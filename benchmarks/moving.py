@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import ml
-from benchmarks.memory import peak, reset_peak, resident
-from kvcache import Batch, CausalCache
+from benchmarks.memory import peak, reset_peak, resident, store
+from kvcache import CausalCache
 from ml import nn
 
-LAYERS, TOKENS, HEADS, DIM, MAX_BATCH = 8, 8192, 2, 128, 512
+TOKENS, HEADS, DIM, MAX_BATCH = 8192, 2, 128, 512
 
 
 def main() -> None:
@@ -67,13 +67,7 @@ def _fill(cache: CausalCache, ctx: ml.Context, end: int, seq: int = 0) -> None:
     """Put tokens from where a sequence ends up to ``end``."""
     while (begin := cache.offset(seq)) < end:
         count = min(MAX_BATCH, end - begin)
-        tokens = ctx.full((count, HEADS, DIM), 0.5, ml.DType.F32)
-        cache.start_forward(ctx, Batch(range(begin, begin + count), [seq] * count))
-        for layer in range(LAYERS):
-            cache.set_layer(layer)
-            cache.put(ctx, tokens, tokens)
-            cache.get(ctx)
-        ctx.compute()
+        store(cache, ctx, ctx.full((count, HEADS, DIM), 0.5, ml.DType.F32), begin, seq)
 
 
 def _removing(cache: CausalCache, ctx: ml.Context, rounds: int) -> Iterator[Callable[[], None]]:

@@ -6,7 +6,6 @@ import ast
 import copy
 import inspect
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +93,12 @@ class Transformers:
         for length in lengths:
             cache.update(self.torch.ones(1, 2, length, 32), self.torch.ones(1, 2, length, 32), 0)
         return cache
+
+    def of(self, column: int, config: Any) -> Any:
+        """A cache of the column, with room for 8 tokens."""
+        if column == STATIC:
+            return self.api.StaticCache(config, max_cache_len=8)
+        return self.api.DynamicCache(config=config)
 
     def fp8(self) -> Any:
         return self.api.QuantizedCache("fp8", self.plain)
@@ -187,12 +192,8 @@ def test_a_dynamic_cache_takes_new_memory_at_every_step(hf: Transformers) -> Non
 @pytest.mark.parametrize("column", [DYNAMIC, STATIC])
 def test_gradients_flow_through_caches_of_transformers(hf: Transformers, column: int) -> None:
     assert cell("Gradients flow through it", column) == "yes"
-    make: dict[int, Callable[[], Any]] = {
-        DYNAMIC: lambda: hf.api.DynamicCache(config=hf.plain),
-        STATIC: lambda: hf.api.StaticCache(hf.plain, max_cache_len=8),
-    }
     key = hf.torch.ones(1, 2, 3, 32, requires_grad=True)
-    keys, _ = make[column]().update(key, key, 0)
+    keys, _ = hf.of(column, hf.plain).update(key, key, 0)
     keys.sum().backward()
     assert key.grad.sum().item() == key.numel()
 
@@ -200,11 +201,7 @@ def test_gradients_flow_through_caches_of_transformers(hf: Transformers, column:
 @pytest.mark.parametrize("column", [DYNAMIC, STATIC])
 def test_caches_of_transformers_keep_a_layer_where_its_first_keys_are(hf: Transformers, column: int) -> None:
     assert cell("Layers over devices", column) == "yes: where a layer's first keys are"
-    make: dict[int, Callable[[], Any]] = {
-        DYNAMIC: lambda: hf.api.DynamicCache(),
-        STATIC: lambda: hf.api.StaticCache(hf.sliding, max_cache_len=8),
-    }
-    cache = make[column]()
+    cache = hf.of(column, hf.sliding)
     for layer, device in enumerate(("cpu", "meta")):
         key = hf.torch.ones(1, 2, 3, 32, device=device)
         cache.update(key, key, layer)

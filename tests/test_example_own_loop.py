@@ -67,13 +67,8 @@ def texts() -> dict[int, np.ndarray]:
     return {text: rng.standard_normal((n, DIM)).astype(np.float32) for text, n in TEXTS.items()}
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"own_loop_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def attention_of(name: str) -> Any:
+    return runpy.run_path(str(FOLDER / f"{name}_attention.py"))["Attention"]
 
 
 PARTS = "devices", "tensor", "ragged", "backend"
@@ -91,7 +86,7 @@ def test_attention_of_three_texts_is_plain_attention_of_each(name: str, window: 
     else:
         module.random.seed(0)
         wrap, unwrap = module.array, np.array
-    attention = load(f"{name}_attention").Attention(DIM, HEADS, KV_HEADS, window)
+    attention = attention_of(name)(DIM, HEADS, KV_HEADS, window)
     found = through_the_cache(attention, texts(), wrap, unwrap)
     output = unwrap(attention.output.weight)
     for text, x in texts().items():
@@ -173,7 +168,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_cupy_attention_of_three_texts_is_plain_attention_of_each_on_the_double(
     cupy: Any, window: int | None
 ) -> None:
-    attention = load("cupy_attention").Attention(DIM, HEADS, KV_HEADS, window)
+    attention = attention_of("cupy")(DIM, HEADS, KV_HEADS, window)
     found = through_the_cache(attention, texts(), cupy.made, cupy.double.host)
     for text, x in texts().items():
         projected = (part.array for part in attention.project(cupy.made(x)))

@@ -224,13 +224,8 @@ def _wrapped(text: str, indent: int, width: int, style: str) -> Iterator[Line]:
 
 def _merged(marks: Iterable[Span]) -> Line:
     """Marks of one style side by side as one span."""
-    line: Line = []
-    for text, style in marks:
-        if line and line[-1][1] == style:
-            line[-1] = (line[-1][0] + text, style)
-        else:
-            line.append((text, style))
-    return line
+    styles = itertools.groupby(marks, key=lambda mark: mark[1])
+    return [("".join(text for text, _ in run), style) for style, run in styles]
 
 
 def _cut(line: Line, width: int) -> Line:
