@@ -37,8 +37,7 @@ def the_map(cache: Any) -> CellMap:
 
 
 def test_two_sequences_that_share_a_prefix(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=8)
-    store(cache, numpy_backend, 0, range(4))
+    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=8, stored={0: 4})
     cache.copy_prefix(0, 1, 2)
     store(cache, numpy_backend, 1, [2])
     cells = the_map(cache)
@@ -61,8 +60,7 @@ def test_two_sequences_that_share_a_prefix(numpy_backend: ml.Backend) -> None:
 
 
 def test_cells_that_only_a_snapshot_holds(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend, sequences=1, capacity=8)
-    store(cache, numpy_backend, 0, range(6))
+    cache = bound(CausalCache(), numpy_backend, sequences=1, capacity=8, stored={0: 6})
     snapshot = cache.snapshot(0, 1, 5)
     other = cache.snapshot(0, 2, 4)
     cache.remove(0, 2)
@@ -89,8 +87,7 @@ def test_a_window_shows_what_is_stored_and_what_the_next_token_sees(numpy_backen
     (view,) = cells.sequences
     assert cells.note == "window 2, the last 4 kept"
     assert (view.first, view.last, view.tokens, view.visible) == (4, 8, 5, 2)
-    chunked = bound(ChunkedCache(4), numpy_backend)
-    store(chunked, numpy_backend, 1, range(6))
+    chunked = bound(ChunkedCache(4), numpy_backend, stored={1: 6})
     (view,) = the_map(chunked).sequences
     assert (the_map(chunked).note, view.tokens, view.visible) == ("chunks of 4", 6, 2)
 
@@ -258,8 +255,7 @@ def test_the_mask_is_the_one_that_get_gives(make: Any, numpy_backend: ml.Backend
 
 
 def test_the_columns_of_a_mask_are_cells(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=8)
-    store(cache, numpy_backend, 1, range(3))
+    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=8, stored={1: 3})
     picture = look_at_mask(cache)
     assert picture.cells.tolist() == [8, 9, 10]
     assert picture.seen.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
@@ -285,9 +281,7 @@ def test_a_mask_needs_a_pass_and_cells(numpy_backend: ml.Backend) -> None:
 
 
 def test_a_mark_shows_what_most_of_its_used_cells_are(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=10)
-    store(cache, numpy_backend, 0, range(5))
-    store(cache, numpy_backend, 1, range(1))
+    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=10, stored={0: 5, 1: 1})
     found = binned(the_map(cache), 5)
     assert (found.size, found.codes.tolist()) == (4, [3, 3, 4, 0, 0])
     assert found.filled.tolist() == [1, 0.25, 0.25, 0, 0]

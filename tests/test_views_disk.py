@@ -22,7 +22,7 @@ from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, StoreUnavai
 from kvcache.views.disk import look_at_page, look_at_store
 from kvcache.views.pictures import PagePart
 
-from .views_rig import bound, store, talk
+from .views_rig import bound, talk
 
 pytest.importorskip("xxhash")
 pytest.importorskip("typer")
@@ -180,8 +180,7 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_page_shows_layers_dtype_and_bytes(tmp_path: Path, numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend)
-    store(cache, numpy_backend, 0, range(6))
+    cache = bound(CausalCache(), numpy_backend, stored={0: 6})
     page = serialize(numpy_backend, cache.snapshot(0, 2, 6))
     meta = {**page.meta, "tokens": [5, 6, 7], "model": {"name": "tiny\x1b[0m"}}
     picture = look_at_page(write(tmp_path / "page.kv", SerializedSnapshot(meta, page.arrays)))
@@ -200,8 +199,7 @@ def test_a_page_shows_layers_dtype_and_bytes(tmp_path: Path, numpy_backend: ml.B
 def test_a_page_whose_tokens_are_no_ids_is_shown_without_them(
     tokens: Any, tmp_path: Path, numpy_backend: ml.Backend
 ) -> None:
-    cache = bound(CausalCache(), numpy_backend)
-    store(cache, numpy_backend, 0, range(6))
+    cache = bound(CausalCache(), numpy_backend, stored={0: 6})
     page = serialize(numpy_backend, cache.snapshot(0))
     place = page.arrays if isinstance(tokens, np.ndarray) else page.meta
     arrays, meta = {**page.arrays}, {**page.meta}
@@ -213,14 +211,14 @@ def test_a_page_whose_tokens_are_no_ids_is_shown_without_them(
 
 
 def test_a_page_of_every_kind_of_cache(tmp_path: Path, numpy_backend: ml.Backend) -> None:
-    wrapper = bound(WrapperCache(SlidingWindowCache(2), CausalCache(), EncoderCache()), numpy_backend)
-    store(wrapper, numpy_backend, 0, range(5))
+    wrapper = bound(
+        WrapperCache(SlidingWindowCache(2), CausalCache(), EncoderCache()), numpy_backend, stored={0: 5}
+    )
     picture = look_at_page(write(tmp_path / "a", serialize(numpy_backend, wrapper.snapshot(0))))
     assert [(part.kind, part.tokens) for part in picture.parts] == [
         ("window", 3), ("attention", 5), ("encoder", 0),
     ]  # fmt: skip
-    hybrid = bound(RecurrentCache((2,), (1, 2)), numpy_backend)
-    store(hybrid, numpy_backend, 0, range(3))
+    hybrid = bound(RecurrentCache((2,), (1, 2)), numpy_backend, stored={0: 3})
     with numpy_backend.new_context() as ctx:
         hybrid.conv_state(ctx, 1)
         hybrid.recurrent_state(ctx, 1)

@@ -43,8 +43,7 @@ def prefix_picture(numpy_backend: ml.Backend) -> PrefixPicture:
 
 
 def drawn(numpy_backend: ml.Backend) -> CachePicture:
-    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=8)
-    store(cache, numpy_backend, 0, range(4))
+    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=8, stored={0: 4})
     cache.copy_prefix(0, 1, 2)
     store(cache, numpy_backend, 1, [2])
     picture: CachePicture = render(cache)
@@ -92,8 +91,7 @@ def test_a_trie_as_text(numpy_backend: ml.Backend) -> None:
 
 
 def test_a_mask_as_text(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend)
-    store(cache, numpy_backend, 1, range(3))
+    cache = bound(CausalCache(), numpy_backend, stored={1: 3})
     lines = look_at_mask(cache).text().splitlines()
     assert lines[1:4] == ["1:0 █··", "1:1 ██·", "1:2 ███"]
 
@@ -171,8 +169,7 @@ def test_a_watched_cache_is_drawn_as_it_is_now(numpy_backend: ml.Backend) -> Non
 
 
 def test_every_run_of_cells_is_a_box_that_says_whose_it_is(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=64)
-    store(cache, numpy_backend, 0, range(4))
+    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=64, stored={0: 4})
     cache.copy_prefix(0, 1, 2)
     store(cache, numpy_backend, 1, [2])
     kept = cache.snapshot(0, 0, 4)
@@ -217,8 +214,7 @@ def test_a_trie_lies_along_its_positions(prefix_picture: PrefixPicture) -> None:
 
 
 def test_a_mask_has_a_box_for_every_pair(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend)
-    store(cache, numpy_backend, 1, range(3))
+    cache = bound(CausalCache(), numpy_backend, stored={1: 3})
     named = [e for e in elements(look_at_mask(cache).svg()) if e.tag == f"{SVG}rect" and len(e)]
     colors = [e.get("fill") == sequence_color(1) for e in named]
     assert colors == [True, False, False, True, True, False, True, True, True]
@@ -283,8 +279,7 @@ def test_tables_say_everything_that_is_known_of_a_node(prefix_picture: PrefixPic
 
 def every_picture(numpy_backend: ml.Backend) -> list[Picture]:
     wrapper = bound(WrapperCache(CausalCache(), EncoderCache()), numpy_backend)
-    cache = bound(CausalCache(), numpy_backend)
-    store(cache, numpy_backend, 0, range(3))
+    cache = bound(CausalCache(), numpy_backend, stored={0: 3})
     return [render(wrapper), render(cache), look_at_mask(cache)]
 
 
@@ -304,8 +299,7 @@ def test_every_picture_has_every_form(numpy_backend: ml.Backend, tmp_path: Path)
 
 
 def test_json_of_a_mask_is_its_rows(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend)
-    store(cache, numpy_backend, 2, range(2))
+    cache = bound(CausalCache(), numpy_backend, stored={2: 2})
     picture = look_at_mask(cache)
     assert isinstance(picture, MaskPicture)
     record: dict[str, Any] = json.loads(picture.json())
@@ -333,9 +327,7 @@ def test_words() -> None:
 
 
 def test_lines_of_free_cells_are_drawn_once(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=512)
-    store(cache, numpy_backend, 0, range(3))
-    store(cache, numpy_backend, 1, range(2))
+    cache = bound(CausalCache(), numpy_backend, sequences=2, capacity=512, stored={0: 3, 1: 2})
     lines = render(cache).text().splitlines()[2:8]
     free = "·" * 64
     assert lines == [
@@ -416,8 +408,7 @@ def test_a_notebook_shows_caches_as_pictures(
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     shell = interactive.InteractiveShell()
     shell.history_manager.end_session()
-    cache = bound(CausalCache(), numpy_backend)
-    store(cache, numpy_backend, 0, range(4))
+    cache = bound(CausalCache(), numpy_backend, stored={0: 4})
     assert "text/html" not in shell.display_formatter.format(cache)[0]
     shell.run_line_magic("load_ext", "kvcache.views")
     shown, _ = shell.display_formatter.format(cache)

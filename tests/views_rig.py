@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml
@@ -10,8 +10,14 @@ from kvcache import Batch
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 
 
-def bound(cache: Any, backend: ml.Backend, sequences: int = 3, capacity: int = 16, batch: int = 16) -> Any:
+def bound(
+    cache: Any, backend: ml.Backend, sequences: int = 3, capacity: int = 16, batch: int = 16,
+    stored: Mapping[int, int] | None = None,
+) -> Any:  # fmt: skip
+    """The cache at a backend, with so many first tokens of each sequence ``stored``."""
     cache.init(backend, ml.DType.F32, sequences, capacity, batch)
+    for seq, tokens in (stored or {}).items():
+        store(cache, backend, seq, range(tokens))
     return cache
 
 
