@@ -51,6 +51,11 @@ class SequenceTokens:
         """Whether the positions count up by one."""
         return int(self.positions[-1]) - int(self.positions[0]) == self.positions.size - 1
 
+    def follow(self, offset: int) -> bool:
+        """Whether the tokens come in order in the batch, and their positions count up from ``offset``."""
+        in_order = isinstance(self.rows, slice) or bool((np.diff(self.rows) > 0).all())
+        return in_order and self.is_run() and self.lowest == offset
+
 
 def check_sequence(op: str, seq: object, max_sequences: int) -> None:
     if not isinstance(seq, (int, np.integer)) or not 0 <= seq < max_sequences:

@@ -1,36 +1,19 @@
 """Several sequences read as one tensor, for models that keep the rows of a batch at one length.
 
 ``get`` and ``attend`` give each sequence its own cells. A runtime that pads its batch wants
-(sequences, heads, tokens, dim) instead. Where the sequences lie at even distances in the buffers, as
-they do when they grow in step, that is one strided view; else the cells are gathered.
+(sequences, heads, tokens, dim) instead.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
 import ml
-from kvcache.attention.batch import check_sequence
-from kvcache.cache import InvalidRangeError, OrderError, SequenceLostError
-from kvcache.storage.buffer import Buffer
-from kvcache.storage.cell_storage import CellStorage
-from kvcache.storage.cell_table import Row
-from kvcache.storage.overlay import CurrentOverlay
-from kvcache.storage.quantized import QuantizedBuffer
+from kvcache.attention.batched_rows import BatchedRows, HasCells, rows_of
+from kvcache.cache import InvalidRangeError, OrderError
 
 __all__ = ["DenseBatch", "read_encoded"]
-
-
-class HasCells(Protocol):
-    """A cache that keeps K and V in cells, as CausalCache and its kinds do."""
-
-    @property
-    def storage(self) -> CellStorage:
-        """The cell table and the buffers; OrderError before ``init``."""
 
 
 class HasEncoderOutput(Protocol):
@@ -55,46 +38,26 @@ class DenseBatch:
         self, cache: HasCells, sequences: Sequence[int], begin: int = 0, unwritten: bool = False
     ) -> None:
         self._storage = cache.storage
-        self._table = self._storage.table
-        if not sequences:
-            raise InvalidRangeError("DenseBatch: no sequences given; it must read at least one")
-        for seq in sequences:
-            check_sequence("DenseBatch", seq, len(self._table.rows))
-        rows = [self._table.rows[seq] for seq in sequences]
-        self.sequences, self._checked = len(rows), () if unwritten else rows
+        rows = rows_of("DenseBatch", self._storage.table, sequences)
+        self._checked = () if unwritten else rows
         self.begin, self.end = begin, rows[0].last + 1
         self.tokens = self.end - begin
-        cells = [_cells(seq, row, begin, self.end) for seq, row in zip(sequences, rows, strict=True)]
-        self._first = self._step = 0
-        self._cells: np.ndarray | None = None
-        self._index: ml.Tensor | None = None
-        exact = self._table.exact is not None
-        if exact or not self._lies_evenly(rows, cells):
-            self._cells = np.concatenate(cells)
-        self._overlay = (
-            CurrentOverlay(self._table, self._cells) if exact and self._cells is not None else None
-        )
+        for seq, row in zip(sequences, rows, strict=True):
+            start = row.index(begin)
+            count = len(row) - start
+            ends_there = row.last + 1 == self.end and count == self.tokens
+            if not ends_there or (count and int(row.positions[start]) != begin):
+                raise InvalidRangeError(
+                    f"DenseBatch: [{begin}, {self.end}) of sequence {seq}, which holds {count} positions "
+                    f"from there to {row.last}; sequences that are read together must end at the same "
+                    "position and have no gaps"
+                )
+        self._rows = BatchedRows(self._storage.table, rows, begin, self.tokens)
 
     @property
     def is_view(self) -> bool:
         """Whether reading copies nothing: one strided view of the buffers (of plain storage)."""
-        return self._cells is None
-
-    def _lies_evenly(self, rows: Sequence[Row], cells: Sequence[np.ndarray]) -> bool:
-        """Whether the cells are runs at even distances; notes where."""
-        if not self.tokens:
-            return True
-        for row, own in zip(rows, cells, strict=True):
-            if not row.contiguous and (
-                own[-1] - own[0] != own.size - 1 or not bool((own[1:] - own[:-1] == 1).all())
-            ):
-                return False
-        starts = [int(own[0]) for own in cells]
-        self._first = starts[0]
-        self._step = starts[1] - starts[0] if len(starts) > 1 else 0
-        return self._step >= 0 and all(
-            later - earlier == self._step for earlier, later in itertools.pairwise(starts)
-        )
+        return self._rows.is_view
 
     def read(self, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor]:
         """K (sequences, kv_heads, tokens, head_dim) and V (sequences, kv_heads, tokens, v_dim) of a layer.
@@ -103,13 +66,7 @@ class DenseBatch:
         sequences share cells.
         """
         buffers = self._storage.readable("DenseBatch", layer, self._checked, self.begin)
-        if self._overlay is None:
-            key = self._tensor(ctx, buffers.key)
-            if buffers.shape.is_latent:
-                return key, key.slice(ctx, 3, 0, buffers.value.dim)
-            return key, self._tensor(ctx, buffers.value)
-        found = buffers.read(ctx, self._indices(ctx), self.sequences * self.tokens)
-        key, value = (self._by_sequence(ctx, x) for x in self._overlay.read(ctx, buffers, *found))
+        key, value = (x.permute(ctx, 0, 2, 1, 3) for x in self._rows.read(ctx, buffers))
         return key, value
 
     def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor | None:
@@ -120,47 +77,7 @@ class DenseBatch:
         buffers = self._storage.buffers.get(layer)
         if buffers is None or name not in buffers.extra:
             return None
-        found = self._stored(ctx, buffers.extra[name])
-        row, _, token, number = found.strides
-        shape = self.sequences, self.tokens, found.shape[3]
-        return found.view(ctx, 0, shape, (row, token, number))
-
-    def _tensor(self, ctx: ml.Context, buffer: Buffer | QuantizedBuffer) -> ml.Tensor:
-        if isinstance(buffer, QuantizedBuffer):
-            return buffer.decode(ctx, [self._stored(ctx, part) for part in buffer.parts])
-        return self._stored(ctx, buffer)
-
-    def _stored(self, ctx: ml.Context, buffer: Buffer) -> ml.Tensor:
-        cell, head, dim = buffer.strides
-        shape = (self.sequences, buffer.heads, self.tokens, buffer.dim)
-        if self._cells is None:
-            return buffer.tensor.view(ctx, self._first * cell, shape, (self._step * cell, head, cell, dim))
-        return self._by_sequence(ctx, buffer.gather(ctx, self._indices(ctx)))
-
-    def _indices(self, ctx: ml.Context) -> ml.Tensor:
-        if self._index is None:
-            self._index = ctx.from_numpy(self._cells, ml.DType.I32)
-        return self._index
-
-    def _by_sequence(self, ctx: ml.Context, found: ml.Tensor) -> ml.Tensor:
-        """(sequences * tokens, heads, dim) as (sequences, heads, tokens, dim)."""
-        cell, head, dim = found.strides
-        shape = (self.sequences, found.shape[1], self.tokens, found.shape[2])
-        return found.view(ctx, 0, shape, (self.tokens * cell, head, cell, dim))
-
-
-def _cells(seq: int, row: Row, begin: int, end: int) -> np.ndarray:
-    """The cells of positions ``[begin, end)``, all of which the row holds."""
-    if row.lost:
-        raise SequenceLostError(f"DenseBatch: the data of sequence {seq} is lost; compute it again")
-    start = row.index(begin)
-    count = len(row) - start
-    if row.last + 1 != end or count != end - begin or (count and int(row.positions[start]) != begin):
-        raise InvalidRangeError(
-            f"DenseBatch: [{begin}, {end}) of sequence {seq}, which holds {count} positions from there to "
-            f"{row.last}; sequences that are read together must end at the same position and have no gaps"
-        )
-    return row.cells[start:]
+        return self._rows.read_extra(ctx, buffers.extra[name])
 
 
 def read_encoded(

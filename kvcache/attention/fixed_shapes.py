@@ -39,10 +39,10 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.device_copies import HostArray, device_of
 from kvcache.attention.read_plan import ReadPlan
 from kvcache.cache import NotSupportedError
 from kvcache.storage.cell_table import CellTable
+from kvcache.storage.device_copies import HostArray, device_of
 from kvcache.storage.formats import CacheFormat
 
 __all__ = [

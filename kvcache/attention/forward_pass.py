@@ -14,7 +14,6 @@ import numpy as np
 import ml
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.calls import plan_calls
-from kvcache.attention.device_copies import HostArray, HostArrays, OnDevices, near
 from kvcache.attention.fixed_shapes import (
     FixedPass,
     GraphRows,
@@ -31,6 +30,7 @@ from kvcache.attention.residual import split_exact
 from kvcache.attention.segments import KeptSegments, Segment
 from kvcache.cache import InvalidRangeError, Mask, NotSupportedError, OrderError
 from kvcache.storage.cell_table import CellTable
+from kvcache.storage.device_copies import HostArray, HostArrays, OnDevices, near
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.overlay import Overlay
 
@@ -49,11 +49,6 @@ class Reads:
     rows: bool
     packers: Packers
     """What a backend's kernel uploads of a plan; empty: no kernel was asked."""
-
-    @property
-    def known(self) -> bool:
-        """Whether anything was read."""
-        return self.shared or self.rows or self.worth is not None
 
 
 class Uploads(HostArrays):
@@ -74,8 +69,8 @@ class Uploads(HostArrays):
 
     def gather(self) -> None:
         passes = [forward for ref in self._passes if (forward := ref()) is not None]
-        found = (forward.reads() for forward in passes)
-        beside = next((reads for reads in found if reads is not None and reads.known), None)
+        known = (reads for forward in passes if (reads := forward.reads()) is not None)
+        beside = next((r for r in known if r.shared or r.rows or r.worth is not None), None)
         for forward in passes:
             forward.foresee(forward.expected or beside)
 
@@ -210,9 +205,7 @@ class ForwardPass:
 
     def readable(self, op: str, layer: int) -> LayerBuffers:
         """What the layer stores; OrderError where it lacks tokens of the pass, or of its sequences."""
-        buffers = self.layers.get(layer)
-        if buffers is None:
-            raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
+        buffers = self.layers.get(layer) or self._stored(op, layer)
         if buffers.stamp >= self.stamp:
             if buffers.absent is not None and not self.reserve:
                 self._check_present(op, layer, buffers)
@@ -226,6 +219,11 @@ class ForwardPass:
             f"{op}: layer {layer} was not put in this pass, and lacks its tokens; put them, set_layer "
             "to the layer whose K and V it shares, or start_forward(..., read_only=True) to read the past"
         )
+
+    def _stored(self, op: str, layer: int) -> LayerBuffers:
+        if layer not in self.layers:
+            raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
+        return self.layers[layer]
 
     def _check_present(self, op: str, layer: int, buffers: LayerBuffers) -> None:
         for group in self.groups:
@@ -282,9 +280,7 @@ class ForwardPass:
                 f"{op}: this pass has no fixed shapes; set_config with fixed_shapes=True, and start "
                 "a pass without reserve"
             )
-        buffers = self.layers.get(layer)
-        if buffers is None:
-            raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
+        buffers = self._stored(op, layer)
         self.fill(ctx)
         self.note_put(buffers)
         return *buffers.read_as_configured(ctx, 0, self.table.cells), self.fixed.on(ctx.layer(layer))
@@ -297,13 +293,13 @@ class ForwardPass:
         slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
         if tables is not None:
             reading, own = read_own(self.read_table, self.read_groups, self.tokens, tables)
-            cells.append(host.add(own, ml.DType.I32))
+            cells.append(host.add(own))
         else:
             reading = read_everything(self.read_table, self.read_groups)
             self._reading, self._seen = reading, None
             self._shared = reading, None
         mask = host.add(reading.mask(self.tokens, self.lower, self.lifted, padding), self.config.mask_dtype)
-        self.fixed.load(self, None if slots is None else host.add(slots, ml.DType.I32), mask, *cells)
+        self.fixed.load(self, None if slots is None else host.add(slots), mask, *cells)
         self._loaded = True
 
     def own_cells(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor] | None:
@@ -341,14 +337,11 @@ class ForwardPass:
         assert self._targets is not None
         return self._targets.on(ctx)
 
-    def _upload(self, array: np.ndarray) -> HostArray:
-        return self.uploads.add(array, ml.DType.I32)
-
     def _targeted(self) -> np.ndarray:
         """The cells of the batch, which lie scattered; they go with the other arrays."""
         assert isinstance(self.cells, np.ndarray)
         if self._targets is None:
-            self._targets = self.uploads.add(self.cells, ml.DType.I32)
+            self._targets = self.uploads.add(self.cells)
         return self.cells
 
     def write_exact(self, ctx: ml.Context, buffers: LayerBuffers, new: Sequence[ml.Tensor]) -> None:
@@ -359,8 +352,8 @@ class ForwardPass:
             tokens = np.flatnonzero(self.slots >= 0)
             slots = self.slots[tokens]
             first, is_run = int(slots[0]), bool((np.diff(slots) == 1).all())
-            some = None if tokens.size == self.tokens else self._upload(tokens)
-            self._slots = some, first if is_run else self._upload(slots)
+            some = None if tokens.size == self.tokens else self.uploads.add(tokens)
+            self._slots = some, first if is_run else self.uploads.add(slots)
         some, where = self._slots
         own = new[: len(buffers.exact.stored)]
         parts = own if some is None else [one.rows(ctx, some.on(ctx)) for one in own]
@@ -391,7 +384,7 @@ class ForwardPass:
         if self._overlay is None or self._overlay[0] is not reading:
             cells = np.arange(reading.start, reading.start + reading.length)
             slots = self.table.exact_slots(cells if reading.index is None else reading.index)
-            self._overlay = reading, None if slots is None else Overlay(slots, self._upload)
+            self._overlay = reading, None if slots is None else Overlay(slots, self.uploads)
         return self._overlay[1]
 
     def reads(self) -> Reads | None:
@@ -436,7 +429,7 @@ class ForwardPass:
 
     def _share(self) -> tuple[ReadPlan, Mask | OnDevices | HostArray]:
         reading = self._plan_rows()
-        found = self._shared = reading, self._mask(reading, self.config)
+        found = self._shared = reading, self._mask(reading)
         return found
 
     def rows(self, ctx: ml.Context) -> ReadPlan:
@@ -473,7 +466,10 @@ class ForwardPass:
         if self._seen is None:
             first, stop = rows_seen(self._plan_rows(), self.tokens, self.lower, self.lifted)
             ranges = stop is not None and not self.reads_all
-            self._seen = self._upload(first), self._upload(stop) if stop is not None and ranges else None
+            self._seen = (
+                self.uploads.add(first),
+                self.uploads.add(stop) if stop is not None and ranges else None,
+            )
         return self._seen
 
     def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor:
@@ -555,7 +551,8 @@ class ForwardPass:
     def _make_plan(self, worth: int) -> ml.RaggedPlan:
         if self._plan is None:
             self._plan = self._segmented(worth).plan(self.tokens)
-            self._plan.upload = partial(_uploaded, self.uploads)
+            uploads = self.uploads
+            self._plan.upload = lambda array: uploads.add(array).on
         return self._plan
 
     def _note_view(self, reading: ReadPlan) -> None:
@@ -572,7 +569,7 @@ class ForwardPass:
         """Let free cells (ascending) be blanked before anything is read."""
         if cells.size:
             is_run = int(cells[-1]) - int(cells[0]) + 1 == cells.size
-            self._unfit.append((cells, None if is_run else self.uploads.add(cells, ml.DType.I32)))
+            self._unfit.append((cells, None if is_run else self.uploads.add(cells)))
 
     def _blank(self, ctx: ml.Context) -> None:
         """Write zeros into free cells, which may hold NaN: a weight of 0 does not hide that."""
@@ -585,27 +582,19 @@ class ForwardPass:
             self.table.blank[cells] = True
             del self._unfit[0]
 
-    def _mask(self, reading: ReadPlan, config: ml.CacheConfig) -> Mask | OnDevices | HostArray:
-        elided = reading.elided(self.lower, self.lifted)
+    def _mask(self, reading: ReadPlan) -> Mask | OnDevices | HostArray:
+        config, elided = self.config, reading.elided(self.lower, self.lifted)
         if config.elide_mask and not isinstance(elided, bool):
             return elided
         shape, dtype, host = (self._rows(), reading.length), config.mask_dtype, self.uploads
         if shape[0] == 1 and elided is None:
             return OnDevices(lambda ctx: ctx.zeros(shape, dtype))  # a decoded token that sees everything
-        if self.lower is None and not self.lifted and self._keep(reading, shape[0]):
-            assert self.kept is not None
-            return OnDevices(partial(self.kept.shown, length=reading.length))
+        if self.lower is None and not self.lifted:
+            if self.kept is None or not self.kept.follow(host, reading):
+                self.kept = KeptMask.build(reading, shape[0], dtype)
+            if self.kept is not None:
+                return OnDevices(partial(self.kept.shown, length=reading.length))
         large = build_mask(host, reading, shape, self.lower, self.lifted, dtype)
         if large is not None:
             return large
         return host.add(reading.mask(self.tokens, self.lower, self.lifted, config.mask_batch_padding), dtype)
-
-    def _keep(self, reading: ReadPlan, rows: int) -> bool:
-        """Whether ``kept`` is the mask of this pass now: the one of the pass before, or a new one."""
-        if self.kept is None or not self.kept.follow(self.uploads, reading):
-            self.kept = KeptMask.build(reading, rows, self.config.mask_dtype)
-        return self.kept is not None
-
-
-def _uploaded(uploads: Uploads, array: np.ndarray) -> Callable[[ml.Context], ml.Tensor]:
-    return uploads.add(array, ml.DType.I32).on

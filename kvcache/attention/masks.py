@@ -19,7 +19,6 @@ from typing import Self
 import numpy as np
 
 import ml
-from kvcache.attention.device_copies import HostArray, HostArrays, OnDevices, device_of
 from kvcache.attention.read_plan import (
     HIDDEN,
     LowerBound,
@@ -29,6 +28,7 @@ from kvcache.attention.read_plan import (
     unmask,
     visible,
 )
+from kvcache.storage.device_copies import HostArray, HostArrays, OnDevices, device_of
 
 __all__ = ["HOST_LIMIT", "KEEP_LIMIT", "KeptMask", "build_mask", "seen_mask"]
 
@@ -82,7 +82,7 @@ class KeptMask:
             return False
         places = zip(self._rows, self.columns, self._sizes, strict=True)
         newest = np.array([row * width + column + size for row, column, size in places])
-        self._newest, self._sizes, self._step = host.add(newest, ml.DType.I32), sizes, self._step + 1
+        self._newest, self._sizes, self._step = host.add(newest), sizes, self._step + 1
         return True
 
     def shown(self, ctx: ml.Context, length: int) -> ml.Tensor:

@@ -15,9 +15,9 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.device_copies import HostArrays, device_of
 from kvcache.attention.read_plan import LowerBound, plan_read
 from kvcache.storage.cell_table import CellTable
+from kvcache.storage.device_copies import HostArrays, device_of
 from kvcache.storage.layer_buffers import LayerBuffers
 
 __all__ = ["Attended", "AttentionMass", "AttentionObserver", "ObservedRows"]
@@ -54,7 +54,7 @@ class ObservedRows:
         cells = reading.index
         self.table, self.groups = table, groups
         self.cells = np.arange(reading.start, reading.start + reading.length) if cells is None else cells
-        self.index = host.add(self.cells, ml.DType.I32)
+        self.index = host.add(self.cells)
         self.seen = host.add(reading.mask(tokens, lower, lifted, 1) == 0, ml.DType.BOOL)
 
     def last(self, count: int | None) -> np.ndarray:

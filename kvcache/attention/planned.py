@@ -9,10 +9,10 @@ import numpy as np
 
 import ml
 from kvcache.attention.calls import Call, Level
-from kvcache.attention.device_copies import HostArray, HostArrays, OnDevices, near
 from kvcache.attention.masks import seen_mask
 from kvcache.attention.quantized_calls import attend_quantized
 from kvcache.cache import Mask
+from kvcache.storage.device_copies import HostArray, HostArrays, OnDevices, near
 from kvcache.storage.layer_buffers import LayerBuffers
 from ml import nn
 
@@ -39,7 +39,7 @@ class PlannedCall:
     @classmethod
     def of(cls, host: HostArrays, call: Call, config: ml.CacheConfig) -> Self:
         def indices(found: np.ndarray | slice | None) -> HostArray | None:
-            return host.add(found, ml.DType.I32) if isinstance(found, np.ndarray) else None
+            return host.add(found) if isinstance(found, np.ndarray) else None
 
         seen, block = call.seen, BLOCK_CALLS * config.call_bytes
         tokens, cells = indices(call.tokens), indices(call.cells)
@@ -99,9 +99,7 @@ class PlannedCall:
         if buffers.is_quantized:
             return attend_quantized(ctx, buffers, query, self.on(ctx), scale, self.block_bytes)
         count, heads, size = query.shape
-        row, *strides = query.strides
-        each = count // call.batch
-        stacked = query.view(ctx, 0, (call.batch, each, heads, size), (each * row, row, *strides))
+        stacked = query.reshape(ctx, call.batch, count // call.batch, heads, size)
         if self._cells is None:
             key, value = buffers.read_batch(ctx, call.start, call.step, call.batch, call.length)
         else:

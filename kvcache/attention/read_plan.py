@@ -14,9 +14,9 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.device_copies import HostArray, HostArrays
 from kvcache.cache import InvalidBatchError, Mask
 from kvcache.storage.cell_table import CellTable, Row
+from kvcache.storage.device_copies import HostArray, HostArrays
 
 __all__ = [
     "HIDDEN", "LowerBound", "ReadPlan", "check_sees", "kept_entries", "plan_read", "rows_seen", "sees_all",
@@ -61,7 +61,7 @@ class ReadPlan:
     def gather(self, host: HostArrays) -> None:
         """Let the gathered cells go to devices with ``host``."""
         if self.index is not None:
-            self._gathered = host.add(self.index, ml.DType.I32)
+            self._gathered = host.add(self.index)
 
     def cells(self, ctx: ml.Context) -> int | ml.Tensor:
         """The first cell of the view, or the gathered cells as an I32 tensor; ``gather`` comes before."""

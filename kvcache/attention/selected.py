@@ -55,7 +55,7 @@ def attend_selected(
         stop = min(start + size, tokens)
         count = stop - start
         chosen = rows.slice(ctx, 0, start, stop).reshape(ctx, count * k)
-        key, value = (_by_query(ctx, x, count, k) for x in forward.read_rows(ctx, buffers, chosen))
+        key, value = (x.reshape(ctx, count, k, *x.shape[1:]) for x in forward.read_rows(ctx, buffers, chosen))
         own = query.slice(ctx, 0, start, stop).contiguous(ctx).reshape(ctx, count, 1, heads, query.shape[2])
         shown = mask.slice(ctx, 0, start, stop).reshape(ctx, count, 1, k)
         found, weight = nn.partial_attention(ctx, own, key, value, shown, scale)
@@ -94,9 +94,3 @@ def _shown(ctx: ml.Context, mask: ml.Tensor, rows: ml.Tensor) -> ml.Tensor:
     at = rows.add(ctx, lines).reshape(ctx, tokens * k)
     flat = mask.contiguous(ctx).reshape(ctx, mask.shape[0] * history)
     return flat.rows(ctx, at).reshape(ctx, tokens, k).cast(ctx, ml.DType.F32)
-
-
-def _by_query(ctx: ml.Context, found: ml.Tensor, count: int, k: int) -> ml.Tensor:
-    """(count * k, heads, dim) as (count, k, heads, dim)."""
-    cell, *rest = found.strides
-    return found.view(ctx, 0, (count, k, *found.shape[1:]), (k * cell, cell, *rest))

@@ -51,6 +51,11 @@ class BoundCache(Generic[P]):
             raise OrderError(f"{op}: the cache has not been initialized; call init first")
         return self._backend
 
+    def _check_sequence(self, op: str, seq: int) -> None:
+        """Refuse a sequence that is none, and a cache that is not bound."""
+        self._bound(op)
+        check_sequence(op, seq, self._max_sequences)
+
     def _started(self, op: str) -> P:
         """The pass under way; OrderError where there is none."""
         self._bound(op)
@@ -60,31 +65,26 @@ class BoundCache(Generic[P]):
 
     def _check_copy(self, src_seq: int, dst_seq: int, length: int) -> None:
         """Refuse sequences that are none or the same, and a length that means nothing."""
-        self._bound("copy_prefix")
-        check_sequence("copy_prefix", src_seq, self._max_sequences)
-        check_sequence("copy_prefix", dst_seq, self._max_sequences)
+        for seq in (src_seq, dst_seq):
+            self._check_sequence("copy_prefix", seq)
         check_whole("copy_prefix", "length", length)
         if src_seq == dst_seq:
             raise InvalidRangeError(
                 f"copy_prefix: sequence {src_seq} to itself; use remove(seq, length) to shorten a sequence"
             )
 
-    def _check_remove(self, seq: int, begin: int, end: int | None) -> ml.Backend:
-        """The backend; refuses a sequence that is none, and a range that means nothing."""
-        backend = self._bound("remove")
-        check_sequence("remove", seq, self._max_sequences)
+    def _check_remove(self, seq: int, begin: int, end: int | None) -> None:
+        """Refuse a sequence that is none, and a range that means nothing."""
+        self._check_sequence("remove", seq)
         check_whole("remove", "begin", begin)
         check_whole("remove", "end", begin if end is None else end)
         if end is not None and end < begin:
             raise InvalidRangeError(f"remove: [{begin}, {end}); the range must satisfy 0 <= begin <= end")
-        return backend
 
-    def _check_restore(self, seq: int, snapshot: object, kind: type) -> ml.Backend:
-        """The backend; refuses a sequence that is none, and a snapshot of another kind of cache."""
-        backend = self._bound("restore")
-        check_sequence("restore", seq, self._max_sequences)
+    def _check_restore(self, seq: int, snapshot: object, kind: type) -> None:
+        """Refuse a sequence that is none, and a snapshot of another kind of cache."""
+        self._check_sequence("restore", seq)
         check_kind("restore", self, kind, [snapshot])
-        return backend
 
     @property
     def backend(self) -> ml.Backend:

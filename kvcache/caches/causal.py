@@ -25,7 +25,6 @@ from kvcache.attention.batch import (
     SequenceTokens,
     check_modes,
     check_query,
-    check_sequence,
     split_batch,
 )
 from kvcache.attention.fixed_shapes import FixedPass, GraphRows, GraphTensors, check_window
@@ -33,14 +32,13 @@ from kvcache.attention.forward_pass import ForwardPass, Reads, Uploads
 from kvcache.attention.layer_input import put_layer, put_stored_layer
 from kvcache.attention.observed import Attended
 from kvcache.attention.placement import place_exact
-from kvcache.attention.read_plan import LowerBound, check_sees, kept_entries
+from kvcache.attention.read_plan import LowerBound, kept_entries
 from kvcache.attention.selected import attend_selected, check_select
 from kvcache.cache import (
     Batch,
     CacheDType,
     CacheFullError,
     ExtraShiftFunction,
-    InvalidBatchError,
     InvalidRangeError,
     Mask,
     OrderError,
@@ -49,10 +47,8 @@ from kvcache.cache import (
     check_whole,
     whole_numbers,
 )
-from kvcache.caches.base import BoundCache
 from kvcache.caches.editing import EditsTokens
-from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
-from kvcache.caches.sequences import SequenceEditor, drop_middle, lost_error
+from kvcache.caches.sequences import SequenceEditor, check_groups
 from kvcache.caches.undo_log import UndoLog
 from kvcache.snapshots.attention import AttentionSnapshots, Window
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
@@ -63,15 +59,10 @@ from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.sizes import bytes_text
 from ml import nn
 
-__all__ = ["CausalCache", "drop_middle"]
+__all__ = ["CausalCache"]
 
 
-class CausalCache(
-    BoundCache[ForwardPass],
-    PreparedCalls[AttentionSnapshot],
-    ManagedSnapshots[AttentionSnapshot],
-    EditsTokens,
-):
+class CausalCache(EditsTokens):
     """Keeps every token; a query attends to all tokens of its own sequence up to its own position.
 
     ``shift`` re-encodes stored keys for new positions, and ``shift_extra`` re-encodes stored extras. Without
@@ -84,6 +75,7 @@ class CausalCache(
         super().__init__()
         self.snapshots: AttentionSnapshots = AttentionSnapshots()
         """Takes and restores what sequences hold."""
+        self._in_cells = self.snapshots
         self.editor = SequenceEditor(self.snapshots, shift, shift_extra)
         """Shares, removes and moves what sequences hold."""
         self._buffers: dict[int, LayerBuffers] = {}
@@ -114,7 +106,6 @@ class CausalCache(
         self._closed = False
 
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
-        """Make all checks of ``set_config``; the returned callable does it."""
         if self._buffers or self._pass is not None or (self._backend and any(self._table.occupied())):
             raise OrderError("set_config: tokens are already stored; call set_config before the first batch")
         if self._backend is not None:
@@ -176,8 +167,7 @@ class CausalCache(
 
         Tokens that were evicted by name (``evict``) are not asked for; see ``resume_point``.
         """
-        self._bound("can_resume")
-        check_sequence("can_resume", seq, self._max_sequences)
+        self._check_sequence("can_resume", seq)
         check_whole("can_resume", "position", position)
         return not self._table.rows[seq].lost
 
@@ -209,32 +199,45 @@ class CausalCache(
         failure took. All of them leave the cache, evictions included, as it was.
         """
         check_context("start_forward", ctx, self._bound("start_forward"))
-        groups = split_batch(batch, self._max_sequences)
-        table, layers, before, count = self._table, self._buffers, self._pass, len(batch)
-        config, lower = self._active, self.lower_bound()
+        groups, count, lower = split_batch(batch, self._max_sequences), len(batch), self.lower_bound()
         together, self._uploads = self._uploads, None
         if reserve:
             check_modes(reserve, read_only)
             self._changed()
             self._pass = ForwardPass(
-                table, config, lower, count, groups, None, layers, reserve=True, stamp=-1,
+                self._table, self._active, lower, count, groups, None, self._buffers, reserve=True, stamp=-1,
                 expected=self._reads,
             )  # fmt: skip
             return
-        self._check_groups(groups, lower, read_only)
+        check_groups(self._table, groups, lower, read_only)
         if read_only:
-            self._undo, stamp = None, 0 if before is None else before.stamp
-            self._join_arrivals(groups)
+            self._undo = None
+        else:
+            self._make_room(count, groups)
+        try:
+            forward = self._begun(ctx, groups, count, lower, read_only, together)
+        except BaseException:
+            self._take_back()
+            if not read_only:
+                self._resume()
+            raise
+        self._go_on_to(forward)
+        if self.snapshots.schedule and not read_only:
+            for group in groups:
+                self.snapshots.capture(group.seq)
+
+    def _begun(
+        self, ctx: ml.Context, groups: list[SequenceTokens], count: int, lower: LowerBound | None,
+        read_only: bool, together: Uploads | None,
+    ) -> ForwardPass:  # fmt: skip
+        """The next pass, whose tokens have their cells: there is room."""
+        table, layers, before, config = self._table, self._buffers, self._pass, self._active
+        if table.arrivals:  # it comes after what is on its way to its sequences, and into cells it may take
+            table.join_arrivals(np.concatenate([table.rows[group.seq].cells for group in groups]))
+        if read_only:
+            stamp = 0 if before is None else before.stamp
             forward = ForwardPass(table, config, lower, count, groups, None, layers, stamp=stamp)
         else:
-            if before is not None:
-                before.end()  # noted before snapshots are copied out to make room
-            try:
-                self._make_room(count, groups)
-                self._join_arrivals(groups)
-            except BaseException:
-                self._resume()
-                raise
             cells, slots = place_exact(table, groups, count)
             forward = ForwardPass(table, config, lower, count, groups, cells, layers, slots=slots)
             if before is not None:
@@ -244,43 +247,15 @@ class CausalCache(
         if config.fixed_shapes:
             forward = forward.on_fixed_shapes(self._fixed)
             if together is None:
-                self._fix(ctx, forward)
+                forward.fill(ctx)
         forward.uploads.serve(forward)
-        self._go_on_to(forward)
-        if self.snapshots.schedule and not read_only:
-            for group in groups:
-                self.snapshots.capture(group.seq)
-
-    def _check_groups(self, groups: list[SequenceTokens], lower: LowerBound | None, read_only: bool) -> None:
-        """Refuse lost sequences, positions that are stored, and queries that would see nothing."""
-        for group in groups:
-            row = self._table.rows[group.seq]
-            if row.lost:
-                raise lost_error("start_forward", group.seq)
-            if read_only:
-                check_sees(group, row, lower)
-            elif group.lowest <= row.last and (first := row.first_held(group.positions)) is not None:
-                raise InvalidBatchError(
-                    f"start_forward: sequence {group.seq} already holds position {first}; call "
-                    f"remove({group.seq}, {first}) first"
-                )
+        return forward
 
     def _go_on_to(self, forward: ForwardPass) -> None:
         if self._pass is not None:
             self._pass.end()
         self._pass = forward
         forward.begin()
-
-    def _join_arrivals(self, groups: list[SequenceTokens]) -> None:
-        """Have the pass come after what is on its way to its sequences, and into cells that it may take."""
-        if not self._table.arrivals:
-            return
-        try:
-            cells = np.concatenate([self._table.rows[group.seq].cells for group in groups])
-            self._table.join_arrivals(cells)
-        except BaseException:
-            self._take_back()
-            raise
 
     def upload_with(self, uploads: Uploads | None) -> None:
         """Let what the next pass needs of the host go to devices with that of other caches' passes.
@@ -292,16 +267,6 @@ class CausalCache(
     def upload_fixed(self, ctx: ml.Context) -> None:
         """After ``upload_with`` and ``start_forward``: bring what has fixed shapes to the pass."""
         self._started("upload_fixed").fill(ctx)
-
-    def _fix(self, ctx: ml.Context, forward: ForwardPass) -> None:
-        """Bring what has fixed shapes to the pass; where that fails, all is as it was."""
-        try:
-            forward.fill(ctx)
-        except BaseException:
-            self._take_back()
-            if not forward.read_only:
-                self._resume()
-            raise
 
     def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
         """The tensors for a captured or compiled graph of this pass's batch size, for one layer.
@@ -319,16 +284,19 @@ class CausalCache(
         return self._started("graph_rows").graph_rows(ctx, layer)
 
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
-        """Evict what windows no longer see, so that ``tokens`` cells are free; everything or nothing."""
+        """End the pass, and evict what windows no longer see: ``tokens`` cells are free then; or neither."""
+        if self._pass is not None:
+            self._pass.end()  # noted before snapshots are copied out
         undo = UndoLog(self._table)
-        undo.evict(self._evictions(groups), [group.seq for group in groups])
         try:
+            undo.evict(self._evictions(groups), [group.seq for group in groups])
             if tokens > self._table.free:
                 self.snapshots.reclaim(tokens)
                 if tokens > self._table.free:
                     raise self._full(tokens)
         except BaseException:
             undo.restore()
+            self._resume()
             raise
         self._undo = undo
 
@@ -527,12 +495,6 @@ class CausalCache(
 
     # Sequences.
 
-    def offset(self, seq: int) -> int:
-        """One past the last stored position of a sequence: where its next token belongs; 0 if empty."""
-        self._bound("offset")
-        check_sequence("offset", seq, self._max_sequences)
-        return self._table.rows[seq].last + 1
-
     def computed(self, seq: int) -> int:
         """How many tokens of a sequence, from position 0 on, every layer stores: ``offset(seq)`` as a rule.
 
@@ -551,23 +513,6 @@ class CausalCache(
             end = min(end, int(row.positions[lacking][0]))
         return end
 
-    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
-        """Make all checks of ``copy_prefix``; the returned callable does it."""
-        self._check_copy(src_seq, dst_seq, length)
-        return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
-
-    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        """Make all checks of ``remove``; the returned callable does it."""
-        self._check_remove(seq, begin, end)
-        return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
-
-    def _ending_pass(self, change: Callable[[], None]) -> Callable[[], None]:
-        def commit() -> None:
-            self._changed()
-            change()
-
-        return commit
-
     # Snapshots.
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> AttentionSnapshot:
@@ -582,7 +527,6 @@ class CausalCache(
     def prepare_restore_snapshot(
         self, seq: int, snapshot: AttentionSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
-        """Make all checks of ``restore``; None if it would return False."""
         self._check_restore(seq, snapshot, AttentionSnapshot)
         with self._ended():
             put_back = self.snapshots.prepare_restore_snapshot(seq, snapshot, target)
@@ -614,24 +558,11 @@ class CausalCache(
         nothing touched, where the cells free do not lie in a run, the host cannot write there, or it does not
         follow the sequence.
         """
-        self._bound("land")
-        check_sequence("land", seq, self._max_sequences)
+        self._check_sequence("land", seq)
         reservation = self.snapshots.land(seq, incoming)
         if reservation is not None:
             self._changed()
         return reservation
-
-    @property
-    def on_pressure(self) -> Callable[[int], bool | None] | None:
-        """Called with the number of cells that are missing, before lazy snapshots are copied out.
-
-        It may drop or detach some, and says whether it did; it is asked again while cells are missing.
-        """
-        return self.snapshots.on_pressure
-
-    @on_pressure.setter
-    def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
-        self.snapshots.on_pressure = call
 
     # Looking in.
 
@@ -641,22 +572,9 @@ class CausalCache(
         self._bound("storage")
         return self.snapshots.storage
 
-    @property
-    def cells(self) -> int:
-        """How many cells the cache has."""
-        self._bound("cells")
-        return self._table.cells
-
-    @property
-    def free_cells(self) -> int:
-        """Cells that no sequence holds; snapshots in some of them are moved when the room is needed."""
-        self._bound("free_cells")
-        return self._table.unowned
-
     def visible(self, seq: int) -> int:
         """How many of its stored tokens the next token of a sequence attends to."""
-        self._bound("visible")
-        check_sequence("visible", seq, self._max_sequences)
+        self._check_sequence("visible", seq)
         row, lower = self._table.rows[seq], self.lower_bound()
         if lower is None:
             return len(row)
@@ -674,14 +592,3 @@ class CausalCache(
         used = f"cells: {table.cells - table.free} of {table.cells}"
         used += f" ({alone} held by snapshots alone)" if alone else ""
         return [used, f"{bytes_text(self.nbytes)} of K and V"]
-
-    def held(self) -> dict[int, int]:
-        """How many cells each sequence holds; shared ones count for each."""
-        self._bound("held")
-        return self._table.held()
-
-    def positions(self, seq: int) -> np.ndarray:
-        """The stored positions of a sequence, ascending (a copy)."""
-        self._bound("positions")
-        check_sequence("positions", seq, self._max_sequences)
-        return self._table.rows[seq].positions.copy()

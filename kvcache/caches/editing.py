@@ -1,4 +1,4 @@
-"""What is done to single tokens of a cache between passes: evicting them, moving their cells together."""
+"""What is done to the tokens of a cache with cells between passes, and what its sequences hold."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Protocol
 import numpy as np
 
 import ml
+from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.observed import AttentionMass, AttentionObserver
 from kvcache.cache import OrderError
+from kvcache.caches.managed import ManagedSnapshots
 from kvcache.caches.sequences import SequenceEditor
+from kvcache.snapshots.snapshot import AttentionSnapshot
+from kvcache.storage.cell_table import CellTable
 
 __all__ = ["EditsTokens", "EvictionPolicy"]
 
@@ -29,29 +33,41 @@ class EvictionPolicy(Protocol):
         """
 
 
-class EditsTokens:
-    """The calls of a cache with cells that evict and move tokens, by its ``editor``."""
+class EditsTokens(ManagedSnapshots[ForwardPass, AttentionSnapshot]):
+    """A cache with cells: calls that share, remove, evict and move its tokens, by its ``editor``."""
 
     editor: SequenceEditor
+    _table: CellTable
     observer: AttentionObserver | None = None
     """Called after each ``attend`` with what was attended to; for policies that evict by attention."""
 
     @abstractmethod
-    def _bound(self, op: str) -> ml.Backend:
-        """The backend; OrderError before ``init``, ClosedError after ``close``."""
+    def _changed(self) -> None:
+        """Sequences change: the pass under way ends, and cannot be undone any more."""
 
-    @abstractmethod
-    def offset(self, seq: int) -> int:
-        """The position of the next token of a sequence. Raises InvalidSequenceError."""
-
-    @abstractmethod
     def _ending_pass(self, change: Callable[[], None]) -> Callable[[], None]:
-        """The change, which ends the pass under way."""
+        def commit() -> None:
+            self._changed()
+            change()
+
+        return commit
+
+    def offset(self, seq: int) -> int:
+        """One past the last stored position of a sequence: where its next token belongs; 0 if empty."""
+        self._check_sequence("offset", seq)
+        return self._table.rows[seq].last + 1
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        self._check_copy(src_seq, dst_seq, length)
+        return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        self._check_remove(seq, begin, end)
+        return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
 
     def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
         """Make all checks of ``evict``; the returned callable does it."""
-        self._bound("evict")
-        self.offset(seq)  # refuses an unknown sequence
+        self._check_sequence("evict", seq)
         return self._ending_pass(self.editor.prepare_evict(seq, positions))
 
     def evict(self, seq: int, positions: Iterable[int]) -> None:
@@ -73,18 +89,18 @@ class EditsTokens:
 
         Raises OrderError if the policy needs attention mass and ``observer`` is not an ``AttentionMass``.
         """
-        self.offset(seq)
-        table, mass = self.editor.snapshots.storage.table, None
+        self._check_sequence("compress", seq)
+        mass = None
         if policy.needs_mass:
             if not isinstance(self.observer, AttentionMass):
                 raise OrderError(
                     f"compress: {type(policy).__name__} needs attention mass, and the cache's observer is "
                     f"{self.observer!r:.40}; set cache.observer = AttentionMass() before the passes it is of"
                 )
-            mass = self.observer.of(table, seq)
-        before = table.rows[seq].positions.copy()
+            mass = self.observer.of(self._table, seq)
+        before = self.positions(seq)
         self.evict(seq, np.asarray(policy.evicted(before, mass)).tolist())
-        return before.size - len(table.rows[seq])
+        return before.size - len(self._table.rows[seq])
 
     def defrag(self) -> None:
         """Make every sequence one contiguous run of cells, with room to grow. Views become invalid."""
@@ -94,8 +110,32 @@ class EditsTokens:
     def _defragment(self, backend: ml.Backend) -> None:
         target = self.editor.defrag()
         if self.observer is not None and target is not None:
-            self.observer.moved(backend, self.editor.snapshots.storage.table, target)
+            self.observer.moved(backend, self._table, target)
 
     def mark_lost(self, seq: int) -> None:
         """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""
         self.editor.mark_lost(seq)
+
+    # Looking in.
+
+    @property
+    def cells(self) -> int:
+        """How many cells the cache has."""
+        self._bound("cells")
+        return self._table.cells
+
+    @property
+    def free_cells(self) -> int:
+        """Cells that no sequence holds; snapshots in some of them are moved when the room is needed."""
+        self._bound("free_cells")
+        return self._table.unowned
+
+    def held(self) -> dict[int, int]:
+        """How many cells each sequence holds; shared ones count for each."""
+        self._bound("held")
+        return self._table.held()
+
+    def positions(self, seq: int) -> np.ndarray:
+        """The stored positions of a sequence, ascending (a copy)."""
+        self._check_sequence("positions", seq)
+        return self._table.rows[seq].positions.copy()

@@ -21,7 +21,6 @@ from kvcache.attention.batch import (
     check_tensors,
     split_batch,
 )
-from kvcache.attention.device_copies import HostArray, HostArrays, near
 from kvcache.cache import (
     Batch,
     CacheDType,
@@ -35,6 +34,7 @@ from kvcache.cache import (
 from kvcache.caches.base import BoundCache
 from kvcache.caches.managed import PreparedCalls
 from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside, check_kind
+from kvcache.storage.device_copies import HostArray, HostArrays, near
 from kvcache.storage.formats import CacheFormat
 from ml import nn
 
@@ -76,7 +76,7 @@ class _Pass:
             rows = self.groups[members[0]].rows
             if len(members) > 1 or not isinstance(rows, slice):
                 listed = np.concatenate([self.groups[i].indices() for i in members])
-                self._rows[members] = self.host.add(listed, ml.DType.I32)
+                self._rows[members] = self.host.add(listed)
             else:
                 self._rows[members] = rows
         return self._rows[members]
@@ -116,7 +116,6 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         self._closed = False
 
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
-        """Check all that ``set_config`` may refuse; the callable returned then does it."""
         if self._used:
             raise OrderError(
                 "set_config: batches have been started already; call set_config before the first batch"
@@ -183,8 +182,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
     def lacking(self, seq: int) -> int | None:
         """The position of an item whose output not all layers were given, as in a pass that failed."""
-        self._bound("lacking")
-        check_sequence("lacking", seq, self._max_sequences)
+        self._check_sequence("lacking", seq)
         entry = self._entries.get(seq)
         return None if entry is None or entry.layers.keys() >= self._layers else entry.position
 
@@ -331,8 +329,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         return commit
 
     def can_resume(self, seq: int, position: int) -> bool:
-        self._bound("can_resume")
-        check_sequence("can_resume", seq, self._max_sequences)
+        self._check_sequence("can_resume", seq)
         check_whole("can_resume", "position", position)
         return True
 
@@ -359,8 +356,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> EncoderSnapshot:
         """The output that came with a token of ``[begin, end)``; None: with any. It is shared, not copied."""
-        self._bound("snapshot")
-        check_sequence("snapshot", seq, self._max_sequences)
+        self._check_sequence("snapshot", seq)
         entry = self._entries.get(seq)
         check_whole("snapshot", "begin", begin)
         if end is None:
@@ -376,7 +372,6 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     def prepare_restore_snapshot(
         self, seq: int, snapshot: EncoderSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
-        """Check all that ``restore`` may refuse; None where it would give False."""
         self._check_restore(seq, snapshot, EncoderSnapshot)
         end = snapshot.end if target is None else target
         if not snapshot.begin <= end <= snapshot.end:

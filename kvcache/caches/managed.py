@@ -10,12 +10,15 @@ import numpy as np
 
 import ml
 from kvcache.cache import InvalidRangeError, SupportsMark, SupportsPrepare, SupportsReservation
+from kvcache.caches.base import BoundCache
 from kvcache.caches.sequences import drop_middle
+from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import Snapshot, check_kind
 
 __all__ = ["ManagedSnapshots", "PreparedCalls", "SnapshotManager"]
 
+P = TypeVar("P")
 S = TypeVar("S", bound=Snapshot)
 
 _FOR_OTHER_ROOMS = frozenset(
@@ -115,22 +118,28 @@ class PreparedCalls(Generic[S]):
         return commit is not None
 
 
-class ManagedSnapshots(Generic[S]):
-    """Calls about the snapshots of a cache, by its manager ``snapshots``; behind PreparedCalls."""
+class ManagedSnapshots(BoundCache[P], PreparedCalls[S], Generic[P, S]):
+    """A cache whose sequences have positions, and calls about its snapshots, by its manager ``snapshots``."""
 
     snapshots: SnapshotManager[S]
+    _in_cells: AttentionSnapshots
+    """The manager of what lies in cells."""
 
-    @abstractmethod
-    def _bound(self, op: str) -> ml.Backend:
-        """The backend; OrderError before ``init``, ClosedError after ``close``."""
+    @property
+    def on_pressure(self) -> Callable[[int], bool | None] | None:
+        """Called with the number of cells that are missing, before lazy snapshots are copied out.
+
+        It may drop or detach some, and says whether it did; it is asked again while cells are missing.
+        """
+        return self._in_cells.on_pressure
+
+    @on_pressure.setter
+    def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
+        self._in_cells.on_pressure = call
 
     @abstractmethod
     def offset(self, seq: int) -> int:
         """Where the next token of a sequence belongs. InvalidSequenceError for one that is none."""
-
-    @abstractmethod
-    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
-        """See PreparedCalls."""
 
     def shift_context(self, seq: int, keep: int) -> int:
         """Make room in a full sequence: keep the first ``keep`` tokens, drop the older half of the rest.

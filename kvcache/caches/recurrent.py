@@ -15,16 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-import numpy as np
-
 import ml
-from kvcache.attention.batch import SequenceTokens, check_sequence, check_tensors, split_batch
+from kvcache.attention.batch import check_tensors, split_batch
 from kvcache.attention.forward_pass import Uploads
 from kvcache.cache import (
     Batch,
     CacheDType,
     ExtraShiftFunction,
-    InvalidBatchError,
     InvalidRangeError,
     Mask,
     OrderError,
@@ -33,23 +30,20 @@ from kvcache.cache import (
     check_context,
     check_whole,
 )
-from kvcache.caches.base import BoundCache
 from kvcache.caches.causal import CausalCache
-from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
+from kvcache.caches.managed import ManagedSnapshots
 from kvcache.snapshots.recurrent import StateSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import RecurrentSnapshot
 from kvcache.storage.formats import CacheFormat
-from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass, StateRow
+from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass
 from kvcache.storage.state_specs import StateSpec, StateSpecs
 from kvcache.storage.state_table import StateTable, shifted, state_lost
 
 __all__ = ["RecurrentCache"]
 
 
-class RecurrentCache(
-    BoundCache[StatePass], PreparedCalls[RecurrentSnapshot], ManagedSnapshots[RecurrentSnapshot]
-):
+class RecurrentCache(ManagedSnapshots[StatePass, RecurrentSnapshot]):
     """Per-sequence states, checkpoints of them, and a causal cache for the attention layers.
 
     A layer may have any number of states, of any shapes and dtypes, beside K and V or without them.
@@ -117,6 +111,7 @@ class RecurrentCache(
         """The cache of the attention layers."""
         self.snapshots: StateSnapshots = StateSnapshots(self.attention)
         """Takes and restores what sequences hold."""
+        self._in_cells = self.attention.snapshots
         self._checkpoints, self._interval, self._skips = checkpoints, checkpoint_interval, skips
         self._conv_dtype = conv_dtype
         self._states = self.snapshots.states
@@ -154,11 +149,9 @@ class RecurrentCache(
 
     @property
     def config(self) -> ml.CacheConfig:
-        """As CausalCache.config."""
         return self.attention.config
 
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
-        """As CausalCache.prepare_set_config."""
         return self.attention.prepare_set_config(config)
 
     def close(self) -> None:
@@ -187,7 +180,8 @@ class RecurrentCache(
         tokens = Counter(int(seq) for seq in batch.sequences)
         if not reserve:
             for group in groups:
-                self._check_group(group, read_only)
+                follow = read_only or group.follow(self._states.rows[group.seq].offset)
+                self._states.check_start(group.seq, group.positions, follow)
         under_way, lost, before = self.attention.pass_under_way(), self._states.lost(), self._pass
         self.attention.start_forward(ctx, batch, reserve, read_only=read_only)
         if before is not None:
@@ -226,25 +220,10 @@ class RecurrentCache(
         return found
 
     def upload_with(self, uploads: Uploads | None) -> None:
-        """As CausalCache.upload_with."""
         self.attention.upload_with(uploads)
 
     def upload_fixed(self, ctx: ml.Context) -> None:
-        """As CausalCache.upload_fixed."""
         self.attention.upload_fixed(ctx)
-
-    def _check_group(self, group: SequenceTokens, read_only: bool) -> None:
-        row = self._states.rows[group.seq]
-        if row.lost:
-            raise state_lost("start_forward", group.seq)
-        if read_only:
-            return
-        in_order = isinstance(group.rows, slice) or bool((np.diff(group.rows) > 0).all())
-        if not in_order or not group.is_run() or group.lowest != row.offset:
-            raise InvalidBatchError(
-                f"start_forward: positions {group.positions.tolist()} of sequence {group.seq}, whose "
-                f"recurrent state has seen {row.offset} tokens; they must be in order and start there"
-            )
 
     def pass_under_way(self) -> object:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
@@ -311,24 +290,9 @@ class RecurrentCache(
         self._update(ctx, "set_recurrent_state", "recurrent", t, layer)
 
     def _read(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
-        found, current = self._state(ctx, op, name, layer), self._pass
-        if current is not None and current.behind and not current.reserve:
-            seq = current.behind[0]
-            raise OrderError(
-                f"{op}: a pass before this one failed, or left out states of sequence {seq}; "
-                f"call remove({seq}, {self._states.rows[seq].computed}), and evaluate the tokens from "
-                f"offset({seq}) on{self._never_used()}"
-            )
+        found = self._state(ctx, op, name, layer)
+        self._states.check_readable(op, self._started(op))
         return found
-
-    def _never_used(self) -> str:
-        """What is wrong where states are declared of layers that have none: every pass leaves them out."""
-        for name, layer in self._states.never_used():
-            return (
-                f". No pass has used state {name!r:.40} of layer {layer}: if the layer has none, leave it "
-                "out of states=, which names only layers that have the state"
-            )
-        return ""
 
     def _state(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
         current, layer = self._started(op), self._layer if layer is None else layer
@@ -437,8 +401,7 @@ class RecurrentCache(
 
     def offset(self, seq: int) -> int:
         """How many tokens the state has seen: where the next batch of this sequence begins."""
-        self._bound("offset")
-        check_sequence("offset", seq, self._max_sequences)
+        self._check_sequence("offset", seq)
         return self._states.rows[seq].offset
 
     def computed(self, seq: int) -> int:
@@ -457,16 +420,11 @@ class RecurrentCache(
     def lacking(self, seq: int) -> int | None:
         """The position from which on not all layers have been given states of a sequence; None: all have."""
         self.offset(seq)
-        row, current = self._states.rows[seq], self._pass
-        if current is None or not self._states.is_open(seq):
-            return row.computed
-        begin = row.offset - current.tokens[seq]
-        return begin if row.computed is None else min(begin, row.computed)
+        return self._states.lacking(seq)
 
     def checkpoints(self, seq: int) -> tuple[int, ...]:
         """The positions of a sequence's checkpoints, ascending: it can go back to each of them exactly."""
-        self._bound("checkpoints")
-        check_sequence("checkpoints", seq, self._max_sequences)
+        self._check_sequence("checkpoints", seq)
         return self._states.rows[seq].positions
 
     def checkpoint(self, seq: int) -> None:
@@ -480,8 +438,7 @@ class RecurrentCache(
 
         It is none of ``checkpoints(seq)``, so that it takes the place of none.
         """
-        self._bound(op)
-        check_sequence(op, seq, self._max_sequences)
+        self._check_sequence(op, seq)
         row = self._states.rows[seq]
         if row.lost:
             raise state_lost(op, seq)
@@ -512,23 +469,20 @@ class RecurrentCache(
             )
         cut = self.attention.prepare_remove(seq, mark.offset, None)
 
-        def commit() -> None:
-            self._end_pass()
+        def change() -> None:
             cut()
-            self._wants.pop(seq, None)
             self._states.resume(seq, mark, mark.offset)
             self.snapshots.schedule.cut(seq, mark.offset)
 
-        return commit
+        return self._changing(seq, change)
 
     def prepare_restore(self, seq: int, position: int) -> int | None:
         """Where ``remove(seq, position)`` would go: at or before ``position``; None: back to nothing."""
-        self._bound("prepare_restore")
-        check_sequence("prepare_restore", seq, self._max_sequences)
+        self._check_sequence("prepare_restore", seq)
         check_whole("prepare_restore", "position", position)
         if not self.attention.can_resume(seq, 0):  # a device failure took its keys
             return None
-        return self._states.row_before(self._states.rows[seq], position).offset or None
+        return self._states.row_before(seq, position).offset or None
 
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether the state of exactly ``position`` is there, or that of the beginning is meant."""
@@ -539,28 +493,27 @@ class RecurrentCache(
         """The last position up to ``position`` whose state is there; 0: from nothing."""
         return self.prepare_restore(seq, position) or 0
 
-    def _row_before(self, seq: int, length: int) -> StateRow:
-        """As StateTable.row_before; a row that is kept whole says what the pass under way has yet to give."""
-        source = self._states.rows[seq]
-        row = self._states.row_before(source, length)
-        if row.offset == source.offset and not source.lost:
-            row.computed = self.lacking(seq)
-        return row
-
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         self._check_copy(src_seq, dst_seq, length)
-        source = self._states.rows[src_seq]
-        if source.lost:
+        if self._states.rows[src_seq].lost:
             raise state_lost("copy_prefix", src_seq)
-        row = self._row_before(src_seq, length)
+        row = self._states.row_before(src_seq, length)
         share = self.attention.prepare_copy_prefix(src_seq, dst_seq, row.offset)
+
+        def change() -> None:
+            share()
+            self._states.rows[dst_seq] = row
+            self.snapshots.schedule.replace(dst_seq)
+
+        return self._changing(dst_seq, change)
+
+    def _changing(self, seq: int, change: Callable[[], None]) -> Callable[[], None]:
+        """The change of a sequence, which ends the pass, and forgets what is wanted of it."""
 
         def commit() -> None:
             self._end_pass()
-            share()
-            self._wants.pop(dst_seq, None)
-            self._states.rows[dst_seq] = row
-            self.snapshots.schedule.replace(dst_seq)
+            change()
+            self._wants.pop(seq, None)
 
         return commit
 
@@ -570,33 +523,29 @@ class RecurrentCache(
         if end is None or end >= row.offset:
             if row.lost and begin > 0 and self._states.nearest(row, begin) is None:
                 raise state_lost("remove", seq)
-            row = self._row_before(seq, begin)
+            row = self._states.row_before(seq, begin)
             cut = self.attention.prepare_remove(seq, row.offset, None)
         elif row.lost:
             raise state_lost("remove", seq)
         else:
             cut = self.attention.prepare_remove(seq, begin, end)
-            row = shifted(replace(row, computed=self.lacking(seq)), begin, end)
+            row = shifted(replace(row, computed=self._states.lacking(seq)), begin, end)
 
-        def commit() -> None:
-            self._end_pass()
+        def change() -> None:
             cut()
-            self._wants.pop(seq, None)
             self._states.rows[seq] = row
             self.snapshots.schedule.cut(seq, min(begin, row.offset))
 
-        return commit
+        return self._changing(seq, change)
 
     def defrag(self) -> None:
         """As CausalCache.defrag; every sequence's states have a slot of their own already."""
         self.attention.defrag()
 
     def mark_lost(self, seq: int) -> None:
-        """As CausalCache.mark_lost."""
         self.attention.mark_lost(seq)
 
     def settings(self) -> dict[str, object]:
-        """As CausalCache.settings."""
         found: dict[str, object] = {"kind": type(self).__name__, "attention": self.attention.settings()}
         return found | self._specs.settings()
 
@@ -628,26 +577,9 @@ class RecurrentCache(
     def prepare_restore_snapshot(
         self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
-        """Check all that ``restore`` may refuse; None where it would give False."""
         self._check_restore(seq, snapshot, RecurrentSnapshot)
-        if (put_back := self.snapshots.prepare_restore_snapshot(seq, snapshot, target)) is None:
-            return None
-
-        def commit() -> None:
-            self._end_pass()
-            put_back()
-            self._wants.pop(seq, None)
-
-        return commit
-
-    @property
-    def on_pressure(self) -> Callable[[int], bool | None] | None:
-        """As CausalCache.on_pressure."""
-        return self.attention.on_pressure
-
-    @on_pressure.setter
-    def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
-        self.attention.on_pressure = call
+        put_back = self.snapshots.prepare_restore_snapshot(seq, snapshot, target)
+        return None if put_back is None else self._changing(seq, put_back)
 
     @property
     def state_table(self) -> StateTable:
@@ -658,8 +590,4 @@ class RecurrentCache(
     @property
     def nbytes(self) -> int:
         """Bytes of the states' buffers, of checkpoints that are copies, and of the attention layers."""
-        rows = self._states.rows
-        held = [point.state.copied for row in rows for point in row.checkpoints]
-        held += [states for row in rows for states in row.inside.values()]
-        shared = {id(tensor): tensor.nbytes for states in held for tensor in states.values()}
-        return self._states.buffers.nbytes + sum(shared.values()) + self.attention.nbytes
+        return self._states.nbytes + self.attention.nbytes

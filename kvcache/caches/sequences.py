@@ -11,8 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
+from kvcache.attention.batch import SequenceTokens
+from kvcache.attention.read_plan import LowerBound, check_sees
 from kvcache.cache import (
     ExtraShiftFunction,
+    InvalidBatchError,
     InvalidRangeError,
     NotSupportedError,
     SequenceLostError,
@@ -21,8 +24,9 @@ from kvcache.cache import (
 )
 from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.storage import relocation as moving
+from kvcache.storage.cell_table import CellTable
 
-__all__ = ["SequenceEditor", "drop_middle", "lost_error"]
+__all__ = ["SequenceEditor", "check_groups", "drop_middle", "lost_error"]
 
 
 class SequenceEditor:
@@ -167,6 +171,23 @@ class SequenceEditor:
         """Let a sequence say that it is lost wherever it is used, until it is removed."""
         row = self.snapshots.storage.table.rows[seq]
         row.lost = len(row) > 0
+
+
+def check_groups(
+    table: CellTable, groups: Iterable[SequenceTokens], lower: LowerBound | None, read_only: bool
+) -> None:
+    """Refuse, for a pass, lost sequences, positions that are stored, and queries that would see nothing."""
+    for group in groups:
+        row = table.rows[group.seq]
+        if row.lost:
+            raise lost_error("start_forward", group.seq)
+        if read_only:
+            check_sees(group, row, lower)
+        elif group.lowest <= row.last and (first := row.first_held(group.positions)) is not None:
+            raise InvalidBatchError(
+                f"start_forward: sequence {group.seq} already holds position {first}; call "
+                f"remove({group.seq}, {first}) first"
+            )
 
 
 class SupportsRemove(Protocol):

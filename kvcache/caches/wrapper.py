@@ -364,7 +364,6 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def prepare_restore_snapshot(
         self, seq: int, snapshot: WrapperSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
-        """Check all that ``restore`` may refuse; None where it would give False."""
         keepers = self._takers("restore", [snapshot])
         end = snapshot.end if target is None else target
         commits = []

@@ -2,6 +2,6 @@
 
 Others use ``CellTable`` (which sequence and position lies in which cell: metadata alone), ``CellStorage``
 and ``LayerBuffers`` (K and V of the layers), ``Buffer`` and ``QuantizedBuffer``, ``States`` and
-``StateTable`` (recurrent states in slots), and ``relocation`` (moving what is stored: shifts,
-defragmentation).
+``StateTable`` (recurrent states in slots), ``HostArrays`` (uploads), and ``relocation`` (moving what is
+stored: shifts, defragmentation).
 """

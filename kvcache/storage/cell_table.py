@@ -24,7 +24,7 @@ import numpy as np
 from kvcache.storage.arrivals import Arrivals
 from kvcache.storage.exact_slots import ExactSlots
 
-__all__ = ["CellTable", "Pin", "Row", "SavedRow"]
+__all__ = ["CellTable", "Pin", "Row", "SavedRow", "is_run"]
 
 Array = np.ndarray
 SavedRow = tuple[np.ndarray, np.ndarray, int, int, bool]
@@ -122,7 +122,7 @@ class Row:
         """Replace the row by new arrays."""
         self._positions, self._cells = positions, cells
         self._head, self._tail = 0, positions.size
-        self.contiguous = _is_run(cells)
+        self.contiguous = is_run(cells)
 
     def append_run(self, position: int, cell: int, count: int) -> None:
         """Add positions and cells that both count up, after the last position."""
@@ -158,12 +158,12 @@ class Row:
 
     def cut_head(self, count: int) -> None:
         self._head += count
-        self.contiguous = self.contiguous or _is_run(self.cells)
+        self.contiguous = self.contiguous or is_run(self.cells)
 
     def cut_tail(self, index: int) -> None:
         """Keep the first ``index`` entries."""
         self._tail = self._head + index
-        self.contiguous = self.contiguous or _is_run(self.cells)
+        self.contiguous = self.contiguous or is_run(self.cells)
 
     def _grow(self, count: int) -> None:
         """Make room at the tail: copies O(1) entries per token over time."""
@@ -548,7 +548,8 @@ class CellTable:
             pin.cells = target[pin.cells]
 
 
-def _is_run(cells: Array) -> bool:
+def is_run(cells: Array) -> bool:
+    """Whether these cells count up by one."""
     if cells.size < 2:
         return True
     return bool(cells[-1] - cells[0] == cells.size - 1 and (cells[1:] - cells[:-1] == 1).all())

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import numpy as np
 
 import ml
 from kvcache.storage.buffer import Buffer
 from kvcache.storage.cell_table import CellTable
+from kvcache.storage.device_copies import HostArrays
 from kvcache.storage.exact_slots import NONE
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.quantized import QuantizedBuffer
 
-__all__ = ["CurrentOverlay", "Overlay", "uploaded"]
-
-Upload = Callable[[np.ndarray], "Near"]
-
-
-class Near(Protocol):
-    """Whole numbers of the host, on the device of a context: I32."""
-
-    def on(self, ctx: ml.Context) -> ml.Tensor: ...
+__all__ = ["CurrentOverlay", "Overlay"]
 
 
 class Overlay:
     """Some cells, of which some have slots, for any layer."""
 
-    def __init__(self, slots: np.ndarray, upload: Upload) -> None:
+    def __init__(self, slots: np.ndarray, host: HostArrays) -> None:
         """``slots`` says which slot each cell has, -1 where it has none."""
         where = np.flatnonzero(slots >= 0)
         index = np.arange(slots.size)
         index[where] = slots.size + np.arange(where.size)
-        self._where, self._slots, self._index = upload(where), upload(slots[where]), upload(index)
+        arrays = (where, slots[where], index)
+        self._where, self._slots, self._index = (host.add(array) for array in arrays)
 
     def read(
         self, ctx: ml.Context, buffers: LayerBuffers, key: ml.Tensor, value: ml.Tensor
@@ -70,22 +61,9 @@ class CurrentOverlay:
         exact = self._table.exact
         if exact is not None and self._changes != exact.changes:
             slots = self._table.exact_slots(self._cells)
-            self._found = None if slots is None else Overlay(slots, uploaded)
+            self._found = None if slots is None else Overlay(slots, HostArrays())
             self._changes = exact.changes
         return (key, value) if self._found is None else self._found.read(ctx, buffers, key, value)
-
-
-class _Here:
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array
-
-    def on(self, ctx: ml.Context) -> ml.Tensor:
-        return ctx.from_numpy(self._array, ml.DType.I32)
-
-
-def uploaded(array: np.ndarray) -> Near:
-    """An array that goes to the device each time it is asked for."""
-    return _Here(array)
 
 
 def _exact(buffers: LayerBuffers) -> LayerBuffers:

@@ -13,8 +13,9 @@ import numpy as np
 import ml
 from kvcache.cache import ExtraShiftFunction, InvalidRangeError, ShiftFunction
 from kvcache.storage.cell_storage import CellStorage
+from kvcache.storage.device_copies import HostArrays
 from kvcache.storage.layer_buffers import LayerBuffers
-from kvcache.storage.overlay import Overlay, uploaded
+from kvcache.storage.overlay import Overlay
 
 __all__ = ["LEAST", "defragment", "prepare_shift"]
 
@@ -68,7 +69,7 @@ class _Piece:
         self._storage, self._cells = storage, cells
         self._is_run = bool((np.diff(cells) == 1).all())
         slots = storage.table.exact_slots(cells)
-        self._overlay = None if slots is None else Overlay(slots, uploaded)
+        self._overlay = None if slots is None else Overlay(slots, HostArrays())
         self.writing = False
         """Whether something may have been written."""
 

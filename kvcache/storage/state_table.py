@@ -9,8 +9,10 @@ import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 import ml
-from kvcache.cache import OrderError, SequenceLostError
+from kvcache.cache import InvalidBatchError, OrderError, SequenceLostError
 from kvcache.storage.state_slots import (
     Arrangement,
     Checkpoint,
@@ -56,6 +58,14 @@ class StateTable:
     def lost(self) -> list[bool]:
         """Which sequences' states a device failure took."""
         return [row.lost for row in self.rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, and of checkpoints and states inside a pass that are copies."""
+        held = [point.state.copied for row in self.rows for point in row.checkpoints]
+        held += [states for row in self.rows for states in row.inside.values()]
+        shared = {id(tensor): tensor.nbytes for states in held for tensor in states.values()}
+        return self.buffers.nbytes + sum(shared.values())
 
     # What there is of a state.
 
@@ -154,10 +164,14 @@ class StateTable:
         lacks = not self._skips and not point.state.copied.keys() >= self.buffers.tensors.keys()
         return StateRow(point.offset, None, point, kept, computed=0 if lacks else None)
 
-    def row_before(self, row: StateRow, length: int) -> StateRow:
-        """A row with the state of ``length`` tokens, or of the nearest checkpoint before, or empty."""
+    def row_before(self, seq: int, length: int) -> StateRow:
+        """A row with a sequence's state of ``length`` tokens, or of the nearest checkpoint before, or empty.
+
+        One that is kept whole says what the pass under way has yet to give.
+        """
+        row = self.rows[seq]
         if row.offset <= length and not row.lost:
-            return row.copy()
+            return replace(row, computed=self.lacking(seq))
         point = self.nearest(row, length)
         if point is None:
             return StateRow()
@@ -238,9 +252,32 @@ class StateTable:
             return True
         return current.asked >= self.buffers.tensors.keys() and current.asked >= self._declared
 
-    def never_used(self) -> list[tuple[str, int]]:
-        """The declared states that no pass has asked for."""
-        return sorted(self._declared - self.buffers.tensors.keys())
+    def check_readable(self, op: str, current: StatePass) -> None:
+        """Raise OrderError where states are not those of where the pass begins."""
+        if current.reserve or not current.behind:
+            return
+        seq, unused = current.behind[0], ""
+        for name, layer in sorted(self._declared - self.buffers.tensors.keys())[:1]:
+            # Every pass leaves out the states that are declared of layers which have none.
+            unused = (
+                f". No pass has used state {name!r:.40} of layer {layer}: if the layer has none, leave it "
+                "out of states=, which names only layers that have the state"
+            )
+        raise OrderError(
+            f"{op}: a pass before this one failed, or left out states of sequence {seq}; call remove({seq}, "
+            f"{self.rows[seq].computed}), and evaluate the tokens from offset({seq}) on{unused}"
+        )
+
+    def check_start(self, seq: int, positions: np.ndarray, follow: bool) -> None:
+        """Refuse, for a pass, a sequence that is lost, and positions that do not ``follow`` its state."""
+        row = self.rows[seq]
+        if row.lost:
+            raise state_lost("start_forward", seq)
+        if not follow:
+            raise InvalidBatchError(
+                f"start_forward: positions {positions.tolist()} of sequence {seq}, whose recurrent state has "
+                f"seen {row.offset} tokens; they must be in order and start there"
+            )
 
     def is_open(self, seq: int) -> bool:
         """Whether the pass under way has yet to be asked for states of a sequence.
@@ -257,6 +294,14 @@ class StateTable:
         """Those of which not all layers have the states of where they are: a pass failed."""
         rows = ((seq, self.rows[seq]) for seq in sequences)
         return [seq for seq, row in rows if row.computed is not None and row.computed < row.offset]
+
+    def lacking(self, seq: int) -> int | None:
+        """The position from which on not all layers have been given states of a sequence; None: all have."""
+        row, current = self.rows[seq], self.under_way
+        if current is None or not self.is_open(seq):
+            return row.computed
+        begin = row.offset - current.tokens[seq]
+        return begin if row.computed is None else min(begin, row.computed)
 
     def to_refuse(self, sequences: Iterable[int]) -> list[int]:
         """Those whose states are not to be read in a pass that begins now."""

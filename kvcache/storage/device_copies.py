@@ -34,7 +34,7 @@ class HostArrays:
         self._arrays: list[tuple[np.ndarray, ml.DType]] = []
         self._near: dict[int, list[ml.Tensor]] = {}
 
-    def add(self, array: np.ndarray, dtype: ml.DType) -> HostArray:
+    def add(self, array: np.ndarray, dtype: ml.DType = ml.DType.I32) -> HostArray:
         """What ``near`` takes; the array is not to be changed."""
         self._arrays.append((array, dtype))
         return HostArray(self, len(self._arrays) - 1)
