@@ -104,7 +104,9 @@ def chat(
                 Chat(Conversations(engine, tokenizer, kept=kept), settings, as_json, live).run()
                 if kept is not None:
                     engine.close(flush=kept.writable)
-                    _check_kept(kept)
+                    if kept.failed:
+                        names, (why, *_) = ", ".join(kept.failed), kept.failed.values()
+                        raise RunnerError(f"not kept completely: {names} ({why})")
 
 
 class Chat:
@@ -406,12 +408,6 @@ def _kept(store: str, engine: Engine) -> KeptConversations | None:
     if kept.others:
         _say_aside(f"kvcache: {store} also has conversations with another model: {kept.others}")
     return kept
-
-
-def _check_kept(kept: KeptConversations) -> None:
-    if kept.failed:
-        names = ", ".join(kept.failed)
-        raise RunnerError(f"not kept completely: {names} ({next(iter(kept.failed.values()))})")
 
 
 def _columns() -> int | None:

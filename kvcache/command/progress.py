@@ -29,9 +29,9 @@ def bars_for(quiet: bool, requests: int = 1) -> Bars:
 
 
 @contextlib.contextmanager
-def bars_until_done(quiet: bool, requests: int = 1) -> Iterator[Bars]:
+def bars_until_done(quiet: bool) -> Iterator[Bars]:
     """``bars_for``; whatever happens, the terminal is left as it was."""
-    bars = bars_for(quiet, requests)
+    bars = bars_for(quiet)
     try:
         yield bars
     finally:

@@ -111,24 +111,44 @@ class Totals:
         return f"{done}{counted(self.generated, 'token')} · {rate} · {prompt} · {counts}"
 
 
-class PlainScreen(Screen):
-    """No terminal: the text of one prompt as it comes, of several as whole blocks; then the summary."""
+class _TextScreen(Screen):
+    """What plain and live screens have in common: bars, answers that are shown as wholes, the summary."""
 
-    def __init__(self, prompts: Sequence[str], bars: Bars | None = None, quiet: bool = False) -> None:
+    def __init__(self, prompts: Sequence[str], bars: Bars | None, quiet: bool) -> None:
         self._prompts = prompts
         self._answers = Answers(prompts)
         self._bars = bars or Bars(None)
         self._quiet = quiet
-        self._open = False
 
     def loading(self, done: int, total: int) -> None:
         self._bars.loading(done, total)
+
+    def abandon(self, totals: Statistics, cache_bytes: int) -> None:
+        self._show(self._answers.rest())
+
+    def finish(self, totals: Statistics, cache_bytes: int, drafts: Speculation | None = None) -> None:
+        if not self._quiet:
+            self._summarize(summary_rows(totals, cache_bytes, drafts))
+
+    def _show(self, answers: Iterable[Answer]) -> None:
+        raise NotImplementedError
+
+    def _summarize(self, rows: Sequence[tuple[str, str]]) -> None:
+        raise NotImplementedError
+
+
+class PlainScreen(_TextScreen):
+    """No terminal: the text of one prompt as it comes, of several as whole blocks; then the summary."""
+
+    def __init__(self, prompts: Sequence[str], bars: Bars | None = None, quiet: bool = False) -> None:
+        super().__init__(prompts, bars, quiet)
+        self._open = False
 
     def event(self, event: Event) -> None:
         self._bars.event(event)
         if len(self._prompts) > 1:
             self._answers.take(event)
-            self._blocks(self._answers.ready())
+            self._show(self._answers.ready())
         elif isinstance(event, Started):
             self._write(self._prompts[0])
         elif isinstance(event, Token):
@@ -140,17 +160,11 @@ class PlainScreen(Screen):
             self._write("\n")
             self._open = False
 
-    def finish(self, totals: Statistics, cache_bytes: int, drafts: Speculation | None = None) -> None:
-        if self._quiet:
-            return
-        rows = summary_rows(totals, cache_bytes, drafts)
+    def _summarize(self, rows: Sequence[tuple[str, str]]) -> None:
         self._write("\n" if len(self._prompts) == 1 else "")
         self._write(_lines(rows))
 
-    def abandon(self, totals: Statistics, cache_bytes: int) -> None:
-        self._blocks(self._answers.rest())
-
-    def _blocks(self, answers: Iterable[Answer]) -> None:
+    def _show(self, answers: Iterable[Answer]) -> None:
         for answer in answers:
             end = "" if answer.finished else f"\n{stopped(answer)}"
             self._write(f"[{answer.number + 1}] {answer.prompt}{answer.so_far.text}{end}\n\n")
@@ -183,7 +197,7 @@ class JsonScreen(Screen):
         print_json({**self._head, "outputs": self._answers.records(), "statistics": statistics})
 
 
-class LiveScreen(Screen):
+class LiveScreen(_TextScreen):
     """A terminal: bars until there is text, then the text above a progress line that follows it.
 
     Whole lines are printed above the live part, which holds the line being written and the progress
@@ -193,19 +207,13 @@ class LiveScreen(Screen):
     def __init__(
         self, prompts: Sequence[str], console: Console, bars: Bars | None = None, quiet: bool = False
     ) -> None:
-        self._prompts = prompts
-        self._answers = Answers(prompts)
+        super().__init__(prompts, bars, quiet)
         self._console = console
-        self._bars = bars or Bars(None)
-        self._quiet = quiet
         self._totals = Totals()
         self._whole: list[str] = []
         """Lines of the prompt: shown with the first token, above which the bars were."""
         self._line = ""
         self._live: Live | None = None
-
-    def loading(self, done: int, total: int) -> None:
-        self._bars.loading(done, total)
 
     def event(self, event: Event) -> None:
         self._totals.take(event)
@@ -216,7 +224,7 @@ class LiveScreen(Screen):
                 self._whole += self._text(event.text)
         else:
             self._answers.take(event)
-            self._panels(self._answers.ready())
+            self._show(self._answers.ready())
         if self._live is None and isinstance(event, (Started, Prefilled)):
             self._bars.event(event)
         else:
@@ -247,10 +255,7 @@ class LiveScreen(Screen):
             self._console.print(Text(self._line))
             self._line = ""
 
-    def finish(self, totals: Statistics, cache_bytes: int, drafts: Speculation | None = None) -> None:
-        if self._quiet:
-            return
-        rows = summary_rows(totals, cache_bytes, drafts)
+    def _summarize(self, rows: Sequence[tuple[str, str]]) -> None:
         if self._console.width < _TABLE_WIDTH:
             self._console.print(Text(_lines(rows), end=""))
             return
@@ -261,10 +266,7 @@ class LiveScreen(Screen):
             table.add_row(name, value)
         self._console.print(table)
 
-    def abandon(self, totals: Statistics, cache_bytes: int) -> None:
-        self._panels(self._answers.rest())
-
-    def _panels(self, answers: Iterable[Answer]) -> None:
+    def _show(self, answers: Iterable[Answer]) -> None:
         for answer in answers:
             found = answer.so_far
             end = "" if answer.finished else f"\n{stopped(answer)}"

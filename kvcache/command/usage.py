@@ -66,7 +66,7 @@ class CommandGroup(TyperGroup):
             typer.echo("kvcache: interrupted", err=True)
             sys.exit(INTERRUPTED)
         except USAGE_ERROR as error:
-            if _is_help(error):
+            if type(error).__name__ == "NoArgsIsHelpError":  # of ``kvcache`` alone: all of its help
                 error.show()
             else:
                 given = sys.argv[1:] if args is None else args
@@ -96,11 +96,6 @@ def _interruption_told() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("kvcache: interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _is_help(error: Any) -> bool:
-    """Raised by ``kvcache`` alone, whose message is all of its help."""
-    return type(error).__name__ == "NoArgsIsHelpError"
 
 
 def _usage_line(error: Any, command: str, args: Sequence[str]) -> str:

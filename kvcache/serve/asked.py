@@ -120,8 +120,8 @@ class Fields:
             message = f"The model '{str(name)[:_SHOWN]}' does not exist; there is {served}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        return bool(self._read(name, default, lambda value: type(value) is bool, "true or false"))
+    def flag(self, name: str) -> bool:
+        return bool(self._read(name, False, lambda value: type(value) is bool, "true or false"))
 
     def integer(self, name: str, default: int | None, low: int, high: int = _LARGEST) -> Any:
         def fits(value: Any) -> bool:

@@ -72,7 +72,12 @@ class Metrics:
             assert ticket.lookup is not None
             self._queue.observe(ticket.lookup.began - ticket.asked)
         elif isinstance(event, Token) and event.token is not None:
-            self._count_token(ticket, now)
+            if ticket.first is None:
+                ticket.first = now
+                self._first.observe(now - ticket.asked)
+            else:
+                self._token.observe(now - ticket.last)
+            ticket.last = now
         elif isinstance(event, Finished):
             self._ended.labels(self._name, event.reason).inc()
             self._whole.observe(now - ticket.asked)
@@ -80,14 +85,6 @@ class Metrics:
                 self._mean.observe((ticket.last - ticket.first) / (len(event.tokens) - 1))
         elif isinstance(event, Failed):
             self._ended.labels(self._name, "error").inc()
-
-    def _count_token(self, ticket: Ticket, now: float) -> None:
-        if ticket.first is None:
-            ticket.first = now
-            self._first.observe(now - ticket.asked)
-        else:
-            self._token.observe(now - ticket.last)
-        ticket.last = now
 
 
 def _always(engine: Engine) -> Iterator[Family]:

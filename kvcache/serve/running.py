@@ -20,7 +20,7 @@ from kvcache.runner.errors import RequestError
 from kvcache.serve.app import make_app
 from kvcache.serve.asked import Template
 from kvcache.serve.options import ServeOptions
-from kvcache.serve.worker import Worker
+from kvcache.serve.worker import Worker, has_stores
 
 __all__ = ["Server", "serve"]
 
@@ -65,7 +65,7 @@ def serve(
                 Server(config, worker, options.shutdown_timeout, told_ready).run([listening])
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one ends nothing half-written
-            if worker.stores:
+            if has_stores(worker.engine):
                 told("writing what is kept to the stores; Ctrl-C leaves it undone")
 
 

@@ -25,7 +25,7 @@ from kvcache.runner.engine import Engine, EngineEvent, Failed, Request
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.serve.options import ServeOptions
 
-__all__ = ["Inbox", "Overloaded", "Stopped", "Ticket", "Worker"]
+__all__ = ["Inbox", "Overloaded", "Stopped", "Ticket", "Worker", "has_stores"]
 
 log = logging.getLogger("kvcache.serve")
 
@@ -120,6 +120,7 @@ class _Keeper:
 
 
 def has_stores(engine: Engine) -> bool:
+    """Whether what is kept goes to stores."""
     return "writing" in engine.prefix.nbytes
 
 
@@ -174,11 +175,6 @@ class Worker:
     def room(self) -> int:
         """Answers that may run and wait at the same time."""
         return self._options.max_waiting + self.engine.options.max_sequences
-
-    @property
-    def stores(self) -> bool:
-        """Whether what is kept goes to stores."""
-        return has_stores(self.engine)
 
     def post(self, call: Callable[[Engine], R]) -> Future[R]:
         """Have a call made between two steps; once the engine has stopped, it raises that."""
