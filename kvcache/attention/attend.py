@@ -14,8 +14,6 @@ from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.quantized import QuantizedBuffer
 from ml import nn
 
-__all__ = ["attend"]
-
 KERNEL_WORTH = 32
 """Cells of a run, or of a share, that a kernel for ragged batches is given apart from others."""
 

@@ -11,8 +11,6 @@ import numpy as np
 import ml
 from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, InvalidSequenceError
 
-__all__ = ["SequenceTokens", "check_modes", "check_query", "check_sequence", "check_tensors", "split_batch"]
-
 _LIMIT = 2**31 - 1
 """Positions are I32 on the device."""
 

@@ -22,8 +22,6 @@ from kvcache.storage.device_copies import HostArrays
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.overlay import CurrentOverlay
 
-__all__ = ["BatchedRows", "HasCells", "rows_of"]
-
 
 class HasCells(Protocol):
     """A cache that keeps K and V in cells, as CausalCache and its kinds do."""

@@ -22,8 +22,6 @@ from kvcache.attention.read_plan import LowerBound
 from kvcache.attention.segments import GATHERING, Segment, find_segments
 from kvcache.storage.cell_table import CellTable
 
-__all__ = ["Call", "Level", "StepReads", "plan_calls", "step_reads"]
-
 MOST_QUERIES = 16
 """Segments with more queries than this have work enough for a call of their own."""
 

@@ -13,8 +13,6 @@ import ml
 from kvcache.attention.batched_rows import BatchedRows, HasCells, rows_of
 from kvcache.cache import InvalidRangeError, OrderError
 
-__all__ = ["DenseBatch", "read_encoded"]
-
 
 class HasEncoderOutput(Protocol):
     """A cache of encoder outputs, as EncoderCache is."""

@@ -45,16 +45,6 @@ from kvcache.storage.cell_table import CellTable
 from kvcache.storage.device_copies import HostArray, device_of
 from kvcache.storage.formats import CacheFormat
 
-__all__ = [
-    "FixedPass",
-    "GraphRows",
-    "GraphTensors",
-    "check_window",
-    "read_everything",
-    "read_own",
-    "tables_of",
-]
-
 
 class GraphTensors(NamedTuple):
     """What a graph of one layer and one batch size reads and writes; the same storage in every pass.

@@ -34,8 +34,6 @@ from kvcache.storage.device_copies import HostArray, HostArrays, OnDevices, near
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.overlay import Overlay
 
-__all__ = ["ForwardPass", "Reads", "Uploads"]
-
 Packers = Mapping[str, Callable[[ml.RaggedPlan], tuple[Any, np.ndarray]]]
 
 

@@ -12,8 +12,6 @@ from kvcache.cache import InvalidRangeError
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.layer_shape import ExtraSpec, LayerShape, latent_dim
 
-__all__ = ["put_layer", "put_stored_layer"]
-
 Extras = Mapping[str, ml.Tensor]
 
 

@@ -30,8 +30,6 @@ from kvcache.attention.read_plan import (
 )
 from kvcache.storage.device_copies import HostArray, HostArrays, OnDevices, device_of
 
-__all__ = ["HOST_LIMIT", "KEEP_LIMIT", "KeptMask", "build_mask", "seen_mask"]
-
 HOST_LIMIT = 1 << 20
 """Bytes (as F32) of a mask that is still built on the host, in one piece."""
 KEEP_LIMIT = 1 << 18

@@ -20,8 +20,6 @@ from kvcache.storage.cell_table import CellTable
 from kvcache.storage.device_copies import HostArrays, device_of
 from kvcache.storage.layer_buffers import LayerBuffers
 
-__all__ = ["Attended", "AttentionMass", "AttentionObserver", "ObservedRows"]
-
 BLOCK = 1 << 22
 """Weights that are held at a time: long prompts go in blocks of queries."""
 

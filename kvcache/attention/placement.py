@@ -9,9 +9,6 @@ import numpy as np
 from kvcache.attention.batch import SequenceTokens
 from kvcache.storage.cell_table import CellTable
 
-__all__ = ["place", "place_exact"]
-
-
 TOGETHER = 16
 """Sequences with a token each from which on it takes less time to place them together than one by one."""
 Placed = tuple[int | np.ndarray, np.ndarray | None]

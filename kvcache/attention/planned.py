@@ -16,9 +16,6 @@ from kvcache.storage.device_copies import HostArray, HostArrays, OnDevices, near
 from kvcache.storage.layer_buffers import LayerBuffers
 from ml import nn
 
-__all__ = ["BLOCK_CALLS", "PlannedCall", "PlannedLevel"]
-
-
 BLOCK_CALLS = 4
 """Calls' worth of K and V that are gathered or read back at a time."""
 

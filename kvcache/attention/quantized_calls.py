@@ -12,8 +12,6 @@ import ml
 from kvcache.storage.layer_buffers import LayerBuffers
 from ml import nn
 
-__all__ = ["attend_quantized"]
-
 MANY = 16
 """Queries per segment from which on blocks are eight times larger: merging them would take longer."""
 LEAST = 32

@@ -22,8 +22,6 @@ from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.read_plan import LowerBound, ReadPlan, kept_entries
 from kvcache.cache import Mask, NotSupportedError, OrderError
 
-__all__ = ["RaggedBatch", "read_positions", "visible_mask"]
-
 
 class CellCache(HasCells, Protocol):
     """A cache with cells that tells of its pass, and how far back its queries see."""

@@ -18,11 +18,6 @@ from kvcache.cache import InvalidBatchError, Mask
 from kvcache.storage.cell_table import CellTable, Row
 from kvcache.storage.device_copies import HostArray, HostArrays
 
-__all__ = [
-    "HIDDEN", "LowerBound", "ReadPlan", "check_sees", "kept_entries", "plan_read", "rows_seen", "sees_all",
-    "unmask", "visible",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:

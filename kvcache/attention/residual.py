@@ -9,8 +9,6 @@ import numpy as np
 from kvcache.attention.segments import Segment
 from kvcache.storage.cell_table import CellTable
 
-__all__ = ["split_exact"]
-
 
 def split_exact(
     segments: Sequence[Segment], table: CellTable, worth: int

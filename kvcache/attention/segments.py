@@ -19,8 +19,6 @@ from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.read_plan import LowerBound, is_behind, kept_entries, sees_all, visible
 from kvcache.storage.cell_table import CellTable, Row
 
-__all__ = ["GATHERING", "KeptSegments", "Segment", "find_segments", "ragged_plan"]
-
 GATHERING = 1.6
 """What gathering cells takes besides reading them, in times of that."""
 

@@ -13,8 +13,6 @@ from kvcache.cache import InvalidRangeError
 from kvcache.storage.layer_buffers import LayerBuffers
 from ml import nn
 
-__all__ = ["attend_selected", "check_select"]
-
 BLOCK = 1 << 25
 """Bytes of K and V that are gathered at a time, about: prompts go in blocks of queries."""
 HIDDEN = -1e30

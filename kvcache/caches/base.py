@@ -10,8 +10,6 @@ from kvcache.cache import CacheDType, ClosedError, InvalidRangeError, OrderError
 from kvcache.snapshots.snapshot import check_kind
 from kvcache.storage.formats import CacheFormat
 
-__all__ = ["BoundCache"]
-
 P = TypeVar("P")
 
 

@@ -59,8 +59,6 @@ from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.sizes import bytes_text
 from ml import nn
 
-__all__ = ["CausalCache"]
-
 
 class CausalCache(EditsTokens):
     """Keeps every token; a query attends to all tokens of its own sequence up to its own position.

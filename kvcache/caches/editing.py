@@ -17,8 +17,6 @@ from kvcache.caches.sequences import SequenceEditor
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_table import CellTable
 
-__all__ = ["EditsTokens", "EvictionPolicy"]
-
 
 class EvictionPolicy(Protocol):
     """Chooses which tokens of a sequence are evicted: H2O, SnapKV, sinks and a window, or your own."""

@@ -38,8 +38,6 @@ from kvcache.storage.device_copies import HostArray, HostArrays, near
 from kvcache.storage.formats import CacheFormat
 from ml import nn
 
-__all__ = ["EncoderCache"]
-
 
 @dataclass(slots=True)
 class _Entry:

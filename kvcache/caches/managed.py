@@ -16,8 +16,6 @@ from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import Snapshot, check_kind
 
-__all__ = ["ManagedSnapshots", "PreparedCalls", "SnapshotManager"]
-
 P = TypeVar("P")
 S = TypeVar("S", bound=Snapshot)
 

@@ -40,8 +40,6 @@ from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass
 from kvcache.storage.state_specs import StateSpec, StateSpecs
 from kvcache.storage.state_table import StateTable, shifted, state_lost
 
-__all__ = ["RecurrentCache"]
-
 
 class RecurrentCache(ManagedSnapshots[StatePass, RecurrentSnapshot]):
     """Per-sequence states, checkpoints of them, and a causal cache for the attention layers.

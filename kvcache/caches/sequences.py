@@ -26,8 +26,6 @@ from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.storage import relocation as moving
 from kvcache.storage.cell_table import CellTable
 
-__all__ = ["SequenceEditor", "check_groups", "drop_middle", "lost_error"]
-
 
 class SequenceEditor:
     """Shares, removes and moves tokens of one attention cache. All or nothing, each call.

@@ -8,8 +8,6 @@ import numpy as np
 
 from kvcache.storage.cell_table import CellTable, SavedRow
 
-__all__ = ["UndoLog"]
-
 
 class UndoLog:
     """The rows of a pass's sequences as they were, and what of them was evicted to make room."""

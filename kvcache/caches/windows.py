@@ -12,8 +12,6 @@ from kvcache.cache import CacheFullError, ExtraShiftFunction, ShiftFunction, che
 from kvcache.caches.causal import CausalCache
 from kvcache.snapshots.attention import Window
 
-__all__ = ["ChunkedCache", "SlidingWindowCache"]
-
 log = logging.getLogger("kvcache")
 
 

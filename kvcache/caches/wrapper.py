@@ -44,8 +44,6 @@ from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind
 
-__all__ = ["WrapperCache", "unwrapped"]
-
 
 @runtime_checkable
 class _SupportsUploads(Protocol):

@@ -6,8 +6,6 @@ import numpy as np
 
 import ml
 
-__all__ = ["Arrivals"]
-
 
 class Arrivals:
     """The transfers into the cells of one table."""

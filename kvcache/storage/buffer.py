@@ -17,8 +17,6 @@ import copy
 
 import ml
 
-__all__ = ["Buffer", "Cells"]
-
 Cells = int | ml.Tensor
 """The first of a run of cells, or an I32 tensor of cells."""
 

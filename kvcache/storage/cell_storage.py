@@ -15,8 +15,6 @@ from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.layer_shape import LayerShape
 
-__all__ = ["CellStorage", "exact_slots"]
-
 
 def exact_slots(stored: CacheFormat, cells: int, max_sequences: int, max_batch: int) -> ExactSlots | None:
     """The slots of a residual window: for what each sequence retains, and a batch besides; None: none."""

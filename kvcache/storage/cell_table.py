@@ -24,8 +24,6 @@ import numpy as np
 from kvcache.storage.arrivals import Arrivals
 from kvcache.storage.exact_slots import ExactSlots
 
-__all__ = ["CellTable", "Pin", "Row", "SavedRow", "is_run"]
-
 Array = np.ndarray
 SavedRow = tuple[np.ndarray, np.ndarray, int, int, bool]
 """What ``Row.save`` gives: buffers, head, tail, and whether the cells are a run."""

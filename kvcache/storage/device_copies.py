@@ -14,8 +14,6 @@ import numpy as np
 
 import ml
 
-__all__ = ["HostArray", "HostArrays", "OnDevices", "device_of", "near"]
-
 T = TypeVar("T")
 
 

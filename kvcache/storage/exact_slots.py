@@ -17,8 +17,6 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["NONE", "ExactSlots"]
-
 Array = np.ndarray
 NONE = -1
 """No slot, or no cell."""

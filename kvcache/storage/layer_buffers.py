@@ -15,8 +15,6 @@ from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.quantized import QuantizedBuffer
 
-__all__ = ["LayerBuffers"]
-
 
 class LayerBuffers:
     """K and V of one layer, each in its format, and extras, allocated at the first ``put`` for all cells.

@@ -10,8 +10,6 @@ import ml
 from kvcache.cache import InvalidRangeError
 from kvcache.storage.formats import CacheFormat
 
-__all__ = ["ExtraSpec", "LayerShape", "Part", "latent_dim"]
-
 Part = tuple[tuple[int, ...], ml.DType]
 """Shape (tokens, heads, width) and dtype of a stored part."""
 

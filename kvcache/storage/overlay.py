@@ -12,8 +12,6 @@ from kvcache.storage.exact_slots import NONE
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.quantized import QuantizedBuffer
 
-__all__ = ["CurrentOverlay", "Overlay"]
-
 
 class Overlay:
     """Some cells, of which some have slots, for any layer."""

@@ -14,8 +14,6 @@ from kvcache.cache import StorageFormat
 from kvcache.storage.buffer import Buffer, Cells
 from kvcache.storage.formats import Rotated
 
-__all__ = ["QuantizedBuffer"]
-
 
 class QuantizedBuffer:
     """What :class:`kvcache.storage.buffer.Buffer` is, stored in the parts of a format."""

@@ -17,9 +17,6 @@ from kvcache.storage.device_copies import HostArrays
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.overlay import Overlay
 
-__all__ = ["LEAST", "defragment", "prepare_shift"]
-
-
 LEAST = 32
 """Tokens whose keys are re-encoded at a time, at least: fewer would cost more calls than they save memory."""
 

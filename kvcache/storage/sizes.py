@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text"]
-
 
 def bytes_text(count: float) -> str:
     """1536 -> '1.5 KiB'."""

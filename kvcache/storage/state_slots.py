@@ -23,18 +23,6 @@ import numpy as np
 import ml
 from kvcache.cache import InvalidRangeError, SequenceLostError
 
-__all__ = [
-    "Arrangement",
-    "Checkpoint",
-    "HeldStates",
-    "StateBuffers",
-    "StatePass",
-    "StateRow",
-    "States",
-    "arrange",
-    "lost_in",
-]  # fmt: skip
-
 States = Mapping[tuple[str, int], ml.Tensor]
 """(kind, layer) -> (1, *shape)"""
 

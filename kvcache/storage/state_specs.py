@@ -10,8 +10,6 @@ import numpy as np
 import ml
 from kvcache.cache import InvalidRangeError, OrderError, check_whole
 
-__all__ = ["StateSpec", "StateSpecs", "check_state_name", "is_state_name"]
-
 _LONGEST_NAME = 64
 
 Declared = Mapping[int | None, Mapping[str, "StateSpec"]]

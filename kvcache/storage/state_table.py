@@ -25,8 +25,6 @@ from kvcache.storage.state_slots import (
     lost_in,
 )
 
-__all__ = ["StateTable", "shifted", "state_lost"]
-
 
 class StateTable:
     """The rows of ``sequences`` sequences, with a slot each in every recurrent layer.

@@ -23,8 +23,6 @@ from kvcache.storage.formats.ggml import halves_of_bytes
 from kvcache.storage.formats.operations import check_blocks, number, quantized_by, read_by, select
 from ml.block_formats import AFFINE, AFFINE_LEAST_STEP
 
-__all__ = ["FORMATS", "Affine"]
-
 _ROUNDING = {ml.DType.F32: 2.0**-24, ml.DType.F16: 2.0**-11, ml.DType.BF16: 2.0**-8}
 """Of a scale or a bias, relative."""
 

@@ -9,8 +9,6 @@ from kvcache.cache import CacheDType, InvalidRangeError, ResidualWindow, Storage
 from kvcache.storage.formats.plain import Plain
 from kvcache.storage.formats.plugins import METHODS, keep_format, open_format
 
-__all__ = ["CacheFormat"]
-
 _NAMES = ", ".join(dtype.name for dtype in ml.DType if dtype.is_float or dtype.is_quantized)
 
 

@@ -19,8 +19,6 @@ from kvcache.cache import InvalidRangeError
 from kvcache.storage.formats.operations import number, quantized_by, read_by, select
 from ml.block_formats import F8_LARGEST, F8_LEAST_SCALE
 
-__all__ = ["F8_E4M3"]
-
 _NUMBERS = np.nan_to_num(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))
 """Those of all codes; 0 for NaN, which nothing finite becomes."""
 _EXPONENTS = np.arange(-5, 9)

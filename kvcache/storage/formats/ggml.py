@@ -21,8 +21,6 @@ import numpy as np
 import ml
 from kvcache.storage.formats.operations import check_blocks, inverse, number, quantized_by, read_by, same_sign
 
-__all__ = ["BLOCK", "Q4_0", "Q8_0", "halves_of_bytes"]
-
 BLOCK = 32
 """Values that share a scale, along head_dim."""
 

@@ -19,8 +19,6 @@ from kvcache.cache import StorageFormat
 from ml import Availability, PluginError
 from ml.records import CALLABLE, NAME, TEXT, check
 
-__all__ = ["PROJECT", "FormatSpec", "check_name", "hookimpl", "hookspec", "kvcache_format"]
-
 PROJECT = "kvcache"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

@@ -9,17 +9,6 @@ import ml
 from kvcache.cache import InvalidRangeError
 from ml import nn
 
-__all__ = [
-    "by_backend",
-    "check_blocks",
-    "inverse",
-    "number",
-    "quantized_by",
-    "read_by",
-    "same_sign",
-    "select",
-]
-
 
 def check_blocks(name: str, block: int, dim: int) -> None:
     """Raise InvalidRangeError unless heads of ``dim`` divide into blocks."""

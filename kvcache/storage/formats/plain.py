@@ -9,8 +9,6 @@ import numpy as np
 
 import ml
 
-__all__ = ["PLAIN", "Plain"]
-
 
 @dataclass(frozen=True, slots=True)
 class Plain:

@@ -16,8 +16,6 @@ from kvcache.storage.formats.rotated import Rotated
 from ml import DTypeError, NotSupportedError, PluginError
 from ml.plugin_host import Hook, PluginHost
 
-__all__ = ["BUILT_IN", "ENTRY_POINT_GROUP", "FormatRegistry", "format_names", "keep_format", "open_format"]
-
 ENTRY_POINT_GROUP = "kvcache.formats"
 BUILT_IN: dict[str, StorageFormat] = {
     **PLAIN,

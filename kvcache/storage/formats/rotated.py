@@ -18,8 +18,6 @@ import numpy as np
 import ml
 from kvcache.cache import StorageFormat
 
-__all__ = ["PREFIX", "Rotated"]
-
 PREFIX = "ROTATED_"
 """Of the names of these formats, before that of what is stored."""
 _ROUNDING = {ml.DType.F32: 2.0**-24, ml.DType.F16: 2.0**-11, ml.DType.BF16: 2.0**-8}
