@@ -108,10 +108,7 @@ def stories_text(stories: Path) -> str:
 
 @pytest.fixture(scope="session", params=["numpy", "torch", "mlx"])
 def runner_backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
-    infos = {info.name: info for info in ml.available_backends()}
-    if not infos[request.param].available:
-        pytest.skip(f"{request.param} cannot run here: {infos[request.param].reason}")
-    with one_torch_thread(request.param), ml.open_backend(request.param) as backend:
+    with _open_any(request.param) as backend:
         yield backend
 
 
@@ -141,10 +138,7 @@ def backends() -> Iterator[Callable[[str], ml.Backend]]:
 
         def get(name: str) -> ml.Backend:
             if name not in opened:
-                info = next(info for info in ml.available_backends() if info.name == name)
-                if not info.available:
-                    pytest.skip(f"{name} cannot run here: {info.reason}")
-                opened[name] = stack.enter_context(ml.open_backend(name))
+                opened[name] = stack.enter_context(_open_any(name))
             return opened[name]
 
         yield get

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,12 @@ from kvcache import (
 )
 from kvcache.attention.dense_batch import DenseBatch, read_encoded
 
+from .each_backend import each_backend
+
 HEADS, DIM, VALUE_DIM = 2, 4, 3
 
 
-@pytest.fixture(params=["numpy", "torch", "mlx"])
-def backend(request: pytest.FixtureRequest, open_any: Any) -> Iterator[ml.Backend]:
-    with open_any(request.param) as opened:
-        yield opened
+backend = each_backend("numpy", "torch", "mlx")
 
 
 class Written:
@@ -154,6 +153,8 @@ class TestRefusals:
 
     def test_what_means_nothing(self, backend: ml.Backend) -> None:
         written = Written(backend, CausalCache())
+        with pytest.raises(OrderError, match="init"):
+            DenseBatch(CausalCache(), [0])
         with pytest.raises(InvalidRangeError, match="no sequences"):
             DenseBatch(written.cache, [])
         with pytest.raises(InvalidSequenceError):
@@ -162,7 +163,7 @@ class TestRefusals:
         with pytest.raises(OrderError, match="layer 7"):
             DenseBatch(written.cache, [0]).read(written.ctx, 7)
         written.cache.mark_lost(0)
-        with pytest.raises(SequenceLostError):
+        with pytest.raises(SequenceLostError, match=r"remove\(0, 0\)"):
             DenseBatch(written.cache, [0])
 
 

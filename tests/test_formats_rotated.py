@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -14,16 +12,13 @@ from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.storage.formats import CacheFormat, Rotated, open_format
 from kvcache.storage.formats.plain import Plain
 
+from .each_backend import each_backend
+
 HEADS, KV_HEADS, DIM = 4, 2, 64
 TOKENS = 48
 
 
-@pytest.fixture(params=["numpy", "torch", "mlx"])
-def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
-    if not any(info.name == request.param and info.available for info in ml.available_backends()):
-        pytest.skip(f"{request.param} cannot run here")
-    with ml.open_backend(request.param) as found:
-        yield found
+backend = each_backend("numpy", "torch", "mlx")
 
 
 def arrays(outlier: float, dim: int = DIM) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ import pytest
 import ml
 from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache
 from kvcache.attention import masks
+
+from .each_backend import each_backend
 
 KINDS: dict[str, Callable[[], Any]] = {
     "causal": CausalCache,
@@ -24,12 +26,7 @@ SEQUENCES = 3
 CAPACITY = 36  # so little that sequences are read as one view: what is gathered keeps no mask
 
 
-@pytest.fixture(params=["numpy", "torch"])
-def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
-    if request.param == "torch":
-        pytest.importorskip("torch")
-    with ml.open_backend(request.param) as opened:
-        yield opened
+backend = each_backend("numpy", "torch")
 
 
 @pytest.fixture(autouse=True)

@@ -70,10 +70,14 @@ def talk(prefix: PrefixCache) -> int:
         return session.cached
 
 
+def parts_of(meta: Any) -> list[Any]:
+    """What of a page may have layers."""
+    return [*meta.get("parts", ()), *([meta["attention"]] if "attention" in meta else ()), meta]
+
+
 def lacking(meta: Any, arrays: dict[str, np.ndarray]) -> None:
     """Take the last layer out, wherever it is."""
-    parts = [*meta.get("parts", ()), *([meta["attention"]] if "attention" in meta else ()), meta]
-    for part in parts:
+    for part in parts_of(meta):
         for entry in [entry for entry in part.get("layers", ()) if entry[0] == max(LAYERS)]:
             part["layers"].remove(entry)
             for name, _ in entry[2]:
@@ -82,8 +86,7 @@ def lacking(meta: Any, arrays: dict[str, np.ndarray]) -> None:
 
 def strange(meta: Any, arrays: dict[str, np.ndarray]) -> None:
     """Add a layer that the model has not."""
-    parts = [*meta.get("parts", ()), *([meta["attention"]] if "attention" in meta else ()), meta]
-    part = next(part for part in parts if part.get("layers"))
+    part = next(part for part in parts_of(meta) if part.get("layers"))
     _, activations, tensors = part["layers"][0]
     part["layers"].append([7, activations, [[f"more.{name}", axes] for name, axes in tensors]])
     arrays.update({f"more.{name}": arrays[name].copy() for name, _ in tensors})
@@ -91,8 +94,7 @@ def strange(meta: Any, arrays: dict[str, np.ndarray]) -> None:
 
 def narrow(meta: Any, arrays: dict[str, np.ndarray]) -> None:
     """Leave one of two heads in the last layer's keys and values."""
-    parts = [*meta.get("parts", ()), *([meta["attention"]] if "attention" in meta else ()), meta]
-    for part in parts:
+    for part in parts_of(meta):
         for i, _, tensors in part.get("layers", ()):
             for name, axes in tensors if i == max(LAYERS) else ():
                 arrays[name] = np.ascontiguousarray(arrays[name].take([0], axis=axes.index(1)))
@@ -100,14 +102,12 @@ def narrow(meta: Any, arrays: dict[str, np.ndarray]) -> None:
 
 def empty(meta: Any, arrays: dict[str, np.ndarray]) -> None:
     """Leave no layer at all."""
-    for _ in LAYERS:
-        parts = [*meta.get("parts", ()), *([meta["attention"]] if "attention" in meta else ()), meta]
-        for part in parts:
-            for entry in part.get("layers", ()):
-                for name, _ in entry[2]:
-                    del arrays[name]
-            if "layers" in part:
-                part["layers"] = []
+    for part in parts_of(meta):
+        for _, _, tensors in part.get("layers", ()):
+            for name, _ in tensors:
+                del arrays[name]
+        if "layers" in part:
+            part["layers"] = []
 
 
 FORGERIES = pytest.mark.parametrize("forge", [lacking, strange, narrow, empty], ids=lambda f: f.__name__)

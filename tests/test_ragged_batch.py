@@ -1,4 +1,7 @@
-"""Sequences of different lengths read as one tensor: what is read and what is visible, against lists."""
+"""Sequences of different lengths read as one tensor: what is read and what is visible, against lists.
+
+Quantized storage, shared cells and refusals are the same code: test_dense_batch.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvcache
 import ml
 from kvcache import Batch, CausalCache, ChunkedCache, NotSupportedError, SlidingWindowCache
 from kvcache.attention.ragged_batch import RaggedBatch, visible_mask
@@ -18,9 +20,9 @@ HEADS, DIM = 2, 32
 class Filled:
     """A cache of one layer whose keys are marks: the value at (seq, position) is seq * 1000 + position."""
 
-    def __init__(self, cache: Any, backend: ml.Backend, dtype: ml.DType = ml.DType.F32, **sizes: int) -> None:
+    def __init__(self, cache: Any, backend: ml.Backend, **sizes: int) -> None:
         self.cache, self.ctx = cache, backend.new_context()
-        cache.init(backend, dtype, **{"max_sequences": 4, "capacity": 16, "max_batch": 64, **sizes})
+        cache.init(backend, ml.DType.F32, **{"max_sequences": 4, "capacity": 16, "max_batch": 64, **sizes})
 
     def store(self, *tokens: tuple[int, int]) -> None:
         sequences, positions = zip(*tokens, strict=True)
@@ -45,8 +47,8 @@ def expected(seq: int, *positions: int) -> list[int]:
     return [seq * 1000 + position for position in positions]
 
 
-def test_rows_that_grow_from_their_homes_are_one_view(numpy_backend: ml.Backend) -> None:
-    filled = Filled(CausalCache(), numpy_backend)
+def test_rows_that_grow_from_their_homes_are_one_view(backend: ml.Backend) -> None:
+    filled = Filled(CausalCache(), backend)
     for seq, length in ((0, 5), (1, 2), (2, 7)):
         filled.run(seq, 0, length)
     reading = RaggedBatch(filled.cache, [0, 1, 2])
@@ -58,8 +60,8 @@ def test_rows_that_grow_from_their_homes_are_one_view(numpy_backend: ml.Backend)
 
 
 @pytest.mark.parametrize("order", [[0, 2, 1], [0, 1, 3], [2, 0], [1, None, 0]])
-def test_rows_in_any_other_order_are_gathered(numpy_backend: ml.Backend, order: list[int | None]) -> None:
-    filled = Filled(CausalCache(), numpy_backend)
+def test_rows_in_any_other_order_are_gathered(backend: ml.Backend, order: list[int | None]) -> None:
+    filled = Filled(CausalCache(), backend)
     for seq in range(4):
         filled.run(seq, 0, seq + 2)
     reading = RaggedBatch(filled.cache, order)
@@ -69,9 +71,9 @@ def test_rows_in_any_other_order_are_gathered(numpy_backend: ml.Backend, order: 
             assert row[: seq + 2].tolist() == expected(seq, *range(seq + 2))
 
 
-def test_a_view_ends_with_the_buffer(numpy_backend: ml.Backend) -> None:
+def test_a_view_ends_with_the_buffer(backend: ml.Backend) -> None:
     """Read side by side with a long first row, the last row would reach beyond the last cell."""
-    filled = Filled(CausalCache(), numpy_backend, max_sequences=2, capacity=8)
+    filled = Filled(CausalCache(), backend, max_sequences=2, capacity=8)
     filled.run(0, 0, 8)
     filled.run(1, 0, 3)
     assert RaggedBatch(filled.cache, [0, 1]).is_view
@@ -85,16 +87,6 @@ def test_a_view_ends_with_the_buffer(numpy_backend: ml.Backend) -> None:
     assert marks[1, :3].tolist() == expected(1, 0, 1, 2)
 
 
-def test_shared_prefixes_and_quantized_rows_are_read_too(numpy_backend: ml.Backend) -> None:
-    filled = Filled(CausalCache(), numpy_backend, ml.DType.Q8_0)
-    filled.run(0, 0, 6)
-    filled.cache.copy_prefix(0, 1, 4)
-    filled.run(1, 4, 6)
-    marks = filled.rows(RaggedBatch(filled.cache, [0, 1]))
-    assert np.allclose(marks[0], [0, 1, 2, 3, 4, 5], rtol=0.01)
-    assert np.allclose(marks[1], [0, 1, 2, 3, 1004, 1005], rtol=0.01)
-
-
 @pytest.mark.parametrize(
     ("make", "low"),
     [
@@ -106,9 +98,9 @@ def test_shared_prefixes_and_quantized_rows_are_read_too(numpy_backend: ml.Backe
 )
 @pytest.mark.parametrize("window", [None, 0, 2])
 def test_a_query_sees_what_its_cache_says_narrowed_by_a_window(
-    numpy_backend: ml.Backend, make: Any, low: Any, window: int | None
+    backend: ml.Backend, make: Any, low: Any, window: int | None
 ) -> None:
-    filled = Filled(make(), numpy_backend)
+    filled = Filled(make(), backend)
     filled.run(0, 0, 9)
     filled.run(1, 0, 4)
     filled.store((1, 4), (0, 9), (0, 10), (1, 5))
@@ -123,8 +115,8 @@ def test_a_query_sees_what_its_cache_says_narrowed_by_a_window(
             assert seen == expected(row, *range(lowest, position + 1))
 
 
-def test_a_window_and_kept_tokens_apart_from_it_are_no_range(numpy_backend: ml.Backend) -> None:
-    filled = Filled(SlidingWindowCache(3, memory=6, keep=2), numpy_backend)
+def test_a_window_and_kept_tokens_apart_from_it_are_no_range(backend: ml.Backend) -> None:
+    filled = Filled(SlidingWindowCache(3, memory=6, keep=2), backend)
     filled.run(0, 0, 9)
     reading = RaggedBatch(filled.cache, [0])
     assert [part.tolist() for part in reading.visible(np.array([[1, 5]]))] == [[[0, 0]], [[2, 6]]]
@@ -133,10 +125,8 @@ def test_a_window_and_kept_tokens_apart_from_it_are_no_range(numpy_backend: ml.B
 
 
 @pytest.mark.parametrize("window", [None, 1])
-def test_the_mask_of_a_pass_is_known_before_its_first_put(
-    numpy_backend: ml.Backend, window: int | None
-) -> None:
-    filled = Filled(SlidingWindowCache(2), numpy_backend)
+def test_the_mask_of_a_pass_is_known_before_its_first_put(backend: ml.Backend, window: int | None) -> None:
+    filled = Filled(SlidingWindowCache(2), backend)
     filled.run(0, 0, 4)
     filled.cache.start_forward(filled.ctx, Batch([4, 5, 6], [0, 0, 0]))
     mask = visible_mask(filled.cache, filled.ctx, window)
@@ -148,19 +138,3 @@ def test_the_mask_of_a_pass_is_known_before_its_first_put(
     width = 2 if window is None else window
     for query, row in zip((4, 5, 6), mask, strict=True):
         assert sorted(stored[row].tolist()) == list(range(query - width, query + 1))
-
-
-def test_what_cannot_be_read_is_refused(numpy_backend: ml.Backend) -> None:
-    filled = Filled(CausalCache(), numpy_backend)
-    filled.run(0, 0, 2)
-    with pytest.raises(kvcache.InvalidRangeError, match="no sequences"):
-        RaggedBatch(filled.cache, [])
-    with pytest.raises(kvcache.InvalidSequenceError, match="sequence 4"):
-        RaggedBatch(filled.cache, [0, 4])
-    with pytest.raises(kvcache.OrderError, match="layer 5"):
-        RaggedBatch(filled.cache, [0]).read(filled.ctx, 5)
-    filled.cache.mark_lost(0)
-    with pytest.raises(kvcache.SequenceLostError, match=r"remove\(0, 0\)"):
-        RaggedBatch(filled.cache, [0])
-    with pytest.raises(kvcache.OrderError, match="init"):
-        RaggedBatch(CausalCache(), [0])
