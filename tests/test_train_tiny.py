@@ -62,6 +62,8 @@ def test_all_files_are_written_and_the_card_reports_the_run(trained: Path) -> No
     assert [step for step, _, _ in log["points"]] == [2]
     written = (trained / "README.md").read_text(encoding="utf-8")
     assert f"**{log['heldout_bits_per_byte']:.3f} bits per byte**" in written
+    assert "4 layers of width 192, SwiGLU of 416, 6 query heads and 2 KV heads of 32," in written
+    assert written.count("| step | training, nats per token |") == 1
     assert (trained / "heldout.txt").read_text(encoding="utf-8").startswith("Chapter 20.\n")
 
 

@@ -25,12 +25,13 @@ sentences in the manner of its corpus and knows nothing else.
 | | |
 |---|---|
 | corpus | {source} |
-| architecture | `LlamaForCausalLM`: {layers} layers of width {hidden}, SwiGLU of {ffn}, \
-{heads} query heads and {kv_heads} KV heads of {head_dim}, \
-RoPE (half-split, theta {theta:g}), RMSNorm, tied embeddings |
+| architecture | `LlamaForCausalLM`: {num_hidden_layers} layers of width {hidden_size}, \
+SwiGLU of {intermediate_size}, \
+{num_attention_heads} query heads and {num_key_value_heads} KV heads of {head_dim}, \
+RoPE (half-split, theta {rope_theta:g}), RMSNorm, tied embeddings |
 | parameters | {parameters:,}, stored as bfloat16 |
-| context | {context} tokens |
-| tokenizer | byte-level BPE, {vocab} tokens, {bytes_per_token:.2f} bytes a token on held-out text; \
+| context | {max_position_embeddings} tokens |
+| tokenizer | byte-level BPE, {vocab_size} tokens, {bytes_per_token:.2f} bytes a token on held-out text; \
 `<s>` (id 1) comes first, `</s>` (id 2) ends a chapter |
 | held-out loss | **{bpb:.3f} bits per byte** on all {held} held-out chapters; \
 {bpb_shipped:.3f} on `heldout.txt` |
@@ -53,10 +54,12 @@ The weights are under the project's own licence.
 
     {command}
 
-{steps} steps of {batch} windows of {context} tokens ({epochs:.1f} epochs) took {minutes:.0f} minutes
-on one thread of {machine}, with Muon on the matrices of the layers
+{steps} steps of {batch} windows of {max_position_embeddings} tokens ({epochs:.1f} epochs)
+took {minutes:.0f} minutes on one thread of {machine}, with Muon on the matrices of the layers
 and AdamW on the rest (`training_log.json`):
 
+| step | training, nats per token | heldout.txt, bits per byte |
+|---|---|---|
 {curve}
 
 `heldout.txt` was scored at every checkpoint (lowest: {best:.3f}, at step {best_step}; the weights are
@@ -76,7 +79,7 @@ Verbatim and not chosen: one try for each request, at most {sample_tokens} new t
 It has no knowledge, little sense beyond a sentence or two and no safety training, and it repeats itself when
 decoded greedily. It has seen nothing but its corpus: any other text costs it many more bits. Where the corpus
 repeats itself (Kings and Chronicles, the Gospels), a held-out chapter has a near double in the training text.
-Beyond {context} tokens it is untrained.
+Beyond {max_position_embeddings} tokens it is untrained.
 """
 
 
@@ -116,9 +119,9 @@ def write_report(out: Path, model: Llama, tokenizer: Tokenizer, corpus: Corpus, 
     best, best_step = min((bits, step) for step, _, bits in log.points)
     steps = log.points[-1][0]
     shown = log.points[:: max(1, len(log.points) // 8)]
-    curve = ["| step | training, nats per token | heldout.txt, bits per byte |", "|---|---|---|"]
-    curve += [f"| {step} | {nats:.3f} | {bits:.3f} |" for step, nats, bits in shown]
+    curve = (f"| {step} | {nats:.3f} | {bits:.3f} |" for step, nats, bits in shown)
     card = CARD.format(
+        **asdict(config),
         source=corpus.source,
         licence=corpus.licence,
         chapters=len(corpus.chapters),
@@ -127,17 +130,8 @@ def write_report(out: Path, model: Llama, tokenizer: Tokenizer, corpus: Corpus, 
         held=len(corpus.heldout),
         held_bytes=_size(corpus.heldout),
         shipped=len(corpus.shipped),
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        ffn=config.intermediate_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        theta=config.rope_theta,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        context=config.max_position_embeddings,
         span=config.max_position_embeddings - 1,
-        vocab=config.vocab_size,
         bytes_per_token=sum(map(len, corpus.heldout)) / held_tokens,
         bpb=bpb,
         bpb_shipped=bpb_shipped,
@@ -150,9 +144,7 @@ def write_report(out: Path, model: Llama, tokenizer: Tokenizer, corpus: Corpus, 
         machine=log.machine,
         best=best,
         best_step=best_step,
-        curve="\n".join(
-            ("| step | training, nats per token | heldout.txt, bits per byte |", "|---|---|---|", *curve)
-        ),
+        curve="\n".join(curve),
         sample_tokens=SAMPLE_TOKENS,
         samples="\n\n".join(_sample(model, tokenizer, *request) for request in REQUESTS),
     )
