@@ -547,9 +547,9 @@ IN_FOLDERS: dict[str, tuple[Callable[[], None], Callable[..., None], tuple[str, 
     "lock nothing": (_set(fcntl, "flock", lambda fd, operation: None), sharing, ("2", "2", "delete")),
 }
 ON_SERVERS: dict[str, tuple[Callable[[], None], Callable[..., None], tuple[str, ...]]] = {
-    "write over": (_write_over, sharing, ("6", "2", "keep")),
-    "share a writer id": (_share_a_writer_id, sharing, ("6", "2", "keep")),
-    "manifest first": (_manifest_first, sharing, ("6", "2", "keep")),
+    "write over": (_write_over, sharing, ("4", "1", "keep")),
+    "share a writer id": (_share_a_writer_id, sharing, ("4", "1", "keep")),
+    "manifest first": (_manifest_first, sharing, ("4", "1", "keep")),
 }
 
 

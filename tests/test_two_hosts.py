@@ -31,6 +31,7 @@ pytest.importorskip("safetensors")
 from benchmarks import two_hosts_report as report
 from benchmarks.two_hosts_report import Decided, Point, break_even_bandwidth, break_even_length
 from benchmarks.wire import link_speed
+from examples.two_hosts import __main__ as example
 from examples.two_hosts.host import Host
 from examples.two_hosts.network import Network, unavailable
 from examples.two_hosts.processes import Process, store_server
@@ -141,16 +142,9 @@ def test_it_goes_on_in_another_network_namespace_and_its_pages_come_over_the_wir
 
 
 @needs_server
-def test_the_example_runs_as_a_command(there: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.two_hosts", "--backend", there[0], there[0]],
-        cwd=Path(__file__).resolve().parents[1],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("host ")]
+def test_the_example_runs(there: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    example.run([there[0], there[0]], None)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("host ")]
     assert [line.split(",")[0] for line in lines] == ["host 1", "host 2", "host 1"]
     assert "0 from the store, 0 it had, 18 computed" in lines[0]
     assert "33 from the store, 0 it had, 7 computed" in lines[1]

@@ -540,7 +540,9 @@ class PrefixTree:
             if limit is not None:
                 if held.tried == self._round:
                     continue
-                if done >= limit or not self._has_room(held):
+                source = held.serialized or held.snapshot
+                waits = source is not None and self.store and not self.store.has_room(source.nbytes)
+                if done >= limit or waits:
                     return True
             held.tried = self._round
             serialized = self._to_write(held)
@@ -565,11 +567,6 @@ class PrefixTree:
         """Bytes that are kept and that no store has, where there are stores."""
         kept = (node.data for node in self.radix_tree) if self.store is not None else ()
         return sum(held.nbytes for held in kept if held and not held.stored and held.store_write is None)
-
-    def _has_room(self, held: TreeEntry) -> bool:
-        """Whether a node's content can be handed to the stores' thread without a wait."""
-        source = held.serialized or held.snapshot
-        return source is None or self.store is None or self.store.has_room(source.nbytes)
 
     def drain(self) -> None:
         """Wait until nothing is under way, from the device or to the stores."""

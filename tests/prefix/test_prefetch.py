@@ -31,16 +31,27 @@ def ahead(r: Rig, prompt: Any, **whose: Any) -> Prefetch:
     return found
 
 
+def read(r: Rig, prompt: Any) -> Prefetch:
+    """A prompt that was read ahead."""
+    found = ahead(r, prompt)
+    found.wait()
+    return found
+
+
+def gated(talk: Talk, *prompts: Any, cache: str = "causal", **whose: Any) -> tuple[Rig, GatedStore]:
+    """A cache of which nothing is kept but what its store has of the prompts (LONG)."""
+    store = GatedStore(stored(talk, *prompts, cache=cache, **whose))
+    return talk(cache, tiers=[store]), store
+
+
 def held(prefix: PrefixCache) -> int:
     return prefix.nbytes["ahead"]
 
 
 @some_caches
 def test_a_session_begins_from_what_was_read_ahead_and_asks_no_store(talk: Talk, cache: str) -> None:
-    store = GatedStore(stored(talk, cache=cache))
-    r = talk(cache, tiers=[store])
-    prefetch = ahead(r, PROMPT)
-    prefetch.wait()
+    r, store = gated(talk, cache=cache)
+    prefetch = read(r, PROMPT)
     assert set(store.threads) == {THREAD}
     calls, size = len(store.threads), held(r.prefix)
     assert size > 0
@@ -102,17 +113,14 @@ def test_prompts_that_share_entries_have_them_read_once_and_hold_them_together(
 
 @some_caches
 def test_what_is_read_ahead_never_takes_more_than_its_room(talk: Talk, cache: str) -> None:
-    store = GatedStore(stored(talk, cache=cache))
-    r = talk(cache, tiers=[store])
-    prefetch = ahead(r, PROMPT)
-    prefetch.wait()
+    r, store = gated(talk, cache=cache)
+    prefetch = read(r, PROMPT)
     limit = held(r.prefix) - 1
     prefetch.release()
     r = talk(cache, tiers=[store], read_ahead=limit)
     seen: list[int] = []
     store.look = lambda: seen.append(held(r.prefix))
-    prefetch = ahead(r, PROMPT)
-    prefetch.wait()
+    prefetch = read(r, PROMPT)
     assert seen
     assert max(seen) <= limit
     assert held(r.prefix) <= limit
@@ -123,8 +131,7 @@ def test_what_is_read_ahead_never_takes_more_than_its_room(talk: Talk, cache: st
 
 def test_who_finds_no_room_waits_for_what_others_hold_and_those_behind_for_their_turn(talk: Talk) -> None:
     lines = [list(range(first, first + 20)) for first in (100, 200, 300)]
-    store = GatedStore(stored(talk, *lines))
-    r = talk(tiers=[store])
+    r, store = gated(talk, *lines)
     prefetch = ahead(r, [*lines[0], 9])
     prefetch.wait()
     limit = held(r.prefix)
@@ -169,8 +176,7 @@ def test_an_entry_that_cannot_be_read_is_a_miss(talk: Talk, cache: str, error: E
     store = GatedStore(stored(talk, cache=cache))
     store.broken, store.error = lambda key: True, error
     r = talk(cache, tiers=[store])
-    prefetch = ahead(r, PROMPT)
-    prefetch.wait()
+    prefetch = read(r, PROMPT)
     assert r.prefix.store_errors["read"] > 0
     assert r.keep(PROMPT) == 0
     prefetch.release()
@@ -187,8 +193,7 @@ def test_what_lies_before_an_entry_that_is_damaged_is_used_and_the_rest_is_compu
     kept.put(key, [bytes(stat.nbytes)])
     store = GatedStore(kept)
     r = talk(tiers=[store])
-    prefetch = ahead(r, PROMPT)
-    prefetch.wait()
+    prefetch = read(r, PROMPT)
     assert r.prefix.store_errors["corrupt"] == 1
     assert r.keep(PROMPT) == 8
     prefetch.release()
@@ -198,8 +203,7 @@ def test_what_lies_before_an_entry_that_is_damaged_is_used_and_the_rest_is_compu
 def test_where_the_system_has_no_thread_a_session_reads_when_its_turn_comes(
     talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = GatedStore(stored(talk))
-    r = talk(tiers=[store])
+    r, store = gated(talk)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("told to fail")))
         prefetch = ahead(r, PROMPT)
@@ -212,8 +216,7 @@ def test_where_the_system_has_no_thread_a_session_reads_when_its_turn_comes(
 
 
 def test_pages_of_one_tenant_are_not_those_of_another(talk: Talk) -> None:
-    store = GatedStore(stored(talk, LONG, salt="a"))
-    r = talk(tiers=[store])
+    r, store = gated(talk, LONG, salt="a")
     prefetch = ahead(r, PROMPT, salt="a")
     stranger = ahead(r, PROMPT, salt="b")
     for each in (prefetch, stranger):
@@ -227,11 +230,9 @@ def test_pages_of_one_tenant_are_not_those_of_another(talk: Talk) -> None:
 
 
 def test_what_the_tree_has_lost_meanwhile_is_asked_for_again(talk: Talk) -> None:
-    store = GatedStore(stored(talk))
-    r = talk(tiers=[store])
+    r, _ = gated(talk)
     assert r.keep(LONG[:9]) == 8
-    prefetch = ahead(r, PROMPT)
-    prefetch.wait()
+    prefetch = read(r, PROMPT)
     assert prefetch.floor == 9
     r.prefix.clear()
     assert r.keep(PROMPT) == 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from .rigs.conversing import (
     every_cache,
     some_caches,
 )
-from .rigs.stores import CALLS, FlakyStore, PlainStore, SlowStore, stored
+from .rigs.stores import CALLS, FlakyStore, SlowStore, stored
 
 ONE = ConversationSetup().token_bytes
 SMALL: dict[str, Any] = {"max_sequences": 1, "capacity": 64, "max_batch": 64}
@@ -376,17 +375,6 @@ def test_a_snapshot_that_is_read_later_changes_nothing_that_was_read(talk: Talk,
         for chat in chats:
             chat.prefill()
             chat.close()
-
-
-@some_caches
-def test_nothing_hangs_on_how_the_interpreter_counts_references(
-    talk: Talk, cache: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "getrefcount", lambda thing: 0)
-    store = stored(talk, cache=cache)
-    for reader in (talk(cache, tiers=[store]), talk(cache, tiers=[PlainStore(store)])):
-        assert reader.keep([*LONG, 1]) == 20
-        reader.prefix.close()
 
 
 def test_what_waits_to_be_written_is_bounded(talk: Talk) -> None:
