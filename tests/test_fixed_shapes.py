@@ -83,7 +83,7 @@ class Counting:
         return graph.forward
 
 
-@every_kind
+@pytest.mark.parametrize("make", [KINDS["causal"], KINDS["chunked"]], ids=["causal", "chunked"])
 def test_one_graph_per_batch_size_serves_a_growing_history(backend: ml.Backend, make: Any) -> None:
     torch._dynamo.reset()
     compiler = Counting()
@@ -123,7 +123,7 @@ def test_one_graph_per_batch_size_serves_a_growing_history(backend: ml.Backend, 
     assert compiler.graphs == len(sizes)
 
 
-@every_kind
+@pytest.mark.parametrize("make", [KINDS["causal"], KINDS["window"]], ids=["causal", "window"])
 def test_by_tables_there_is_a_graph_for_each_batch_size_and_doubled_context(
     backend: ml.Backend, make: Any
 ) -> None:

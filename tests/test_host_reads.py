@@ -24,7 +24,12 @@ MIXED = [
     for temperature, k, p in ((0.0, 0, 1.0), (0.8, 0, 1.0), (1.0, 7, 1.0), (1.2, 20, 0.9), (0.7, 0, 0.8))
 ]
 NAMES = ["llama", "gpt-oss", "llama4", "qwen3-next"]
-
+PAIRS = [
+    *(("elsewhere", name) for name in NAMES),
+    *((name, "llama") for name in ("numpy", "torch", "mlx")),
+    ("numpy", "qwen3-next"), ("torch", "gpt-oss"), ("mlx", "llama4"),
+]  # fmt: skip
+"""Backends and models: the required core alone has all models, each other backend two."""
 
 FAR = ml.DeviceInfo("elsewhere", "elsewhere")
 
@@ -83,7 +88,7 @@ def right(answers: dict[tuple[int, ...], list[int]]) -> Any:
     return draft
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("backend", "name"), PAIRS, indirect=["backend"], scope="module")
 def test_a_step_reads_once_however_many_sequences_there_are(
     backend: ml.Backend, reads: list[tuple[int, ...]], folders: dict[str, Path], name: str
 ) -> None:
