@@ -1,17 +1,56 @@
-"""What conversations over a PrefixCache have in common, whatever runtime evaluates them."""
+"""What the caches of runtimes have in common: names of options, and conversations over a PrefixCache."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from kvcache.integrations.session_rules import names_of, unknown_option
+from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError
 from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
 from kvcache.stores.closing import Closing
 
-__all__ = ["Conversation", "SharedPrefixes"]
+__all__ = ["Conversation", "SharedPrefixes", "check_known", "check_missing", "names_of"]
+
+MOST_DRAFTS = 64
+"""Drafted tokens behind the last one of a prompt that are taken for drafts."""
+
+
+def names_of(*inits: Callable[..., Any]) -> list[str]:
+    """The options of constructors: the parameters behind their first two, ``**options`` left out."""
+    found = [list(inspect.signature(init).parameters.values())[2:] for init in inits]
+    return [one.name for each in found for one in each if one.kind is not one.VAR_KEYWORD]
+
+
+def check_known(
+    op: str,
+    options: Collection[str],
+    known: Collection[str],
+    theirs: Mapping[str, str] | None = None,
+    error: type[Exception] = InvalidRangeError,
+) -> None:
+    """Raise ``error`` for an option that is not known; ``theirs``: a runtime's, by our names."""
+    for name in options:
+        if name not in known:
+            other = (theirs or {}).get(name)
+            remedy = f"it is called {other} here" if other in known else f"known: {', '.join(known)}"
+            raise error(f"{op}: no option {name!r}; {remedy}")
+
+
+def check_missing(op: str, prompt: int, held: int, count: int) -> None:
+    """Refuse a pass over tokens that a conversation's cache has already: OrderError.
+
+    The conversation was begun with ``prompt`` tokens (0: not known), of which the cache has ``held``. A pass
+    may end the prompt, and drafts may follow its last token.
+    """
+    most = MOST_DRAFTS + 1 if held == prompt - 1 else prompt - held
+    if held < prompt and count > most:
+        raise OrderError(
+            f"{op}: {count} tokens from position {held} on, in a conversation of {prompt} tokens; give the "
+            "model only what is missing, session.remaining; extend the session before a further turn"
+        )
 
 
 class Conversation:
@@ -66,11 +105,24 @@ class SharedPrefixes(Closing):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of a {type(self.model).__name__}; {self.prefix!r}>"
 
-    @classmethod
-    def _wrong_option(cls, options: Collection[str], theirs: Mapping[str, str] | None = None) -> str | None:
-        """What is to be said of the first option that is not known; ``theirs`` as of ``unknown_option``."""
-        known = names_of(cls.__init__, PrefixCache.__init__)
-        return unknown_option(cls.__name__, options, known, theirs)
+    def _check_options(
+        self,
+        options: Mapping[str, Any],
+        ranks: int,
+        theirs: Mapping[str, str] | None = None,
+        error: type[Exception] = InvalidRangeError,
+    ) -> None:
+        """Refuse what is no option here or of PrefixCache, and tiers of a model that is split over ranks.
+
+        Each rank has other heads under the same keys, and a tier may give one of them more than another.
+        """
+        op, known = type(self).__name__, names_of(type(self).__init__, PrefixCache.__init__)
+        check_known(op, options, known, theirs, error)
+        if ranks > 1 and options.get("tiers"):
+            raise NotSupportedError(
+                f"{op}: tiers= of a model split over {ranks} ranks, whose heads differ under the same keys; "
+                "leave tiers= out, or use kvcache.runner.Engine on a model loaded with group="
+            )
 
     @property
     def stats(self) -> PrefixStats:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcache.cache import InvalidRangeError, check_whole
+from kvcache.integrations.conversations import check_known, names_of
 from kvcache.integrations.mlx_lm.attention import ChunkedKVCache, KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, entries_in, layers_of
@@ -32,7 +33,6 @@ from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.saving import adopt, load_prompt_cache
 from kvcache.integrations.mlx_lm.sequences import SequencesTakenError
 from kvcache.integrations.mlx_lm.serving import guard
-from kvcache.integrations.session_rules import names_of, unknown_option
 
 __all__ = [
     "ArraysCache",
@@ -92,8 +92,7 @@ def uninstall(model: Any) -> None:
 
 
 def _check_options(op: str, options: dict[str, Any]) -> None:
-    if (wrong := unknown_option(op, options, names_of(CachePool.__init__))) is not None:
-        raise InvalidRangeError(wrong)
+    check_known(op, options, names_of(CachePool.__init__))
 
 
 for _function in (make_prompt_cache, install):

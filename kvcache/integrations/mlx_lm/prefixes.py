@@ -15,7 +15,6 @@ from kvcache.cache import CacheDType, InvalidRangeError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
-from kvcache.integrations.session_rules import check_tiers
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 
 __all__ = ["MLXPrefixCache", "MLXSession"]
@@ -91,9 +90,7 @@ class MLXPrefixCache(SharedPrefixes):
         Raises NotSupportedError for layers that there is no cache for, as CachePool does, and for ``tiers``
         of a model that is split over ranks (``model.shard``).
         """
-        if (wrong := self._wrong_option(options)) is not None:
-            raise InvalidRangeError(wrong)
-        check_tiers("MLXPrefixCache", _ranks_of(model), options.get("tiers"))
+        self._check_options(options, _ranks_of(model))
         self.model = model
         self.pool = CachePool(
             model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, OrderError
+from kvcache.integrations.conversations import check_missing
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.sequences import SequencePool, SharedSequence
-from kvcache.integrations.session_rules import check_missing
 
 __all__ = ["BatchRows"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import ml
 from kvcache import InvalidRangeError
 from kvcache.cache import check_whole
-from kvcache.integrations.session_rules import names_of, unknown_option
+from kvcache.integrations.conversations import check_known, names_of
 
 __all__ = [
     "THEIRS",
@@ -36,8 +36,7 @@ def check_names(op: str, init: Callable[..., Any], args: tuple[Any, ...], option
         raise ArgumentError(
             f"{op}: {len(args) + 1} positional arguments; options go by name: {', '.join(known)}"
         )
-    if (wrong := unknown_option(op, options, known, THEIRS)) is not None:
-        raise ArgumentError(wrong)
+    check_known(op, options, known, THEIRS, ArgumentError)
 
 
 def signature_of(init: Callable[..., Any]) -> inspect.Signature:

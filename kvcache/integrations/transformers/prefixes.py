@@ -15,7 +15,6 @@ import torch
 import ml
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
-from kvcache.integrations.session_rules import check_tiers
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
 from kvcache.integrations.transformers.cache import HFCache, cache_argument
@@ -194,9 +193,7 @@ class HFPrefixCache(SharedPrefixes):
                 f"HFPrefixCache: {type(model).__name__}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
-        if (wrong := self._wrong_option(options, THEIRS)) is not None:
-            raise ArgumentError(wrong)
-        check_tiers("HFPrefixCache", getattr(model, "tp_size", None) or 1, options.get("tiers"))
+        self._check_options(options, getattr(model, "tp_size", None) or 1, THEIRS, ArgumentError)
         for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED):
             plan.refuse("HFPrefixCache", trait, "prefixes cannot be shared")
         self.by_one = Trait.BY_ONE in plan.traits

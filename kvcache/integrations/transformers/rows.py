@@ -27,8 +27,8 @@ from kvcache import (
     OrderError,
 )
 from kvcache.attention.dense_batch import DenseBatch, read_encoded
+from kvcache.integrations.conversations import check_missing
 from kvcache.integrations.model_caches import SLIDING, Kind, batch_of_rows
-from kvcache.integrations.session_rules import check_missing
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
