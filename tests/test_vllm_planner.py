@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,20 +29,16 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def made() -> Iterator[list[Engine]]:
+def make(store: MemoryStore) -> Iterator[Any]:
     engines: list[Engine] = []
-    yield engines
+
+    def new(store: MemoryStore = store, **options: Any) -> Engine:
+        engines.append(Engine([store], **options))
+        return engines[-1]
+
+    yield new
     for engine in engines:
         engine.close()
-
-
-@pytest.fixture
-def make(store: MemoryStore, made: list[Engine]) -> Any:
-    def new(**options: Any) -> Engine:
-        made.append(Engine([store], **options))
-        return made[-1]
-
-    return new
 
 
 def run(engine: Engine, *prompts: list[int], answer: int = 3, **named: Any) -> int:
@@ -97,23 +94,23 @@ def test_what_a_store_has_evicted_is_written_again(make: Any, store: MemoryStore
     assert run(engine, PROMPT) == 33 - 24 * reads
 
 
-def test_what_is_stored_is_not_copied_again_for_a_store_that_answers_late(made: list[Engine]) -> None:
+def test_what_is_stored_is_not_copied_again_for_a_store_that_answers_late(make: Any) -> None:
     class Slow(MemoryStore):
         def prefix(self, keys: Any) -> int:
             time.sleep(0.05)
             return super().prefix(keys)
 
-    made.append(Engine([Slow()], reads=False, wait=0.002))
-    run(made[0], PROMPT)
-    copied = made[0].devices[0].gathered
-    run(made[0], PROMPT)
-    assert made[0].devices[0].gathered == copied
+    engine = make(store=Slow(), reads=False, wait=0.002)
+    run(engine, PROMPT)
+    copied = engine.devices[0].gathered
+    run(engine, PROMPT)
+    assert engine.devices[0].gathered == copied
 
 
-def test_a_request_that_reads_nothing_waits_for_no_store(made: list[Engine]) -> None:
-    made.append(Engine([MemoryStore()], reads=False, wait=0.0))
-    assert run(made[0], PROMPT) == 33
-    planner, hang = made[0].planner, threading.Event()
+def test_a_request_that_reads_nothing_waits_for_no_store(make: Any) -> None:
+    engine = make(reads=False, wait=0.0)
+    assert run(engine, PROMPT) == 33
+    planner, hang = engine.planner, threading.Event()
     planner._lookups._count = lambda keys: hang.wait() and 3
     assert planner.match(Request("r", PROMPT, 0), 0) == (0, False)
     hang.set()
@@ -168,17 +165,10 @@ def test_a_load_that_fails_is_not_tried_again_by_the_same_request(make: Any, sto
     """A store that says that it has a page and never gives it."""
     run(make(), PROMPT)
     engine = make()
-    reads = 0
-
-    def nothing(key: str) -> Any:
-        nonlocal reads
-        reads += 1
-        return read("0" * 64)
-
     read = engine.tiers[0].serialized
-    engine.tiers[0].serialized = nothing
+    engine.tiers[0].serialized = nothing = Mock(side_effect=lambda key: read("0" * 64))
     assert run(engine, PROMPT) == 33
-    assert 1 <= reads <= 3
+    assert 1 <= nothing.call_count <= 3
 
 
 def test_a_step_with_no_room_leaves_pages_for_a_later_one(make: Any, store: MemoryStore) -> None:
@@ -324,6 +314,12 @@ def lookups(count: Any, clock: Any = time.monotonic, wait: float = 5.0) -> Looku
     return Lookups(count, Workers("lookup", 1), wait, 10.0, Counters(), clock)
 
 
+def answered(one: Lookups, request: str, tokens: int, keys: list[str]) -> int:
+    while (found := one.pages(request, tokens, lambda: [keys])) is None:
+        time.sleep(0.001)
+    return found
+
+
 def test_a_slow_store_is_asked_once_and_answers_later() -> None:
     asked, answer = [], threading.Event()
 
@@ -336,16 +332,12 @@ def test_a_slow_store_is_asked_once_and_answers_later() -> None:
     assert one.pages("r", 9, lambda: [["a"]]) is None
     assert one.pages("r", 9, lambda: [["a"]]) is None
     answer.set()
-    while one.pages("r", 9, lambda: [["a"]]) is None:
-        time.sleep(0.001)
+    assert answered(one, "r", 9, ["a"]) == 2
     assert one.pages("r", 9, lambda: [["a"]]) == 2
     assert len(asked) == 1
-    assert len(asked) == 1
-    while one.pages("r", 10, lambda: [["a", "b"]]) is None:  # other tokens: another question
-        time.sleep(0.001)
+    answered(one, "r", 10, ["a", "b"])  # other tokens: another question
     one.forget("r")
-    while one.pages("r", 10, lambda: [["a", "b"]]) is None:
-        time.sleep(0.001)
+    answered(one, "r", 10, ["a", "b"])
     assert asked == [[["a"]], [["a", "b"]], [["a", "b"]]]
 
 
@@ -376,8 +368,7 @@ def test_a_store_is_not_asked_what_nobody_waits_for_any_more(late: bool) -> None
     for name in [] if late else names:
         one.forget(name)
     hang.set()
-    while one.pages("d", 9, lambda: [["d"]]) is None:
-        time.sleep(0.001)
+    answered(one, "d", 9, ["d"])
     assert asked[-1] == [["d"]]
     assert len(asked) <= 2  # the first one, where a thread had taken it
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import pytest
 from kvcache.integrations.open_stores import StoresInUse
 from kvcache.integrations.vllm import transfers as module
 from kvcache.integrations.vllm.counters import Counters
-from kvcache.integrations.vllm.steps import PageLoad, PageSave, Step
+from kvcache.integrations.vllm.steps import PageLoad, PageSave, Report, Step
 from kvcache.integrations.vllm.transfers import Transfers
 from kvcache.integrations.vllm.work import Workers
 from kvcache.offload.tiers import StoreTier
@@ -62,7 +63,7 @@ def blocks() -> Blocks:
 
 def open_transfers(store: MemoryStore, blocks: Blocks, backlog: int = 1 << 20, threads: int = 2) -> Transfers:
     tier = StoreTier([store], backlog)
-    return Transfers(0, token_pages(), blocks, tier, Workers("load", threads), Counters())
+    return Transfers(0, blocks, tier, Workers("load", threads), Counters())
 
 
 @pytest.fixture
@@ -87,6 +88,18 @@ def arrived(transfers: Transfers, *ended: str) -> set[str]:
     return found
 
 
+def store_pages(transfers: Transfers, *pages: Sequence[int]) -> None:
+    """Save pages, and wait until they are written."""
+    transfers.save(saves(*pages))
+    transfers._tier.flush()
+
+
+def told(transfers: Transfers) -> Report:
+    report = transfers.report()
+    assert report is not None
+    return report
+
+
 def stored(store: MemoryStore, number: int) -> list[float]:
     return [float(value) for value in get_snapshot(store, f"k{number}").arrays["0.0"].reshape(-1)]
 
@@ -100,9 +113,7 @@ def test_blocks_may_be_written_over_when_a_save_returns(blocks: Blocks) -> None:
     store.go_on.set()
     transfers.close()
     assert stored(store, 0) == before
-    report = transfers.report()
-    assert report is not None
-    assert report.stored == {"k0"}
+    assert told(transfers).stored == {"k0"}
     assert transfers.report() is None
 
 
@@ -113,9 +124,7 @@ def test_no_more_waits_than_there_is_room_for_but_one_always_does(blocks: Blocks
         before = blocks.gathered
         transfers.save(saves([1, 2], [3, 4], [5, 6]))
         assert blocks.gathered - before == taken
-        report = transfers.report()
-        assert report is not None
-        assert report.postponed == {f"k{i}" for i in range(taken, 3)}
+        assert told(transfers).postponed == {f"k{i}" for i in range(taken, 3)}
         store.go_on.set()
         transfers.close()
         assert [stat is not None for stat in store.stat(["k0", "k1", "k2"])] == [i < taken for i in range(3)]
@@ -133,9 +142,7 @@ def test_copies_that_take_a_while_are_written_when_they_are_there(store: MemoryS
     blocks.gather = later  # type: ignore[method-assign]
     transfers = open_transfers(store, blocks, 2 * NBYTES)
     transfers.save(saves([1, 2], [3, 4], [5, 6]))
-    report = transfers.report()
-    assert report is not None
-    assert report.postponed == {"k2"}
+    assert told(transfers).postponed == {"k2"}
     assert not store.usage().entries
     done[0] = True
     transfers.close()
@@ -144,8 +151,7 @@ def test_copies_that_take_a_while_are_written_when_they_are_there(store: MemoryS
 
 def test_loads_go_where_they_are_wanted(transfers: Transfers, blocks: Blocks) -> None:
     before = blocks.held.copy()
-    transfers.save(saves([1, 2], [3, 4]))
-    transfers._tier.flush()
+    store_pages(transfers, [1, 2], [3, 4])
     transfers.load(loads("r", [None, 12], [13, 14]))
     assert arrived(transfers) == {"r"}
     assert transfers.arrived(set()) == set()
@@ -155,17 +161,14 @@ def test_loads_go_where_they_are_wanted(transfers: Transfers, blocks: Blocks) ->
 
 
 def test_a_page_that_is_not_there_is_told_with_its_blocks(transfers: Transfers) -> None:
-    transfers.save(saves([1, 2]))
-    transfers._tier.flush()
+    store_pages(transfers, [1, 2])
     transfers.load(loads("r", [11, 12], [13, 14], [15, 16]))
     assert arrived(transfers) == {"r"}
     found = transfers.invalid_blocks()
     assert {13, 14} <= found
     assert found <= {13, 14, 15, 16}
     assert not transfers.invalid_blocks()
-    report = transfers.report()
-    assert report is not None
-    assert report.broken == {"r"}
+    assert told(transfers).broken == {"r"}
     assert transfers._counters.take()["pages_lost"] >= 1
 
 
@@ -186,27 +189,20 @@ def wrong() -> list[SerializedSnapshot]:
     ]
 
 
-@pytest.mark.parametrize("number", range(len(wrong())))
 def test_a_page_of_something_else_is_dropped_and_no_block_is_touched(
-    transfers: Transfers, store: MemoryStore, blocks: Blocks, number: int, caplog: pytest.LogCaptureFixture
+    transfers: Transfers, store: MemoryStore, blocks: Blocks, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = blocks.held.copy()
-    put_snapshot(store, "k0", wrong()[number])
-    transfers.load(loads("r", [11, 12]))
-    assert arrived(transfers) == {"r"}
-    assert transfers.invalid_blocks() == {11, 12}
-    assert store.stat(["k0"]) == [None]
-    np.testing.assert_array_equal(blocks.held, before)
-    assert "computed again" in caplog.text
-
-
-def test_bytes_that_are_no_page(transfers: Transfers, store: MemoryStore) -> None:
-    good = b"".join(bytes(part) for part in pack(wrong()[1]))
-    for data in (b"", b"12345678", good[:-1], good[:50], b"\xff" * 100):
+    pages = [b"".join(bytes(part) for part in pack(page)) for page in wrong()]
+    for data in (*pages, b"", b"12345678", pages[1][:-1], pages[1][:50], b"\xff" * 100):
+        caplog.clear()
         store.put("k0", [data])
         transfers.load(loads("r", [11, 12]))
         assert arrived(transfers) == {"r"}
         assert transfers.invalid_blocks() == {11, 12}
+        assert store.stat(["k0"]) == [None]
+        np.testing.assert_array_equal(blocks.held, before)
+        assert "computed again" in caplog.text
 
 
 def test_of_a_request_that_has_ended_the_rest_is_left_and_nothing_is_told(blocks: Blocks) -> None:
@@ -253,8 +249,7 @@ def test_a_store_out_of_reach_is_told_once_and_left_alone(
 def test_a_device_that_fails_is_a_load_that_fails(
     transfers: Transfers, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfers.save(saves([1, 2]))
-    transfers._tier.flush()
+    store_pages(transfers, [1, 2])
     monkeypatch.setattr(blocks, "scatter", lambda *given: 1 / 0)
     transfers.load(loads("r", [11, 12]))
     assert arrived(transfers) == {"r"}
@@ -296,12 +291,9 @@ def test_closing_waits_for_a_store_that_is_slow_as_long_as_it_moves_on(
 
 def test_what_no_store_takes_is_told(blocks: Blocks) -> None:
     transfers = open_transfers(MemoryStore(budget=10), blocks)
-    transfers.save(saves([1, 2]))
-    transfers._tier.flush()
+    store_pages(transfers, [1, 2])
     transfers.settle()
-    report = transfers.report()
-    assert report is not None
-    assert report.failed == {"k0"}
+    assert told(transfers).failed == {"k0"}
     transfers.close()
 
 
@@ -316,34 +308,22 @@ def test_stores_are_opened_once_in_a_process_and_closed_by_the_last() -> None:
     two.close()
     with pytest.raises(Exception, match="closed"):
         held.stat(["aa"])
-    with StoresOf("memory:?budget=1MiB") as tier:
-        assert tier.stores[0] is not held
+    with contextlib.closing(StoresInUse(["memory:?budget=1MiB"], 100)) as again:
+        assert again.tier.stores[0] is not held
 
 
 def test_a_store_that_does_not_open_leaves_none_open() -> None:
     with pytest.raises(StoreUnavailableError):
         StoresInUse(["memory:?budget=2MiB", "nosuchstore:x"], 100)
-    with StoresOf("memory:?budget=2MiB") as tier:
-        assert tier.prefix(["a"]) == 0
-
-
-class StoresOf:
-    def __init__(self, *urls: str) -> None:
-        self._stores = StoresInUse(urls, 100)
-
-    def __enter__(self) -> StoreTier:
-        return self._stores.tier
-
-    def __exit__(self, *error: object) -> None:
-        self._stores.close()
+    with contextlib.closing(StoresInUse(["memory:?budget=2MiB"], 100)) as stores:
+        assert stores.tier.prefix(["a"]) == 0
 
 
 def test_a_step_with_nothing_to_compute_waits_for_loads(
     transfers: Transfers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcache.integrations.vllm.transfers.IDLE", 60.0)
-    transfers.save(saves([1, 2]))
-    transfers._tier.flush()
+    store_pages(transfers, [1, 2])
     for number in range(20):
         transfers.load(loads(f"r{number}", [11, 12]))
         assert transfers.arrived(set(), idle=True) == {f"r{number}"}

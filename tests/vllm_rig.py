@@ -60,7 +60,7 @@ class Blocks:
     """A rank's device: (blocks, tokens) of K, other ones for each rank; V is the same but negative."""
 
     def __init__(self, count: int, rank: int = 0) -> None:
-        self.factor = 1 + rank
+        self.factor, self.pages = 1 + rank, token_pages()
         self.held = np.full((count, BLOCK), np.nan, np.float32)
         self.gathered = 0
 
@@ -107,7 +107,7 @@ class Engine:
         self.devices = [Blocks(blocks, rank) for rank in range(ranks)]
         self.tiers = [StoreTier(stores, backlog) for _ in range(ranks)]
         self.transfers = [
-            Transfers(rank, token_pages(), device, tier, Workers("load", 2), self.counters, 0.0)
+            Transfers(rank, device, tier, Workers("load", 2), self.counters, 0.0)
             for rank, (device, tier) in enumerate(zip(self.devices, self.tiers, strict=True))
         ]
         self.free = [*range(1, blocks)]

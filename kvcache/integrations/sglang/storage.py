@@ -109,19 +109,16 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """As ``batch_get_v1``, of several pools."""
-        return {
-            one.name: self._move(one.name, one.keys or [], one.host_indices, self._read, "")
-            for one in transfers
-        }
+        return self._move_all(transfers, self._read)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """As ``batch_set_v1``, of several pools."""
-        return {
-            one.name: self._move(one.name, one.keys or [], one.host_indices, self._write, "")
-            for one in transfers
-        }
+        return self._move_all(transfers, self._write)
+
+    def _move_all(self, transfers: list[PoolTransfer], move: Callable[..., bool]) -> dict[str, list[bool]]:
+        return {one.name: self._move(one.name, one.keys or [], one.host_indices, move) for one in transfers}
 
     # Flat pages, which SGLang copies out of the pool and into it itself, without interface_v1.
 
@@ -234,7 +231,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return frozenset(length for length in lengths if all(there[max(0, length - last) : length]))
 
     def _move(
-        self, name: Any, keys: Sequence[str], indices: Any, move: Callable[..., bool], what: str
+        self, name: Any, keys: Sequence[str], indices: Any, move: Callable[..., bool], what: str = ""
     ) -> list[bool]:
         """Move pages by several threads; none is begun after one that failed, as only a run is of use."""
         if not keys or (name == PoolName.KV and self._is_logical()):

@@ -72,17 +72,15 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._settings = ""
         if role == KVConnectorRole.SCHEDULER:
-            self._warn()
+            policy = self._kv_transfer_config.kv_load_failure_policy
+            if policy != "recompute":
+                log.warning(
+                    "KVCacheConnector: kv_load_failure_policy is %r: a request whose stored page is lost or "
+                    'damaged fails; set "kv_load_failure_policy": "recompute"',
+                    policy,
+                )
             identity = identity_of_config(vllm_config, self._options)
             self._scheduler = SchedulerSide(self._options, identity, self._spec.block_size)
-
-    def _warn(self) -> None:
-        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-            log.warning(
-                "KVCacheConnector: kv_load_failure_policy is %r: a request whose stored page is lost or "
-                'damaged fails; set "kv_load_failure_policy": "recompute"',
-                self._kv_transfer_config.kv_load_failure_policy,
-            )
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -37,13 +37,6 @@ class CacheLayer:
     value_dim: int
     fill: Fill | None
     """None: its backend stores K and V in no way of which anything is known."""
-
-
-class _Blocks(Protocol):
-    """One layer's blocks: how many elements of a page go where."""
-
-    def gather(self, blocks: torch.Tensor) -> list[torch.Tensor]: ...
-    def scatter(self, blocks: torch.Tensor, parts: Sequence[torch.Tensor]) -> None: ...
 
 
 class _Strided:
@@ -100,6 +93,10 @@ class _Raw:
     def scatter(self, blocks: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         words = parts[0].view(self._words.dtype)
         self._words.index_copy_(0, blocks, words.view(blocks.numel(), *self._words.shape[1:]))
+
+
+_Blocks: TypeAlias = _Strided | _Scattered | _Raw
+"""One layer's blocks: how many elements of a page go where."""
 
 
 def find_pages(

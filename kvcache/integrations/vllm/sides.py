@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from kvcache.cache import NotSupportedError
 from kvcache.integrations.open_stores import StoresInUse, at_exit
@@ -13,7 +13,6 @@ from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.lookups import Lookups, stored_pages
 from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.options import ConnectorOptions
-from kvcache.integrations.vllm.pages import PageFormat
 from kvcache.integrations.vllm.planner import Planner
 from kvcache.integrations.vllm.transfers import PATIENCE, DeviceBlocks, Transfers
 from kvcache.integrations.vllm.work import Workers
@@ -58,21 +57,14 @@ class SchedulerSide:
             self._stores.close()
 
 
-class PagedBlocks(DeviceBlocks, Protocol):
-    @property
-    def pages(self) -> PageFormat: ...
-
-
 class WorkerSide:
     """Loads and saves of one rank."""
 
-    def __init__(self, options: ConnectorOptions, rank: int, cache: PagedBlocks) -> None:
+    def __init__(self, options: ConnectorOptions, rank: int, cache: DeviceBlocks) -> None:
         self.counters = Counters()
         self._stores = StoresInUse(options.store, options.host_memory)
         workers = Workers("kvcache-load", options.load_threads)
-        self.transfers = Transfers(
-            rank, cache.pages, cache, self._stores.tier, workers, self.counters, options.save_wait
-        )
+        self.transfers = Transfers(rank, cache, self._stores.tier, workers, self.counters, options.save_wait)
         at_exit(self.close)
 
     def close(self) -> None:

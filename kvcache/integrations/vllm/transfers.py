@@ -51,6 +51,10 @@ class Copied(Protocol):
 class DeviceBlocks(Protocol):
     """The blocks of vLLM's cache on this rank."""
 
+    @property
+    def pages(self) -> PageFormat:
+        """What pages are made of them."""
+
     def gather(self, blocks: Sequence[int]) -> Copied:
         """Have blocks copied, behind what the device was given so far and before what it is given next."""
 
@@ -80,14 +84,13 @@ class Transfers:
     def __init__(
         self,
         rank: int,
-        pages: PageFormat,
         blocks: DeviceBlocks,
         tier: StoreTier,
         workers: Workers,
         counters: Counters,
         save_wait: float = 0.0,
     ) -> None:
-        self._rank, self._pages, self._blocks = rank, pages, blocks
+        self._rank, self._pages, self._blocks = rank, blocks.pages, blocks
         self._tier, self._workers, self._counters = tier, workers, counters
         self._save_wait = save_wait
         self._loading: dict[str, _Loading] = {}
