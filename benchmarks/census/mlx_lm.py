@@ -91,7 +91,7 @@ class Theirs:
     """mlx-lm's own prompt caches."""
 
     def __init__(self, case: Case) -> None:
-        self.model, self.feed = case.model, functools.partial(feed, case.model)
+        self.case, self.model, self.feed = case, case.model, functools.partial(feed, case.model)
 
     def make(self) -> list[Any]:
         found: list[Any] = own.make_prompt_cache(self.model)
@@ -112,12 +112,8 @@ class Theirs:
 class Ours(Theirs):
     """Prompt caches of the case's pool."""
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.pool = case.pool
-
     def make(self) -> list[Any]:
-        return self.pool.make_prompt_cache()
+        return self.case.pool.make_prompt_cache()
 
     def back(self, prompt_cache: Any, position: int, length: int) -> int:
         if own.can_trim_prompt_cache(prompt_cache):
@@ -125,7 +121,7 @@ class Ours(Theirs):
         return integration.rewind(prompt_cache, position)
 
     def load(self, file: str) -> Any:
-        return integration.load_prompt_cache(file, self.pool)
+        return integration.load_prompt_cache(file, self.case.pool)
 
     def recover(self, prompt_cache: Any, position: int) -> tuple[Any, int]:
         return prompt_cache, integration.rewind(prompt_cache, position)
@@ -208,6 +204,12 @@ def save(side: Theirs) -> Seen:
     return _saved(side, side)
 
 
+def handed_over(side: Theirs) -> Seen:
+    """Files of one side, read by the other."""
+    theirs = Theirs(side.case)
+    return _saved(side, theirs) + _saved(theirs, side)
+
+
 def interrupt(side: Theirs) -> Seen:
     """A pass fails at an entry in the middle, and at the last one; what was there before goes on."""
     prompt_cache, tokens = side.make(), draw(11, seed=12)
@@ -249,34 +251,24 @@ class _Failing:
 
 
 def _on_either(run: Callable[[Theirs], Seen]) -> Callable[[Case, str], Seen]:
-    return lambda case, which: _free(case, which, lambda: run((Ours if which == "ours" else Theirs)(case)))
+    """``run`` with the prompt caches of a side; LeakError where it leaves sequences of ours not free."""
+
+    def mode(case: Case, which: str) -> Seen:
+        found = run((Ours if which == "ours" else Theirs)(case))
+        if which == "ours" and case.pool.free_sequences != SEQUENCES:
+            raise LeakError(f"{case.pool.free_sequences} of {SEQUENCES} sequences are free in the end")
+        return found
+
+    return mode
 
 
-def _handed_over(case: Case, which: str) -> Seen:
-    """Files of one side, read by the other."""
-    theirs = Theirs(case)
-    side = Ours(case) if which == "ours" else theirs
-    return _free(case, which, lambda: _saved(side, theirs) + _saved(theirs, side))
-
-
-def _free(case: Case, which: str, run: Callable[[], Seen]) -> Seen:
-    """What ``run`` gives; LeakError where it leaves sequences of ours that are not free."""
-    found = run()
-    if which == "ours" and case.pool.free_sequences != SEQUENCES:
-        raise LeakError(f"{case.pool.free_sequences} of {SEQUENCES} sequences are free in the end")
-    return found
-
-
-MODES: dict[str, Callable[[Case, str], Seen]] = {
-    "alone": _on_either(alone),
-    "batch": _on_either(batch),
-    "chunks": _on_either(chunks),
-    "trim": _on_either(trim),
-    "copy": _on_either(fork),
-    "save": _on_either(save),
-    "other's files": _handed_over,
-    "exception": _on_either(interrupt),
-}
+MODES = {
+    name: _on_either(run)
+    for name, run in {
+        "alone": alone, "batch": batch, "chunks": chunks, "trim": trim, "copy": fork, "save": save,
+        "other's files": handed_over, "exception": interrupt,
+    }.items()
+}  # fmt: skip
 
 
 def far(one: Sequence[mx.array] | mx.array, other: Sequence[mx.array] | mx.array) -> float:

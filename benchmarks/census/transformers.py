@@ -170,8 +170,7 @@ Run = Callable[[Case, str], Found]
 """One mode of one case; "none", "theirs" or "ours" is the cache."""
 
 
-def agree(one: Found, other: Found) -> bool:
-    return one.agrees(other)
+agree = Found.agrees
 
 
 def is_right(case: Case, mode: str, found: Found) -> bool | None:
@@ -179,10 +178,6 @@ def is_right(case: Case, mode: str, found: Found) -> bool | None:
         return found.agrees(MODES[mode](case, "none"))
     except Exception:
         return None
-
-
-class UnusedError(Exception):
-    """A cache was given to a model, and has nothing in it."""
 
 
 def _generating(rows: int, padded: bool = False, **options: Any) -> Run:
@@ -193,7 +188,7 @@ def _generating(rows: int, padded: bool = False, **options: Any) -> Run:
         cache = case.ours() if which == "ours" else None
         found = case.generate(case.batch(rows, padded), cache, **own)
         if cache is not None and not cache.rows.length:
-            raise UnusedError("the model puts nothing into the cache")
+            raise ValueError("the model puts nothing into the cache")
         return found
 
     return run
@@ -240,14 +235,13 @@ def _crop(case: Case, cache: Any, first: torch.Tensor) -> Any:
 
 def _fork(case: Case, cache: Any, first: torch.Tensor) -> Any:
     """A fork, after which the original goes its own way; transformers' caches are copied instead."""
-    return _parted(case, cache, cache.fork() if isinstance(cache, HFCache) else copy.deepcopy(cache))
+    other = cache.fork() if isinstance(cache, HFCache) else copy.deepcopy(cache)
+    case.feed(cache, tokens(2, 5, seed=4))
+    return other
 
 
 def _copy(case: Case, cache: Any, first: torch.Tensor) -> Any:
-    return _parted(case, cache, copy.deepcopy(cache))
-
-
-def _parted(case: Case, cache: Any, other: Any) -> Any:
+    other = copy.deepcopy(cache)
     case.feed(cache, tokens(2, 5, seed=4))
     return other
 
