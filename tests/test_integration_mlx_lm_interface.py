@@ -43,10 +43,15 @@ def marked(*values: float) -> mx.array:
     return mx.array([[[[float(value)] * 4 for value in values]]])
 
 
+def entries_of(layer: Attention, **options: Any) -> list[Any]:
+    """Those of two prompt caches of one pool for a layer."""
+    pool = CachePool([layer], capacity=16, max_sequences=2, **options)
+    return [pool.make_prompt_cache()[0] for _ in range(2)]
+
+
 class TestKeysAndValues:
     def test_between_passes_are_what_is_stored_in_the_order_of_positions(self) -> None:
-        pool = CachePool([Attention()], capacity=16, max_sequences=2)
-        one, other = (pool.make_prompt_cache()[0] for _ in range(2))
+        one, other = entries_of(Attention())
         one.update_and_fetch(marked(1, 2), marked(5, 6))
         other.update_and_fetch(marked(3), marked(4))
         keys, values = one.keys_and_values()
@@ -54,16 +59,14 @@ class TestKeysAndValues:
         assert values[0, 0, :, 0].tolist() == [5, 6]
 
     def test_of_rows_of_several_lengths_are_refused(self) -> None:
-        pool = CachePool([Attention()], capacity=16, max_sequences=2)
-        one, other = (pool.make_prompt_cache()[0] for _ in range(2))
+        one, other = entries_of(Attention())
         one.update_and_fetch(marked(1, 2), marked(1, 2))
         other.update_and_fetch(marked(3), marked(3))
         with pytest.raises(kvcache.OrderError, match="different lengths"):
             one.merge([one, other]).keys_and_values()
 
     def test_in_a_pass_that_was_interrupted_are_refused_where_its_mask_names_another_order(self) -> None:
-        pool = CachePool([Attention(window=2)], capacity=16, max_sequences=2, rollback=4)
-        one, other = (pool.make_prompt_cache()[0] for _ in range(2))
+        one, other = entries_of(Attention(window=2), rollback=4)
         one.update_and_fetch(marked(1, 2, 3), marked(1, 2, 3))
         assert isinstance(one.make_mask(2, window_size=2), mx.array)
         one.update_and_fetch(marked(4, 5), marked(4, 5))
@@ -107,29 +110,15 @@ class TestQuantizedByMlxLm:
     @pytest.mark.parametrize("start", [0, 5])
     def test_kv_bits_gives_the_logits_of_mlx_lms_own_quantized_cache(self, start: int) -> None:
         model = models.make_llama(head_dim=32)
-        found = [
-            [
-                (token, mx.array(logits))
-                for token, logits in generate_step(
-                    mx.arange(3, 12),
-                    model,
-                    max_tokens=8,
-                    prompt_cache=prompt_cache,
-                    kv_bits=8,
-                    kv_group_size=32,
-                    quantized_kv_start=start,
-                    prefill_step_size=4,
-                )
-            ]
-            for prompt_cache in (own_prompt_cache(model), make_prompt_cache(model, capacity=64))
-        ]
-        for (own_token, own_logits), (token, logits) in zip(*found, strict=True):
-            assert token == own_token
-            assert mx.array_equal(logits, own_logits)
+        quantized = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start, "prefill_step_size": 4}
+        ours, theirs = (
+            list(generate_step(mx.arange(3, 12), model, max_tokens=8, prompt_cache=each, **quantized))
+            for each in (make_prompt_cache(model, capacity=64), own_prompt_cache(model))
+        )
+        models.say_the_same(ours, theirs, 0.0)
 
     def test_an_entry_is_read_once_and_left_as_it_is(self) -> None:
-        pool = CachePool([Attention()], capacity=16)
-        entry = pool.make_prompt_cache()[0]
+        entry = entries_of(Attention())[0]
         x = mx.arange(64, dtype=mx.float32).reshape(1, 1, 2, 32)
         entry.update_and_fetch(x, x)
         made = entry.to_quantized(group_size=32, bits=8)
@@ -147,8 +136,7 @@ class TestQuantizedByMlxLm:
             full.to_quantized(group_size=32, bits=8)
 
     def test_batches_are_refused(self) -> None:
-        pool = CachePool([Attention()], capacity=16, max_sequences=2)
-        entries = [pool.make_prompt_cache()[0] for _ in range(2)]
+        entries = entries_of(Attention())
         with pytest.raises(kvcache.NotSupportedError, match="batch"):
             entries[0].merge(entries).to_quantized()
 

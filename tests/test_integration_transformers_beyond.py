@@ -233,15 +233,12 @@ class TestGoingBack:
     def test_what_was_not_recorded_is_refused_and_nothing_is_lost(self) -> None:
         made, ids = hf.model("gemma3"), hf.tokens(1, 20)
         cache = HFCache(made.config, capacity=64, lookback=2)
-        with torch.no_grad():
-            made(ids, past_key_values=cache)
-            cache.activate_past_recording()
-            with pytest.raises(NotSupportedError, match="lookback=2"):
-                cache.crop(9)
-            new = hf.tokens(1, 2, seed=3)
-            found = made(new, past_key_values=cache).logits
-            expected = made(torch.cat((ids, new), 1), use_cache=False).logits[:, -2:]
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        hf.feed(made, cache, ids)
+        cache.activate_past_recording()
+        with pytest.raises(NotSupportedError, match="lookback=2"):
+            cache.crop(9)
+        new = hf.tokens(1, 2, seed=3)
+        hf.close(hf.feed(made, cache, new), hf.fresh(made, ids, new))
 
     @pytest.mark.parametrize("lookback", [0, 2])
     def test_of_several_recorded_passes_the_first_is_taken_back_as_far_as_windows_keep(
@@ -287,9 +284,8 @@ class TestGoingBack:
         hf.close(hf.feed(made, cache, ids[:, 12:]), hf.fresh(made, ids[:, :12], ids[:, 12:]))
 
     def test_to_the_beginning_and_another_batch(self) -> None:
-        types = ("linear_attention", "linear_attention", "full_attention")
-        hybrid = hf.model("qwen3-next", num_hidden_layers=3, layer_types=types)
-        for name, made in (("gemma3", hf.model("gemma3")), ("qwen3-next", hybrid), ("t5", hf.model("t5"))):
+        for name in ("gemma3", "qwen3-next", "t5"):
+            made = hf.model(name)
             cache = HFCache(made.config, max_sequences=3, capacity=64)
             for rows in (1, 3):
                 expected = hf.generate(made, hf.inputs(name, rows), max_new_tokens=4)

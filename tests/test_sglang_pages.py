@@ -62,6 +62,13 @@ class Unreadable(MemoryStore):
         raise StoreUnavailableError("view: gone")
 
 
+def write_model(folder: Path, weights: bytes = b"weights") -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
 def slots(*pages: int) -> torch.Tensor:
     return torch.tensor([page * PAGE + i for page in pages for i in range(PAGE)])
 
@@ -149,15 +156,14 @@ def test_slots_that_are_no_whole_pages_are_an_error() -> None:
 
 
 def test_the_model_is_named_by_its_files_and_what_changes_them(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"a": 1}')
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    args = SimpleNamespace(model_path=str(tmp_path), dtype="auto", load_format="auto", quantization=None)
+    path = write_model(tmp_path)
+    args = SimpleNamespace(model_path=path, dtype="auto", load_format="auto", quantization=None)
     plain = identity_of_server(args)
     quantized = identity_of_server(SimpleNamespace(**{**vars(args), "quantization": "fp8"}))
     assert plain["files"] == quantized["files"]
     assert quantized["sglang"] == {"quantization": "fp8"}
     assert quantized.keys() - plain.keys() == {"sglang"}
-    (tmp_path / "model.safetensors").write_bytes(b"Weights")
+    write_model(tmp_path, b"Weights")
     assert identity_of_server(args)["files"] != plain["files"]
     for unknown in (None, SimpleNamespace(**{**vars(args), "load_format": "dummy"})):
         with pytest.raises(ModelError, match="no files tell which weights"):
@@ -166,12 +172,10 @@ def test_the_model_is_named_by_its_files_and_what_changes_them(tmp_path: Path) -
 
 def test_the_model_is_named_by_its_adapters_files_too(tmp_path: Path) -> None:
     """SGLang names them by their names and paths, whatever lies there."""
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    args = SimpleNamespace(model_path=write_model(tmp_path), dtype="auto", load_format="auto")
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     ref = SimpleNamespace(lora_name="fine", lora_path=str(adapter))
-    args = SimpleNamespace(model_path=str(tmp_path), dtype="auto", load_format="auto")
     found = []
     for weights in (b"old", b"trained again"):
         (adapter / "adapter_model.safetensors").write_bytes(weights)
@@ -184,12 +188,9 @@ def test_the_model_is_named_by_its_adapters_files_too(tmp_path: Path) -> None:
 
 def test_a_draft_model_is_named_by_its_files_wherever_they_lie(tmp_path: Path) -> None:
     def identity(host: str, draft: str, weights: bytes = b"draft") -> Any:
-        for name, data in (("model", b"weights"), ("draft", weights)):
-            (tmp_path / host / name).mkdir(parents=True)
-            (tmp_path / host / name / "config.json").write_text("{}")
-            (tmp_path / host / name / "model.safetensors").write_bytes(data)
-        path, other = (str(tmp_path / host / name) for name in ("model", draft))
-        given = {"load_format": "auto", "speculative_draft_model_path": other}
+        path = write_model(tmp_path / host / "model")
+        write_model(tmp_path / host / "draft", weights)
+        given = {"load_format": "auto", "speculative_draft_model_path": str(tmp_path / host / draft)}
         return identity_of_server(SimpleNamespace(model_path=path, dtype="auto", **given))
 
     assert identity("a", "draft") == identity("b", "draft") != identity("c", "draft", b"others")
@@ -211,5 +212,3 @@ def test_the_options_of_sglang_itself_are_left_alone() -> None:
     assert (found.store, found.threads, found.interface_v1) == (("memory:",), 2, True)
     with pytest.raises(InvalidRangeError, match="'stores' is not an option"):
         StorageOptions.parse({"stores": "memory:"})
-    with pytest.raises(InvalidRangeError, match="identity='m'; it must be an object"):
-        StorageOptions.parse({"store": "memory:", "identity": "m"})

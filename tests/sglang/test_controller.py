@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController, PrefetchAck
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from kvcache.testing.servers import ValkeyServer
 
 from .pools import PAGE, allocator, config, device_pool, fill, host_pool, page_of, slots
 
@@ -70,10 +69,10 @@ def test_what_one_engine_backs_up_another_prefetches(
     second.detach_storage_backend()
 
 
-def test_a_store_that_is_out_of_reach_costs_misses_and_no_more(url: str, group: Any, server: Any) -> None:
+def test_a_store_that_is_out_of_reach_costs_misses_and_no_more(group: Any, server: ValkeyServer) -> None:
     pool = host_pool("mha", "page_first")
     fill(pool)
-    one = controller(pool, group, f"valkey://127.0.0.1:{server.port}?timeout=0.5")
+    one = controller(pool, group, f"{server.url}?timeout=0.5")
     assert back_up(one, 3) == 3 * PAGE
     assert prefetch(one, 6) == 3
     server.kill()
@@ -91,27 +90,8 @@ def test_a_store_that_is_out_of_reach_costs_misses_and_no_more(url: str, group: 
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Any:
-    import shutil
-
-    if shutil.which("redis-server") is None:
-        pytest.skip("no redis-server here")
-
-    class Server:
-        port = 7000 + os.getpid() % 20000
-
-        def start(self) -> None:
-            self.process = subprocess.Popen(
-                ["redis-server", "--port", str(self.port), "--save", "", "--dir", str(tmp_path)],
-                stdout=subprocess.DEVNULL,
-            )
-            time.sleep(0.5)
-
-        def kill(self) -> None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-
-    made = Server()
-    made.start()
-    yield made
-    made.kill()
+def server() -> Iterator[ValkeyServer]:
+    if ValkeyServer.program() is None:
+        pytest.skip("neither valkey-server nor redis-server is installed")
+    with ValkeyServer() as made:
+        yield made

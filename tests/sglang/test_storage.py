@@ -209,8 +209,6 @@ def test_options_and_models_that_are_not_known_are_errors(url: str, tmp_path: Pa
         storage(pool, url, extra={"treads": 4})
     with pytest.raises(InvalidRangeError, match="threads=0; it must be at least 1"):
         storage(pool, url, extra={"threads": 0})
-    with pytest.raises(InvalidRangeError, match="store=None"):
-        storage(pool, url, extra={"store": None})
     with pytest.raises(
         ModelError, match=r'no files tell which weights the model has; name them in .*"identity"'
     ):

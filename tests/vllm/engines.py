@@ -40,7 +40,16 @@ class Engine:
         return [answer(output) for output in outputs]
 
     def tokens(self, prompts: Sequence[Sequence[int]], count: int = 12) -> list[list[int]]:
-        return [found.tokens for found in self.generate(prompts, count)]
+        return tokens_of(self.generate(prompts, count))
+
+    def keep(
+        self, prompts: Sequence[Sequence[int]], count: int = 12, salts: Sequence[str | None] | None = None
+    ) -> list[Answer]:
+        """As ``generate``; what was computed is in the stores then, and nowhere else."""
+        found = self.generate(prompts, count, salts)
+        self.written()
+        self.forget()
+        return found
 
     def forget(self) -> None:
         """What vLLM itself has cached, and nothing of the store's."""
@@ -71,6 +80,10 @@ class Engine:
             for metric in self.llm.get_metrics()
             if metric.name.startswith("vllm:kvcache_")
         }
+
+
+def tokens_of(answers: Sequence[Answer]) -> list[list[int]]:
+    return [one.tokens for one in answers]
 
 
 def worker() -> Any:

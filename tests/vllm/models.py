@@ -6,39 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY = 512
 SHARED = ("llama", "mistral", "qwen2", "qwen3")
-CLASSES: dict[str, tuple[Any, Any]] = {
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
 
 
 def write_model(folder: Path, kind: str, **changes: Any) -> Path:
     torch.manual_seed(5)
-    make_config, make_model = CLASSES[kind]
-    config = make_config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
         tie_word_embeddings=False, initializer_range=0.2, **({"sliding_window": None} | changes),
     )  # fmt: skip
-    model = make_model(config)
+    model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # norms and biases too, which otherwise start as 1 and 0
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 1.0, 0.2)

@@ -16,7 +16,7 @@ from kvcache.stores import SnapshotCorruptError, StoreFullError, StoreUnavailabl
 from kvcache.stores.file import FileStore
 from kvcache.testing.servers import ValkeyServer
 
-from .engines import Engine, answer, engine, sampling, transfer, worker
+from .engines import Engine, answer, engine, sampling, tokens_of, transfer, worker
 from .models import prompt
 
 PROMPTS = [prompt(1, 300), prompt(2, 200), [*prompt(1, 130), *prompt(3, 90)]]
@@ -37,9 +37,7 @@ def folder(tmp_path: Path) -> Path:
 def filled(llama: Path, folder: Path, expected: list[list[int]]) -> Iterator[Engine]:
     """An engine that has forgotten what its store has."""
     with engine(llama, f"file://{folder}?durable=no") as one:
-        assert one.tokens(PROMPTS) == expected
-        one.written()
-        one.forget()
+        assert tokens_of(one.keep(PROMPTS)) == expected
         yield one
 
 
@@ -84,9 +82,7 @@ def test_a_page_that_vanishes_between_lookup_and_load(
 def test_requests_fail_where_the_policy_says_so(llama: Path, folder: Path) -> None:
     config = transfer(f"file://{folder}?durable=no", policy="fail")
     with engine(llama, config) as one:
-        one.tokens(PROMPTS[:1])
-        one.written()
-        one.forget()
+        one.keep(PROMPTS[:1])
         damage(folder, one.keys(PROMPTS[0], 256)[2])
         assert one.generate(PROMPTS[:1])[0].reason == "error"
         assert one.generate(PROMPTS[:1])[0].reason == "length"
@@ -96,9 +92,7 @@ def test_a_server_that_is_killed_midway(llama: Path, expected: list[list[int]]) 
     if ValkeyServer.program() is None:
         pytest.skip("neither valkey-server nor redis-server is installed")
     with ValkeyServer() as server, engine(llama, server.url) as one:
-        assert one.tokens(PROMPTS) == expected
-        one.written()
-        one.forget()
+        assert tokens_of(one.keep(PROMPTS)) == expected
         assert [found.cached for found in one.generate(PROMPTS)] == [256, 192, 192]
         one.forget()
         front = one.llm.llm_engine
@@ -121,12 +115,10 @@ def test_a_store_that_does_not_answer_is_a_miss_after_a_while(
 ) -> None:
     hang = threading.Event()
     with engine(llama, transfer(f"file://{folder}?durable=no", lookup_timeout=0.2)) as one:
-        one.tokens(PROMPTS[:1])
-        one.written()
-        one.forget()
+        one.keep(PROMPTS[:1])
         monkeypatch.setattr(FileStore, "prefix", lambda self, keys: hang.wait(60) and 0)
         found = one.generate(PROMPTS)
-        assert [one.tokens for one in found] == expected
+        assert tokens_of(found) == expected
         assert found[0].cached == 0
         assert one.counts()["lookups_timed_out"] == 3
         hang.set()
@@ -138,7 +130,7 @@ def test_an_answer_that_takes_a_while_is_waited_for_between_steps(
     prefix = FileStore.prefix
     monkeypatch.setattr(FileStore, "prefix", lambda self, keys: time.sleep(0.05) or prefix(self, keys))
     found = filled.generate(PROMPTS)
-    assert [one.tokens for one in found] == expected
+    assert tokens_of(found) == expected
     assert [one.cached for one in found] == [256, 192, 192]
 
 
@@ -149,10 +141,7 @@ def test_a_store_with_no_room_and_one_with_little(
         url = f"file://{tmp_path}/{budget}?durable=no&budget={budget}"
         with engine(llama, url) as one:
             for _ in range(2):
-                found = one.generate(PROMPTS)
-                assert [one.tokens for one in found] == expected
-                one.written()
-                one.forget()
+                assert tokens_of(one.keep(PROMPTS)) == expected
             counts = one.counts()
             assert (counts["pages_stored"] == 0) == (budget == 1000)
             assert (counts["pages_refused"] > 0) == (budget == 1000)

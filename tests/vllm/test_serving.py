@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm.config import PoolerConfig
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.stores import open_store
 
-from .engines import answer, engine, sampling, transfer, worker
+from .engines import Answer, answer, engine, sampling, tokens_of, transfer, worker
 from .models import prompt, write_model
 
 PAGE = 64
@@ -38,17 +39,25 @@ def alone(llama: Path) -> dict[str, list[list[int]]]:
         return {"LONG": plain.tokens(LONG), "LONG 80": plain.tokens(LONG, 80)}
 
 
+def twice(model: Path, store: Any, expected: list[list[int]], **options: Any) -> Iterator[list[Answer]]:
+    """The answers to LONG of an engine, and of another one after it."""
+    for _ in range(2):
+        with engine(model, store, **options) as one:
+            found = one.keep(LONG)
+        assert tokens_of(found) == expected
+        yield found
+
+
 def test_a_second_engine_computes_only_the_rest(
     llama: Path, store: str, alone: dict[str, list[list[int]]]
 ) -> None:
     with engine(llama, store) as first:
-        found = first.generate(LONG)
-        assert [one.tokens for one in found] == alone["LONG"]
+        found = first.keep(LONG)
+        assert tokens_of(found) == alone["LONG"]
         assert found[0].cached == 0
-        first.written()
     with engine(llama, store) as second:
         found = second.generate(LONG)
-        assert [one.tokens for one in found] == alone["LONG"]
+        assert tokens_of(found) == alone["LONG"]
         assert [one.cached for one in found] == [256, 192, 192, 0]
         counts = second.counts()
         assert counts["tokens_found"] == 256 + 192 + 192
@@ -59,8 +68,7 @@ def test_another_config_beside_the_same_weights_is_another_model(
     llama: Path, store: str, tmp_path: Path
 ) -> None:
     with engine(llama, store) as first:
-        first.generate(LONG[:1])
-        first.written()
+        first.keep(LONG[:1])
     config = json.loads((llama / "config.json").read_text(encoding="utf-8"))
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -137,37 +145,28 @@ def test_two_ranks_that_each_have_pages_of_their_own(
 
 def test_what_was_generated_is_stored_too(llama: Path, store: str, alone: dict[str, list[list[int]]]) -> None:
     with engine(llama, store) as one:
-        tokens = one.tokens(LONG[:1], 80)[0]
+        tokens = one.keep(LONG[:1], 80)[0].tokens
         assert tokens == alone["LONG 80"][0]
-        one.written()
-        one.forget()
         later = one.generate([[*LONG[0], *tokens]])[0]
         assert later.cached == (300 + 80 - 1) // PAGE * PAGE
         assert one.generate([[*LONG[0], *tokens]])[0].tokens == later.tokens
 
 
-def test_a_prefix_in_part_in_vllm_and_in_part_in_the_store(llama: Path, store: str) -> None:
-    with engine(llama) as plain:
-        expected = plain.tokens([LONG[0]])
+def test_a_prefix_in_part_in_vllm_and_in_part_in_the_store(
+    llama: Path, store: str, alone: dict[str, list[list[int]]]
+) -> None:
     with engine(llama, store) as one:
-        one.tokens([LONG[0]])
-        one.written()
-        one.forget()
+        one.keep([LONG[0]])
         one.tokens([LONG[0][:101]])  # vLLM has three blocks of 32 again: half a page more than one
         found = one.generate([LONG[0]])[0]
-        assert found.tokens == expected[0]
-        assert found.cached == 256
+        assert (found.tokens, found.cached) == (alone["LONG"][0], 256)
 
 
 def test_salts_are_kept_apart(llama: Path, store: str) -> None:
     with engine(llama, store) as one:
         for salt in ("a", None):
-            one.generate([LONG[0]], salts=[salt])
-            one.written()
-            one.forget()
-            assert one.generate([LONG[0]], salts=["b"])[0].cached == (0 if salt == "a" else 256)
-            one.written()
-            one.forget()
+            one.keep([LONG[0]], salts=[salt])
+            assert one.keep([LONG[0]], salts=["b"])[0].cached == (0 if salt == "a" else 256)
         for salt in ("a", "b", None):
             assert one.generate([LONG[0]], salts=[salt])[0].cached == 256
             one.forget()
@@ -178,23 +177,17 @@ def test_salts_are_kept_apart(llama: Path, store: str) -> None:
 def test_prompts_in_parts_and_few_at_a_time(
     llama: Path, store: str, alone: dict[str, list[list[int]]], options: dict[str, int]
 ) -> None:
-    for cached in ([0, 0, 128, 0], [256, 192, 192, 0]):
-        with engine(llama, store, **options) as one:
-            found = one.generate(LONG)
-            one.written()
-            assert [answer.tokens for answer in found] == alone["LONG"]
-            assert sum(answer.cached for answer in found) >= sum(cached)
+    for answers, least in zip(twice(llama, store, alone["LONG"], **options), (128, 640), strict=True):
+        assert sum(answer.cached for answer in answers) >= least
 
 
 def test_preempted_requests_go_on(llama: Path, store: str, alone: dict[str, list[list[int]]]) -> None:
     for _ in range(2):
         with engine(llama, store, num_gpu_blocks_override=20, max_model_len=512) as one:
-            assert one.tokens(LONG, 80) == alone["LONG 80"]
+            assert tokens_of(one.keep(LONG, 80)) == alone["LONG 80"]
             assert any(
                 metric.value for metric in one.llm.get_metrics() if metric.name == "vllm:num_preemptions"
             )
-            one.written()
-            one.forget()
             assert one.tokens(LONG, 80) == alone["LONG 80"]
 
 
@@ -202,9 +195,7 @@ def test_aborted_requests_leave_nothing_behind(
     llama: Path, store: str, alone: dict[str, list[list[int]]]
 ) -> None:
     with engine(llama, store) as one:
-        one.tokens(LONG)
-        one.written()
-        one.forget()
+        one.keep(LONG)
         front = one.llm.llm_engine
         for number in range(12):
             front.add_request(f"{number}", {"prompt_token_ids": LONG[number % 3]}, sampling(12))
@@ -236,13 +227,8 @@ def test_blocks_and_dtypes(llama: Path, store: str, dtype: str, block: int) -> N
     config = transfer(store, page_tokens=128)
     with engine(llama, dtype=dtype, block_size=block) as plain:
         expected = plain.tokens(LONG)
-    for stored in (False, True):
-        with engine(llama, config, dtype=dtype, block_size=block) as one:
-            found = one.generate(LONG)
-            one.written()
-        assert [answer.tokens for answer in found] == expected
-        if stored:  # before, the second may find what the first one has just written
-            assert [answer.cached for answer in found[:2]] == [256, 128]
+    _, found = twice(llama, config, expected, dtype=dtype, block_size=block)
+    assert [answer.cached for answer in found[:2]] == [256, 128]
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}], ids=["auto", "fp8"])
@@ -250,18 +236,12 @@ def test_raw_pages(llama: Path, store: str, options: dict[str, str]) -> None:
     config = transfer(store, pages="raw")
     with engine(llama, **options) as plain:
         expected = plain.tokens(LONG)
-    for cached in (0, 256):
-        with engine(llama, config, **options) as one:
-            found = one.generate(LONG)
-            one.written()
-        assert [answer.tokens for answer in found] == expected
-        assert found[0].cached == cached
+    assert [found[0].cached for found in twice(llama, config, expected, **options)] == [0, 256]
 
 
 def test_pages_of_another_cache_dtype_are_another_cache(llama: Path, store: str) -> None:
     with engine(llama, store, dtype="bfloat16") as one:
-        one.tokens(LONG[:1])
-        one.written()
+        one.keep(LONG[:1])
     for options in ({"dtype": "float32"}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}):
         with engine(llama, store, **options) as one:
             assert one.generate(LONG[:1])[0].cached == 0
@@ -269,8 +249,7 @@ def test_pages_of_another_cache_dtype_are_another_cache(llama: Path, store: str)
 
 def test_other_weights_are_another_model(llama: Path, store: str, tmp_path: Path) -> None:
     with engine(llama, store) as one:
-        one.tokens(LONG[:1])
-        one.written()
+        one.keep(LONG[:1])
     other = write_model(tmp_path / "other", "llama", rms_norm_eps=1e-4)
     with engine(other, store) as one:
         assert one.generate(LONG[:1])[0].cached == 0
@@ -278,9 +257,7 @@ def test_other_weights_are_another_model(llama: Path, store: str, tmp_path: Path
 
 def test_roles_that_only_read_and_only_write(llama: Path, store: str) -> None:
     with engine(llama, transfer(store, role="kv_producer")) as one:
-        one.tokens(LONG[:1])
-        one.written()
-        one.forget()
+        one.keep(LONG[:1])
         assert one.generate(LONG[:1])[0].cached == 0
     with engine(llama, transfer(store, role="kv_consumer")) as one:
         assert one.generate(LONG[:2])[0].cached == 256
@@ -289,8 +266,7 @@ def test_roles_that_only_read_and_only_write(llama: Path, store: str) -> None:
 
 def test_reset_finds_nothing_again_and_nobody_else_what_comes_after(llama: Path, store: str) -> None:
     with engine(llama, store) as one:
-        one.tokens(LONG[:1])
-        one.written()
+        one.keep(LONG[:1])
         assert one.llm.reset_prefix_cache(reset_connector=True)
         assert one.generate(LONG[:2])[0].cached == 0
         one.written()
@@ -303,8 +279,7 @@ def test_reset_finds_nothing_again_and_nobody_else_what_comes_after(llama: Path,
 def test_several_tiers(llama: Path, tmp_path: Path) -> None:
     urls = [f"file://{tmp_path / name}?durable=no" for name in ("near", "far")]
     with engine(llama, transfer(urls)) as one:
-        one.tokens(LONG[:1])
-        one.written()
+        one.keep(LONG[:1])
     for url in urls:
         with open_store(url) as held:
             assert held.usage().entries == 300 // PAGE
@@ -314,9 +289,7 @@ def test_several_tiers(llama: Path, tmp_path: Path) -> None:
 
 def test_host_memory_where_one_process_does_all(llama: Path) -> None:
     with engine(llama, "memory:?budget=64MiB") as one:
-        one.tokens(LONG[:1])
-        one.written()
-        one.forget()
+        one.keep(LONG[:1])
         assert one.generate(LONG[:1])[0].cached == 256
 
 
@@ -338,16 +311,14 @@ def test_windows_beside_full_attention_are_served_and_windows_alone_refused(
     store: str, tmp_path: Path
 ) -> None:
     mixed = write_model(
-        tmp_path / "mixed", "gemma3", sliding_window=64, layer_types=["sliding_attention", "full_attention"]
+        tmp_path / "mixed",
+        "gemma3_text",
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
     )
     with engine(mixed) as plain:
         expected = plain.tokens(LONG)
-    for cached in (0, 256):
-        with engine(mixed, store) as one:
-            found = one.generate(LONG)
-            assert [answer.tokens for answer in found] == expected
-            assert found[0].cached == cached
-            one.written()
+    assert [found[0].cached for found in twice(mixed, store, expected)] == [0, 256]
     windows = write_model(tmp_path / "windows", "mistral", sliding_window=64)
     said = "a KV cache of SlidingWindowSpec is not supported"
     with pytest.raises(NotSupportedError, match=said), engine(windows, store):
