@@ -52,8 +52,7 @@ def gemma() -> Any:
 
 
 def own_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    found: list[int] = models.greedy(model, prompt, count, own_prompt_cache(model))
-    return found
+    return models.greedy(model, prompt, count, own_prompt_cache(model))
 
 
 # Speculative decoding.

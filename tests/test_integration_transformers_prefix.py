@@ -25,8 +25,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 
 def plain(made: Any, ids: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = made.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
-    return found
+    return made.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
 
 
 def llama(layers: int, **changes: Any) -> Any:

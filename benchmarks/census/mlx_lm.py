@@ -94,8 +94,7 @@ class Theirs:
         self.case, self.model, self.feed = case, case.model, functools.partial(feed, case.model)
 
     def make(self) -> list[Any]:
-        found: list[Any] = own.make_prompt_cache(self.model)
-        return found
+        return own.make_prompt_cache(self.model)
 
     def back(self, prompt_cache: Any, position: int, length: int) -> int:
         if own.trim_prompt_cache(prompt_cache, length - position) != length - position:

@@ -116,8 +116,7 @@ def run(model: Path, store: str, environment: dict[str, str] | None = None, **op
         check=False,
     )
     assert "FOUND" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
-    found: list[Any] = json.loads(done.stdout.split("FOUND", 1)[1].splitlines()[0])
-    return found
+    return json.loads(done.stdout.split("FOUND", 1)[1].splitlines()[0])
 
 
 def test_a_second_process_computes_only_the_rest(

@@ -148,14 +148,11 @@ class CachePool:
             self.backend.close()
 
 
-def _stored_dtype(dtype: Any) -> CacheDType | None:
+def _stored_dtype(dtype: Any) -> Any:
     """With dtypes of MLX by what they are called here."""
     if isinstance(dtype, tuple):
-        given: Any = tuple(_stored_dtype(one) for one in dtype)
-    else:
-        given = _DTYPES.get(dtype, dtype) if isinstance(dtype, mx.Dtype) else dtype
-    found: CacheDType | None = given
-    return found
+        return tuple(map(_stored_dtype, dtype))
+    return _DTYPES.get(dtype, dtype) if isinstance(dtype, mx.Dtype) else dtype
 
 
 def _kind(layer: Layer) -> type[LayerCache]:
