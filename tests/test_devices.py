@@ -83,7 +83,7 @@ def test_the_bundled_model_says_the_same_on_one_device_and_on_several() -> None:
 
 def test_each_device_holds_the_weights_and_the_cache_of_its_own_layers() -> None:
     config = load_config(bundled_model())
-    shapes = family_of(config).shapes(config)
+    shapes = family_of(config).model.shapes(config)
     sizes = collections.Counter[int]()
     for name, shape in shapes.items():
         parts = name.split(".")
@@ -129,7 +129,9 @@ def test_an_encoders_output_lies_with_the_layer_that_reads_it() -> None:
     }  # fmt: skip
     family = FAMILIES["WhisperForConditionalGeneration"]
     config, random = family.parse(raw, {}), np.random.default_rng(3)
-    weights = {n: random.normal(size=s).astype(np.float32) * 0.3 for n, s in family.shapes(config).items()}
+    weights = {
+        n: random.normal(size=s).astype(np.float32) * 0.3 for n, s in family.model.shapes(config).items()
+    }
     states = [random.normal(size=(frames, 16)).astype(np.float32) for frames in (5, 3)]
     first = Batch([0, 0], [0, 1], multimodal=[*enumerate(states)], inputs=[1, 1])
     batches = (first, Batch([1, 1], [0, 1], inputs=[7, 9]))

@@ -33,14 +33,12 @@ class Conversations:
     before it is answered.
     """
 
-    def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, name: str = "main", kept: KeptConversations | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: KeptConversations | None = None) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.kept = kept
         self._all = {each.name: each for each in (kept.read() if kept is not None else ())}
-        self.current = self._all.setdefault(name, Conversation(name))
+        self.current = self._all.setdefault("main", Conversation("main"))
 
     def __iter__(self) -> Iterator[Conversation]:
         return iter(self._all.values())

@@ -59,7 +59,11 @@ def files_digest(path: Path) -> str:
     """sha256 (hex) of a model folder's config.json and weight files, or of a .gguf file."""
     total = hashlib.sha256()
     for part in _parts(path):
-        total.update(hashlib.sha256(part).digest() if isinstance(part, bytes) else _file_digest(part))
+        if isinstance(part, bytes):
+            total.update(hashlib.sha256(part).digest())
+        else:
+            with part.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
     return total.hexdigest()
 
 
@@ -76,8 +80,3 @@ def _parts(path: Path) -> Iterator[bytes | Path]:
     shards = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
     for name in sorted(set(shards.values())):
         yield path / name
-
-
-def _file_digest(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()

@@ -71,23 +71,23 @@ class RequestState:
         self.stored = self.reused = reused
         return Started(self.request, self.prompt_tokens, reused, spared)
 
-    def accept(self, token: int, eos: Sequence[int], logprobs: Logprobs | None = None) -> Token | None:
-        """Take in a sampled token; None for one that ends the sequence, which is no part of it."""
-        if token in eos and not self.settings.ignore_eos:
-            self.ended = True
-            return None
-        self.tokens.append(token)
-        text = self.stops.push(self.decoder.push(token)) if self.decoder else ""
-        self.text += text
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
-        return Token(self.request, token, text, logprobs)
-
     def advance(
         self, token: int, eos: Sequence[int], limit: int, logprobs: Logprobs | None = None
     ) -> list[Token | Finished]:
-        """Take in a sampled token: what it makes known, with the whole answer where it is the last one."""
-        event = self.accept(token, eos, logprobs)
+        """Take in a sampled token: what it makes known, with the whole answer where it is the last one.
+
+        One that ends the sequence is no part of it.
+        """
+        event = None
+        if token in eos and not self.settings.ignore_eos:
+            self.ended = True
+        else:
+            self.tokens.append(token)
+            text = self.stops.push(self.decoder.push(token)) if self.decoder else ""
+            self.text += text
+            if logprobs is not None:
+                self.logprobs.append(logprobs)
+            event = Token(self.request, token, text, logprobs)
         reason = self.finish_reason(limit)
         if reason is None:
             return [] if event is None else [event]
@@ -95,7 +95,12 @@ class RequestState:
 
     def end(self, reason: FinishReason, last: Token | None = None) -> list[Token | Finished]:
         """The events that end a request, ``last`` among them with the text that was still held back."""
-        tail, answer = self.finish(reason)
+        tail = "" if self.decoder is None else self.stops.push(self.decoder.flush())
+        tail += self.stops.flush()
+        self.text += tail
+        generated = tuple(self.tokens[self.prompt_tokens :])
+        counts = self.prompt_tokens, self.reused
+        answer = Finished(self.request, reason, self.text, generated, *counts, tuple(self.logprobs))
         if last is None and not tail:
             return [answer]
         last = last or Token(self.request, None, "")
@@ -108,15 +113,6 @@ class RequestState:
         if self.generated >= self.settings.max_new_tokens:
             return "length"
         return "capacity" if self.stored >= limit else None
-
-    def finish(self, reason: FinishReason) -> tuple[str, Finished]:
-        """The text that was still held back, and the whole answer."""
-        tail = "" if self.decoder is None else self.stops.push(self.decoder.flush())
-        tail += self.stops.flush()
-        self.text += tail
-        generated = tuple(self.tokens[self.prompt_tokens :])
-        counts = self.prompt_tokens, self.reused
-        return tail, Finished(self.request, reason, self.text, generated, *counts, tuple(self.logprobs))
 
 
 def has_token(event: Token | Finished) -> bool:

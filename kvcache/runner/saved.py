@@ -57,7 +57,7 @@ class SavedConversation:
     @property
     def dtype(self) -> ml.DType:
         """What the model computed in."""
-        found = _dtype(self.model)
+        found = str(_naming(self.model)["dtype"])
         if found not in ml.DType.__members__:
             raise ConversationError(
                 f"the conversation is of a model in {found!r:.40}, which is not a known dtype"
@@ -226,13 +226,8 @@ def write_whole(target: Path, parts: Sequence[memoryview]) -> None:
             os.close(folder)
 
 
-def _dtype(record: Mapping[str, Any]) -> str:
-    """The dtype or format that a model's identity or a cache's settings name, wherever in them."""
-    return str(_naming(record)["dtype"])
-
-
 def _naming(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where in it a dtype is named."""
+    """Where a model's identity or a cache's settings name a dtype or format."""
     for key in ("dtype", "attention", "caches"):
         found = record.get(key)
         if key == "dtype" and isinstance(found, str):

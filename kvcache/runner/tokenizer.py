@@ -60,9 +60,12 @@ class Tokenizer:
 
     @classmethod
     def _from_folder(cls, folder: Path, file: Path) -> Tokenizer:
-        backend = _tokenizers().Tokenizer
         try:
-            loaded = backend.from_file(str(file))
+            import tokenizers
+        except ImportError as error:
+            raise ModelError("reading tokenizer.json needs: pip install 'ml-kvcache[cli]'") from error
+        try:
+            loaded = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the Rust side raises bare Exception
             raise ModelError(f"{file}: not a tokenizer.json that tokenizers can read ({error})") from error
         loaded.no_truncation()
@@ -84,7 +87,11 @@ class Tokenizer:
         """
         _check_unicode(text)
         if most is not None and len(text) > _PIECE:
-            self._check_fits(text, most)
+            count = 0
+            for piece in _pieces(text):
+                count += max(0, len(self._ids(piece)) - _SEAM)
+                if count > most:
+                    raise TextTooLongError(count, most)
         ids = self._ids(text)
         return [*self._prefix, *ids] if bos else ids
 
@@ -107,13 +114,6 @@ class Tokenizer:
         """None where the two share a token."""
         head, whole = self._ids(anchor), self._ids(anchor + text)
         return whole[len(head) :] if whole[: len(head)] == head else None
-
-    def _check_fits(self, text: str, most: int) -> None:
-        count = 0
-        for piece in _pieces(text):
-            count += max(0, len(self._ids(piece)) - _SEAM)
-            if count > most:
-                raise TextTooLongError(count, most)
 
     def _ids(self, text: str) -> list[int]:
         # ``encode`` would hold Python's lock, and keep all threads waiting, for as long as it takes.
@@ -223,14 +223,6 @@ def _pieces(text: str) -> Iterator[str]:
             stop = blank if blank > 0 else stop
         yield text[start:stop]
         start = stop
-
-
-def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ModelError("reading tokenizer.json needs: pip install 'ml-kvcache[cli]'") from error
-    return tokenizers
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -44,7 +44,10 @@ class GGUFFile:
         self.path = path
         self._gguf = gguf
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._check_split()
+        if (count := self.get("split.count", 1)) > 1:
+            raise ModelError(
+                f"{path}: one of {count} parts of a split model; join them: llama-gguf-split --merge"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,13 +94,6 @@ class GGUFFile:
                 f"{self.path}: {name} is stored as {kind}, which the gguf package cannot read ({error})"
             ) from error
         return array.reshape(self.shape(name))
-
-    def _check_split(self) -> None:
-        count = self.get("split.count", 1)
-        if count > 1:
-            raise ModelError(
-                f"{self.path}: one of {count} parts of a split model; join them: llama-gguf-split --merge"
-            )
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -171,6 +167,8 @@ def _parse(file: GGUFFile) -> ModelConfig:
     _refuse_unread(data)
     heads, hidden = data["attention.head_count"], data["embedding_length"]
     head_dim = data.get("attention.key_length") or hidden // heads
+    # End of sequence, of turn and of message: any of them stops.
+    ends = (file.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
     return ModelConfig(
         architecture=_ARCHITECTURES[name],
         vocab_size=file.shape("token_embd.weight")[0],
@@ -189,7 +187,7 @@ def _parse(file: GGUFFile) -> ModelConfig:
         mlp_bias="blk.0.ffn_up.bias" in file.names,
         qk_norm="blk.0.attn_q_norm.weight" in file.names,
         bos_id=file.get("tokenizer.ggml.bos_token_id"),
-        eos_ids=_eos(file),
+        eos_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
     )
 
 
@@ -205,13 +203,6 @@ def _refuse_unread(data: _Metadata) -> None:
     value = data.get("attention.value_length")
     if value is not None and value != data.get("attention.key_length", value):
         raise ModelError(f"attention.value_length={value} differs from key_length, which is not supported")
-
-
-def _eos(file: GGUFFile) -> tuple[int, ...]:
-    """End of sequence, of turn and of message: any of them stops."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = (file.get(f"tokenizer.ggml.{key}") for key in keys)
-    return tuple(dict.fromkeys(token for token in found if token is not None))
 
 
 def _rope(file: GGUFFile, data: _Metadata, head_dim: int) -> RopeSpec:
@@ -272,7 +263,7 @@ class GGUFSource(WeightSource):
     """
 
     def __init__(self, file: GGUFFile) -> None:
-        self._file = file
+        self._file, self.origin = file, file.path
         self._names = {hf: name for name in self._file.names if (hf := _hugging_face_name(name)) is not None}
         self._heads: dict[str, int] = {}
         if self._file.get("general.architecture") == "llama":
@@ -281,7 +272,7 @@ class GGUFSource(WeightSource):
                 self._heads = {"q": heads, "k": data.get("attention.head_count_kv", heads)}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        stored = self._stored(name)
+        stored = self._found(self._names, name)
         array = self._file.array(stored)
         rotated = _ROTATED.fullmatch(stored)
         if rotated and self._heads:
@@ -298,21 +289,11 @@ class GGUFSource(WeightSource):
         return name in self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.shape(self._stored(name))
+        return self._file.shape(self._found(self._names, name))
 
     @property
     def nbytes(self) -> int:
         return self._file.nbytes
-
-    @property
-    def origin(self) -> Path:
-        return self._file.path
-
-    def _stored(self, name: str) -> str:
-        try:
-            return self._names[name]
-        except KeyError:
-            raise self._missing(name) from None
 
 
 def _hugging_face_name(name: str) -> str | None:

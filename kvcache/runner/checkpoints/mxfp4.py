@@ -10,7 +10,6 @@ values, which BF16 holds exactly, are those of transformers' ``convert_moe_packe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -30,7 +29,7 @@ class MXFP4Source(WeightSource):
     """Another source, with each pair of blocks and scales in it as one tensor."""
 
     def __init__(self, stored: WeightSource) -> None:
-        self._stored = stored
+        self._stored, self.origin = stored, stored.origin
         self._packed = {name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)}
         for name in self._packed:
             blocks, scales = stored.shape(name + _BLOCKS), stored.shape(name + _SCALES)
@@ -66,10 +65,6 @@ class MXFP4Source(WeightSource):
     @property
     def nbytes(self) -> int:
         return self._stored.nbytes
-
-    @property
-    def origin(self) -> Path:
-        return self._stored.origin
 
 
 def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,11 +19,17 @@ from kvcache.runner.errors import ModelError
 __all__ = ["WeightSource", "existing_model_path", "is_hub_name", "located", "model_on_hub"]
 
 
+T = TypeVar("T")
+
+
 class WeightSource(Mapping[str, np.ndarray]):
     """Tensors by Hugging Face name; each ``[]`` reads one and keeps nothing.
 
     BF16 comes as ``ml_dtypes.bfloat16``. Arrays alias the mapped file; a write stays in this process.
     """
+
+    origin: Path
+    """The folder or file that this was opened from."""
 
     @abc.abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
@@ -34,15 +40,13 @@ class WeightSource(Mapping[str, np.ndarray]):
     def nbytes(self) -> int:
         """Bytes of all tensors as they are stored."""
 
-    @property
-    @abc.abstractmethod
-    def origin(self) -> Path:
-        """The folder or file that this was opened from."""
-
-    def _missing(self, name: str) -> ModelError:
-        return ModelError(
-            f"{self.origin}: no tensor {name!r}; the file is incomplete or belongs to another model"
-        )
+    def _found(self, names: Mapping[str, T], name: str) -> T:
+        """What ``names`` has under a tensor's name; ModelError where there is none."""
+        if name not in names:
+            raise ModelError(
+                f"{self.origin}: no tensor {name!r}; the file is incomplete or belongs to another model"
+            )
+        return names[name]
 
 
 def located(path: str | Path) -> Path:

@@ -61,7 +61,7 @@ class SafetensorsSource(WeightSource):
     """One ``model.safetensors``, or the shards of its index; headers are read and checked at once."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.origin = folder
         self._where: dict[str, _File] = {}
         index = folder / INDEX
         if (folder / SINGLE).is_file():
@@ -81,11 +81,11 @@ class SafetensorsSource(WeightSource):
             self._where[name] = file
 
     def __getitem__(self, name: str) -> np.ndarray:
-        file = self._file(name)
+        file = self._found(self._where, name)
         packed = name.endswith(("_blocks", "_scales"))
         if file.dtype(name) not in _DTYPES or (file.dtype(name) == "U8") is not packed:
             raise ModelError(
-                f"{self._folder}: {name} is {file.dtype(name)}; weights are read as F32, F16, BF16 and "
+                f"{self.origin}: {name} is {file.dtype(name)}; weights are read as F32, F16, BF16 and "
                 "MXFP4: use an unquantised copy of the model, or a GGUF file"
             )
         return file.array(name)
@@ -100,21 +100,11 @@ class SafetensorsSource(WeightSource):
         return name in self._where
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file(name).shape(name)
+        return self._found(self._where, name).shape(name)
 
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes(name) for name, file in self._where.items())
-
-    @property
-    def origin(self) -> Path:
-        return self._folder
-
-    def _file(self, name: str) -> _File:
-        try:
-            return self._where[name]
-        except KeyError:
-            raise self._missing(name) from None
 
 
 def open_weights(path: str | Path) -> WeightSource:

@@ -53,9 +53,7 @@ class Names(NamedTuple):
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
     norm: str = "model.norm"
-
-
-LLAMA_NAMES = Names()
+    head: str = "lm_head"
 
 
 class Follower(Protocol):
@@ -87,7 +85,7 @@ class CausalModel(Generic[C]):
     """What ``make_cache`` returns, where the layers run on no other."""
     cache_of: Callable[..., Cache] = staticmethod(causal_cache)
     """A cache, bound to none, of a config, with the dtype of the model's activations."""
-    names = LLAMA_NAMES
+    names = Names()
     norm_names = NORMS
     after_names: tuple[str, str] | None = None
     """Of norms behind a layer's parts."""
@@ -132,7 +130,7 @@ class CausalModel(Generic[C]):
         for i in range(config.layers):
             shapes |= cls.numbered(cls.layer_shapes(config, i), i)
         shapes[f"{names.norm}.weight"] = size[1:]
-        return shapes if config.tie_embeddings else {**shapes, "lm_head.weight": size}
+        return shapes if config.tie_embeddings else {**shapes, f"{names.head}.weight": size}
 
     @classmethod
     def numbered(cls, shapes: Shapes, i: int) -> dict[str, Shape]:
@@ -184,7 +182,7 @@ class CausalModel(Generic[C]):
         rows = self.share.vocab if self.share else range(self.config.vocab_size)
         if self.config.tie_embeddings:
             return self._embedding.slice(ctx, 0, rows.start, rows.stop) if self.share else self._embedding
-        return load.put(ctx, load.take("lm_head.weight")[rows.start : rows.stop])
+        return load.put(ctx, load.take(f"{self.names.head}.weight")[rows.start : rows.stop])
 
     def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
         """Logits F32 (len(batch.outputs), vocab_size) of the rows in ``batch.outputs``; None: of all.

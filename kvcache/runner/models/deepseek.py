@@ -72,7 +72,6 @@ class DeepSeekConfig(MoEConfig):
 
 
 def parse_v2(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeekConfig:
-    """DeepseekV2ForCausalLM."""
     refuse(
         raw,
         {
@@ -87,14 +86,12 @@ def parse_v2(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeekC
 
 
 def parse_v3(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeekConfig:
-    """DeepseekV3ForCausalLM."""
     refuse(raw, {"topk_method": ["noaux_tc"], "scoring_func": ["sigmoid"]})
     interleaved = bool(raw["rope_interleave"])
     return _parse(raw, generation, "DeepseekV3ForCausalLM", interleaved, routing=group_routing(raw))
 
 
 def parse_v32(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeekConfig:
-    """DeepseekV32ForCausalLM."""
     refuse(raw, {"topk_method": ["noaux_tc"], "scoring_func": ["sigmoid"], "mlp_bias": [False]})
     layer_types(raw, (_INDEXED,), lambda _: _INDEXED)
     index = IndexSizes(raw["index_n_heads"], raw["index_head_dim"], raw["index_topk"])
@@ -156,8 +153,6 @@ def make_cache(config: DeepSeekConfig, dtype: ml.DType | None = None) -> CausalC
 
 
 class DeepSeek(MoE[DeepSeekConfig]):
-    """The weights of a model and its forward pass, on any cache that stores latents."""
-
     cache_of = staticmethod(make_cache)
 
     @classmethod

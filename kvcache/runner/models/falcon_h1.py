@@ -67,7 +67,6 @@ class FalconH1Config(StateConfig):
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> FalconH1Config:
-    """FalconH1ForCausalLM."""
     plain = "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"
     refuse(raw, {"hidden_act": ["silu", "swish"], **{name: [False] for name in plain}})
     time_limits(raw)
@@ -113,8 +112,6 @@ class _Both:
 
 
 class FalconH1(RecurrentModel[FalconH1Config]):
-    """The weights of a model and its forward pass."""
-
     names = NAMES
     norm_names = NORMS
 

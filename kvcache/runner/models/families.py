@@ -34,7 +34,6 @@ from kvcache.runner.models import (
 )
 from kvcache.runner.models.defaults import filled
 from kvcache.runner.parallel import Share, check_ranks, share_of
-from kvcache.runner.weights import Shapes
 
 __all__ = [
     "FAMILIES",
@@ -72,11 +71,6 @@ class Family:
         """An unbound cache, for activations of ``dtype``; options are the family's own (``memory``)."""
         cache: Cache = self.model.cache_of(config, dtype, **options)
         return cache
-
-    def shapes(self, config: Any) -> Shapes:
-        """The name and shape of every tensor that a model reads."""
-        shapes: Shapes = self.model.shapes(config)
-        return shapes
 
     def check_ranks(self, config: Any, size: int) -> None:
         """Raise ModelError for a family that is not split, or not over so many ranks."""
@@ -159,7 +153,7 @@ def _architecture(raw: Raw) -> str:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every tensor that a model of this config reads."""
-    return dict(family_of(config).shapes(config))
+    return dict(family_of(config).model.shapes(config))
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -114,8 +114,6 @@ def capped(ctx: ml.Context, logits: ml.Tensor, cap: float | None) -> ml.Tensor:
 
 
 class Gemma3(CausalModel[Gemma3Config]):
-    """The weights of a model and its forward pass."""
-
     cache_type = WrapperCache
     cache_of = staticmethod(sliding_cache)
     norm_offset, norm_names, after_names = 1.0, BEFORE, AFTER

@@ -68,7 +68,6 @@ class Gemma3nConfig(SlidingConfig):
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3nConfig:
-    """Gemma3nForCausalLM."""
     refuse(raw, {"hidden_activation": ["gelu_pytorch_tanh"]})
     refuse(raw, {"use_bidirectional_attention": [False, None]})
     count = raw["num_hidden_layers"]
@@ -295,8 +294,6 @@ def _largest_gates(share: float) -> Activation:
 
 
 class Gemma3n(CausalModel[Gemma3nConfig]):
-    """The weights of a model and its forward pass."""
-
     cache_type = WrapperCache
     cache_of = staticmethod(sliding_cache)
 

@@ -69,8 +69,6 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> GptOssConfig
 
 
 class GptOss(CausalModel[GptOssConfig]):
-    """The weights of a model and its forward pass."""
-
     cache_type = WrapperCache
     cache_of = staticmethod(sliding_cache)
 

@@ -55,7 +55,6 @@ class LFM2Config(StateConfig):
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> LFM2Config:
-    """Lfm2ForCausalLM."""
     refuse(raw, {"hidden_act": ["silu", "swish"]})
     inner = raw.get("block_ff_dim") or raw["intermediate_size"]
     if raw["block_auto_adjust_ff_dim"]:
@@ -114,8 +113,6 @@ class ShortConvolution:
 
 
 class LFM2(RecurrentModel[LFM2Config]):
-    """The weights of a model and its forward pass."""
-
     names = NAMES
     norm_names = NORMS
 

@@ -100,8 +100,6 @@ def make_cache(config: Llama4Config, dtype: ml.DType | None = None) -> WrapperCa
 
 
 class Llama4(CausalModel[Llama4Config]):
-    """The weights of a model and its forward pass."""
-
     cache_type = WrapperCache
     cache_of = staticmethod(make_cache)
 

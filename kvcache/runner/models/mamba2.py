@@ -44,7 +44,6 @@ class Mamba2Config(StateConfig):
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Mamba2Config:
-    """Mamba2ForCausalLM."""
     refuse(raw, {"hidden_act": ["silu", "swish"], "use_bias": [False]})
     time_limits(raw)
     heads, dim = raw["num_heads"], raw["head_dim"]
@@ -74,8 +73,6 @@ class _Layer:
 
 
 class Mamba2(RecurrentModel[Mamba2Config]):
-    """The weights of a model and its forward pass."""
-
     names = NAMES
 
     @classmethod

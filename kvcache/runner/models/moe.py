@@ -68,7 +68,6 @@ class MoEConfig(ModelConfig):
 
 
 def parse_mixtral(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEConfig:
-    """MixtralForCausalLM."""
     check_window(raw, raw["sliding_window"])
     return _parse(
         raw, generation, "MixtralForCausalLM", sparse=(True,) * raw["num_hidden_layers"],
@@ -78,7 +77,6 @@ def parse_mixtral(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEC
 
 
 def parse_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEConfig:
-    """Qwen3MoeForCausalLM."""
     check_window(raw, qwen_window(raw))
     experts = raw.get("num_experts", raw["num_local_experts"])
     dense, step = raw.get("mlp_only_layers") or (), raw["decoder_sparse_step"]
@@ -91,7 +89,6 @@ def parse_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoECon
 
 
 def parse_glm4(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> MoEConfig:
-    """Glm4MoeForCausalLM."""
     dense = raw["first_k_dense_replace"] or 0
     return _parse(
         raw, generation, "Glm4MoeForCausalLM", partial=True,
@@ -118,8 +115,6 @@ M = TypeVar("M", bound=MoEConfig)
 
 
 class MoE(CausalModel[M]):
-    """The weights of a model and its forward pass, on any cache."""
-
     @classmethod
     def shapes(cls, config: Any) -> dict[str, Shape]:
         found, last = super().shapes(config), config.layers

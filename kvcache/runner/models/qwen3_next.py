@@ -68,7 +68,6 @@ class Qwen3NextConfig(StateConfig):
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextConfig:
-    """Qwen3NextForCausalLM."""
     experts, step = raw["num_experts"], raw["decoder_sparse_step"]
     dense = raw.get("mlp_only_layers") or ()
     count = raw["num_hidden_layers"]
@@ -87,7 +86,6 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextCon
 
 
 def parse_dense(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextConfig:
-    """Qwen3_5ForCausalLM."""
     sparse = (False,) * raw["num_hidden_layers"]
     return _parse(raw, generation, "Qwen3_5ForCausalLM", split=True, sparse=sparse)
 
@@ -119,8 +117,6 @@ def _parse(
 
 
 class Qwen3Next(RecurrentModel[Qwen3NextConfig]):
-    """The weights of a model and its forward pass."""
-
     norm_offset = 1.0
 
     @classmethod

@@ -26,18 +26,19 @@ from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import read_token_ids, refuse, refuse_quantized
 from kvcache.runner.errors import RequestError
 from kvcache.runner.models.attention import Attention, merge_heads
-from kvcache.runner.models.decoder import CausalModel, token_ids
+from kvcache.runner.models.decoder import CausalModel, Names
 from kvcache.runner.models.defaults import filled
-from kvcache.runner.models.step import Step
-from kvcache.runner.weights import Linear, Loader, Progress, Shape, Weights
+from kvcache.runner.models.step import Layer, Step
+from kvcache.runner.weights import Linear, Loader, Shape
 from ml import nn
 
-__all__ = ["Whisper", "WhisperConfig", "make_cache", "parse", "shapes"]
+__all__ = ["Whisper", "WhisperConfig", "make_cache", "parse"]
 
 _CROSS, _SELF = 0, 1
 _STATES, _LENGTHS = "encoder states", "encoder lengths"
 _EPS = 1e-5
-_PREFIX = "model.decoder"
+_POSITIONS = "model.decoder.embed_positions"
+NAMES = Names("model.decoder.embed_tokens", "model.decoder.layers", "model.decoder.layer_norm", "proj_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,35 +80,6 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> WhisperConfi
     )
 
 
-def shapes(config: WhisperConfig) -> dict[str, Shape]:
-    """The name and shape of every tensor of the decoder."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    layer: dict[str, Shape] = {
-        "fc1.weight": (inner, hidden),
-        "fc1.bias": (inner,),
-        "fc2.weight": (hidden, inner),
-        "fc2.bias": (hidden,),
-    }
-    for norm in ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"):
-        layer |= {f"{norm}.weight": (hidden,), f"{norm}.bias": (hidden,)}
-    for attention in ("self_attn", "encoder_attn"):
-        for name in ("q", "k", "v", "out"):
-            layer[f"{attention}.{name}_proj.weight"] = (hidden, hidden)
-            if name != "k":
-                layer[f"{attention}.{name}_proj.bias"] = (hidden,)
-    found: dict[str, Shape] = {
-        f"{_PREFIX}.embed_tokens.weight": (config.vocab_size, hidden),
-        f"{_PREFIX}.embed_positions.weight": (config.max_positions, hidden),
-        f"{_PREFIX}.layer_norm.weight": (hidden,),
-        f"{_PREFIX}.layer_norm.bias": (hidden,),
-    }
-    for i in range(config.layers):
-        found |= {f"{_PREFIX}.layers.{i}.{name}": shape for name, shape in layer.items()}
-    if not config.tie_embeddings:
-        found["proj_out.weight"] = (config.vocab_size, hidden)
-    return found
-
-
 def make_cache(config: WhisperConfig, dtype: ml.DType | None = None) -> WrapperCache:
     """Type 0 holds what the encoder gave, type 1 the decoder's own keys, whose positions are learned:
     nothing can be removed from the middle. Any ``dtype`` alike.
@@ -116,36 +88,68 @@ def make_cache(config: WhisperConfig, dtype: ml.DType | None = None) -> WrapperC
 
 
 class Whisper(CausalModel):
-    """The weights of a decoder and its forward pass; ``progress(done, total)`` counts tensors."""
-
     cache_type = WrapperCache
     cache_of = staticmethod(make_cache)
-    shapes = staticmethod(shapes)
+    names = NAMES
 
-    def __init__(
-        self,
-        backend: ml.Backend,
-        config: WhisperConfig,
-        weights: Weights,
-        dtype: ml.DType = ml.DType.F32,
-        progress: Progress | None = None,
-    ) -> None:
-        self.backend = backend
-        self.config = config
-        self.dtype = dtype
-        load = Loader(weights, shapes(config), dtype, progress)
-        with backend.new_context() as ctx:
-            here = ctx.input()
-            self._embedding = load.tensor(here, f"{_PREFIX}.embed_tokens.weight")
-            self._positions = load.tensor(here, f"{_PREFIX}.embed_positions.weight")
-            self._layers = [_load_layer(load, ctx.layer(i), config, i) for i in range(config.layers)]
-            self._last_norm = _load_norm(load, here, f"{_PREFIX}.layer_norm")
-            head = self._embedding if config.tie_embeddings else load.tensor(here, "proj_out.weight")
-            self._head = Linear(head.permute(here, 1, 0))
+    @classmethod
+    def shapes(cls, config: Any) -> dict[str, Shape]:
+        hidden = config.hidden_size
+        positions: dict[str, Shape] = {f"{_POSITIONS}.weight": (config.max_positions, hidden)}
+        return super().shapes(config) | positions | {f"{NAMES.norm}.bias": (hidden,)}
+
+    @classmethod
+    def layer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        found: dict[str, Shape] = {
+            "fc1.weight": (inner, hidden),
+            "fc1.bias": (inner,),
+            "fc2.weight": (hidden, inner),
+            "fc2.bias": (hidden,),
+        }
+        for norm in ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"):
+            found |= {f"{norm}.weight": (hidden,), f"{norm}.bias": (hidden,)}
+        for attention in ("self_attn", "encoder_attn"):
+            for name in ("q", "k", "v", "out"):
+                found[f"{attention}.{name}_proj.weight"] = (hidden, hidden)
+                if name != "k":
+                    found[f"{attention}.{name}_proj.bias"] = (hidden,)
+        return found
+
+    def _load_more(self, load: Loader, ctx: ml.Context) -> None:
+        self._positions = load.tensor(ctx, f"{_POSITIONS}.weight")
+        self._last_norm = _Norm(self._norm, load.tensor(ctx, f"{NAMES.norm}.bias"))
+
+    def _layer(self, load: Loader, ctx: ml.Context, i: int) -> Layer:
+        prefix = f"{NAMES.layers}.{i}"
+        own, cross = f"{prefix}.self_attn", f"{prefix}.encoder_attn"
+        heads, dim = self.config.heads, self.config.head_dim
+        return _Layer(
+            _load_norm(load, ctx, f"{own}_layer_norm"),
+            Attention(
+                load.linear(ctx, *(f"{own}.{name}_proj" for name in "qkv")),
+                load.linear(ctx, f"{own}.out_proj"),
+                heads,
+                heads,
+                dim,
+                dim**-0.5,
+                rotation=None,
+            ),
+            _load_norm(load, ctx, f"{cross}_layer_norm"),
+            _CrossAttention(
+                load.linear(ctx, f"{cross}.q_proj"),
+                load.linear(ctx, f"{cross}.k_proj", f"{cross}.v_proj"),
+                load.linear(ctx, f"{cross}.out_proj"),
+                heads,
+                dim,
+            ),
+            _load_norm(load, ctx, f"{prefix}.final_layer_norm"),
+            load.linear(ctx, f"{prefix}.fc1"),
+            load.linear(ctx, f"{prefix}.fc2"),
+        )
 
     def embed(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
-        tokens = nn.embedding(ctx, self._embedding, token_ids(batch))
-        return tokens.add(ctx, self._positions.rows(ctx, np.asarray(batch.positions)))
+        return super().embed(ctx, batch).add(ctx, self._positions.rows(ctx, np.asarray(batch.positions)))
 
     def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         step = Step(batch, cache)
@@ -223,32 +227,3 @@ class _Layer:
 
 def _load_norm(load: Loader, ctx: ml.Context, name: str) -> _Norm:
     return _Norm(load.tensor(ctx, f"{name}.weight"), load.tensor(ctx, f"{name}.bias"))
-
-
-def _load_layer(load: Loader, ctx: ml.Context, config: WhisperConfig, i: int) -> _Layer:
-    prefix = f"{_PREFIX}.layers.{i}"
-    own, cross = f"{prefix}.self_attn", f"{prefix}.encoder_attn"
-    heads, dim = config.heads, config.head_dim
-    return _Layer(
-        _load_norm(load, ctx, f"{own}_layer_norm"),
-        Attention(
-            load.linear(ctx, *(f"{own}.{name}_proj" for name in "qkv")),
-            load.linear(ctx, f"{own}.out_proj"),
-            heads,
-            heads,
-            dim,
-            dim**-0.5,
-            rotation=None,
-        ),
-        _load_norm(load, ctx, f"{cross}_layer_norm"),
-        _CrossAttention(
-            load.linear(ctx, f"{cross}.q_proj"),
-            load.linear(ctx, f"{cross}.k_proj", f"{cross}.v_proj"),
-            load.linear(ctx, f"{cross}.out_proj"),
-            heads,
-            dim,
-        ),
-        _load_norm(load, ctx, f"{prefix}.final_layer_norm"),
-        load.linear(ctx, f"{prefix}.fc1"),
-        load.linear(ctx, f"{prefix}.fc2"),
-    )
