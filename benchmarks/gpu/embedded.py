@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from kvcache import Batch, CausalCache
 
 Step = Callable[[], object]
 PROMPT = 40
+STATIC = ("StaticCache", "HFStaticCache")
+"""Caches that can be compiled and captured; a quick run compiles the second alone."""
 WARM = 4
 """Tokens before the clock is started."""
 
@@ -125,18 +127,20 @@ def compiled(stage: Stage) -> None:
         loop.call = torch.compile(loop.model, backend=kind, fullgraph=True)
 
     stage.note("compiler", kind)
-    _static(stage, prepare, lambda step: step)
+    _static(stage, STATIC[stage.quick :], prepare, lambda step: step)
 
 
 def captured(stage: Stage) -> None:
     """One step in a CUDA graph by hand, which is replayed for every further token."""
-    _static(stage, lambda loop: None, stage.device.captured)
+    _static(stage, STATIC, lambda loop: None, stage.device.captured)
 
 
-def _static(stage: Stage, prepare: Callable[[Loop], None], prepared: Callable[[Step], Step]) -> None:
+def _static(
+    stage: Stage, names: Sequence[str], prepare: Callable[[Loop], None], prepared: Callable[[Step], Step]
+) -> None:
     model = model_of(stage)
     wanted = Loop(model, transformers.DynamicCache(config=model.config), stage).run()[0]
-    for name in ("StaticCache", "HFStaticCache"):
+    for name in names:
 
         def one(name: str = name) -> None:
             loop = Loop(model, CACHES[name](model.config, 256), stage)

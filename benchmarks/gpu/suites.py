@@ -40,19 +40,19 @@ def _suites(stage: Stage, backend: str) -> None:
 
 def torch_files(stage: Stage) -> None:
     needs_backend("torch")
-    _files(stage, "torch", "close or no_copy")
+    _files(stage, "torch")
 
 
 def cupy_files(stage: Stage) -> None:
     """On the real CuPy where there is one, and on the double of it; the own loop of examples/ too."""
-    _files(stage, "cupy", "close or probe")
+    _files(stage, "cupy")
 
 
-def _files(stage: Stage, name: str, few: str) -> None:
+def _files(stage: Stage, name: str) -> None:
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob(f"test_*{name}*.py"))
     if name == "cupy":
         files.append("tests/test_example_own_loop.py")
-    _pytest(stage, "files", [files[0], "-k", few] if stage.quick else files)
+    _pytest(stage, "files", [files[0], "-k", "close or probe"] if stage.quick else files)
 
 
 def _pytest(stage: Stage, name: str, arguments: Sequence[str]) -> None:
