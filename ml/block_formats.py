@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["AFFINE", "AFFINE_LEAST_STEP", "F8_LARGEST", "F8_LEAST_SCALE"]
-
 AFFINE: Final[Mapping[str, tuple[int, int]]] = {
     f"AFFINE{bits}_{group}": (bits, group) for bits in (8, 4) for group in (32, 64, 128)
 }

@@ -19,8 +19,6 @@ import pluggy
 if TYPE_CHECKING:
     from ml.capabilities import BackendSpec
 
-__all__ = ["PROJECT", "hookimpl", "hookspec", "ml_backend"]
-
 PROJECT = "ml"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

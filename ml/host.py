@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["host_memory"]
-
 
 def host_memory() -> tuple[int | None, int | None]:
     """(available, total) bytes of this machine; None where the system does not say."""

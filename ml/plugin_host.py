@@ -20,8 +20,6 @@ from ml.probing import Probe
 from ml.records import shown, summary
 from ml_kvcache import HOME, hidden
 
-__all__ = ["FAILURES", "Hook", "PluginHost", "Record"]
-
 FAILURES = (Exception, SystemExit)
 """What a plugin may raise without taking the others, or the program, with it."""
 

@@ -11,8 +11,6 @@ from ml.capabilities import Availability
 from ml.errors import ShapeError
 from ml.records import shown, summary
 
-__all__ = ["LIMIT_S", "LIMIT_VARIABLE", "Probe"]
-
 LIMIT_S = 60.0
 """A framework on a slow disk takes ten seconds and more to import; a driver that hangs never ends."""
 LIMIT_VARIABLE = "ML_PROBE_TIMEOUT"

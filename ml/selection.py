@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["largest"]
-
 _LONG = 2048
 """A shorter axis is sorted sooner than partitioned."""
 

@@ -12,8 +12,6 @@ from ml.errors import DeviceError, DTypeError, ReadOnlyError, ShapeError
 from ml.protocols import Backend, Context, Tensor
 from ml.strided import overlaps_itself
 
-__all__ = ["page_in", "page_out", "pinned_memory"]
-
 
 class _Done:
     """The transfer of a backend that copies at once."""

@@ -10,8 +10,7 @@ NotSupportedError. docs/writing-a-backend.md walks through a whole one.
 from ml.base.backend import BaseBackend, Storage
 from ml.base.context import BaseContext
 from ml.base.group import BaseGroup, SoloGroup
-from ml.base.storage_view import StorageView
-from ml.base.tensor import BaseTensor, StridedTensor
+from ml.base.tensor import BaseTensor, StorageView, StridedTensor
 
 __all__ = [
     "BaseBackend",

@@ -10,16 +10,9 @@ from typing import Any, ClassVar, NoReturn, Self
 from ml.capabilities import Features
 from ml.devices import BackendMemory, DeviceInfo, DeviceMemory
 from ml.dtypes import DType
-from ml.errors import (
-    ClosedError,
-    DTypeError,
-    NotSupportedError,
-    ShapeError,
-)
+from ml.errors import ClosedError, DTypeError, NotSupportedError, ShapeError
 from ml.protocols import Context
 from ml.strided import integers
-
-__all__ = ["BaseBackend", "Storage"]
 
 DEFAULT_GRAPH_NODES = 8192
 

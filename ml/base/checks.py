@@ -8,19 +8,9 @@ from typing import Any
 import numpy as np
 
 from ml.dtypes import DType
-from ml.errors import (
-    DeviceError,
-    DTypeError,
-    MLError,
-    ShapeError,
-)
+from ml.errors import DeviceError, DTypeError, MLError, ShapeError
 from ml.protocols import Backend
-from ml.strided import (
-    Shape,
-    broadcast_shapes,
-)
-
-__all__ = ["as_host", "as_raw", "cast_host", "check_matmul", "check_representable", "flat", "foreign"]
+from ml.strided import Shape, broadcast_shapes
 
 _BOUNDS: dict[DType, tuple[int, int]] = {
     dtype: (int(np.iinfo(dtype.numpy).min), int(np.iinfo(dtype.numpy).max))

@@ -14,23 +14,9 @@ from ml.base.backend import BaseBackend
 from ml.base.checks import as_host, as_raw, cast_host, check_representable, foreign
 from ml.base.tensor import BaseTensor
 from ml.dtypes import DType
-from ml.errors import (
-    BoundsError,
-    ClosedError,
-    DeviceError,
-    DTypeError,
-    NotSupportedError,
-    ShapeError,
-)
+from ml.errors import BoundsError, ClosedError, DeviceError, DTypeError, NotSupportedError, ShapeError
 from ml.protocols import Tensor
-from ml.strided import (
-    Shape,
-    as_shape,
-    check_count,
-    integers,
-)
-
-__all__ = ["BaseContext"]
+from ml.strided import Shape, as_shape, check_count, integers
 
 
 class BaseContext(ABC):

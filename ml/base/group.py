@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ml.base.backend import BaseBackend
     from ml.base.tensor import BaseTensor
 
-__all__ = ["BaseGroup", "SoloGroup", "check_timeout"]
-
 SUMMED = (DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64)
 
 

@@ -9,22 +9,16 @@ from typing import Any, Literal, NoReturn, Self, cast
 
 import numpy as np
 
-from ml.base.backend import BaseBackend
+from ml.base.backend import BaseBackend, Storage
 from ml.base.checks import as_host, check_matmul, check_representable, flat, foreign
-from ml.base.storage_view import StorageView
 from ml.dtypes import DType
-from ml.errors import (
-    BoundsError,
-    DTypeError,
-    NotSupportedError,
-    ReadOnlyError,
-    ShapeError,
-)
+from ml.errors import BoundsError, DTypeError, NotSupportedError, ReadOnlyError, ShapeError
 from ml.protocols import Indices, Tensor
 from ml.strided import (
     Shape,
     broadcast_shapes,
     check_count,
+    contiguous_strides,
     integers,
     normalize_axes,
     normalize_axis,
@@ -34,8 +28,6 @@ from ml.strided import (
     slice_length,
     view_geometry,
 )
-
-__all__ = ["BaseTensor", "StridedTensor"]
 
 COMPARISONS = {
     "eq": "eq", "==": "eq", "ne": "ne", "!=": "ne", "lt": "lt", "<": "lt", "le": "le", "<=": "le",
@@ -545,6 +537,41 @@ class BaseTensor(ABC):
 
     def _unsupported(self, op: str) -> NotSupportedError:
         return NotSupportedError(f"{op}: backend {self.backend.name!r} does not support it")
+
+
+class StorageView:
+    """A dtype, an offset, a shape and strides over a :class:`Storage`; ``native`` is built on demand.
+
+    ``offset`` and ``strides`` count elements of ``storage.array``. Views are made without a call of the
+    framework, so a backend must not keep what it read of a storage that it replaces on a write.
+    """
+
+    __slots__ = ("_native", "backend", "dtype", "offset", "shape", "storage", "strides")
+
+    def __init__(
+        self, storage: Storage, dtype: DType, offset: int, shape: Shape, strides: Shape, native: Any = None
+    ) -> None:
+        self.storage = storage
+        self.backend = storage.backend
+        self.dtype = dtype
+        self.offset = offset
+        self.shape = shape
+        self.strides = strides
+        self._native = native
+
+    @classmethod
+    def whole(cls, storage: Storage, dtype: DType, shape: Shape) -> Self:
+        """The C-contiguous tensor that shows all of a storage."""
+        return cls(storage, dtype, 0, shape, contiguous_strides(shape))
+
+    def _storage_size(self) -> int:
+        return self.storage.size
+
+    def _first(self) -> int:
+        return self.offset
+
+    def _alias(self, offset: int, shape: Shape, strides: Shape) -> Self:
+        return type(self)(self.storage, self.dtype, offset, shape, strides)
 
 
 class StridedTensor(StorageView, BaseTensor):

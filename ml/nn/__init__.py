@@ -11,9 +11,8 @@
 from ml.nn.attention import attention, generic_attention, offers
 from ml.nn.grouped import Groups, generic_grouped_matmul, grouped_matmul
 from ml.nn.latent import latent_attention
-from ml.nn.linear import embedding, linear, softplus, swiglu
+from ml.nn.layers import embedding, l2_norm, layer_norm, linear, rms_norm, softplus, swiglu
 from ml.nn.logprobs import logprobs, logprobs_on_host
-from ml.nn.norms import l2_norm, layer_norm, rms_norm
 from ml.nn.partial import (
     Part,
     generic_partial_attention,

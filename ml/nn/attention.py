@@ -11,8 +11,6 @@ from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
 from ml.protocols import Backend, Context, Tensor
 
-__all__ = ["SCORES_LIMIT", "attention", "causal_scores", "generic_attention", "offers", "widened"]
-
 SCORES_LIMIT = 1 << 24
 """Scores that the generic body holds at once (64 MiB of F32): longer prompts go in blocks of queries."""
 

@@ -11,8 +11,6 @@ from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
 from ml.protocols import Context, Tensor
 
-__all__ = ["Groups", "generic_grouped_matmul", "grouped_matmul", "runs"]
-
 _DENSE_ROWS = 256
 """Up to here a product with a matrix costs a device what reading the matrix does."""
 _SIZES = (16, 32, 64, 128, 256, 512, 1024)

@@ -20,8 +20,6 @@ from collections.abc import Callable
 from ml.errors import DTypeError, ShapeError
 from ml.protocols import Context, Tensor
 
-__all__ = ["latent_attention"]
-
 
 def latent_attention(
     ctx: Context,

@@ -12,8 +12,6 @@ from ml.errors import ShapeError
 from ml.protocols import Context, Tensor
 from ml.selection import largest
 
-__all__ = ["logprobs", "logprobs_on_host"]
-
 
 def logprobs(ctx: Context, logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     """log softmax of logits F32 (rows, vocabulary): F32 (rows, 1 + 2 * most), nothing is read back.

@@ -25,18 +25,6 @@ from ml.errors import ShapeError
 from ml.nn.attention import SCORES_LIMIT, causal_scores, offers, widened
 from ml.protocols import Backend, Context, Tensor
 
-__all__ = [
-    "Part",
-    "generic_partial_attention",
-    "has_attention_calls",
-    "has_quantized_attention",
-    "has_ragged_attention",
-    "merge_attention",
-    "merge_parts",
-    "partial_attention",
-    "partial_in_blocks",
-]
-
 Part = tuple[Tensor, Tensor]
 """Attention over a part (..., tokens, heads, v_dim), and its log-sum-exp F32 (..., tokens, heads)."""
 

@@ -19,18 +19,9 @@ import numpy as np
 
 from ml.dtypes import DType
 from ml.errors import ShapeError
-from ml.nn.sampling import (
-    BatchSampler,
-    Draws,
-    first_on_host,
-    first_reaching,
-    probabilities_on_host,
-)
+from ml.nn.sampling import BatchSampler, Draws, first_on_host, first_reaching, probabilities_on_host
 from ml.nn.sequences import cumsum
 from ml.protocols import Context, Tensor
-
-__all__ = ["Drafted", "RejectionSampler", "draw", "reject_on_host"]
-
 
 _LEAST = float(np.finfo(np.float32).tiny)
 """What a token's share must be: one of probability 0 is not accepted."""

@@ -14,7 +14,8 @@ angles, whatever the pairing. Dimensions beyond ``dim`` pass through (partial ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeGuard, cast
 
 import numpy as np
@@ -22,17 +23,57 @@ import numpy as np
 from ml.capabilities import SupportsRope
 from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
-from ml.nn.rope_spec import RopeSpec
-from ml.nn.scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from ml.nn.attention import offers
+from ml.nn.scaling import RopeScaling
 from ml.protocols import Context, Tensor
-
-__all__ = [
-    "FactorScaling", "LinearScaling", "Llama3Scaling", "Positions", "RopeScaling", "RopeSpec",
-    "Rotation", "YarnScaling", "apply_rope", "multi_axis_tables", "rope", "rope_shift", "rope_tables",
-]  # fmt: skip
 
 Positions = Sequence[int] | np.ndarray | Tensor
 """One position per token: on the host, or an I32 tensor of one axis."""
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """A rotary embedding.
+
+    ``dim`` rotary dimensions, even, the first ones of a head; ``base`` is theta; ``interleaved``
+    pairs neighbours instead of halves; ``scaling`` stretches the context.
+    """
+
+    dim: int
+    base: float = 10000.0
+    interleaved: bool = False
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.dim < 2 or self.dim % 2:
+            raise ShapeError(
+                f"RopeSpec: dim={self.dim}; it must be even and at least 2, since "
+                "dimensions are rotated in pairs"
+            )
+        if self.base <= 0:
+            raise ShapeError(f"RopeSpec: base={self.base}; it must be above 0")
+
+    @cached_property
+    def inverse_frequencies(self) -> np.ndarray:
+        """Radians per position of each pair, scaled: float64 (dim / 2,), highest first; read-only."""
+        plain = self.base ** -(np.arange(0, self.dim, 2) / self.dim)
+        return _frozen(plain if self.scaling is None else self.scaling.scale(plain, self.base))
+
+    @cached_property
+    def attention_factor(self) -> float:
+        """What rotated vectors are multiplied by: YaRN's temperature, else 1."""
+        return 1.0 if self.scaling is None else self.scaling.attention_scale
+
+    @cached_property
+    def signed_frequencies(self) -> np.ndarray:
+        """float32 (dim,): each dimension's frequency, negative for the first of each pair."""
+        pairs = self.inverse_frequencies.astype(np.float32) * np.array([[-1], [1]], np.float32)
+        return _frozen(pairs.T.reshape(-1) if self.interleaved else pairs.reshape(-1))
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
 
 
 def rope(ctx: Context, x: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
@@ -133,8 +174,8 @@ class Rotation:
         self.spec = spec
         self._positions = positions
         self._fused, self._tables = fused, tables
-        kind: type = type(getattr(ctx, "backend", None))  # a context need not tell
-        if fused is None and tables is None and _offers_rope(kind):
+        backend = getattr(ctx, "backend", None)  # a context need not tell
+        if fused is None and tables is None and offers(backend, SupportsRope):
             self._fused = _on_device(ctx, positions)
 
     def apply(self, ctx: Context, x: Tensor) -> Tensor:
@@ -157,11 +198,6 @@ class Rotation:
         if tables is not None:
             tables = tables[0].cast(ctx, DType.F32), tables[1].cast(ctx, DType.F32)
         return Rotation(ctx, self._positions, self.spec, fused, tables)
-
-
-@lru_cache(maxsize=64)
-def _offers_rope(kind: type) -> bool:
-    return issubclass(kind, SupportsRope)
 
 
 def _is_host(positions: Positions) -> TypeGuard[Sequence[int] | np.ndarray]:

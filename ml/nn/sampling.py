@@ -16,8 +16,6 @@ from ml.nn.sequences import cumsum
 from ml.protocols import Context, Tensor
 from ml.selection import largest
 
-__all__ = ["BatchSampler", "Draws", "probabilities_on_host", "sample_on_host"]
-
 _STEEPEST = 1e30
 """The largest 1 / temperature: what is next to 0 stays a number in F32."""
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from ml.errors import ShapeError
 
-__all__ = ["FactorScaling", "LinearScaling", "Llama3Scaling", "RopeScaling", "YarnScaling"]
-
 
 class RopeScaling(Protocol):
     """One way to scale; a hashable value."""

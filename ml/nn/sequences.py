@@ -6,10 +6,9 @@ import math
 
 from ml.dtypes import DType
 from ml.errors import ShapeError
+from ml.nn.attention import widened
 from ml.protocols import Context, Tensor
 from ml.strided import normalize_axis
-
-__all__ = ["causal_conv1d", "cumsum", "pad"]
 
 
 def cumsum(ctx: Context, x: Tensor) -> Tensor:
@@ -21,7 +20,7 @@ def cumsum(ctx: Context, x: Tensor) -> Tensor:
         raise ShapeError("cumsum: a tensor without axes; it must have at least one")
     *leading, count = x.shape
     rows = math.prod(leading)
-    wide = x if x.dtype is DType.F32 else x.cast(ctx, DType.F32)
+    wide = widened(ctx, x)
     if not rows or not count:
         return wide.contiguous(ctx)
     size = 1 << math.ceil(math.log2(count) / 2)

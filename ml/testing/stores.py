@@ -12,8 +12,6 @@ from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
 from ml.testing.harness import BackendCase, each
 
-__all__ = ["KVStoreTests"]
-
 ROWS, HEADS, DIM, V_DIM = 12, 2, 4, 6
 ORDERS = {"head major": (1, 0, 2), "token major": (0, 1, 2), "dim first": (2, 1, 0)}
 BUFFERS: dict[str, Callable[[Context, int], Tensor]] = {

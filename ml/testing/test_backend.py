@@ -4,4 +4,4 @@ from ml.testing.backend import BackendTests
 
 
 class TestBackend(BackendTests):
-    chosen_by_option = True
+    """On the backend that ``--ml-backend`` names."""
