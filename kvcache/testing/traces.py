@@ -12,6 +12,7 @@ printed with the seed; ``--replay SEED`` runs that one again.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import random
 import sys
@@ -23,7 +24,6 @@ from dataclasses import dataclass, replace
 import kvcache
 import ml
 from kvcache.storage.formats import CacheFormat
-from kvcache.testing.family import FAMILY, run_family
 from kvcache.testing.models.attention import Model, Setup
 from kvcache.testing.models.values import BLOCKS
 from kvcache.testing.rigs.snapshots import CopyRig
@@ -53,6 +53,31 @@ class Failure:
     def __str__(self) -> str:
         calls = "\n".join(f"  {op[0]}{op[1:]}" for op in self.ops)
         return f"seed {self.seed}: {self.setup}\n{calls}\n{self.error}"
+
+
+FAMILY = {
+    "recurrent": "kvcache.testing.rigs.states",
+    "encoder": "kvcache.testing.rigs.encoder",
+    "wrapper": "kvcache.testing.rigs.wrapper",
+}
+"""Name of a cache -> the module with its trace; imported when asked for."""
+
+
+def run_family(
+    cache: str, backend: ml.Backend, seed: int, floats: Sequence[DType], features: ml.Features
+) -> str | None:
+    """What went wrong in the trace of ``seed``, or None."""
+    module, computes = importlib.import_module(FAMILY[cache]), features.has("matmul")
+    try:
+        if cache == "recurrent":
+            module.state_trace(backend, seed, floats)
+        elif cache == "encoder":
+            module.encoder_trace(backend, seed, floats, computes)
+        else:
+            module.wrapper_trace(backend, seed)
+    except Exception:
+        return f"seed {seed}: {cache}\n{traceback.format_exc(limit=-6)}"
+    return None
 
 
 def random_setup(

@@ -39,6 +39,20 @@ CASES = (
 )
 
 
+def fill(
+    cache: CausalCache, ctx: ml.Context, prompt: ml.Tensor, layers: int, begin: int, end: int, seq: int = 0
+) -> None:
+    """Positions ``[begin, end)`` of a sequence, in chunks of the rows of ``prompt``."""
+    for at in range(begin, end, prompt.shape[0]):
+        count = min(prompt.shape[0], end - at)
+        part = prompt.slice(ctx, 0, 0, count)
+        cache.start_forward(ctx, Batch(range(at, at + count), [seq] * count))
+        for layer in range(layers):
+            cache.set_layer(layer)
+            cache.put(ctx, part, part)
+        ctx.compute()
+
+
 class BatchDecoding:
     """Sequences of one cache, each of which decodes a token in a step: put and attend of every layer.
 
@@ -58,22 +72,12 @@ class BatchDecoding:
         self._cache.init(backend, stored or dtype, count, capacity, max(512, count))
         self._query = self._ctx.full((count, HEADS, DIM), 1, dtype)
         self._token = self._ctx.full((count, KV_HEADS, DIM), 1, dtype)
-        self._prompt = self._ctx.full((512, KV_HEADS, DIM), 0.5, dtype)
-        self._fill(0, 0, case.shared)
+        prompt = self._ctx.full((512, KV_HEADS, DIM), 0.5, dtype)
+        fill(self._cache, self._ctx, prompt, LAYERS, 0, case.shared)
         for seq in range(1, count):
             self._cache.copy_prefix(0, seq, case.shared)
         for seq, end in enumerate(self._begin):
-            self._fill(seq, case.shared, end)
-
-    def _fill(self, seq: int, begin: int, end: int) -> None:
-        for at in range(begin, end, 512):
-            count = min(512, end - at)
-            part = self._prompt.slice(self._ctx, 0, 0, count)
-            self._cache.start_forward(self._ctx, Batch(range(at, at + count), [seq] * count))
-            for layer in range(LAYERS):
-                self._cache.set_layer(layer)
-                self._cache.put(self._ctx, part, part)
-            self._ctx.compute()
+            fill(self._cache, self._ctx, prompt, LAYERS, case.shared, end, seq)
 
     @property
     def reads(self) -> StepReads:

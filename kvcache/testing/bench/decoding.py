@@ -21,9 +21,9 @@ from kvcache.attention.calls import StepReads
 from kvcache.cache import Batch, CacheDType
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import SlidingWindowCache
-from kvcache.testing.bench.batch import CASES, BatchDecoding, Case
+from kvcache.testing.bench.batch import CASES, BatchDecoding, Case, fill
 from kvcache.testing.bench.batch import LAYERS as BATCH_LAYERS
-from kvcache.testing.bench.timing import Contender, interleave
+from kvcache.testing.bench.timing import Contender, Trial, interleave
 from kvcache.views.words import counted
 
 HEADS, DIM = 8, 128
@@ -97,19 +97,7 @@ class Decoding:
         self.cache.init(backend, stored or dtype, 1, capacity, max(new, min(history, 512)))
         # Head-major, as models hand it over after their rotation.
         self.token = self.ctx.full((HEADS, new, DIM), 1, dtype).permute(self.ctx, 1, 0, 2)
-        self._fill(history, dtype)
-
-    def _fill(self, history: int, dtype: ml.DType) -> None:
-        """In chunks, as a prompt is."""
-        prompt = self.ctx.full((512, HEADS, DIM), 0.5, dtype)
-        for begin in range(0, history, 512):
-            count = min(512, history - begin)
-            part = prompt.slice(self.ctx, 0, 0, count)
-            self.cache.start_forward(self.ctx, Batch(range(begin, begin + count), [0] * count))
-            for layer in range(self.layers):
-                self.cache.set_layer(layer)
-                self.cache.put(self.ctx, part, part)
-            self.ctx.compute()
+        fill(self.cache, self.ctx, self.ctx.full((512, HEADS, DIM), 0.5, dtype), layers, 0, history)
 
     def start(self) -> None:
         self.cache.start_forward(self.ctx, Batch(range(self.at, self.at + self.new), [0] * self.new))
@@ -215,16 +203,22 @@ def _steps(
     rounds = 40 if quick else 200
     trial = interleave(contenders, rounds, floors=floors, seconds=10, own_threads=eager)
     layers -= eager
-    for key, sample in trial.samples().items():
-        times = (sample.median / layers, sample.low / layers, sample.high / layers)
-        kept = len(trial.times[key])
-        yield Measured(name, key, *times, sample.ratio if hand else None, kept, trial.dropped)
+    for key in trial.times:
+        yield _row(name, key, trial, layers, compared=hand is not None)
     for key, peer in peers.items():
         beside = {trial.floor: contenders[trial.floor], key: peer}
         apart = interleave(beside, rounds // 4, warmup=2, seconds=1, own_threads=eager)
-        sample = apart.sample(key)
-        times = (sample.median / layers, sample.low / layers, sample.high / layers)
-        yield Measured(name, key, *times, sample.ratio, len(apart.times[key]), apart.dropped)
+        yield _row(name, key, apart, layers)
+
+
+def _row(
+    name: str, key: str, trial: Trial, layers: int, compared: bool = True, reads: StepReads | None = None
+) -> Measured:
+    """A contender's times per layer; ``compared``: to the floor, too."""
+    sample = trial.sample(key)
+    times = (sample.median / layers, sample.low / layers, sample.high / layers)
+    ratio = sample.ratio if compared else None
+    return Measured(name, key, *times, ratio, len(trial.times[key]), trial.dropped, reads)
 
 
 def _start_forward(backend: ml.Backend, dtype: ml.DType, history: int) -> Measured:
@@ -254,8 +248,5 @@ def _batch(
     rounds, seconds = (10, 2) if quick else (50, 10)
     reads = together.reads
     trial = interleave(contenders, rounds, warmup=2, seconds=seconds, own_threads=False)
-    for key, sample in trial.samples().items():
-        times = (sample.median / BATCH_LAYERS, sample.low / BATCH_LAYERS, sample.high / BATCH_LAYERS)
-        kept = len(trial.times[key])
-        told = reads if key == trial.floor else None
-        yield Measured(case.name, key, *times, sample.ratio, kept, trial.dropped, told)
+    for key in trial.times:
+        yield _row(case.name, key, trial, BATCH_LAYERS, reads=reads if key == trial.floor else None)

@@ -163,8 +163,16 @@ class Rig:
 
     def put_rows(self, ids: Sequence[int] | np.ndarray, positions: Sequence[int], layer: int) -> None:
         """Keys, values and extras as a model gives them."""
+        rows, dtype = self.setup.rows.pair(ids, positions, layer), self.setup.activations
+        key, value = (self.ctx.from_numpy(x, dtype) for x in rows)
+        self._put_tensors(key, value, ids, positions, layer)
+
+    def _put_tensors(
+        self, key: ml.Tensor, value: ml.Tensor, ids: Sequence[int] | np.ndarray, positions: Sequence[int],
+        layer: int,
+    ) -> None:  # fmt: skip
+        """With the extras of these tokens, where the cache has them."""
         ctx, setup = self.ctx, self.setup
-        key, value = (ctx.from_numpy(x, setup.activations) for x in setup.rows.pair(ids, positions, layer))
         if not setup.latent and not setup.extra:
             self.cache.put(ctx, key, value)
             return
@@ -252,12 +260,7 @@ class Rig:
                 self.ctx.full((count, values.KV_HEADS, dim), np.nan, DType.F32)
                 for dim in (self.setup.rows.key_dim, self.setup.rows.value_dim)
             )
-            some = values.extras([0] * count, self.pass_[0], layer) if self.setup.extra else {}
-            extra = {name: self.ctx.from_numpy(array) for name, array in some.items()}
-            if self.setup.latent:
-                self.cache.put(self.ctx, key, v_dim=value.shape[2], extra=extra)
-            else:
-                self.cache.put(self.ctx, key, value, extra=extra)
+            self._put_tensors(key, value, [0] * count, self.pass_[0], layer)
 
     def forward(
         self, positions: Sequence[int], sequences: Sequence[int] | int, lifted: Collection[int] = ()

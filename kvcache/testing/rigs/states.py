@@ -14,13 +14,7 @@ import ml
 from kvcache import Batch
 from kvcache.snapshots.snapshot import RecurrentSnapshot
 from kvcache.testing.models import values
-from kvcache.testing.models.states import (
-    ATTENTION_LAYER,
-    Copy,
-    StateModel,
-    StateSetup,
-    state_values,
-)
+from kvcache.testing.models.states import ATTENTION_LAYER, Copy, StateModel, StateSetup, state_values
 from kvcache.testing.rigs.attention import look, outcome
 from ml import DType
 

@@ -7,10 +7,9 @@ from typing import ClassVar
 import pytest
 
 import ml
-from kvcache.testing.family import run_family
 from kvcache.testing.harness import CacheCase
 from kvcache.testing.rigs.protocol import only_protocol
-from kvcache.testing.traces import run_traces
+from kvcache.testing.traces import run_family, run_traces
 from ml import DType
 
 PARTS = 8
