@@ -17,10 +17,10 @@ from ml.capabilities import COMPUTE_OPERATIONS
 
 class TestNumpy(CacheTests):
     backend_name = "numpy"
-    traces = 240
-    state_traces = 48
-    quantized_traces = 60
-    encoder_traces = 48
+    traces = 160
+    state_traces = 32
+    quantized_traces = 40
+    encoder_traces = 32
     fault_stride = 2
 
 

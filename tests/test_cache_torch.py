@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 class TestTorch(CacheTests):
     backend_name = "torch"
     checkered = True
-    traces = 60
+    traces = 40
     state_traces = 8
     encoder_traces = 8
     quantized_traces = 4
     fault_stride = 7
     residual_calls = 12
-    long_run = 1000
+    long_run = 500

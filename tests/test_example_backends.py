@@ -28,7 +28,7 @@ from ml.testing import BackendTests
 class TestBackend(BackendTests):
     backend_name = "jax"
     examples = 4
-    case_stride = 25
+    case_stride = 40
 
 class TestCaches(CacheTests):
     backend_name = "jax"
@@ -115,15 +115,15 @@ def installed(plugins: Any) -> Any:
     return plugins
 
 
-@pytest.mark.parametrize(("suite", "sample"), [("ml.testing", 1), ("kvcache.testing", 1 if LONG else 8)])
+@pytest.mark.parametrize(("suite", "sample"), [("ml.testing", 1), ("kvcache.testing", 1 if LONG else 16)])
 def test_lists_pass_the_suite(installed: Any, suite: str, sample: int) -> None:
-    """The backends' suite whole; each eighth test of the caches', which takes Python lists half a minute."""
+    """The backends' suite whole; each sixteenth test of the caches', which takes Python lists half a minute."""
     command = [sys.executable, "-m", "pytest", "--pyargs", suite, "--ml-backend=list"]
     assert " passed" in installed.run(command, sample)
 
 
 def test_jax_passes_a_sample_of_both_suites(installed: Any, tmp_path: Path) -> None:
-    """Every 25th case of those tables: each shape is compiled, so all of it takes minutes (``ML_LONG=1``).
+    """Every 40th case of those tables: each shape is compiled, so all of it takes minutes (``ML_LONG=1``).
 
     And what the suites do not ask: into a large cache a token is written where it is.
     """

@@ -190,20 +190,19 @@ def test_a_prompt_has_causal_bounds(ctx: Any, listed: bool) -> None:
     np.testing.assert_allclose(out, right, atol=4e-3, rtol=0)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("dtype", [ml.DType.F32, ml.DType.BF16])
-def test_what_a_query_does_not_see_reaches_no_result_of_it(ctx: Any, poison: float, dtype: ml.DType) -> None:
+@pytest.mark.parametrize(("dtype", "poison"), [(ml.DType.F32, np.nan), (ml.DType.BF16, np.inf)])
+def test_what_a_query_does_not_see_reaches_no_result_of_it(ctx: Any, dtype: ml.DType, poison: float) -> None:
     """Each query in turn: all else is poisoned, also what its neighbours in the same tile see."""
     plan = _plan(3, [(0, 2, 70, 0, 3), (1, 0, 3, 3, 4)],
                  [(0, 0, 70), (1, 0, 65), (2, 66, 68), (2, 1, 3)], [80, 75, 74])  # fmt: skip
     seen = {0: [*range(2, 72)], 1: [*range(2, 67)], 2: [68, 69, 75, 74]}
     clean = _case(4, 3, 84, (2, 1), (16, 16))
+    _, right = _attend(ctx, clean, plan, dtype)
     for query in (1, 2):
         q, k, v = (x.copy() for x in clean)
         hidden = np.setdiff1d(np.arange(84), seen[query])
         k[hidden], v[hidden] = poison, poison
         out, _ = _attend(ctx, (q, k, v), plan, dtype)
-        _, right = _attend(ctx, clean, plan, dtype)
         np.testing.assert_allclose(out[query], right[query], atol=TOLERANCE[dtype], rtol=0)
         assert not np.isfinite(out[0]).any()
 
