@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
@@ -326,13 +327,10 @@ def test_the_example_serves_a_cache_and_the_command_line(turbo: Any, make_model:
 
 
 def test_ranks_are_told_the_formats_of_a_plugin_too(turbo: Any) -> None:
-    from kvcache.command.ranks import Job
     from kvcache.runner.options import EngineOptions
-    from kvcache.runner.requests import GenerationOptions
 
-    options = EngineOptions(cache_dtype=(turbo, DType.Q8_0))
-    job = Job(Path("m"), "torch", None, DType.BF16, ["a"], GenerationOptions(), options, 2, 60.0)
-    assert Job.decoded(job.encoded()).options == EngineOptions(cache_dtype="TURBO4/Q8_0")
+    told = pickle.loads(pickle.dumps(EngineOptions(cache_dtype=(turbo, DType.Q8_0))))
+    assert CacheFormat.of(told.cache_dtype) == CacheFormat.of("TURBO4/Q8_0")
 
 
 # Pages.
