@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-__all__ = ["KVCACHE", "held"]
+__all__ = ["KVCACHE", "held", "piped"]
 
 ROOT = Path(__file__).resolve().parents[1]
 KVCACHE = (
@@ -48,6 +49,14 @@ main()
 """Runs the command, and waits where a function is called for the nth time."""
 
 
+def piped(*words: object, **options: Any) -> subprocess.Popen[str]:
+    """A process whose streams are pipes of text."""
+    line, pipe = [str(word) for word in words], subprocess.PIPE
+    return subprocess.Popen(
+        line, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8", cwd=ROOT, **options
+    )
+
+
 @contextmanager
 def held(moment: str, tmp_path: Path, *arguments: object, text: str = "") -> Iterator[subprocess.Popen[str]]:
     """The command, when it has come to ``moment``: module, function, and which call of it.
@@ -56,12 +65,9 @@ def held(moment: str, tmp_path: Path, *arguments: object, text: str = "") -> Ite
     called with, if it is.
     """
     marker = tmp_path / "marker"
-    line = [sys.executable, "-c", HELD, str(marker), *moment.split(":"), *map(str, arguments)]
-    process = subprocess.Popen(
-        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    process = piped(sys.executable, "-c", HELD, marker, *moment.split(":"), *arguments)
     try:
-        if process.stdin is not None and text:
+        if text:
             process.stdin.write(text)
             process.stdin.flush()
         for _ in range(600):

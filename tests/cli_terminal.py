@@ -16,6 +16,8 @@ from unittest import mock
 
 import pytest
 
+from .cli_held import KVCACHE
+
 ROOT = Path(__file__).resolve().parents[1]
 CTRL_C = "\x03"
 CTRL_D = "\x04"
@@ -73,7 +75,7 @@ def drive(
     environment = {**os.environ, "TERM": "xterm", **(env or {})}
     environment.pop("COLUMNS", None)
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvcache", *map(str, arguments)],
+        [*KVCACHE, *map(str, arguments)],
         stdin=follower,
         stdout=follower,
         stderr=follower,

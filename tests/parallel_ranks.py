@@ -25,7 +25,6 @@ from kvcache.runner import Engine, EngineOptions, GenerationOptions, Generator, 
 from kvcache.runner.fingerprint import model_identity
 from kvcache.runner.parallel import join, of_all
 from kvcache.runner.rank import LOST, job_of_rank, leave
-from kvcache.runner.saved import ConversationError, adopt, capture, read, write
 from kvcache.stores import FileStore
 from ml import DType
 
@@ -210,21 +209,6 @@ def stored(rank: Rank) -> None:
                 assert engine.complete([turn], GenerationOptions(max_new_tokens=1))[0].reused == 0
 
 
-def lost_by_one(rank: Rank) -> None:
-    """A rank that no longer has its pages: all compute again, and go on together."""
-    path, prompt, tokens, _ = rank.job["greedy"][0]
-    options = EngineOptions(max_sequences=1, capacity=96)
-    settings = GenerationOptions(max_new_tokens=len(tokens), ignore_eos=True)
-    with rank.model(path) as model, Engine(model, None, options) as engine:
-        assert engine.complete([prompt], settings)[0].reused == 0
-        if rank.rank == rank.size - 1:
-            engine.prefix.clear()
-        (answer,) = engine.complete([prompt], settings)
-        assert (answer.reused, list(answer.tokens)) == (0, tokens), f"{answer.reused} reused"
-        (answer,) = engine.complete([prompt], settings)
-        assert (answer.reused, list(answer.tokens)) == (len(prompt) - 1, tokens)
-
-
 def forgetful(rank: Rank) -> None:
     """Ranks that find different things, evict at different times and run out of room at different times.
 
@@ -264,27 +248,6 @@ def _lose_pages(folder: Path, seed: int) -> None:
         manifest.unlink()
 
 
-def conversations(rank: Rank) -> None:
-    """A conversation that a rank has saved goes on there, and is refused by every other."""
-    path, prompt, tokens, _ = rank.job["greedy"][0]
-    options = EngineOptions(max_sequences=1, capacity=96)
-    files = [Path(rank.job["store"]).parent / f"rank{i}.kv" for i in range(rank.size)]
-    with rank.model(path) as model:
-        with Engine(model, None, options) as engine:
-            engine.complete([prompt], GenerationOptions(max_new_tokens=1, ignore_eos=True))
-            write(files[rank.rank], capture(engine, prompt))
-        rank.group.barrier()
-        with Engine(model, None, options) as engine:
-            with pytest.raises(ConversationError, match=f"this is rank {rank.rank}/{rank.size}"):
-                adopt(engine, read(files[(rank.rank + 1) % rank.size]))
-            adopt(engine, read(files[rank.rank]))
-            (answer,) = engine.complete(
-                [prompt], GenerationOptions(max_new_tokens=len(tokens), ignore_eos=True)
-            )
-            assert answer.reused == len(prompt) - 1
-            assert list(answer.tokens) == tokens
-
-
 def last_one_raises(rank: Rank) -> None:
     if rank.rank == rank.size - 1:
         raise ValueError("no such luck")
@@ -316,7 +279,7 @@ CHECKS: dict[str, Callable[[Rank], None]] = {
     check.__name__: check
     for check in (
         collectives, lazy_work, greedy, logits, own_part_only, out_of_step, refusals, joined_anew, stored,
-        lost_by_one, forgetful, conversations, last_one_raises,
+        forgetful, last_one_raises,
     )
 }  # fmt: skip
 

@@ -30,7 +30,8 @@ from kvcache.runner.tokenizer import Tokenizer
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
 from kvcache.serve.running import Server
 
-__all__ = ["NAME", "PROMPT", "Gate", "Serving", "asked_in_process", "gated", "opened", "served", "until"]
+__all__ = ["NAME", "PROMPT", "Gate", "Serving", "app_of", "asked_in_process", "gated", "opened", "served",
+           "until"]  # fmt: skip
 
 NAME, PROMPT = "tiny", "And God said unto Noah,"
 
@@ -41,6 +42,10 @@ def opened(options: EngineOptions, tiers: Sequence[Tier] = ()) -> Iterator[Engin
     with ml.open_backend("numpy") as backend, contextlib.ExitStack() as stack:
         model, tokenizer = load_model(bundled_model(), backend), Tokenizer.load(bundled_model())
         yield stack.enter_context(Engine(model, tokenizer, options, tiers))
+
+
+def app_of(worker: Worker, **options: Any) -> Any:
+    return make_app(worker, NAME, template_of(bundled_model()), ServeOptions(**options))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -68,8 +73,7 @@ class Serving:
         return httpx.post(f"{self.url}/v1/{path}", content=content, timeout=60)
 
     def health(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=60).json()
-        return found
+        return httpx.get(f"{self.url}/health", timeout=60).json()
 
 
 @contextlib.contextmanager
@@ -132,12 +136,14 @@ def gated(serving: Serving) -> Iterator[Gate]:
         serving.ask(lambda engine: delattr(engine, "step"))
 
 
-def asked_in_process(app: Any, path: str, body: Any) -> httpx.Response:
+def asked_in_process(
+    app: Any, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> httpx.Response:
     """The reply of an app that no socket leads to."""
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return await client.request("GET" if body is None else "POST", path, json=body)
+            return await client.request("GET" if body is None else "POST", path, json=body, headers=headers)
 
     return asyncio.run(ask())

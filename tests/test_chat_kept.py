@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -30,11 +29,10 @@ from kvcache.runner.loading import load_model
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
-from .cli_held import KVCACHE, held
+from .cli_held import KVCACHE, held, piped
 from .cli_rig import run
 from .small_models import KINDS
 
-ROOT = Path(__file__).resolve().parents[1]
 NOAH = "And God said unto Noah,"
 Make = Callable[..., Path]
 
@@ -179,11 +177,7 @@ def test_what_ends_the_process_costs_the_running_answer_at_most(
 
 def test_two_at_once_lose_nothing_of_each_other(store: Path) -> None:
     """The one that writes second goes on under another name."""
-    with subprocess.Popen(
-        [*KVCACHE, *words(store)], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    with piped(*KVCACHE, *words(store)) as process:
         process.stdin.write("/list\n")
         process.stdin.flush()
         process.stdout.readline()

@@ -23,8 +23,7 @@ WORDS = ("generate", "--prompt", PROMPT, "--max-tokens", "24", "--json")
 def generated(*words: str) -> dict[str, Any]:
     result = run(*WORDS, *words)
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.output)
-    return found
+    return json.loads(result.output)
 
 
 def test_drafts_change_no_text_and_are_counted() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +63,10 @@ def test_every_command_has_debug_and_every_option_says_what_it_is(name: str) -> 
 
 
 @pytest.mark.parametrize("name", [*NAMES, ""])
-@pytest.mark.parametrize("columns", ["20", "40"])
-def test_help_fits_narrow_terminals(name: str, columns: str) -> None:
-    result = run(*filter(None, [name]), "--help", env={"COLUMNS": columns})
+def test_help_fits_narrow_terminals(name: str) -> None:
+    result = run(*filter(None, [name]), "--help", env={"COLUMNS": "20"})
     assert result.exit_code == 0
-    assert max(map(len, result.stdout.splitlines())) <= int(columns)
+    assert max(map(len, result.stdout.splitlines())) <= 20
 
 
 # Completion.
@@ -130,30 +126,3 @@ def test_the_shell_is_told_commands_options_and_values(folder: Path) -> None:
     assert completed("kvcache chat --store ne") == ["nest"]
     for name in ("generate", "chat", "save", "load", "inspect", "conformance", "bench"):
         assert "numpy" in completed(f"kvcache {name} --backend ")
-
-
-def test_bash_completes_with_the_script_that_is_shown(folder: Path) -> None:
-    """Sourced into a real bash, whose function then fills COMPREPLY."""
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip("there is no bash")
-    shim = folder / "bin"
-    shim.mkdir()
-    (shim / "kvcache").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcache "$@"\n')
-    (shim / "kvcache").chmod(0o755)
-    script = (
-        'eval "$(kvcache --show-completion bash)"\n'
-        "COMP_WORDS=(kvcache generate --backend nu) COMP_CWORD=3\n"
-        "_kvcache_completion kvcache\n"
-        'echo "${COMPREPLY[@]}"\n'
-    )
-    env = {
-        **os.environ,
-        "PATH": f"{shim}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
-    }
-    done = subprocess.run(
-        [bash, "--norc", "-c", script], capture_output=True, text=True, env=env, check=False, timeout=60
-    )
-    assert (done.stdout, done.stderr) == ("numpy\n", "")

@@ -195,7 +195,7 @@ def started(code: str, *arguments: object, path: Path = ROOT) -> tuple[int, str,
     return ended.returncode, ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize("imports", [1, 3, 20, 80, 160, 320])
+@pytest.mark.parametrize("imports", [1, 20, 320])
 def test_the_start_ends_with_a_short_message_whatever_is_being_imported(imports: int) -> None:
     assert started(STARTING, imports, "backends", "--json") == (130, "", "kvcache: interrupted\n")
 

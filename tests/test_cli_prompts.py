@@ -51,11 +51,11 @@ def test_save_and_load_read_standard_input_too(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["outputs"][0]["prompt"] == "And God said unto Noah,"
 
 
-def test_nothing_at_all_is_wrong_usage() -> None:
-    for text in ("", "\n\n"):
-        result = run("generate", text=text)
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert "missing prompt: give --prompt TEXT, --prompt-file FILE or a pipe" in result.stderr
+def test_lines_without_anything_are_wrong_usage() -> None:
+    """As no pipe is."""
+    result = run("generate", text="\n\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "missing prompt: give --prompt TEXT, --prompt-file FILE or a pipe" in result.stderr
 
 
 def test_a_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

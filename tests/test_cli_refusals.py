@@ -7,7 +7,6 @@ import shlex
 import socket
 import stat
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 pytest.importorskip("typer")
 
+from .cli_held import KVCACHE
 from .cli_rig import run
 
 Make = Callable[..., Path]
@@ -140,6 +140,9 @@ WRONG_USAGE = {
     "save --temperature x": "kvcache save: --temperature is 'x'; it must be a number\n",
     "chat --top-p 0": "kvcache chat: --top-p is '0'; it must be above 0 and at most 1",
     "chat --temperature inf": "--temperature is 'inf'; it must be a finite number\n",
+    "generate --prompt a --cache-type-v q9": (
+        "--cache-type-v is 'q9'; it must be one of f32, f16, bf16, q8_0, q4_0, f8_e4m3, affine8_32"
+    ),
     "serve --shutdown-timeout inf": "--shutdown-timeout is 'inf'; it must be a finite number\n",
     "generate --timeout 0": "--timeout is '0'; it must be at least 0.1\n",
     "load": "kvcache load: missing FILE: a file written by kvcache save\n",
@@ -221,10 +224,9 @@ def test_h_is_help(command: str) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("line", ["--version", "generate --prompt x --max-tokens 1", "chat"])
 def test_an_output_on_a_full_device_is_one_line(line: str) -> None:
-    words = [sys.executable, "-m", "kvcache", *line.split()]
     options = {"input": "/list\n", "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, "timeout": 60}
     with open("/dev/full", "wb") as full:
-        ended = subprocess.run(words, stdout=full, check=False, **options)
+        ended = subprocess.run([*KVCACHE, *line.split()], stdout=full, check=False, **options)
     expected = "kvcache: the output cannot be written (No space left on device)\n"
     assert (ended.returncode, ended.stderr) == (1, expected)
 

@@ -1,7 +1,8 @@
-"""Completion in a real zsh and a real fish, from ``--install-completion`` to the first Tab."""
+"""Completion in a real bash, zsh and fish, from the script to the first Tab."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import select
@@ -81,17 +82,28 @@ def test_zsh_completes_from_the_first_tab_on(home: dict[str, str]) -> None:
     typed(zsh, home, [("> ", "kvcache gen\t"), ("generate ", "--backend nu\t"), ("numpy ", "")])
 
 
+def ran(program: str, settings: dict[str, str], script: str) -> str:
+    """What a script prints, which has to say itself for which shell it asks."""
+    env = {**settings, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    line = [program, "-c", f"{script}; true"]
+    ended = subprocess.run(line, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout
+
+
+def test_bash_completes_with_the_script_that_is_shown(home: dict[str, str]) -> None:
+    """Whose function then fills COMPREPLY."""
+    script = (
+        'eval "$(kvcache --show-completion bash)"\n'
+        "COMP_WORDS=(kvcache generate --backend nu) COMP_CWORD=3\n"
+        "_kvcache_completion kvcache\n"
+        'echo "${COMPREPLY[@]}"'
+    )
+    assert ran(shell("bash"), home, script) == "numpy\n"
+
+
 def test_fish_completes_commands_and_backends(home: dict[str, str]) -> None:
-    fish = shell("fish")
-
-    def run(line: str) -> str:
-        ended = subprocess.run(
-            [fish, "-c", f"{line}; true"], env=home, capture_output=True, text=True, check=False, timeout=60
-        )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
-
-    home["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
+    run = functools.partial(ran, shell("fish"), home)
     script = run("kvcache --show-completion fish")
     folder = Path(home["HOME"]) / ".config" / "fish" / "completions"
     folder.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ from safetensors.numpy import load_file, save_file
 
 from .each_backend import each_backend
 from .model_passes import TwoDevices, close, prompt, run
-from .test_runner_models import BACKENDS, BASE, MODELS, new_cache, whole_on_numpy
+from .test_runner_models import BACKENDS, MODELS, new_cache, random_peer, whole_on_numpy
 
 NAMES = ("deepseek-v3", "deepseek-v3.2", "glm-4.5", "glm-4.5 air")
 LAYERS, COUNT = 3, 4
@@ -43,19 +43,12 @@ LAYERS, COUNT = 3, 4
 @functools.cache
 def peer(name: str) -> Any:
     """transformers' model with a layer more than ours has, the one for multi-token prediction."""
-    import transformers
-
     model_name, config_name, changes = MODELS[name]
     changes = {**changes, "num_hidden_layers": LAYERS + 1}
     if "mlp_layer_types" in changes:
         changes["mlp_layer_types"] = [*changes["mlp_layer_types"], "sparse"]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{config_name}Config")(**(BASE | changes))
-    model = getattr(transformers, f"{model_name}ForCausalLM")(config).eval().requires_grad_(False)
-    for path, parameter in model.named_parameters():
-        if parameter.ndim == 1 or path.endswith("_bias"):
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    hidden = config.hidden_size
+    model = random_peer(model_name, config_name, changes)
+    hidden = model.config.hidden_size
     model.more = {
         **{norm: torch.rand(hidden) + 0.5 for norm in ("enorm", "hnorm", "shared_head.norm")},
         "eh_proj": torch.randn(hidden, 2 * hidden) * 0.2,
@@ -101,8 +94,7 @@ class Reference:
         """Logits (vocab_size,) of the next guess."""
         hidden = rms_norm(self._layers(self.inputs, [LAYERS]), self.model.more["shared_head.norm"], self.eps)
         self.last = hidden[:, -1:]
-        logits: np.ndarray = self.model.lm_head(self.last)[0, 0].numpy()
-        return logits
+        return self.model.lm_head(self.last)[0, 0].numpy()
 
     def extend(self, token: int) -> None:
         self.inputs = torch.cat([self.inputs, self._joined([token], self.last)], 1)

@@ -28,10 +28,11 @@ from kvcache.runner.sampling import Choice, Proposed, Sampler
 from kvcache.runner.speculative import SpeculativeGenerator
 from ml import nn
 
+from .each_backend import host_and_tensors, runnable
 from .test_runner_sampling import distribution
 
 SIZE = 5
-DRAWS = 20_000
+DRAWS, TEXTS = 20_000, 500
 SETTINGS = {
     "whole": {"temperature": 0.9},
     "cut": {"temperature": 1.3, "top_k": 4, "top_p": 0.93},
@@ -50,15 +51,7 @@ def by_tensors(backend: ml.Backend) -> Reject:
     return reject
 
 
-@pytest.fixture(params=["host", "numpy", "torch", "mlx"], scope="module")
-def reject(request: pytest.FixtureRequest) -> Iterator[Reject]:
-    """The body on the host, and the one written on Tensors on each backend."""
-    if request.param == "host":
-        yield nn.reject_on_host
-        return
-    pytest.importorskip({"mlx": "mlx.core"}.get(request.param, request.param))
-    with ml.open_backend(request.param, device="cpu") as backend:
-        yield by_tensors(backend)
+reject = host_and_tensors(nn.reject_on_host, by_tensors)
 
 
 def shares(
@@ -126,9 +119,8 @@ def test_probabilities_of_another_size_are_refused() -> None:
             nn.RejectionSampler(ctx, draws, nn.Drafted(np.zeros(2, int), np.ones((2, 3)), np.ones(2)), 4)
 
 
-@pytest.mark.parametrize("name", ["numpy", "torch", "mlx"])
+@pytest.mark.parametrize("name", runnable("numpy", "torch", "mlx"))
 def test_probabilities_are_what_is_drawn_from(name: str) -> None:
-    pytest.importorskip({"mlx": "mlx.core"}.get(name, name))
     logits = some_logits(5, 6, 40)
     rows = [(0.0, 0, 1.0, 0.0), (0.8, 0, 1.0, 0.0), (1.5, 7, 1.0, 0.0), (1.0, 0, 0.7, 0.0),
             (1.0, 30, 0.9, 0.05), (0.0, 3, 0.5, 0.0)]  # fmt: skip
@@ -232,8 +224,8 @@ def joint(table: np.ndarray, length: int, settings: dict[str, Any]) -> np.ndarra
 
 @pytest.fixture(scope="module")
 def drafted(chains: tuple[Chain, Chain]) -> Callable[[str, int], tuple[np.ndarray, SpeculativeGenerator]]:
-    """``drafted(name, tokens)``: 800 texts by SETTINGS[name], with ``tokens`` drafted in each pass."""
-    return functools.cache(lambda name, tokens: answers(chains, 800, SETTINGS[name], tokens))
+    """``drafted(name, tokens)``: TEXTS by SETTINGS[name], with ``tokens`` drafted in each pass."""
+    return functools.cache(lambda name, tokens: answers(chains, TEXTS, SETTINGS[name], tokens))
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("whole", 2), ("cut", 1), ("peaked", 1)], ids=SETTINGS)
@@ -257,8 +249,8 @@ def test_as_many_are_accepted_as_the_distributions_have_in_common(
     p, q = (np.array([shares(row, **SETTINGS[name]) for row in chain.table]) for chain in chains)
     expected = p[0] @ np.minimum(p, q).sum(1)
     counts = generator.speculation
-    assert counts.drafted == 800
-    assert abs(counts.acceptance - expected) < 4 * (expected * (1 - expected) / 800) ** 0.5
+    assert counts.drafted == TEXTS
+    assert abs(counts.acceptance - expected) < 4 * (expected * (1 - expected) / TEXTS) ** 0.5
     assert counts.tokens_per_pass == (counts.passes + counts.accepted) / counts.passes
 
 

@@ -87,6 +87,12 @@ def _reference(model: Any, prompt: Sequence[int], count: int) -> tuple[int, ...]
         return generator.complete([prompt], GenerationOptions(count, ignore_eos=True))[0].tokens
 
 
+def answers_are_right(model: Any, *requests: Request, count: int = COUNT) -> None:
+    for request in requests:
+        prompt, answer = np.split(request.tokens, [request.run.prompt_tokens])
+        assert tuple(answer) == reference(model, prompt, count)
+
+
 def branching() -> list[list[int]]:
     """Five prompts, of which some begin alike."""
     first = tokens_of(1, 30)
@@ -147,7 +153,7 @@ def test_a_request_shares_with_one_that_is_running(model: Any) -> None:
         second = engine.submit([*first, 7, 8], GREEDY)
         events = run(engine)
         assert Started(second.id, 32, 29 if second.run.reused == 29 else 30) in events
-        assert second.run.tokens[32:] == list(reference(model, [*first, 7, 8]))
+        answers_are_right(model, second)
 
 
 def run(engine: Engine, extra: int = 0) -> list[Any]:
@@ -165,8 +171,7 @@ def test_what_a_request_asks_to_keep_outlives_what_came_after_it(small: Any) -> 
         with engine_of(small) as engine:
             for prompt, asked in ((first, retention), (second, None)):
                 engine.submit(prompt, GREEDY, retention=asked)
-                while engine.busy:
-                    engine.step()
+                run(engine)
             engine.prefix.evict(engine.prefix.nbytes["device"] // 2)
             assert [engine.prefix.longest(prompt) == len(prompt) - 1 for prompt in (first, second)] == left
 
@@ -202,8 +207,7 @@ def test_a_request_may_come_while_others_are_answered(model: Any) -> None:
             engine.step()
         two = engine.submit(second, GREEDY)
         seen = [type(event).__name__ for event in run(engine)]
-        assert one.tokens[20:] == reference(model, first)
-        assert two.tokens[20:] == reference(model, second)
+        answers_are_right(model, one, two)
     between = seen[seen.index("Started") : [i for i, name in enumerate(seen) if name == "Prefilled"][-1]]
     assert "Token" in between  # answers and prompts take turns
 
@@ -240,7 +244,7 @@ def test_a_cancelled_request_leaves_its_sequence(model: Any, steps: int) -> None
         assert not engine.cancel(one)
         check(engine)
         assert all(event.request == two.id for event in run(engine) if not isinstance(event, Failed))
-        assert two.tokens[28:] == reference(model, second)
+        answers_are_right(model, two)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +252,7 @@ def test_a_cancelled_request_leaves_its_sequence(model: Any, steps: int) -> None
     [
         ([], "the prompt is empty"),
         ([1, 400], "token 400"),
+        ([-1], "token -1"),
         ([5] * 65, "65 tokens, more than the capacity of 64"),
         ([5] * 300, "300 tokens, more than the model's 256 positions"),
         ("text", "no tokenizer"),
@@ -314,8 +319,7 @@ def test_after_a_failed_pass_all_requests_go_on(model: Any, steps: int) -> None:
             engine.step()
         check(engine)
         events += run(engine)
-        for prompt, request in zip(prompts, requests, strict=True):
-            assert request.tokens[len(prompt) :] == reference(model, prompt)
+        answers_are_right(model, *requests)
         for kind in (Started, Finished):
             assert sorted(event.request for event in events if isinstance(event, kind)) == [0, 1, 2]
         assert engine.complete(prompts[1:2], GREEDY)[0].tokens == reference(model, prompts[1])
@@ -335,8 +339,7 @@ def test_an_interruption_while_tokens_are_taken_in_loses_no_token(model: Any) ->
             check(engine)
             engine.step()
         run(engine)
-        for prompt, request in zip(prompts, requests, strict=True):
-            assert request.tokens[len(prompt) :] == reference(model, prompt)
+        answers_are_right(model, *requests)
 
 
 def _interrupted(*_: object) -> Any:
@@ -372,8 +375,7 @@ def test_a_request_that_fails_between_two_passes_fails_alone(
         (failed,) = [event for event in run(engine) if isinstance(event, Failed)]
         assert failed.request == requests[1].id
         assert requests[1].error is failed.error
-        for i in (0, 2):
-            assert requests[i].tokens[10:] == reference(model, prompts[i])
+        answers_are_right(model, requests[0], requests[2])
 
 
 def test_a_request_whose_logits_cannot_be_sampled_fails_alone(model: Any) -> None:
@@ -397,9 +399,8 @@ def test_where_the_cache_is_full_the_last_request_makes_room_and_loses_nothing(m
         events = run(engine)
         assert engine.preemptions > 0
         assert not [event for event in events if isinstance(event, Failed)]
-        for prompt, request in zip(prompts, requests, strict=True):
-            assert request.tokens[12:] == reference(model, prompt, 14)
-            assert sum(isinstance(e, Token) for e in events if e.request == request.id) == 14
+        answers_are_right(model, *requests, count=14)
+        assert sum(isinstance(event, Token) for event in events) == 14 * len(requests)
 
 
 @pytest.mark.parametrize(
@@ -467,12 +468,9 @@ def test_drafts_change_no_answer_whatever_else_happens(model: Any, width: int) -
             with contextlib.suppress(RuntimeError, KeyboardInterrupt):
                 events += engine.step()
             assert sessions(engine) == len(engine.running)
-        for request in requests:
-            told = [
-                event.token for event in events if isinstance(event, Token) and event.request == request.id
-            ]
-            assert tuple(told) == request.tokens[12:]
-        assert [request.tokens[12:] for request in requests] == expected
+        for request, answer in zip(requests, expected, strict=True):
+            told = [event for event in events if isinstance(event, Token) and event.request == request.id]
+            assert tuple(event.token for event in told) == request.tokens[12:] == answer
         assert engine.preemptions > 0
         assert engine.speculation.accepted > 0
         engine.forget()
@@ -488,7 +486,7 @@ def test_a_draft_that_fails_fails_its_request_alone(small: Any) -> None:
         first, second = engine.submit([1, 2], GREEDY, draft), engine.submit([1, 3], GREEDY)
         (failed,) = [event for event in run(engine) if isinstance(event, Failed)]
         assert (failed.request, str(failed.error)) == (first.id, "no idea")
-        assert second.tokens[2:] == reference(small, [1, 3])
+        answers_are_right(small, second)
     with Engine(small) as engine, pytest.raises(RequestError, match="with SpeculativeOptions"):
         engine.submit([1, 2], draft=draft)
 
@@ -531,24 +529,18 @@ def test_whatever_comes_goes_and_fails_every_answer_is_that_of_its_prompt_alone(
 ) -> None:
     broken = Breaking(model)
     context = data.draw(st.sampled_from([24, 40]))
-    options = {
-        "max_sequences": 3,
-        "capacity": 16,
-        "context": context,
-        "prefill_chunk": data.draw(st.integers(1, 9)),
-    }
+    chunk = data.draw(st.integers(1, 9))
     prompts = st.lists(st.integers(3, 4), min_size=1, max_size=18)
-    submitted: list[tuple[list[int], Request]] = []
-    cancelled: set[int] = set()
-    with engine_of(broken, **options) as engine:
+    left: list[Request] = []
+    with engine_of(broken, max_sequences=3, capacity=16, context=context, prefill_chunk=chunk) as engine:
         for _ in range(data.draw(st.integers(1, 25))):
             action = data.draw(st.sampled_from(["submit", "step", "step", "step", "cancel", "fail"]))
             if action == "submit":
-                prompt = data.draw(prompts)
-                submitted.append((prompt, engine.submit(prompt, GenerationOptions(5, ignore_eos=True))))
-            elif action == "cancel" and submitted:
-                request = data.draw(st.sampled_from(submitted))[1]
-                cancelled |= {request.id} if engine.cancel(request) else set()
+                left.append(engine.submit(data.draw(prompts), GenerationOptions(5, ignore_eos=True)))
+            elif action == "cancel" and left:
+                request = data.draw(st.sampled_from(left))
+                if engine.cancel(request):
+                    left.remove(request)
             elif action == "fail" and engine.busy:
                 broken.error = RuntimeError("the device failed")
                 with pytest.raises(RuntimeError, match="the device failed"):
@@ -557,9 +549,7 @@ def test_whatever_comes_goes_and_fails_every_answer_is_that_of_its_prompt_alone(
                 engine.step()
             check(engine)
         run(engine)
-        for prompt, request in submitted:
-            if request.id not in cancelled:
-                assert request.tokens[len(prompt) :] == reference(model, prompt, 5)
+        answers_are_right(model, *left, count=5)
 
 
 # Tiers, and what names a model.

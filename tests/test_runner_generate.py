@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import threading
@@ -49,7 +50,7 @@ def generator_of(model: Any, tokenizer: Tokenizer | None = None, **options: Any)
     """A generator whose cache must be empty at the end, whatever happened in between."""
     with Generator(model, tokenizer, options=EngineOptions(**options)) as generator:
         yield generator
-        assert generator.cache.free_cells == generator.cache.cells  # type: ignore[attr-defined]
+        assert generator.cache.free_cells == generator.cache.cells
 
 
 def reference(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
@@ -115,25 +116,6 @@ def test_a_common_prefix_is_computed_once(small: Any) -> None:
         assert answer.tokens == reference(small, prompt, 8)
 
 
-@given(st.data())
-@hypothesis_settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_whatever_is_shared_or_waits_the_tokens_are_those_of_each_prompt_alone(
-    small: Any, data: st.DataObject
-) -> None:
-    token = st.integers(3, 5)
-    prompts = data.draw(st.lists(st.lists(token, min_size=1, max_size=12), min_size=1, max_size=6))
-    sequences, chunk = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
-    with generator_of(small, max_sequences=sequences, prefill_chunk=chunk, capacity=20) as generator:
-        answers = generator.complete(prompts, GenerationOptions(3, ignore_eos=True))
-        counts = generator.statistics
-    assert counts.reused_tokens + counts.computed_tokens == counts.prompt_tokens == sum(map(len, prompts))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == reference(small, prompt, 3)
-        assert answer.reused < len(prompt)
-
-
 # Events, sampling and stopping.
 
 
@@ -188,26 +170,15 @@ def test_positions_end_where_the_models_do(small: Any) -> None:
 # Refusals, failures, and being left in the middle.
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([], "the prompt is empty"),
-        ("text", "there is no tokenizer"),
-        ([1, 259], "token 259; the model's ids are 0 to 258"),
-        ([-1], "token -1"),
-        ([1] * 33, "33 tokens, more than the capacity of 32"),
-        ([1] * 257, "257 tokens, more than the model's 256 positions"),
-    ],
-)
-def test_prompts_are_refused_before_any_is_computed(small: Any, prompt: Any, message: str) -> None:
+def test_prompts_are_refused_before_any_is_computed(small: Any) -> None:
     with generator_of(small, capacity=32) as generator:
-        with pytest.raises(RequestError, match=message):
-            generator.generate([[1, 2], prompt])
+        with pytest.raises(RequestError, match="token 259; the model's ids are 0 to 258"):
+            generator.generate([[1, 2], [1, 259]])
         with pytest.raises(RequestError, match="it must be a sequence of prompts"):
             generator.generate("text")
         with pytest.raises(RequestError, match=r"stop=\['x'\] is text"):
             generator.generate([[1, 2]], GenerationOptions(stop=("x",)))
-        assert generator.cache.nbytes == 0  # type: ignore[attr-defined]
+        assert generator.cache.nbytes == 0
 
 
 @pytest.mark.parametrize(
@@ -250,43 +221,6 @@ def test_no_option_however_large_stops_a_pass(small: Any) -> None:
             assert len(answer.tokens) == (31 if "max_new_tokens" in extreme else 3)
 
 
-class FailingCache(kvcache.CausalCache):
-    """Fails in the layer and pass that it is told, as a device might."""
-
-    fail_at: tuple[int, int] | None = None
-    passes = 0
-    layer = 0
-
-    def start_forward(self, ctx: ml.Context, batch: kvcache.Batch, reserve: bool = False) -> None:
-        super().start_forward(ctx, batch, reserve)
-        self.passes += 1
-
-    def set_layer(self, layer: int) -> None:
-        self.layer = layer
-        super().set_layer(layer)
-
-    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
-        if self.fail_at == (self.passes, self.layer):
-            raise ml.DeviceError("put: the device is gone")
-        super().put(ctx, key, value)
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("fail_pass", [1, 2, 3, 5])
-def test_a_failed_pass_leaves_the_cache_empty(small: Any, layer: int, fail_pass: int) -> None:
-    cache = FailingCache()
-    options = EngineOptions(max_sequences=2, prefill_chunk=3)
-    prompts, settings = [[1, 2, 3, 4], [1, 2, 9]], GenerationOptions(4, ignore_eos=True)
-    with Generator(small, None, cache, options) as generator:
-        cache.fail_at = (fail_pass, layer)
-        with pytest.raises(ml.DeviceError, match="the device is gone"):
-            list(generator.generate(prompts, settings))
-        assert cache.free_cells == cache.cells
-        cache.fail_at = None
-        answers = generator.complete(prompts, settings)
-        assert [answer.tokens for answer in answers] == [reference(small, prompt, 4) for prompt in prompts]
-
-
 def test_an_iterator_that_is_closed_or_dropped_frees_its_sequences(small: Any) -> None:
     with generator_of(small) as generator:
         running = generator.generate([[1, 2], [1, 3]], GenerationOptions(50, ignore_eos=True))
@@ -295,7 +229,7 @@ def test_an_iterator_that_is_closed_or_dropped_frees_its_sequences(small: Any) -
                 break
         with pytest.raises(RunnerError, match="another call of generate has not finished"):
             generator.generate([[1]])
-        assert generator.cache.free_cells < generator.cache.cells  # type: ignore[attr-defined]
+        assert generator.cache.free_cells < generator.cache.cells
         running.close()
         assert generator.complete([[1, 9]], GenerationOptions(6, ignore_eos=True))[0].tokens == reference(
             small, [1, 9], 6
@@ -353,7 +287,7 @@ def test_cache_bytes_are_what_the_cache_allocates(small: Any) -> None:
     for dtype in (ml.DType.F32, ml.DType.F16):
         with generator_of(small, capacity=40, max_sequences=3, cache_dtype=dtype) as generator:
             generator.complete([[1]], GenerationOptions(1))
-            assert generator.cache.nbytes == generator.cache_bytes  # type: ignore[attr-defined]
+            assert generator.cache.nbytes == generator.cache_bytes
     wide = replace(small.config, head_dim=32)
     assert cache_bytes(wide, ml.DType.Q8_0, 1, 32) == 2 * 32 * 2 * 2 * 34
     assert cache_bytes(wide, (ml.DType.Q8_0, "Q4_0"), 1, 32) == 2 * 32 * 2 * (34 + 18)
@@ -502,8 +436,6 @@ def test_bytes_that_are_no_character_are_not_held_back_for_ever(byte_tokenizer: 
 
 
 def test_tokenizers_add_what_the_model_expects_first(make_model: Make) -> None:
-    import json
-
     folder = make_model()
     assert Tokenizer.load(folder).encode("a")[0] == 1
     assert 1 not in Tokenizer.load(folder).encode("a", bos=False)

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 import kvcache
-import ml
 from kvcache.runner.engine import Engine
 from kvcache.runner.generate import Generator
-from kvcache.runner.loading import load_model
 from kvcache.runner.memory import cache_bytes
 from kvcache.runner.models import indexer
 from kvcache.runner.options import EngineOptions
@@ -22,35 +20,31 @@ from kvcache.storage.layer_shape import ExtraSpec, LayerShape
 from kvcache.stores.file import FileStore
 from ml import DType
 
-from .each_backend import each_backend
 from .model_passes import close, prompt
-from .test_runner_models import BACKENDS, LENGTH, expected_logits, expected_tokens, feed, new_cache, peer
+from .test_runner_models import (
+    LENGTH,
+    backend,
+    expected_logits,
+    expected_tokens,
+    feed,
+    folders,
+    models,
+    new_cache,
+    whole_on_numpy,
+)
 
 pytest.importorskip("transformers")
+__all__ = ["backend", "folders", "models"]
 
 NAMES = ("deepseek-v2", "deepseek-v3", "deepseek-v3.2")
 STORED, RANK, LAYERS, INDEX = 32, 24, 3, 14
 
-
-backend = each_backend(*BACKENDS)
-
-
-@pytest.fixture(scope="module", params=NAMES)
-def name(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
+pytestmark = whole_on_numpy(NAMES, ["deepseek-v3.2"])
 
 
-@pytest.fixture(scope="module")
-def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("model")
-    peer(name).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def model(backend: ml.Backend, folder: Any) -> Any:
-    return load_model(folder, backend)
+@pytest.fixture
+def model(models: Any, name: str) -> Any:
+    return models(name)
 
 
 def test_a_token_is_one_latent_its_rotated_numbers_and_an_index_key(model: Any, name: str) -> None:

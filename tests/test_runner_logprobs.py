@@ -25,26 +25,24 @@ from kvcache.runner import (
 from kvcache.runner.options import SpeculativeOptions
 from ml import nn
 
+from .each_backend import host_and_tensors
+
 pytest.importorskip("tokenizers")
 
 Find = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 PROMPT = "And God said unto Noah,"
 
 
-@pytest.fixture(params=["host", "numpy", "torch", "mlx"], scope="module")
-def find(request: pytest.FixtureRequest) -> Iterator[Find]:
-    if request.param == "host":
-        yield nn.logprobs_on_host
-        return
-    pytest.importorskip({"mlx": "mlx.core"}.get(request.param, request.param))
-    with ml.open_backend(request.param, device="cpu") as backend:
+def by_tensors(backend: ml.Backend) -> Find:
+    def find(logits: np.ndarray, tokens: np.ndarray, most: int) -> np.ndarray:
+        with backend.new_context() as ctx:
+            there = ctx.from_numpy(logits), ctx.from_numpy(tokens.astype(np.int32))
+            return nn.logprobs(ctx, *there, most).to_numpy()
 
-        def by_tensors(logits: np.ndarray, tokens: np.ndarray, most: int) -> np.ndarray:
-            with backend.new_context() as ctx:
-                there = ctx.from_numpy(logits), ctx.from_numpy(tokens.astype(np.int32))
-                return nn.logprobs(ctx, *there, most).to_numpy()
+    return find
 
-        yield by_tensors
+
+find = host_and_tensors(nn.logprobs_on_host, by_tensors)
 
 
 def reference(logits: Sequence[float]) -> np.ndarray:

@@ -192,10 +192,13 @@ def whole_on_numpy(names: Iterable[str], sample: Sequence[str] = SAMPLE) -> pyte
 @functools.cache
 def peer(name: str) -> Any:
     """The model of transformers with every parameter random, biases, norms, sinks and corrections too."""
+    return random_peer(*(MODELS | LLAMAS)[name])
+
+
+def random_peer(model_name: str, config_name: str, changes: dict[str, Any]) -> Any:
     import torch
     import transformers
 
-    model_name, config_name, changes = (MODELS | LLAMAS)[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{config_name}Config")(**(BASE | changes))
     model = getattr(transformers, f"{model_name}ForCausalLM")(config).eval().requires_grad_(False)
@@ -216,8 +219,7 @@ def expected_logits(name: str, tokens: Sequence[int]) -> np.ndarray:
 def _logits(name: str, tokens: tuple[int, ...]) -> np.ndarray:
     import torch
 
-    logits: np.ndarray = peer(name)(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
-    return logits
+    return peer(name)(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
 
 
 def expected_tokens(name: str, tokens: Sequence[int], count: int) -> list[int]:
@@ -233,8 +235,7 @@ def _generated(name: str, tokens: tuple[int, ...], count: int) -> list[int]:
     out = peer(name).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, use_cache=True
     )
-    generated: list[int] = out[0, len(tokens) :].tolist()
-    return generated
+    return out[0, len(tokens) :].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -253,11 +254,15 @@ backend = each_backend(*BACKENDS)
 
 @pytest.fixture(scope="module")
 def models(backend: ml.Backend, folders: Any) -> Any:
-    """``models(name, dtype)``: each is loaded once per backend."""
+    """``models(name, dtype)``: each is loaded once per backend, of every tensor, as its progress tells."""
 
     @functools.cache
     def load(name: str, dtype: DType = DType.F32) -> Any:
-        return load_model(folders(name), backend, dtype)
+        seen: list[tuple[int, int]] = []
+        model = load_model(folders(name), backend, dtype, lambda *args: seen.append(args))
+        total = len(open_weights(folders(name)))
+        assert seen == [(i + 1, total) for i in range(total)]
+        return model
 
     return load
 
@@ -294,7 +299,7 @@ def test_logits_with_prefill_in_chunks(models: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), NARROW)
-@pytest.mark.parametrize("name", [*MODELS, "llama", "qwen3"])
+@whole_on_numpy([*MODELS, "llama", "qwen3"])
 def test_narrow_dtypes(models: Any, name: str, dtype: DType, tolerance: float) -> None:
     """Weights, activations and cache in half precision: the logits agree coarsely."""
     model, tokens = models(name, dtype), prompt(24)
@@ -435,8 +440,7 @@ class _Moved:
         return name.replace("model.layers.0.", f"model.layers.{self.layer}.")
 
     def __getitem__(self, name: str) -> np.ndarray:
-        array: np.ndarray = self.weights[self._name(name)]
-        return array
+        return self.weights[self._name(name)]
 
     def __contains__(self, name: object) -> bool:
         return self._name(str(name)) in self.weights
@@ -572,15 +576,6 @@ def test_token_ids_as_arrays_and_tensors(models: Any, backend: ml.Backend) -> No
             batch, cache = kvcache.Batch(range(LENGTH), [0] * LENGTH, inputs=inputs), new_cache(model)
             cache.start_forward(ctx, batch)
             close(model.forward(ctx, batch, cache).to_numpy(), expected_logits("llama", tokens))
-
-
-@pytest.mark.parametrize("name", [*MODELS, *LLAMAS])
-def test_progress_counts_every_tensor(folders: Any, name: str) -> None:
-    seen: list[tuple[int, int]] = []
-    with ml.open_backend("numpy") as backend:
-        load_model(folders(name), backend, progress=lambda *args: seen.append(args))
-    total = len(open_weights(folders(name)))
-    assert seen == [(i + 1, total) for i in range(total)]
 
 
 def test_every_family_has_a_model_here() -> None:

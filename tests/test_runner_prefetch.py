@@ -19,7 +19,7 @@ from kvcache.runner.requests import Finished, GenerationOptions, Started
 from kvcache.stores import MemoryStore
 
 from .prefix.rigs.stores import GatedStore
-from .test_runner_engine import engine_of, reference, tokens_of
+from .test_runner_engine import engine_of, reference, run, tokens_of
 
 Make = Callable[..., Path]
 COUNT = 6
@@ -43,13 +43,6 @@ def turns(count: int) -> list[list[int]]:
 
 def answers(events: Sequence[Any]) -> dict[int, tuple[int, ...]]:
     return {event.request: event.tokens for event in events if isinstance(event, Finished)}
-
-
-def run(engine: Engine) -> list[Any]:
-    found: list[Any] = []
-    while engine.busy:
-        found += engine.step()
-    return found
 
 
 def ahead(engine: Engine) -> int:

@@ -6,7 +6,7 @@ The reference is written here in float64, row by row, after the definitions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from kvcache.runner.errors import RunnerError
 from kvcache.runner.sampling import Choice, Sampler
 from ml import nn
 from ml.selection import largest
+
+from .each_backend import host_and_tensors
 
 Draw = Callable[[np.ndarray, nn.Draws], np.ndarray]
 ROUNDING = 3e-6
@@ -35,15 +37,7 @@ def by_tensors(backend: ml.Backend) -> Draw:
     return draw
 
 
-@pytest.fixture(params=["host", "numpy", "torch", "mlx"], scope="module")
-def draw(request: pytest.FixtureRequest) -> Iterator[Draw]:
-    """The body on the host, and the one written on Tensors on each backend."""
-    if request.param == "host":
-        yield nn.sample_on_host
-        return
-    pytest.importorskip({"mlx": "mlx.core"}.get(request.param, request.param))
-    with ml.open_backend(request.param, device="cpu") as backend:
-        yield by_tensors(backend)
+draw = host_and_tensors(nn.sample_on_host, by_tensors)
 
 
 def distribution(

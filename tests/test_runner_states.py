@@ -16,34 +16,32 @@ import ml
 from kvcache import Batch
 from kvcache.caches import branches
 from kvcache.runner.engine import Engine
-from kvcache.runner.loading import load_model
 from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.speculative import SpeculativeGenerator
 
-from .each_backend import each_backend
 from .model_passes import close, prompt, run
-from .test_runner_models import BACKENDS, expected_logits, expected_tokens, new_cache, peer
+from .test_runner_models import (
+    backend,
+    expected_logits,
+    expected_tokens,
+    folders,
+    models,
+    new_cache,
+    whole_on_numpy,
+)
 from .test_speculative import Oracle, random_prompts
 
 pytest.importorskip("transformers")
+__all__ = ["backend", "folders", "models"]
 HYBRIDS = ("qwen3-next", "qwen3.5")
 
-
-backend = each_backend(*BACKENDS)
-
-
-@pytest.fixture(scope="module", params=HYBRIDS)
-def name(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
+pytestmark = whole_on_numpy(HYBRIDS, ["qwen3-next"])
 
 
-@pytest.fixture(scope="module")
-def model(backend: ml.Backend, name: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("model")
-    peer(name).save_pretrained(path)
-    return load_model(path, backend)
+@pytest.fixture
+def model(models: Any, name: str) -> Any:
+    return models(name)
 
 
 def test_drafts_are_taken_back_to_any_token(model: Any, name: str) -> None:

@@ -16,9 +16,8 @@ from kvcache.runner.models.families import FAMILIES
 from kvcache.runner.models.whisper import Whisper, make_cache
 from ml import DType
 
-from . import model_passes
 from .each_backend import runnable
-from .model_passes import close, prompt
+from .model_passes import close, prompt, run
 
 pytest.importorskip("transformers")
 
@@ -62,8 +61,7 @@ def expected_logits(which: int, tokens: Sequence[int]) -> np.ndarray:
 
     encoded = (torch.from_numpy(states(which))[None],)
     logits = peer()(encoder_outputs=encoded, decoder_input_ids=torch.tensor([list(tokens)])).logits
-    found: np.ndarray = logits[0].numpy()
-    return found
+    return logits[0].numpy()
 
 
 def expected_tokens(which: int, tokens: Sequence[int], count: int) -> list[int]:
@@ -92,24 +90,13 @@ def model(request: pytest.FixtureRequest) -> Iterator[Whisper]:
 def load(backend: ml.Backend, dtype: DType = DType.F32) -> Whisper:
     family = FAMILIES["WhisperForConditionalGeneration"]
     weights = {name: tensor.numpy() for name, tensor in peer().state_dict().items()}
-    built: Whisper = family.model(backend, family.parse(peer().config.to_dict(), {}), weights, dtype)
-    return built
+    return family.model(backend, family.parse(peer().config.to_dict(), {}), weights, dtype)
 
 
 def new_cache(model: Whisper, sequences: int = 1, dtype: DType = DType.F32) -> kvcache.WrapperCache:
     cache = model.make_cache()
     cache.init(model.backend, dtype, sequences, 64, 64)
     return cache
-
-
-def run(
-    model: Whisper,
-    cache: Any,
-    entries: Sequence[tuple[int, int]],
-    tokens: Any,
-    items: Sequence[tuple[int, Any]] = (),
-) -> np.ndarray:
-    return model_passes.run(model, cache, entries, tokens, multimodal=items)
 
 
 def test_logits_with_prefill_in_chunks(model: Whisper) -> None:
@@ -120,14 +107,14 @@ def test_logits_with_prefill_in_chunks(model: Whisper) -> None:
         cache, parts = new_cache(model), []
         for at in range(0, LENGTH, chunk):
             entries = [(0, i) for i in range(at, min(at + chunk, LENGTH))]
-            parts.append(run(model, cache, entries, [tokens], [] if at else [(0, states(0))]))
+            parts.append(run(model, cache, entries, [tokens], multimodal=[] if at else [(0, states(0))]))
         close(np.concatenate(parts), expected)
 
 
 def test_greedy_tokens(model: Whisper) -> None:
     tokens = [1, 5, 9]
     cache = new_cache(model)
-    row = run(model, cache, [(0, i) for i in range(3)], [tokens], [(0, states(0))])[-1]
+    row = run(model, cache, [(0, i) for i in range(3)], [tokens], multimodal=[(0, states(0))])[-1]
     for _ in range(20):
         tokens.append(int(row.argmax()))
         row = run(model, cache, [(0, len(tokens) - 1)], [tokens])[0]
@@ -147,20 +134,20 @@ def test_two_sequences_with_encoders_of_different_lengths(model: Whisper) -> Non
     ]
     cache = new_cache(model, sequences=2)
     for entries, items in batches:
-        got = run(model, cache, entries, tokens, items)
+        got = run(model, cache, entries, tokens, multimodal=items)
         close(got, np.stack([expected[seq][at] for seq, at in entries]))
 
 
 def test_a_second_sequence_joins_and_another_takes_its_place(model: Whisper) -> None:
     one, two = prompt(LENGTH, seed=3), prompt(LENGTH, seed=4)
     cache = new_cache(model, sequences=2)
-    run(model, cache, [(0, at) for at in range(10)], (one, two), [(0, states(0))])
+    run(model, cache, [(0, at) for at in range(10)], (one, two), multimodal=[(0, states(0))])
     entries = [(0, 10), *((1, at) for at in range(4))]
-    got = run(model, cache, entries, (one, two), [(1, states(1))])
+    got = run(model, cache, entries, (one, two), multimodal=[(1, states(1))])
     close(got[:1], expected_logits(0, one[:11])[10:])
     close(got[1:], expected_logits(1, two[:4]))
     cache.remove(0, 0)
-    got = run(model, cache, [(0, at) for at in range(6)], (two, one), [(0, states(1))])
+    got = run(model, cache, [(0, at) for at in range(6)], (two, one), multimodal=[(0, states(1))])
     close(got, expected_logits(1, two[:6]))
 
 
@@ -168,7 +155,7 @@ def test_a_prefix_shared_by_two_sequences(model: Whisper) -> None:
     one = prompt(LENGTH, seed=5)
     two = one[:12] + prompt(LENGTH, seed=6)[12:]
     cache = new_cache(model, sequences=2)
-    run(model, cache, [(0, at) for at in range(12)], [one], [(0, states(0))])
+    run(model, cache, [(0, at) for at in range(12)], [one], multimodal=[(0, states(0))])
     cache.copy_prefix(0, 1, 12)
     got = run(model, cache, [(seq, at) for at in range(12, 30) for seq in (0, 1)], (one, two))
     close(got[::2], expected_logits(0, one)[12:30])
@@ -179,7 +166,7 @@ def test_states_as_a_tensor(model: Whisper) -> None:
     tokens = prompt(10)
     with model.backend.new_context() as ctx:
         item = ctx.from_numpy(states(0))
-    got = run(model, new_cache(model), [(0, at) for at in range(10)], [tokens], [(0, item)])
+    got = run(model, new_cache(model), [(0, at) for at in range(10)], [tokens], multimodal=[(0, item)])
     close(got, expected_logits(0, tokens))
 
 
@@ -190,7 +177,7 @@ def test_reserve(model: Whisper) -> None:
     with model.backend.new_context() as ctx:
         cache.start_forward(ctx, batch, reserve=True)
         assert model.forward(ctx, batch, cache).shape == (10, 97)
-    got = run(model, cache, [(0, at) for at in range(10)], [tokens], [(0, states(0))])
+    got = run(model, cache, [(0, at) for at in range(10)], [tokens], multimodal=[(0, states(0))])
     close(got, expected_logits(0, tokens))
 
 
@@ -202,7 +189,7 @@ def test_narrow_dtypes(model: Whisper, dtype: DType, tolerance: float) -> None:
         new_cache(narrow, dtype=dtype),
         [(0, at) for at in range(20)],
         [tokens],
-        [(0, states(0))],
+        multimodal=[(0, states(0))],
     )
     expected = expected_logits(0, tokens)
     assert np.median(np.abs(got - expected)) < tolerance * expected.std()
@@ -213,7 +200,7 @@ def test_refusals(model: Whisper) -> None:
     with pytest.raises(kvcache.OrderError, match="sequence 0 has no encoder output"):
         run(model, new_cache(model), [(0, 0)], [tokens])
     with pytest.raises(RequestError, match=r"encoder states \(13, 47\); they must be \(frames, 48\)"):
-        run(model, new_cache(model), [(0, 0)], [tokens], [(0, states(1)[:, 1:])])
+        run(model, new_cache(model), [(0, 0)], [tokens], multimodal=[(0, states(1)[:, 1:])])
     with pytest.raises(RequestError, match="Whisper runs on a WrapperCache, not a CausalCache"):
         cache = kvcache.CausalCache()
         cache.init(model.backend, DType.F32, 1, 8, 8)

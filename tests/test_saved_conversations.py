@@ -308,24 +308,3 @@ def test_a_conversation_that_came_to_its_end_needs_a_prompt(make_model: Make, tm
     assert "has ended; continue it with --prompt" in result.stderr
     result = run("load", path, "--model", folder, "--prompt", "ab", "--max-tokens", 2, "--json")
     assert json.loads(result.stdout)["outputs"][0]["reused"] == 3
-
-
-def test_save_refuses_before_it_computes(tmp_path: Path) -> None:
-    result = run("save", "--prompt", PROMPT, "--out", tmp_path / "none" / "c.kv")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "there is no folder" in result.stderr
-
-
-def test_interrupted_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Engine) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "step", interrupted)
-    result = run("save", "--prompt", PROMPT, "--max-tokens", 5, "--out", tmp_path / "c.kv")
-    assert (result.exit_code, result.stderr) == (130, "kvcache: interrupted; nothing was saved\n")
-    assert not list(tmp_path.iterdir())
-
-
-def test_help_shows_an_example() -> None:
-    for name in ("save", "load"):
-        assert f"Example: kvcache {name}" in run(name, "--help", env={"COLUMNS": "200"}).stdout

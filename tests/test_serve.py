@@ -31,7 +31,7 @@ from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
 
-from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served, until
+from .serve_rig import NAME, PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
 
 LIMIT = 120
 USER = [{"role": "user", "content": PROMPT}]
@@ -376,13 +376,13 @@ def test_a_prompt_far_too_long_keeps_nobody_waiting(
 
 def test_who_asks_before_may_be_kept_secret(serving: Serving) -> None:
     """``usage`` and /health without what was found in the cache."""
-    app = make_app(serving.worker, NAME, template_of(bundled_model()), ServeOptions(show_cached=False))
+    app = app_of(serving.worker, show_cached=False)
     asked = {"prompt": PROMPT, "max_tokens": 2}
     for extra in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
         text = asked_in_process(app, "/v1/completions", {**asked, **extra}).text
         assert '"completion_tokens":2' in text.replace(" ", "")
         assert "cached" not in text
-    health = asked_in_process(app, "/health", None).json()
+    health = asked_in_process(app, "/health").json()
     assert health.keys() == {"status", "running", "waiting", "sequences", "limit"}
 
 
@@ -399,7 +399,7 @@ def test_the_index_says_what_it_is_and_where_to_ask(serving: Serving) -> None:
 
 def test_a_name_cannot_write_the_index(running: Serving) -> None:
     app = make_app(running.worker, "<script>'", template_of(bundled_model()))
-    page = asked_in_process(app, "/", None).text
+    page = asked_in_process(app, "/").text
     assert "<script>" not in page
     assert page.split("-d '")[1].split("</pre>")[0].count("'") == 1
 

@@ -17,12 +17,11 @@ pytest.importorskip("starlette")
 import httpx
 
 from kvcache.runner.engine import EngineOptions
-from kvcache.runner.loading import bundled_model
-from kvcache.serve import ServeOptions, Worker, make_app, template_of
+from kvcache.serve import ServeOptions, Worker
 from kvcache.serve.worker import Stopped
 from kvcache.stores import MemoryStore
 
-from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served, until
+from .serve_rig import PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
 
 OPTIONS = EngineOptions(max_sequences=2, capacity=128)
 ENDLESS = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
@@ -111,7 +110,7 @@ def test_who_does_not_read_holds_up_nobody(patient: Serving) -> None:
 
 
 def test_a_client_that_leaves_while_it_sends_its_body_is_no_error(patient: Serving) -> None:
-    app, sent = make_app(patient.worker, NAME, template_of(bundled_model())), []
+    app, sent = app_of(patient.worker), []
 
     async def left() -> Any:
         return {"type": "http.disconnect"}
@@ -145,7 +144,7 @@ def test_requests_wait_as_long_as_the_last_ones_took_to_end() -> None:
 
 def test_a_server_whose_engine_has_stopped_says_503() -> None:
     with Worker(lambda: opened(OPTIONS)) as worker:
-        app = make_app(worker, NAME, template_of(bundled_model()))
+        app = app_of(worker)
     for path, body in (("/health", None), ("/v1/completions", ENDLESS)):
         reply = asked_in_process(app, path, body)
         assert reply.status_code == 503

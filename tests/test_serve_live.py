@@ -16,13 +16,12 @@ from rich.console import Console
 
 from kvcache.command.live import EngineBoard, EnginePicture, watching
 from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.loading import bundled_model
 from kvcache.runner.requests import GenerationOptions
-from kvcache.serve import Worker, make_app, template_of
+from kvcache.serve import Worker
 from kvcache.serve.worker import Ticket
 
 from .cli_rig import run
-from .serve_rig import NAME, PROMPT, asked_in_process, opened
+from .serve_rig import PROMPT, app_of, asked_in_process, opened
 
 OPTIONS = EngineOptions(max_sequences=1, capacity=64)
 
@@ -137,7 +136,7 @@ def screen() -> tuple[Console, io.StringIO]:
 def test_a_server_is_drawn_and_the_last_picture_stays() -> None:
     console, stream = screen()
     with Worker(lambda: opened(OPTIONS)) as worker:
-        app = make_app(worker, NAME, template_of(bundled_model()))
+        app = app_of(worker)
         observers = list(worker.observers)
         with watching(worker, console, interval=60):  # one look, at the end
             body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}

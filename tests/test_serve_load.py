@@ -71,8 +71,7 @@ class Clients:
     async def _whole(self, client: int) -> str:
         reply = await self._http.post(self._url, json=self._body(client))
         self._has_read()
-        text: str = reply.json()["choices"][0]["text"]
-        return text
+        return reply.json()["choices"][0]["text"]
 
     async def _streaming(self, client: int, slowly: bool = False) -> str:
         text = ""

@@ -22,10 +22,10 @@ from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.options import SpeculativeOptions
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.serve import ServeOptions, Worker, make_app, template_of
+from kvcache.serve import ServeOptions, Worker
 from kvcache.stores import MemoryStore, StoreUnavailableError
 
-from .serve_rig import NAME, PROMPT, Serving, asked_in_process, gated, opened, served, until
+from .serve_rig import NAME, PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
 
 OPTIONS = EngineOptions(max_sequences=2, capacity=64)
 TOKENS = len(Tokenizer.load(bundled_model()).encode(PROMPT))
@@ -33,7 +33,7 @@ TOKENS = len(Tokenizer.load(bundled_model()).encode(PROMPT))
 
 def samples(app: Any) -> dict[tuple[str, ...], float]:
     """By name and labels, but for the model's and the times at which counting began."""
-    reply = asked_in_process(app, "/metrics", None)
+    reply = asked_in_process(app, "/metrics")
     assert reply.status_code == 200
     assert reply.headers["content-type"].startswith("text/plain")
     found = {}
@@ -42,10 +42,6 @@ def samples(app: Any) -> dict[tuple[str, ...], float]:
             assert sample.labels.pop("model_name") == NAME
             found[sample.name.removeprefix("kvcache:"), *sample.labels.values()] = sample.value
     return found
-
-
-def app_of(worker: Worker, **options: Any) -> Any:
-    return make_app(worker, NAME, template_of(bundled_model()), ServeOptions(**options))
 
 
 def complete(app: Any, **asked: Any) -> Any:

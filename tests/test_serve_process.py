@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,17 @@ from kvcache.runner.engine import EngineOptions
 from kvcache.runner.requests import GenerationOptions
 from kvcache.stores import open_store
 
-from .cli_held import KVCACHE
+from .cli_held import KVCACHE, piped
 from .serve_rig import PROMPT, opened, until
 
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no signals to send to one process")
 
 
 @contextlib.contextmanager
-def command(
-    *arguments: object, program: Sequence[str] = (sys.executable, "-m", "kvcache")
-) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
+def command(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
     """The server as a process, and a client."""
-    line = [*program, "serve", "--port", 0, "--name", "it", "--capacity", 64, *arguments]
-    words = [*map(str, line)]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+    with piped(*KVCACHE, "serve", "--port", 0, "--name", "it", "--capacity", 64, *arguments) as process:
         try:
-            assert process.stderr is not None
             url = next(text for text in process.stderr if " on http" in text).split()[-1]
             with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
                 yield process, client
@@ -49,13 +44,13 @@ def command(
 
 @posix
 def test_the_next_server_finds_what_one_kept_whatever_signal_ended_it(tmp_path: Path) -> None:
-    """SIGTERM is what docker, systemd and Kubernetes send; after SIGKILL there is what had been written."""
+    """SIGTERM is below; after SIGKILL there is what had been written."""
     pytest.importorskip("xxhash")
     store, said, known = tmp_path / "kept", PROMPT, 0
-    for name in ("SIGKILL", "SIGINT", "SIGTERM", "SIGHUP"):
+    for name in ("SIGKILL", "SIGINT", "SIGHUP"):
         killed = name == "SIGKILL"
         options = ["--store", store.as_uri(), *["--write-interval", 0.05] * killed]
-        with command(*options, program=KVCACHE) as (process, client):
+        with command(*options) as (process, client):
             found = client.completions.create(model="it", prompt=said, max_tokens=3, temperature=0)
             assert found.usage is not None
             assert found.usage.prompt_tokens_details is not None
@@ -64,7 +59,6 @@ def test_the_next_server_finds_what_one_kept_whatever_signal_ended_it(tmp_path: 
             if killed:
                 until(lambda: any((store / "pages").glob("*.json")))
             process.send_signal(getattr(signal, name))
-            assert process.stderr is not None
             errors = process.stderr.read()
             assert process.wait(timeout=60) == (-signal.SIGKILL if killed else 0), errors
             assert "Traceback" not in errors
@@ -82,7 +76,6 @@ def test_requests_that_are_running_finish_and_new_ones_are_not_taken() -> None:
         until(lambda: refused(client))
         chunks = [first, *stream]
         assert chunks[-1].choices[0].finish_reason == "length"
-        assert process.stderr is not None
         assert "the stores" not in process.stderr.read(), "it has none to write to"
         assert process.wait(timeout=60) == 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,6 @@ pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("opentelemetry.sdk.trace")
 
-import httpx
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -25,10 +23,10 @@ from kvcache.offload.tiers import HostTier
 from kvcache.runner.engine import EngineOptions
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.serve import ServeOptions, Worker, make_app, template_of
+from kvcache.serve import Worker
 from kvcache.stores import MemoryStore
 
-from .serve_rig import NAME, PROMPT, gated, opened, served, until
+from .serve_rig import NAME, PROMPT, app_of, asked_in_process, gated, opened, served, until
 
 OPTIONS = EngineOptions(max_sequences=2, capacity=64)
 TOKENS = len(Tokenizer.load(bundled_model()).encode(PROMPT))
@@ -55,21 +53,9 @@ def worker() -> Iterator[Worker]:
 def ask(
     worker: Worker, path: str = "completions", headers: dict[str, str] | None = None, **fields: Any
 ) -> Any:
-    """The reply of an app that no socket leads to."""
-    app = make_app(worker, NAME, template_of(bundled_model()), ServeOptions())
-    body = {
-        "max_tokens": 4,
-        "temperature": 0,
-        **({"prompt": PROMPT} if path == "completions" else {}),
-        **fields,
-    }
-
-    async def request() -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return await client.post(f"/v1/{path}", json=body, headers=headers)
-
-    return asyncio.run(request())
+    prompt = {"prompt": PROMPT} if path == "completions" else {}
+    body = {"max_tokens": 4, "temperature": 0, **prompt, **fields}
+    return asked_in_process(app_of(worker), f"/v1/{path}", body, headers)
 
 
 def only(exporter: InMemorySpanExporter) -> tuple[ReadableSpan, dict[str, ReadableSpan]]:
