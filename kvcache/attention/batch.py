@@ -37,7 +37,6 @@ class SequenceTokens:
         return self.positions.size
 
     def indices(self) -> np.ndarray:
-        """The tokens of the batch, one by one."""
         rows = self.rows
         return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
@@ -46,7 +45,6 @@ class SequenceTokens:
         return np.arange(chosen, chosen + len(self)) if isinstance(chosen, int) else chosen
 
     def is_run(self) -> bool:
-        """Whether the positions count up by one."""
         return int(self.positions[-1]) - int(self.positions[0]) == self.positions.size - 1
 
     def follow(self, offset: int) -> bool:

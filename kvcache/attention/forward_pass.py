@@ -136,7 +136,6 @@ class ForwardPass:
         self.read_table, self.read_groups = self.table, self.groups
 
     def begin(self) -> None:
-        """It is the pass under way now."""
         self.table.placed = None
         if self.cells is not None and self.fixed is None:
             self.table.placed = self.stamp, self.cells, self.tokens
@@ -257,14 +256,12 @@ class ForwardPass:
             fixed.bring([ctx.input(), *map(ctx.layer, self.layers)])
 
     def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
-        """See ``CausalCache.graph_tensors``."""
         key, value, (slots, mask, *cells) = self._graph("graph_tensors", ctx, layer)
         if cells:
             raise NotSupportedError("graph_tensors: fixed_context gives each token a table; call graph_rows")
         return GraphTensors(key, value, slots, mask)
 
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
-        """See ``CausalCache.graph_rows``."""
         key, value, (slots, mask, *cells) = self._graph("graph_rows", ctx, layer)
         if not cells:
             raise NotSupportedError("graph_rows: set_config with fixed_context, or call graph_tensors")
@@ -471,7 +468,6 @@ class ForwardPass:
         return self._seen
 
     def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor:
-        """See ``CausalCache.get_extra``."""
         buffers, here = self.readable("get_extra", layer), ctx.layer(layer)
         if name not in buffers.extra:
             raise InvalidRangeError(
@@ -500,7 +496,6 @@ class ForwardPass:
         return buffers.read(ctx, cells, count)
 
     def observed(self) -> ObservedRows:
-        """What the queries see, for an observer."""
         if self._observed is None:
             self._observed = ObservedRows(
                 self.read_table, self.read_groups, self.tokens, self.lower, self.lifted

@@ -61,7 +61,6 @@ def put_stored_layer(
     activations: ml.DType,
     v_dim: int | None,
 ) -> None:
-    """What ``CausalCache.put_stored`` does."""
     told = [(part.shape, part.dtype) for part in parts]
     if any(shape[:1] != (forward.tokens,) for shape, _ in told):
         raise InvalidRangeError(

@@ -136,7 +136,6 @@ class AttentionMass:
         self._totals: _Totals = weakref.WeakKeyDictionary()
 
     def clear(self) -> None:
-        """Forget all that was added up."""
         self._totals.clear()
 
     def attended(self, ctx: ml.Context, seen: Attended) -> None:

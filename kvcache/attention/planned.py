@@ -119,7 +119,6 @@ class PlannedLevel:
         return cls([PlannedCall.of(host, call, config) for call in level.calls], level.whole, exact)
 
     def read_from(self, buffers: LayerBuffers) -> LayerBuffers:
-        """Where the calls read, of a layer."""
         found = buffers.exact if self.exact else buffers
         assert found is not None
         return found

@@ -48,7 +48,6 @@ class Segment:
         return self.begin, self.end
 
     def each(self) -> np.ndarray:
-        """The cells, one by one."""
         cells = self.cells
         return np.arange(cells, cells + self.length) if isinstance(cells, int) else cells
 

@@ -38,7 +38,6 @@ class BoundCache(Generic[P]):
         return f"<{name}: {', '.join([*told, *self._told()])}>"
 
     def _told(self) -> list[str]:
-        """What else its representation says."""
         return []
 
     def _bound(self, op: str) -> ml.Backend:

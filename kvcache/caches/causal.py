@@ -343,7 +343,6 @@ class CausalCache(EditsTokens):
         return undo.rows
 
     def _changed(self) -> None:
-        """Sequences changed: the pass under way ends, and cannot be undone any more."""
         if self._pass is not None:
             self._pass.end()
         self._forget_pass()

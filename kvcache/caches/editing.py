@@ -64,7 +64,6 @@ class EditsTokens(ManagedSnapshots[ForwardPass, AttentionSnapshot]):
         return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
 
     def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
-        """Make all checks of ``evict``; the returned callable does it."""
         self._check_sequence("evict", seq)
         return self._ending_pass(self.editor.prepare_evict(seq, positions))
 

@@ -228,7 +228,6 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
                 )
 
     def _fresh(self, current: _Pass, seq: int) -> _Entry | None:
-        """The entry that began in this pass."""
         entry = self._entries.get(seq)
         return None if entry is current.previous.get(seq) else entry
 
@@ -484,7 +483,6 @@ def _receivers(batch: Batch) -> list[tuple[int, int]]:
 def _split(
     ctx: ml.Context, key: ml.Tensor, value: ml.Tensor, sizes: Sequence[int], dtype: ml.DType
 ) -> list[tuple[ml.Tensor, ml.Tensor]]:
-    """Copies of the rows of each sequence."""
     parts, start = [], 0
     for size in sizes:
         k, v = (x.slice(ctx, 0, start, start + size).cast(ctx, dtype) for x in (key, value))

@@ -46,7 +46,6 @@ class SequenceEditor:
         self.snapshots, self.shift, self.shift_extra = snapshots, shift, shift_extra
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
-        """Check all that ``copy_prefix`` may refuse; the callable returned then does it."""
         table = self.snapshots.storage.table
         source, target = table.rows[src_seq], table.rows[dst_seq]
         if source.lost:
@@ -64,7 +63,6 @@ class SequenceEditor:
         return commit
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        """Check all that ``remove`` may refuse; the callable returned then does it."""
         storage, row = self.snapshots.storage, self.snapshots.storage.table.rows[seq]
         start = row.index(begin)
         stop = len(row) if end is None else row.index(end)
@@ -87,7 +85,6 @@ class SequenceEditor:
         return commit
 
     def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
-        """Check all that ``evict`` may refuse; the callable returned then does it."""
         table = self.snapshots.storage.table
         row = table.rows[seq]
         wanted = whole_numbers("evict", "position", positions)

@@ -44,7 +44,6 @@ class UndoLog:
 
     @property
     def evicts(self) -> bool:
-        """Whether anything was evicted."""
         return self._evicted is not None
 
     def restore(self) -> None:

@@ -99,7 +99,6 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     @property
     def current(self) -> Cache:
-        """The cache of the current layer type."""
         return self.caches[self._type]
 
     def set_layer_type(self, i: int) -> None:
@@ -243,7 +242,6 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return changes if reached == length else self._prepare("copy_prefix", src_seq, dst_seq, reached)
 
     def can_resume(self, seq: int, position: int) -> bool:
-        """Whether every one of the caches can."""
         return all(cache.can_resume(seq, position) for cache in self.caches)
 
     def resume_point(self, seq: int, position: int) -> int:
@@ -267,7 +265,6 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return min(int(cache.max_sequences) for cache in self._keepers("max_sequences"))
 
     def settings(self) -> dict[str, object]:
-        """As CausalCache.settings."""
         caches = [cache.settings() for cache in self._keepers("settings")]
         return {"kind": type(self).__name__, "caches": caches}
 
@@ -425,7 +422,6 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             cache.schedule_snapshots(seq, wanted)
 
     def cancel_snapshots(self, seq: int) -> None:
-        """As CausalCache.cancel_snapshots."""
         for cache in self._scheduling.values():
             cache.cancel_snapshots(seq)
 

@@ -50,12 +50,10 @@ class Buffer:
         return found
 
     def touch(self, ctx: ml.Context) -> None:
-        """Write zeros everywhere."""
         zero = ctx.zeros((1, 1, 1), self.tensor.dtype)
         ctx.forward(zero.view(ctx, 0, self.tensor.shape, (0, 0, 0)).copy(ctx, self.tensor))
 
     def blank(self, ctx: ml.Context, cells: Cells, count: int) -> None:
-        """Write zeros into cells."""
         ctx.forward(self.write(ctx, cells, ctx.zeros((count, self.heads, self.dim), self.tensor.dtype)))
 
     def read(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:

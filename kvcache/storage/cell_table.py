@@ -117,7 +117,6 @@ class Row:
         self._positions, self._cells, self._head, self._tail, self.contiguous = saved
 
     def assign(self, positions: Array, cells: Array) -> None:
-        """Replace the row by new arrays."""
         self._positions, self._cells = positions, cells
         self._head, self._tail = 0, positions.size
         self.contiguous = is_run(cells)
@@ -218,7 +217,6 @@ class CellTable:
         """What is being copied into cells; see ``join_arrivals``."""
 
     def held(self) -> dict[int, int]:
-        """Cells per sequence, of those that hold any."""
         return {seq: len(row) for seq, row in self.occupied()}
 
     def occupied(self) -> Iterator[tuple[int, Row]]:
@@ -251,7 +249,6 @@ class CellTable:
         self._dropped.append(pin)
 
     def sweep(self) -> None:
-        """Take out the pins whose snapshots are gone."""
         while self._dropped:
             self.unpin(self._dropped.popleft())
 
@@ -547,7 +544,6 @@ class CellTable:
 
 
 def is_run(cells: Array) -> bool:
-    """Whether these cells count up by one."""
     if cells.size < 2:
         return True
     return bool(cells[-1] - cells[0] == cells.size - 1 and (cells[1:] - cells[:-1] == 1).all())

@@ -51,11 +51,9 @@ class ExactSlots:
 
     @property
     def used(self) -> int:
-        """How many slots have a cell."""
         return int((self._cell != NONE).sum())
 
     def of(self, cells: Array) -> Array:
-        """The slot of each cell, -1 where it has none."""
         found: Array = self._of_cell[cells]
         return found
 
@@ -107,11 +105,9 @@ class ExactSlots:
         self.load(before)
 
     def save(self) -> Array:
-        """For ``load``."""
         return self._cell.copy()
 
     def load(self, saved: Array) -> None:
-        """Bring back what ``save`` gave."""
         self._of_cell[self._cell[self._cell != NONE]] = NONE
         self._cell[:] = NONE
         slots = np.flatnonzero(saved != NONE)

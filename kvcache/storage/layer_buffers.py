@@ -147,7 +147,6 @@ class LayerBuffers:
             self.exact.touch(ctx)
 
     def blank(self, ctx: ml.Context, cells: Cells, count: int) -> None:
-        """Write zeros into cells."""
         for buffer in self.stored:
             buffer.blank(ctx, cells, count)
 
@@ -207,7 +206,6 @@ class LayerBuffers:
         return found.reshape(ctx, count, *shape)
 
     def _part(self, ctx: ml.Context, key: ml.Tensor) -> ml.Tensor:
-        """Of keys that hold the values these."""
         return key.slice(ctx, len(key.shape) - 1, 0, self.value.dim)
 
     @property

@@ -24,7 +24,6 @@ class ExtraSpec(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Numbers of a token."""
         return math.prod(self.shape)
 
 

@@ -104,7 +104,6 @@ class QuantizedBuffer:
             part.write_stored(ctx, cells, (tensor,))
 
     def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
-        """The parts of a run of cells, where they lie."""
         return tuple(part.read(ctx, start, count) for part in self.parts)
 
     def _decode(self, ctx: ml.Context, parts: list[ml.Tensor]) -> ml.Tensor:

@@ -102,7 +102,6 @@ class HeldStates:
         self.moved_out({})
 
     def moved_out(self, tensors: States) -> None:
-        """They are ``tensors`` from now on, copies of what the slot has."""
         self._tensors, self._buffers, self.slot = tensors, None, None
 
 
@@ -139,7 +138,6 @@ class StateRow:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Where the checkpoints are, ascending."""
         return tuple(sorted(point.offset for point in self.checkpoints))
 
     def copy(self) -> StateRow:

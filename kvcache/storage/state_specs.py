@@ -149,7 +149,6 @@ class StateSpecs:
 
 
 def check_state_name(op: str, name: object) -> None:
-    """Refuse what is no identifier."""
     if not is_state_name(name):
         raise InvalidRangeError(
             f"{op}: state {name!r:.40}; a name must be a Python identifier of at most {_LONGEST_NAME} "

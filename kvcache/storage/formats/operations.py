@@ -33,7 +33,6 @@ def read_by(ctx: ml.Context, parts: Sequence[ml.Tensor], name: str) -> ml.Tensor
 
 
 def by_backend(backend: ml.Backend | None) -> TypeGuard[ml.SupportsBlockFormats]:
-    """Whether a backend has formats of its own."""
     return nn.offers(backend, ml.SupportsBlockFormats)
 
 

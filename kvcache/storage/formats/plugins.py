@@ -45,8 +45,6 @@ _HOOK = Hook(
 
 
 class _BuiltIn:
-    """A plugin with one record."""
-
     def __init__(self, stored: StorageFormat) -> None:
         self._stored = stored
 
@@ -82,7 +80,6 @@ _lock = threading.RLock()
 
 
 def registry() -> FormatRegistry:
-    """The process's registry, made at the first call."""
     global _registry
     with _lock:
         if _registry is None:
