@@ -133,14 +133,14 @@ def _prefixes(prompt: np.ndarray) -> Iterator[int]:
         yield found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.eviction_policies", description=__doc__)
     parser.add_argument("--trace", type=Path, nargs="*", default=[], help="files as Mooncake released them")
     parser.add_argument(
         "--budgets", type=int, nargs="+", default=[600, 2000, 6000], help="blocks that are kept"
     )
     parser.add_argument("--count", type=int, help="the first requests only")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     streams = {path.stem: trace(path, options.count) for path in options.trace}
     streams["synthetic"] = synthetic(options.count or 4000)
     print(f"{machine()}, kvcache {kvcache.__version__}")

@@ -114,14 +114,14 @@ def costs(folder: Path, count: int, rounds: int) -> Iterator[tuple[str, Cost]]:
     yield "two files removed without a store", (2 * wall / len(left), 2 * processor / len(left))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--entries", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument(
         "--folder", type=Path, help="on the file system to be measured; default: the system's"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     print(f"# A FileStore's index\n\n{machine()}; medians of {options.rounds} rounds, durable=False.")
     print("Milliseconds (of processor time).\n")
     columns: list[dict[str, Cost]] = []

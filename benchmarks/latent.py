@@ -71,12 +71,12 @@ def measure(name: str, history: int, rounds: int) -> list[str]:
     return [f"| {name}, {who} | {x.median / 1e3:.1f} | {x.ratio:.2f} |" for who, x in samples.items()]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
     parser.add_argument("--model", choices=MODELS, nargs="*", default=["v3"])
     parser.add_argument("--history", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     print(machine())
     rows = [row for name in options.model for row in measure(name, options.history, options.rounds)]

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+import ml
 from kvcache.runner.loading import load_config
-from kvcache.runner.models.families import expected_shapes
+from kvcache.runner.models.families import expected_shapes, parse_config
+from kvcache.runner.models.llama import Llama
 
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 RANDOM: dict[str, Any] = {
@@ -59,6 +61,13 @@ class RandomWeights:
     def __getitem__(self, name: str) -> np.ndarray:
         random = np.random.default_rng(list(name.encode()))
         return random.standard_normal(self._shapes[name], np.float32) * np.float32(0.02)
+
+
+def random_llama(backend: ml.Backend, raw: dict[str, Any]) -> Llama:
+    """The runner's own, in F32."""
+    config: Any = parse_config(raw)
+    weights: Any = RandomWeights(Llama.shapes(config))
+    return Llama(backend, config, weights)
 
 
 def transformers_llama(**config: Any) -> Any:

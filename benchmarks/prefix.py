@@ -297,7 +297,7 @@ def _show_talk(found: Talk, args: argparse.Namespace) -> None:
     print()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix", description=__doc__)
     parser.add_argument("--parts", nargs="+", default=["talk", "host", "disk", "begin"])
     parser.add_argument("--backend", default="numpy", help="of the conversations (numpy)")
@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--readers", type=int, default=arriving.READERS, help="pages read at a time")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     arriving.READERS = args.readers
     print(f"{machine()}; NumPy {np.__version__}\n")
     if "talk" in args.parts:

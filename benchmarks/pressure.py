@@ -130,7 +130,7 @@ def _costs(conversations: Sequence[int], tokens: int, rounds: int) -> Iterator[t
         yield f"{count:,}", f"{free * 1e3:.1f}", f"{full * 1e3:.1f}", f"{each:.0f}"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pressure", description=__doc__)
     parser.add_argument("--parts", nargs="+", default=["reuse", "cost"], choices=["reuse", "cost"])
     parser.add_argument("--requests", type=int, default=TRAFFIC.count)
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--conversations", type=int, nargs="+", default=[8_000, 80_000])
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt that needs cells")
     parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if "reuse" in args.parts:
         print("## Found again, of what a cache without limit finds\n")
         print(_reuse_table(replace(TRAFFIC, count=args.requests), args.seeds, args.shares), end="\n\n")

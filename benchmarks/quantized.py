@@ -106,12 +106,12 @@ def measure(backend: ml.Backend, history: int, rounds: int) -> dict[str, list[st
     return {name: [f"{x.median / 1e3:.2f}", f"{x.ratio:.2f}"] for name, x in found.items()}
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
     parser.add_argument("--backend", default="numpy")
     parser.add_argument("--history", type=int, nargs="*", default=[4096, 32768])
     parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.backend == "torch":
         import torch
 

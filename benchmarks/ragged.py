@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +272,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
                     print("peers: transformers is not installed", flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ragged", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds; a glance, no result")
     parser.add_argument("--backend", choices=["torch", "numpy", "mlx"], default="torch")
@@ -281,12 +281,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--model", type=Path, default=bundled_model(), help="the engine's; a Hugging Face folder"
     )
     parser.add_argument("--out", type=Path, default=DOCS / "benchmarks" / RECORD, help="JSON, added to")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != "1":  # which NumPy and MLX read when they are imported
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-        os.execve(
-            sys.executable, [sys.executable, "-m", "benchmarks.ragged", *(argv or sys.argv[1:])], one_thread
-        )
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.ragged", *sys.argv[1:]], one_thread)
     began, found = time.perf_counter(), []
     for row in rows(options):
         found.append(row)

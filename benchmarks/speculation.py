@@ -55,11 +55,11 @@ def measured(
     return total
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__)
     parser.add_argument("--model", type=Path, default=bundled_model(), help="a folder of the Llama family")
     parser.add_argument("--tokens", type=int, default=4, help="drafted tokens per pass")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     print(f"{machine()}, kvcache {kvcache.__version__}, NumPy, {options.tokens} drafted tokens per pass\n")
     head = ("draft", "temperature", "accepting", "accepted", "tokens per pass")
     with ml.open_backend("numpy") as backend:

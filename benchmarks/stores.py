@@ -267,7 +267,7 @@ def beside_a_socket(entry: Entry, found: Found, options: argparse.Namespace, sto
 KINDS = {"file": files, "valkey": valkey, "mooncake": mooncake}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stores", description=__doc__)
     parser.add_argument("kinds", nargs="*", default=["file"], help=f"of {', '.join(KINDS)} (file)")
     parser.add_argument("--mib", type=int, nargs="+", default=[64], help="sizes of entries (64)")
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--server", nargs="*", default=[], help="further options of Valkey's server, without --"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     print("Median [10th, 90th percentile] of rounds in turn; ratios are those of the rounds' own throughput.")
     print(f"\n{machine()}; {options.rounds} rounds.")
     for kind in options.kinds:

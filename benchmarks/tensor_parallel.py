@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import ml
-from benchmarks.models import RANDOM, RandomWeights
+from benchmarks.models import RANDOM, RandomWeights, random_llama
 from benchmarks.pages import DOCS, fill
 from kvcache.cache import Batch
 from kvcache.runner.loading import bundled_model, load_model
@@ -155,10 +155,10 @@ def model_of(name: str, backend: Any, group: Any) -> Any:
     raw = MODELS[name]
     if raw is None:
         return load_model(bundled_model(), backend, group=group)
+    if group.size == 1:
+        return random_llama(backend, raw)
     config: Any = parse_config(raw)
     weights: Any = RandomWeights(Llama.shapes(config))
-    if group.size == 1:
-        return Llama(backend, config, weights)
     share = share_of(config, group)
     return Llama(
         backend, share.config(config), share.weights(weights, config.head_dim), ml.DType.F32, None, share

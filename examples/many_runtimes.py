@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +154,12 @@ def _elsewhere(python: str, runtime: str, folder: Path, store: str, tokens: list
     return answer, restored, first
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.many_runtimes", description=__doc__)
     parser.add_argument("--tokens", type=int, default=2000, help="of the prompt")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
     parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.turn:
         runtime, folder, store, tokens, count = json.loads(sys.stdin.read())
         print(RESULT + json.dumps(turn(runtime, Path(folder), store, tokens, count)))

@@ -12,11 +12,9 @@ import torch
 import ml
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.record import Stage
-from benchmarks.models import RANDOM, SMALL, RandomWeights
+from benchmarks.models import RANDOM, SMALL, random_llama
 from benchmarks.put_get import GROUPS
 from benchmarks.whole_model import Ours
-from kvcache.runner import Llama
-from kvcache.runner.models.families import parse_config
 from kvcache.testing.bench.decoding import DIM, HEADS
 from kvcache.testing.bench.timing import machine
 
@@ -89,17 +87,11 @@ def bandwidth(stage: Stage) -> None:
         stage.note(f"copies of {mib} MiB", device.copies(mib << 20))
 
 
-def random_llama(backend: ml.Backend, small: bool, dtype: ml.DType = ml.DType.F32) -> Any:
-    config: Any = parse_config(SMALL if small else RANDOM)
-    weights: Any = RandomWeights(Llama.shapes(config))
-    return Llama(backend, config, weights, dtype)
-
-
 def decode_profile(stage: Stage) -> None:
     """The kernels of a decode step of the runner's own Llama, by their time."""
     device, history = stage.device, 64 if stage.quick else 2048
     with device.open() as backend:
-        ours = Ours(random_llama(backend, stage.quick), history).fill(history)
+        ours = Ours(random_llama(backend, SMALL if stage.quick else RANDOM), history).fill(history)
         for _ in range(3):
             ours.step()
         found, waits = device.kernels(ours.step)

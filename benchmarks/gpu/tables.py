@@ -15,8 +15,8 @@ import torch
 import ml
 from benchmarks.attention import ROOM, SCALE, Filled, filled
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.machine import random_llama
 from benchmarks.gpu.record import Skipped, Stage, needs
+from benchmarks.models import RANDOM, SMALL, random_llama
 from benchmarks.put_get import DTYPES, GROUPS, LENGTHS, Case
 from kvcache import Batch
 from kvcache.integrations import bench_torch
@@ -224,7 +224,7 @@ def engine(stage: Stage) -> None:
     device, rows = stage.device, 2 if stage.quick else 8
     with device.open() as backend:
         options = EngineOptions(max_sequences=rows, capacity=256)
-        with Engine(random_llama(backend, stage.quick), None, options) as running:
+        with Engine(random_llama(backend, SMALL if stage.quick else RANDOM), None, options) as running:
             settings = GenerationOptions(max_new_tokens=200, ignore_eos=True)
             for row in range(rows):
                 running.submit([3 + row, *range(20, 40 + 3 * row)], settings)
