@@ -27,19 +27,7 @@ from kvcache.testing.servers import ValkeyServer, wait_until
 from kvcache.testing.stores import CALLS, content, present, read
 
 from .mooncake_pool import MooncakePool
-from .stores_rig import (
-    MIB,
-    Change,
-    FilePlace,
-    Place,
-    every_kind,
-    native,
-    need_server,
-    places,
-    pool,
-    posix,
-    server,
-)
+from .stores_rig import MIB, FilePlace, Place, every_kind, native, need_server, places, pool, posix, server
 
 __all__ = ["native", "places", "pool", "server"]
 
@@ -67,7 +55,7 @@ def dropped(store: Any) -> int:
 
 # Damage.
 
-DAMAGE: dict[str, Change] = {
+DAMAGE: dict[str, Callable[[bytearray], object]] = {
     "one bit at the start": lambda data: data.__setitem__(0, data[0] ^ 1),
     "one bit at the end": lambda data: data.__setitem__(-1, data[-1] ^ 0x80),
     "a byte too few": lambda data: data.pop(),

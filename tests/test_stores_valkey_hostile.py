@@ -41,7 +41,7 @@ from kvcache.stores.valkey.replies import (
 )
 from kvcache.testing.stores import content, read
 
-from .valkey_rig import Open, client, open_here, served, server, store
+from .valkey_rig import Open, client, open_here, server, store
 
 __all__ = ["client", "open_here", "server", "store"]
 
@@ -346,7 +346,6 @@ def one_call(
     return count
 
 
-@served
 @pytest.mark.parametrize("call", CALLS)
 def test_a_reply_of_another_kind_or_with_a_flipped_bit_is_an_error_of_the_store_or_a_miss(
     store: ValkeyStore, open_here: Open, call: str
@@ -365,7 +364,6 @@ def test_a_reply_of_another_kind_or_with_a_flipped_bit_is_an_error_of_the_store_
     assert all(read(store, key) in (None, content(key)) for key in "ab")
 
 
-@served
 @pytest.mark.parametrize("call", ["stat", "get_into", "prefix"])
 def test_an_error_of_the_server_is_no_damage(store: ValkeyStore, open_here: Open, call: str) -> None:
     """A right that is missing says nothing of what is stored."""
@@ -377,7 +375,6 @@ def test_an_error_of_the_server_is_no_damage(store: ValkeyStore, open_here: Open
         assert read(store, "a") == content("a")
 
 
-@served
 def test_a_call_that_was_interrupted_leaves_no_half_command_behind(
     client: Valkey, open_here: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,7 +391,6 @@ def test_a_call_that_was_interrupted_leaves_no_half_command_behind(
     assert read(store, "a") == b"x"
 
 
-@served
 @pytest.mark.parametrize("stored", [0, 3, 40])
 def test_a_manifest_costs_no_more_than_what_is_stored(
     store: ValkeyStore, client: Valkey, stored: int

@@ -119,15 +119,12 @@ class Prefetcher:
 
     def is_done(self, prefetch: Prefetch) -> bool:
         with self._changed:
-            return self._is_done(prefetch)
+            found = prefetch.over or (prefetch.found is not None and not prefetch.ends)
+            return found and not prefetch.busy
 
     def wait(self, prefetch: Prefetch) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_done(prefetch))
-
-    @staticmethod
-    def _is_done(prefetch: Prefetch) -> bool:
-        return not prefetch.busy and (prefetch.over or (prefetch.found is not None and not prefetch.ends))
+            self._changed.wait_for(lambda: self.is_done(prefetch))
 
     def release(self, prefetch: Prefetch) -> None:
         with self._changed:
