@@ -16,6 +16,8 @@ from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType
 
+from .small_passes import bound
+
 MakeRig = Callable[..., CopyRig]
 Call = Callable[[CausalCache, ml.Context], object]
 
@@ -174,8 +176,7 @@ def test_a_batch_that_cannot_be_stored_is_refused_and_changes_nothing(
 
 
 def test_a_reserve_pass_spans_the_capacity_whatever_a_failed_pass_has_left(backend: ml.Backend) -> None:
-    cache, ctx = CausalCache(), backend.new_context()
-    cache.init(backend, DType.F32, 1, 8, 4)
+    cache, ctx = bound(CausalCache(), backend, 1, 8, 4), backend.new_context()
     for layers in (2, 1):
         cache.start_forward(ctx, Batch([cache.offset(0)], [0]))
         for layer in range(layers):

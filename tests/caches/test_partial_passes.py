@@ -21,9 +21,10 @@ from kvcache import (
     RecurrentCache,
     SequenceLostError,
     SlidingWindowCache,
-    StateSpec,
     WrapperCache,
 )
+
+from .small_passes import SUM, bound
 
 LAYERS, SEQUENCES, CELLS = 3, 3, 12
 
@@ -32,8 +33,7 @@ class Passes:
     """A cache, and by layer, sequence and position what it was given."""
 
     def __init__(self, backend: ml.Backend, cache: Any, capacity: int = CELLS) -> None:
-        self.cache, self.ctx = cache, backend.new_context()
-        cache.init(backend, ml.DType.F32, SEQUENCES, capacity, capacity)
+        self.cache, self.ctx = bound(cache, backend, SEQUENCES, capacity, capacity), backend.new_context()
         self.number = 0
         self.stored: list[dict[tuple[int, int], float | None]] = [{} for _ in range(LAYERS)]
 
@@ -311,65 +311,63 @@ def test_a_window_that_let_its_first_tokens_go_is_computed_all_the_same(backend:
     assert p.cache.computed(0) == 8
 
 
-def test_of_several_caches_the_one_that_has_least_counts(backend: ml.Backend) -> None:
+def test_of_several_caches_the_one_that_has_least_counts(backend: ml.Backend, ctx: ml.Context) -> None:
     cache, unused = (
         WrapperCache(SlidingWindowCache(4), CausalCache()),
         WrapperCache(CausalCache(), CausalCache()),
     )
-    with backend.new_context() as ctx:
-        new = ctx.full((2, 1, 4), 1, ml.DType.F32)
-        for one in (cache, unused):
-            one.init(backend, ml.DType.F32, 1, 8, 8)
-            one.start_forward(ctx, Batch([0, 1], [0, 0]))
-            one.set_layer(0)
-            one.put(ctx, new, new)
-        assert unused.computed(0) == 2  # a cache that no layer uses has nothing to lack
-        cache.set_layer_type(1)
-        assert cache.computed(0) == 2
-        cache.set_layer(1)
-        cache.put(ctx, new, new)
-        cache.start_forward(ctx, Batch([2, 3], [0, 0]))
-        cache.set_layer(0)
-        cache.put(ctx, new, new)
-        assert cache.computed(0) == 2
-        cache.set_layer_type(1)
-        cache.set_layer(1)
-        cache.put(ctx, new, new)
-        assert cache.computed(0) == 4
+    new = ctx.full((2, 1, 4), 1, ml.DType.F32)
+    for one in (cache, unused):
+        one.init(backend, ml.DType.F32, 1, 8, 8)
+        one.start_forward(ctx, Batch([0, 1], [0, 0]))
+        one.set_layer(0)
+        one.put(ctx, new, new)
+    assert unused.computed(0) == 2  # a cache that no layer uses has nothing to lack
+    cache.set_layer_type(1)
+    assert cache.computed(0) == 2
+    cache.set_layer(1)
+    cache.put(ctx, new, new)
+    cache.start_forward(ctx, Batch([2, 3], [0, 0]))
+    cache.set_layer(0)
+    cache.put(ctx, new, new)
+    assert cache.computed(0) == 2
+    cache.set_layer_type(1)
+    cache.set_layer(1)
+    cache.put(ctx, new, new)
+    assert cache.computed(0) == 4
 
 
-def test_states_that_a_pass_did_not_ask_for_end_what_is_computed(backend: ml.Backend) -> None:
-    cache = RecurrentCache((2,), (3,), checkpoints=4, checkpoint_interval=1)
-    cache.init(backend, ml.DType.F32, 1, 16, 16)
-    with backend.new_context() as ctx:
+def test_states_that_a_pass_did_not_ask_for_end_what_is_computed(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache = bound(RecurrentCache((2,), (3,), checkpoints=4, checkpoint_interval=1), backend, 1, 16, 16)
 
-        def run(positions: range, layers: int) -> None:
-            cache.start_forward(ctx, Batch(positions, [0] * len(positions)))
-            for layer in range(layers):
-                cache.set_conv_state(ctx, layer, ctx.full((1, 2), 1, ml.DType.F32))
-                cache.set_recurrent_state(ctx, layer, ctx.full((1, 3), 1, ml.DType.F32))
+    def run(positions: range, layers: int) -> None:
+        cache.start_forward(ctx, Batch(positions, [0] * len(positions)))
+        for layer in range(layers):
+            cache.set_conv_state(ctx, layer, ctx.full((1, 2), 1, ml.DType.F32))
+            cache.set_recurrent_state(ctx, layer, ctx.full((1, 3), 1, ml.DType.F32))
 
-        run(range(3), 2)
-        assert cache.computed(0) == 3
-        run(range(3, 5), 1)
-        assert (cache.computed(0), cache.offset(0)) == (3, 5)
-        run(range(5, 6), 2)  # goes on from what is not there
-        assert cache.computed(0) == 3
-        assert 5 not in cache.checkpoints(0)
-        cache.remove(0, 3)
-        assert (cache.computed(0), cache.offset(0)) == (3, 3)
-        run(range(3, 4), 2)
-        assert cache.computed(0) == 4
+    run(range(3), 2)
+    assert cache.computed(0) == 3
+    run(range(3, 5), 1)
+    assert (cache.computed(0), cache.offset(0)) == (3, 5)
+    run(range(5, 6), 2)  # goes on from what is not there
+    assert cache.computed(0) == 3
+    assert 5 not in cache.checkpoints(0)
+    cache.remove(0, 3)
+    assert (cache.computed(0), cache.offset(0)) == (3, 3)
+    run(range(3, 4), 2)
+    assert cache.computed(0) == 4
 
 
 class Sums:
     """Layers that count in their states the tokens that they have seen."""
 
     def __init__(self, backend: ml.Backend, declared: bool = False, **options: Any) -> None:
-        layers: list[int | None] = [*range(2)] if declared else [None]
-        specs = {layer: {"sum": StateSpec((1,), ml.DType.F32)} for layer in layers}
-        self.cache, self.ctx = RecurrentCache(states=specs, **options), backend.new_context()
-        self.cache.init(backend, ml.DType.F32, 3, 16, 16)
+        specs = dict.fromkeys(range(2), SUM[None]) if declared else SUM
+        self.cache = bound(RecurrentCache(states=specs, **options), backend, 3, 16, 16)
+        self.ctx = backend.new_context()
 
     def run(self, seq: int, count: int, layers: int = 2, read_only: bool = False) -> list[float]:
         """The states before the pass, in ``layers`` of the two; it fails after these."""
@@ -466,79 +464,78 @@ def test_states_that_a_pass_left_out_stay_missing_when_the_sequence_is_changed(
         sums.cache.snapshot(seq)
 
 
-def test_beside_other_caches_a_pass_that_has_yet_to_ask_for_a_state_lacks_it(backend: ml.Backend) -> None:
-    states = RecurrentCache(states={None: {"sum": StateSpec((1,), ml.DType.F32)}})
-    cache = WrapperCache(SlidingWindowCache(3), WrapperCache(states))
-    cache.init(backend, ml.DType.F32, 1, 16, 16)
-    with backend.new_context() as ctx:
-        cache.start_forward(ctx, Batch([0, 1], [0, 0]))
-        cache.put(ctx, *[ctx.zeros((2, 1, 4), ml.DType.F32)] * 2)
-        assert cache.computed(0) == 0
-        states.state(ctx, "sum", 0)
-        assert cache.computed(0) == 2
+def test_beside_other_caches_a_pass_that_has_yet_to_ask_for_a_state_lacks_it(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    states = RecurrentCache(states=SUM)
+    cache = bound(WrapperCache(SlidingWindowCache(3), WrapperCache(states)), backend, 1, 16, 16)
+    cache.start_forward(ctx, Batch([0, 1], [0, 0]))
+    cache.put(ctx, *[ctx.zeros((2, 1, 4), ml.DType.F32)] * 2)
+    assert cache.computed(0) == 0
+    states.state(ctx, "sum", 0)
+    assert cache.computed(0) == 2
 
 
 @pytest.mark.parametrize("restored", [False, True])
 @pytest.mark.parametrize("layers", range(3))
 def test_an_item_that_a_failed_pass_left_out_leaves_the_output_of_the_one_before(
-    backend: ml.Backend, layers: int, restored: bool
+    backend: ml.Backend, ctx: ml.Context, layers: int, restored: bool
 ) -> None:
     caches = [EncoderCache(), EncoderCache()]
-    with backend.new_context() as ctx:
 
-        def run(cache: EncoderCache, position: int, layers: int, value: float) -> None:
-            cache.start_forward(ctx, Batch([position], [0], multimodal=[(0, "an image")]))
-            for layer in range(layers):
-                cache.set_layer(layer)
-                output = ctx.full((2, 1, 4), value, ml.DType.F32)
-                cache.put(ctx, output, output)
+    def run(cache: EncoderCache, position: int, layers: int, value: float) -> None:
+        cache.start_forward(ctx, Batch([position], [0], multimodal=[(0, "an image")]))
+        for layer in range(layers):
+            cache.set_layer(layer)
+            output = ctx.full((2, 1, 4), value, ml.DType.F32)
+            cache.put(ctx, output, output)
 
-        for cache in caches:
-            cache.init(backend, ml.DType.F32, 2, 32, 16)
-        run(caches[0], 1, 2, 7.0)
-        assert caches[1].restore(0, caches[0].snapshot(0))  # its layers are known from it
-        cache = caches[restored]
-        held = cache.nbytes
-        for position in (4, 5):  # the second try does not follow the first
-            run(cache, position, layers, 8.0)
-        assert cache.nbytes == (held if layers in (0, 2) else 2 * held), "one whole, or the halves too"
-        assert cache.snapshot(0, 0, 3).position == (None if layers == 2 else 1)
-        cache.copy_prefix(0, 1, 3)
-        cache.remove(0, 0, 1)
-        cache.remove(0, 3)
-        for seq in range(2):
-            assert cache.lacking(seq) is None
-            outputs = [cache.encoder_output(seq, layer) for layer in range(2)]
-            assert [o and o[0].to_numpy().max() for o in outputs] == ([None] if layers == 2 else [7.0]) * 2
-        assert cache.snapshot(0).position == (None if layers == 2 else 0)
+    for cache in caches:
+        cache.init(backend, ml.DType.F32, 2, 32, 16)
+    run(caches[0], 1, 2, 7.0)
+    assert caches[1].restore(0, caches[0].snapshot(0))  # its layers are known from it
+    cache = caches[restored]
+    held = cache.nbytes
+    for position in (4, 5):  # the second try does not follow the first
+        run(cache, position, layers, 8.0)
+    assert cache.nbytes == (held if layers in (0, 2) else 2 * held), "one whole, or the halves too"
+    assert cache.snapshot(0, 0, 3).position == (None if layers == 2 else 1)
+    cache.copy_prefix(0, 1, 3)
+    cache.remove(0, 0, 1)
+    cache.remove(0, 3)
+    for seq in range(2):
+        assert cache.lacking(seq) is None
+        outputs = [cache.encoder_output(seq, layer) for layer in range(2)]
+        assert [o and o[0].to_numpy().max() for o in outputs] == ([None] if layers == 2 else [7.0]) * 2
+    assert cache.snapshot(0).position == (None if layers == 2 else 0)
 
 
-def test_tokens_of_an_item_count_as_computed_when_all_layers_have_its_output(backend: ml.Backend) -> None:
-    cache = WrapperCache(CausalCache(), EncoderCache())
-    cache.init(backend, ml.DType.F32, 2, 32, 16)
-    with backend.new_context() as ctx:
-        new = ctx.zeros((3, 1, 4), ml.DType.F32)
+def test_tokens_of_an_item_count_as_computed_when_all_layers_have_its_output(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache = bound(WrapperCache(CausalCache(), EncoderCache()), backend, 2, 32, 16)
+    new = ctx.zeros((3, 1, 4), ml.DType.F32)
 
-        def run(seq: int, layers: int) -> None:
-            begin = cache.offset(seq)
-            batch = Batch(range(begin, begin + 3), [seq] * 3, multimodal=[(1, "an image")])
-            cache.start_forward(ctx, batch)
-            cache.set_layer(0)
+    def run(seq: int, layers: int) -> None:
+        begin = cache.offset(seq)
+        batch = Batch(range(begin, begin + 3), [seq] * 3, multimodal=[(1, "an image")])
+        cache.start_forward(ctx, batch)
+        cache.set_layer(0)
+        cache.put(ctx, new, new)
+        cache.set_layer_type(1)
+        for layer in range(layers):
+            cache.set_layer(layer)
             cache.put(ctx, new, new)
-            cache.set_layer_type(1)
-            for layer in range(layers):
-                cache.set_layer(layer)
-                cache.put(ctx, new, new)
 
-        run(0, 2)
+    run(0, 2)
+    assert cache.computed(0) == 3
+    for layers in range(2):
+        run(0, layers)
+        assert cache.computed(0) == 4
+        cache.start_forward(ctx, Batch([0], [1]))
+        assert cache.computed(0) == 4
+        cache.remove(1, 0)
+        cache.remove(0, 3)
         assert cache.computed(0) == 3
-        for layers in range(2):
-            run(0, layers)
-            assert cache.computed(0) == 4
-            cache.start_forward(ctx, Batch([0], [1]))
-            assert cache.computed(0) == 4
-            cache.remove(1, 0)
-            cache.remove(0, 3)
-            assert cache.computed(0) == 3
-        run(0, 2)
-        assert cache.computed(0) == 6
+    run(0, 2)
+    assert cache.computed(0) == 6

@@ -19,6 +19,8 @@ from kvcache.testing.rigs.protocol import Plan, only_protocol
 from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType
 
+from .small_passes import bound, evaluate
+
 MakeRig = Callable[..., CopyRig]
 ALL = Setup(max_sequences=4, capacity=12, layers=2)
 WINDOW = replace(ALL, window=3, memory=5)
@@ -450,19 +452,12 @@ def test_what_cannot_be_copied_out_when_a_cache_closes_is_lost(backend: ml.Backe
         other.check_copies()
 
 
-def test_what_a_failed_pass_lacks_is_skipped_and_start_forward_goes_on(backend: ml.Backend) -> None:
-    cache, ctx = SlidingWindowCache(4), backend.new_context()
-    cache.init(backend, ml.DType.F32, 1, 32, 8)
-
-    def evaluate(positions: range, layers: int = 2) -> None:
-        cache.start_forward(ctx, Batch(positions, [0] * len(positions)))
-        for layer in range(layers):
-            cache.set_layer(layer)
-            new = ctx.full((len(positions), 1, 4), 1.0, ml.DType.F32)
-            cache.put(ctx, new, new)
-
-    evaluate(range(5))
-    evaluate(range(5, 7), layers=1)  # the model failed between the layers
+def test_what_a_failed_pass_lacks_is_skipped_and_start_forward_goes_on(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache = bound(SlidingWindowCache(4), backend, 1, 32, 8)
+    evaluate(cache, ctx, range(5), layers=2)
+    evaluate(cache, ctx, range(5, 7), layers=1)  # the model failed between the layers
     cache.schedule_snapshots(0, [8])
     cache.start_forward(ctx, Batch([7], [0]))  # which takes a cell, and raises nothing
     assert cache.offset(0) == 8
@@ -471,46 +466,36 @@ def test_what_a_failed_pass_lacks_is_skipped_and_start_forward_goes_on(backend: 
 
 
 def test_a_window_that_goes_on_without_what_it_sees_says_so_once(
-    backend: ml.Backend, caplog: pytest.LogCaptureFixture
+    backend: ml.Backend, ctx: ml.Context, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache, ctx = SlidingWindowCache(4), backend.new_context()
-    cache.init(backend, ml.DType.F32, 2, 32, 32)
-
-    def evaluate(positions: range, seq: int = 0) -> None:
-        cache.start_forward(ctx, Batch(positions, [seq] * len(positions)))
-        new = ctx.full((len(positions), 1, 4), 1.0, ml.DType.F32)
-        cache.put(ctx, new, new)
-
+    cache = bound(SlidingWindowCache(4), backend, 2, 32, 32)
     for begin in range(0, 16, 2):
-        evaluate(range(begin, begin + 2))
+        evaluate(cache, ctx, range(begin, begin + 2))
     assert cache.can_resume(0, 15)
     cache.remove(0, 15)
-    evaluate(range(15, 16))
+    evaluate(cache, ctx, [15])
     assert not caplog.messages
     assert not cache.can_resume(0, 12)
     cache.remove(0, 12)
     cache.copy_prefix(0, 1, 12)
     for seq in (0, 1):
-        evaluate(range(12, 13), seq)
+        evaluate(cache, ctx, [12], seq)
     (message,) = caplog.messages
     assert "sequence 0 goes on at position 12" in message
     assert "remove(0, 0)" in message
     cache.remove(0, 0)
-    evaluate(range(3))
+    evaluate(cache, ctx, range(3))
     assert len(caplog.messages) == 1
 
 
 def test_a_window_that_sees_only_the_token_itself_lacks_nothing_when_cut(
-    backend: ml.Backend, caplog: pytest.LogCaptureFixture
+    backend: ml.Backend, ctx: ml.Context, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache, ctx = SlidingWindowCache(0), backend.new_context()
-    cache.init(backend, ml.DType.F32, 1, 16, 8)
-    for position in [*range(8), 7]:
-        if position == 7:
-            cache.remove(0, 7)
-        cache.start_forward(ctx, Batch([position], [0]))
-        new = ctx.full((1, 1, 4), 1.0, ml.DType.F32)
-        cache.put(ctx, new, new)
+    cache = bound(SlidingWindowCache(0), backend, 1, 16, 8)
+    for position in range(8):
+        evaluate(cache, ctx, [position])
+    cache.remove(0, 7)
+    evaluate(cache, ctx, [7])
     assert not caplog.messages
 
 

@@ -22,6 +22,8 @@ from kvcache import (
 from kvcache.snapshots.reservation import IncomingSnapshot, StoredTensor
 from kvcache.storage.formats import CacheFormat
 
+from .small_passes import bound
+
 
 def put(cache: Any, ctx: ml.Context, values: Sequence[float]) -> None:
     host = np.array(values, np.float32).reshape(-1, 1, 1).repeat(4, 2)
@@ -40,8 +42,7 @@ def keys(snapshot: Any) -> list[float]:
 def test_a_window_that_is_cut_below_what_it_stores_takes_its_snapshots_anew(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    cache = SlidingWindowCache(2)
-    cache.init(backend, ml.DType.F32, 1, 64, 16)
+    cache = bound(SlidingWindowCache(2), backend, 1, 64, 16)
     cache.schedule_snapshots(0, [4])
     run(cache, ctx, range(8), range(100, 108))
     run(cache, ctx, [8], [108])
@@ -53,8 +54,7 @@ def test_a_window_that_is_cut_below_what_it_stores_takes_its_snapshots_anew(
 
 
 def test_a_window_that_is_cut_can_be_scheduled_and_goes_on(backend: ml.Backend, ctx: ml.Context) -> None:
-    cache = SlidingWindowCache(2)
-    cache.init(backend, ml.DType.F32, 1, 64, 16)
+    cache = bound(SlidingWindowCache(2), backend, 1, 64, 16)
     run(cache, ctx, range(16), range(16))
     run(cache, ctx, [16], [16])
     cache.schedule_snapshots(0, [20])
@@ -66,8 +66,7 @@ def test_a_window_that_is_cut_can_be_scheduled_and_goes_on(backend: ml.Backend, 
 
 @pytest.mark.parametrize("how", ["a refused start", "a look", "a snapshot"])
 def test_a_state_is_taken_when_its_pass_has_set_it(backend: ml.Backend, ctx: ml.Context, how: str) -> None:
-    cache = RecurrentCache(state_shape=(2,))
-    cache.init(backend, ml.DType.F32, 2, 16, 8)
+    cache = bound(RecurrentCache(state_shape=(2,)), backend, 2, 16, 8)
 
     def disturb() -> None:
         if how == "a look":
@@ -90,8 +89,7 @@ def test_a_state_is_taken_when_its_pass_has_set_it(backend: ml.Backend, ctx: ml.
 def test_a_pass_that_goes_on_has_all_its_layers_in_its_snapshots(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    cache = WrapperCache(SlidingWindowCache(2), CausalCache())
-    cache.init(backend, ml.DType.F32, 1, 8, 4)
+    cache = bound(WrapperCache(SlidingWindowCache(2), CausalCache()), backend, 1, 8, 4)
     layers = ((0, 0), (0, 1), (1, 2), (1, 3))
 
     def put_in(chosen: Sequence[tuple[int, int]], values: Sequence[float]) -> None:
@@ -117,8 +115,7 @@ def test_a_pass_that_goes_on_has_all_its_layers_in_its_snapshots(
 def test_a_pass_that_is_taken_back_has_put_nothing_into_its_snapshots(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    cache = CausalCache()
-    cache.init(backend, ml.DType.F32, 2, 16, 8)
+    cache = bound(CausalCache(), backend, 2, 16, 8)
     run(cache, ctx, [0, 1], [1, 2])
     cache.start_forward(ctx, Batch([2, 3], [0, 0]))
     taken = cache.snapshot(0)
@@ -134,8 +131,7 @@ def test_what_lands_in_freed_cells_is_not_blanked_by_the_pass_before(
 ) -> None:
     if not isinstance(backend, ml.SupportsHostWrite):
         pytest.skip("the host cannot write there")
-    cache = CausalCache()
-    cache.init(backend, ml.DType.F32, 3, 8, 8)
+    cache = bound(CausalCache(), backend, 3, 8, 8)
 
     def batch(positions: Sequence[int], sequences: Sequence[int]) -> None:
         cache.start_forward(ctx, Batch(positions, sequences))

@@ -12,13 +12,15 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, OrderError, RecurrentCache, StateSpec
+from kvcache import Batch, OrderError, RecurrentCache
 from kvcache.caches import branches
 from kvcache.testing.models import values
 from kvcache.testing.models.states import CONV, DELTA, KINDS, RECURRENT_LAYERS, StateSetup, state_values
 from kvcache.testing.rigs.protocol import Plan, only_protocol
 from kvcache.testing.rigs.states import StateRig
 from ml import DType
+
+from .small_passes import SUM, bound
 
 MakeStates = Callable[..., StateRig]
 LAZY = StateSetup(max_sequences=4, checkpoints=0)
@@ -146,8 +148,7 @@ def test_what_a_layer_declares_is_what_it_has(backend: ml.Backend, ctx: ml.Conte
 
 
 def test_a_declared_state_that_no_pass_uses_is_named(backend: ml.Backend, ctx: ml.Context) -> None:
-    cache = RecurrentCache(states={layer: {"sum": StateSpec((1,), DType.F32)} for layer in range(2)})
-    cache.init(backend, DType.F32, 1, 16, 16)
+    cache = bound(RecurrentCache(states=dict.fromkeys(range(2), SUM[None])), backend, 1, 16, 16)
     for position in range(2):
         cache.start_forward(ctx, Batch([position], [0]))
         if position == 0:
@@ -159,8 +160,7 @@ def test_a_declared_state_that_no_pass_uses_is_named(backend: ml.Backend, ctx: m
 def test_a_pass_that_reserves_a_state_takes_nothing_from_sequences_and_snapshots(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    cache = RecurrentCache(states={None: {"sum": StateSpec((1,), DType.F32)}})
-    cache.init(backend, DType.F32, 2, 16, 16)
+    cache = bound(RecurrentCache(states=SUM), backend, 2, 16, 16)
     one = ctx.full((1, 1), 1, DType.F32)
     cache.start_forward(ctx, Batch([0], [0]))
     cache.update_state(ctx, "sum", one, 0)
@@ -315,70 +315,68 @@ def test_a_state_goes_into_another_cache(states: MakeStates, closed: bool) -> No
 # Asked for ahead.
 
 
-def test_in_the_middle_of_a_pass_and_after_one_that_failed_no_state_is_taken(backend: ml.Backend) -> None:
-    cache = RecurrentCache(states={None: {"sum": StateSpec((1,), ml.DType.F32)}})
-    cache.init(backend, ml.DType.F32, 2, 16, 8)
-    with backend.new_context() as ctx:
+def test_in_the_middle_of_a_pass_and_after_one_that_failed_no_state_is_taken(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache = bound(RecurrentCache(states=SUM), backend, 2, 16, 8)
 
-        def update(layer: int, value: float) -> None:
-            cache.update_state(ctx, "sum", ctx.full((1, 1), value, ml.DType.F32), layer)
+    def update(layer: int, value: float) -> None:
+        cache.update_state(ctx, "sum", ctx.full((1, 1), value, ml.DType.F32), layer)
 
-        cache.start_forward(ctx, Batch([0], [0]))
-        update(0, 1)
-        update(1, 1)
-        kept = cache.snapshot(0)
-        cache.start_forward(ctx, Batch([1], [0]))
-        update(0, 2)
-        for taken in (cache.snapshot, cache.checkpoint, cache.mark):
-            with pytest.raises(OrderError, match="not all layers have their states of position 2"):
-                taken(0)
-        cache.schedule_snapshots(0, [3])
-        cache.start_forward(ctx, Batch([2], [0]))  # the one before has failed
-        update(0, 3)
-        update(1, 3)
-        assert cache.take_snapshots(0) == []
-        assert cache.skipped_snapshots(0) == [3]
-        assert cache.restore(1, kept)
-        cache.start_forward(ctx, Batch([1], [1]))
-        assert [cache.state(ctx, "sum", layer).to_numpy().item() for layer in (0, 1)] == [1, 1]
+    cache.start_forward(ctx, Batch([0], [0]))
+    update(0, 1)
+    update(1, 1)
+    kept = cache.snapshot(0)
+    cache.start_forward(ctx, Batch([1], [0]))
+    update(0, 2)
+    for taken in (cache.snapshot, cache.checkpoint, cache.mark):
+        with pytest.raises(OrderError, match="not all layers have their states of position 2"):
+            taken(0)
+    cache.schedule_snapshots(0, [3])
+    cache.start_forward(ctx, Batch([2], [0]))  # the one before has failed
+    update(0, 3)
+    update(1, 3)
+    assert cache.take_snapshots(0) == []
+    assert cache.skipped_snapshots(0) == [3]
+    assert cache.restore(1, kept)
+    cache.start_forward(ctx, Batch([1], [1]))
+    assert [cache.state(ctx, "sum", layer).to_numpy().item() for layer in (0, 1)] == [1, 1]
 
 
-def test_a_pass_whose_successor_is_taken_back_is_given_its_last_states(backend: ml.Backend) -> None:
-    cache = RecurrentCache(states={None: {"sum": StateSpec((1,), ml.DType.F32)}})
-    cache.init(backend, ml.DType.F32, 1, 16, 8)
-    with backend.new_context() as ctx:
-        for position, layers in ((0, 2), (1, 1)):
-            cache.start_forward(ctx, Batch([position], [0]))
-            for layer in range(layers):
-                cache.update_state(ctx, "sum", ctx.full((1, 1), position, ml.DType.F32), layer)
-        under_way = cache.pass_under_way()
-        cache.start_forward(ctx, Batch([2], [0]))
-        cache.undo_forward(under_way)
-        with pytest.raises(OrderError):
-            cache.snapshot(0)
-        cache.update_state(ctx, "sum", ctx.full((1, 1), 1, ml.DType.F32), 1)
-        assert (cache.computed(0), cache.snapshot(0).end) == (2, 2)
+def test_a_pass_whose_successor_is_taken_back_is_given_its_last_states(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache = bound(RecurrentCache(states=SUM), backend, 1, 16, 8)
+    for position, layers in ((0, 2), (1, 1)):
+        cache.start_forward(ctx, Batch([position], [0]))
+        for layer in range(layers):
+            cache.update_state(ctx, "sum", ctx.full((1, 1), position, ml.DType.F32), layer)
+    under_way = cache.pass_under_way()
+    cache.start_forward(ctx, Batch([2], [0]))
+    cache.undo_forward(under_way)
+    with pytest.raises(OrderError):
+        cache.snapshot(0)
+    cache.update_state(ctx, "sum", ctx.full((1, 1), 1, ml.DType.F32), 1)
+    assert (cache.computed(0), cache.snapshot(0).end) == (2, 2)
 
 
 @pytest.mark.parametrize("order", [[1, 0, 2], [0, 2, 1], [1, 0]])
 def test_the_same_sequences_start_again_in_the_slots_that_views_show(
-    backend: ml.Backend, order: list[int]
+    backend: ml.Backend, ctx: ml.Context, order: list[int]
 ) -> None:
     """Snapshots hold other slots before a pass than after it was taken back."""
-    cache = RecurrentCache(states={None: {"sum": StateSpec((1,), ml.DType.F32)}})
-    cache.init(backend, ml.DType.F32, 8, 16, 8)
-    with backend.new_context() as ctx:
-        cache.start_forward(ctx, Batch([0] * len(order), range(len(order))))
-        numbers = ctx.arange(10, 10 + len(order), 1, ml.DType.F32).reshape(ctx, len(order), 1)
-        cache.update_state(ctx, "sum", numbers, 0)
-        held = [cache.snapshot(seq) for seq in order]
-        cache.start_forward(ctx, Batch([1] * len(order), order))
-        view = cache.state(ctx, "sum", 0)
-        cache.undo_forward()
-        cache.start_forward(ctx, Batch([1, 2] * len(order), np.repeat(order, 2).tolist()))
-        wanted = [[10 + seq] for seq in order]
-        assert view.to_numpy().tolist() == cache.state(ctx, "sum", 0).to_numpy().tolist() == wanted
-        assert [one.end for one in held] == [1] * len(order)
+    cache = bound(RecurrentCache(states=SUM), backend, 8, 16, 8)
+    cache.start_forward(ctx, Batch([0] * len(order), range(len(order))))
+    numbers = ctx.arange(10, 10 + len(order), 1, ml.DType.F32).reshape(ctx, len(order), 1)
+    cache.update_state(ctx, "sum", numbers, 0)
+    held = [cache.snapshot(seq) for seq in order]
+    cache.start_forward(ctx, Batch([1] * len(order), order))
+    view = cache.state(ctx, "sum", 0)
+    cache.undo_forward()
+    cache.start_forward(ctx, Batch([1, 2] * len(order), np.repeat(order, 2).tolist()))
+    wanted = [[10 + seq] for seq in order]
+    assert view.to_numpy().tolist() == cache.state(ctx, "sum", 0).to_numpy().tolist() == wanted
+    assert [one.end for one in held] == [1] * len(order)
 
 
 def test_a_state_is_taken_where_a_batch_ends(states: MakeStates) -> None:
@@ -419,8 +417,7 @@ def test_what_a_model_does_not_deliver_for_every_layer_is_skipped(states: MakeSt
 
 def test_batches_of_a_model_that_delivers_may_end_anywhere(backend: ml.Backend) -> None:
     for delivers in (False, True):
-        cache = kvcache.RecurrentCache(CONV, DELTA, delivers=delivers)
-        cache.init(backend, DType.F32, 2, 16, 16)
+        cache = bound(kvcache.RecurrentCache(CONV, DELTA, delivers=delivers), backend, 2, 16, 16)
         cache.schedule_snapshots(0, [3, 7])
         assert cache.next_snapshot(0) == (None if delivers else 3)
         assert branches.want_states(cache, 0, [2]) is delivers

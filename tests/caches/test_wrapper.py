@@ -9,12 +9,14 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, CausalCache, RecurrentCache, SlidingWindowCache, StateSpec, WrapperCache
+from kvcache import Batch, CausalCache, RecurrentCache, SlidingWindowCache, WrapperCache
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
 from kvcache.testing.rigs.wrapper import ForeignCache, WrapperRig, wrapper_trace
 from ml import DType
+
+from .small_passes import SUM, bound
 
 WIDE = Setup(max_sequences=3, capacity=12, max_batch=6)
 NARROW = Setup(max_sequences=3, capacity=12, max_batch=6, window=2, memory=4)
@@ -85,8 +87,7 @@ def test_an_encoder_pass_goes_on_where_another_cache_refuses(
     backend: ml.Backend, ctx: ml.Context, reserve: bool
 ) -> None:
     encoder, other = kvcache.EncoderCache(), ForeignCache(kvcache.CausalCache())
-    wrapper = kvcache.WrapperCache(encoder, other)
-    wrapper.init(backend, DType.F32, 2, 8, 4)
+    wrapper = bound(kvcache.WrapperCache(encoder, other), backend, 2, 8, 4)
     key = ctx.from_numpy(values.keys(range(1, 5), range(4), 0))
     value = ctx.from_numpy(values.values(range(1, 5), 0))
     wrapper.start_forward(ctx, Batch([0, 0], [0, 1]))
@@ -107,8 +108,7 @@ def test_states_and_views_of_them_go_on_where_another_cache_refuses(
 ) -> None:
     recurrent = kvcache.RecurrentCache((2,), (3,), checkpoint_interval=1)
     other = ForeignCache(kvcache.CausalCache())
-    wrapper = kvcache.WrapperCache(recurrent, other)
-    wrapper.init(backend, DType.F32, 4, 8, 8)
+    wrapper = bound(kvcache.WrapperCache(recurrent, other), backend, 4, 8, 8)
     wrapper.start_forward(ctx, Batch([0, 0, 0], [2, 0, 1]))
     recurrent.set_recurrent_state(ctx, 0, ctx.from_numpy([[2.0] * 3, [0.5] * 3, [1.0] * 3]))
     recurrent.copy_prefix(2, 3, 1)
@@ -141,29 +141,31 @@ def test_a_context_shift_moves_all(wrapped: Callable[..., WrapperRig]) -> None:
     r.drain()
 
 
-def test_where_one_goes_back_to_a_checkpoint_the_others_go_with_it(backend: ml.Backend) -> None:
-    states = RecurrentCache(states={None: {"sum": StateSpec((1,), ml.DType.F32)}}, checkpoint_interval=4)
-    cache = WrapperCache(WrapperCache(states, CausalCache()), SlidingWindowCache(16))
-    cache.init(backend, ml.DType.F32, 2, 32, 8)
-    with backend.new_context() as ctx:
+def test_where_one_goes_back_to_a_checkpoint_the_others_go_with_it(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    states = RecurrentCache(states=SUM, checkpoint_interval=4)
+    cache = bound(
+        WrapperCache(WrapperCache(states, CausalCache()), SlidingWindowCache(16)), backend, 2, 32, 8
+    )
 
-        def evaluate(begin: int) -> None:
-            cache.start_forward(ctx, Batch([begin, begin + 1], [0, 0]))
-            states.update_state(ctx, "sum", ctx.full((1, 1), begin, ml.DType.F32), 0)
-            for one in (cache.caches[0].caches[1], cache.caches[1]):
-                one.put(ctx, *[ctx.zeros((2, 1, 4), ml.DType.F32)] * 2)
+    def evaluate(begin: int) -> None:
+        cache.start_forward(ctx, Batch([begin, begin + 1], [0, 0]))
+        states.update_state(ctx, "sum", ctx.full((1, 1), begin, ml.DType.F32), 0)
+        for one in (cache.caches[0].caches[1], cache.caches[1]):
+            one.put(ctx, *[ctx.zeros((2, 1, 4), ml.DType.F32)] * 2)
 
-        for begin in range(0, 10, 2):
-            evaluate(begin)
-        assert cache.prepare_restore(0, 9) == 8
-        cache.copy_prefix(0, 1, 9)
-        cache.remove(0, 9)
-        for seq in (0, 1):
-            assert [cache.offset(seq)] * 2 == [one.offset(seq) for one in cache.caches] == [8, 8]
-        evaluate(8)
-        assert cache.snapshot(0).end == 10
-        cache.remove(0, 3)  # before the first checkpoint
-        assert [one.offset(0) for one in cache.caches] == [0, 0]
+    for begin in range(0, 10, 2):
+        evaluate(begin)
+    assert cache.prepare_restore(0, 9) == 8
+    cache.copy_prefix(0, 1, 9)
+    cache.remove(0, 9)
+    for seq in (0, 1):
+        assert [cache.offset(seq)] * 2 == [one.offset(seq) for one in cache.caches] == [8, 8]
+    evaluate(8)
+    assert cache.snapshot(0).end == 10
+    cache.remove(0, 3)  # before the first checkpoint
+    assert [one.offset(0) for one in cache.caches] == [0, 0]
 
 
 def test_an_init_that_fails_closes_what_was_opened(backend: ml.Backend) -> None:
@@ -185,8 +187,7 @@ def test_a_config_that_one_refuses_is_taken_by_none(backend: ml.Backend, ctx: ml
     ]  # fmt: skip
     busy = kvcache.CausalCache()
     for last in (busy, ForeignCache(kvcache.CausalCache())):
-        wrapper = kvcache.WrapperCache(kvcache.WrapperCache(*inner), last)
-        wrapper.init(backend, DType.F32, 2, 8, 4)
+        wrapper = bound(kvcache.WrapperCache(kvcache.WrapperCache(*inner), last), backend, 2, 8, 4)
         before = [cache.config for cache in (inner[0], inner[1], inner[2].attention)]
         if isinstance(last, ForeignCache):
             last.refuses = "set_config"
@@ -306,8 +307,7 @@ def test_a_wrapped_cache_that_cannot_says_so(backend: ml.Backend, ctx: ml.Contex
             self._ask("start_forward", ctx, batch, reserve)
 
     older: Any = Older(kvcache.CausalCache())
-    wrapper = kvcache.WrapperCache(kvcache.EncoderCache(), older)
-    wrapper.init(backend, DType.F32, 2, 8, 8)
+    wrapper = bound(kvcache.WrapperCache(kvcache.EncoderCache(), older), backend, 2, 8, 8)
     wrapper.start_forward(ctx, Batch([0], [0]))
     with pytest.raises(kvcache.NotSupportedError, match="Older does not support read_only"):
         wrapper.start_forward(ctx, Batch([0], [0]), read_only=True)

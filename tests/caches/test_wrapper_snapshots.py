@@ -21,6 +21,8 @@ from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
 from kvcache.testing.rigs.wrapper import ForeignCache
 from ml import DType
 
+from .small_passes import bound
+
 WINDOW, MEMORY = 3, 5
 
 
@@ -276,8 +278,7 @@ def test_those_asked_before_copies_are_those_of_all_caches(everything: Callable[
 
 def test_a_cache_that_takes_none_refuses_for_all(backend: ml.Backend) -> None:
     inner = kvcache.CausalCache()
-    cache = kvcache.WrapperCache(inner, ForeignCache(kvcache.CausalCache()))
-    cache.init(backend, DType.F32, 2, 8, 8)
+    cache = bound(kvcache.WrapperCache(inner, ForeignCache(kvcache.CausalCache())), backend, 2, 8, 8)
     none = WrapperSnapshot(0, 0, ())
     calls: list[Callable[[], Any]] = [
         lambda: cache.snapshot(0),
@@ -371,66 +372,58 @@ def tokens(ctx: ml.Context, count: int, dim: int = 2) -> ml.Tensor:
 
 
 def test_an_encoders_output_comes_back_when_all_else_has(
-    backend: ml.Backend, monkeypatch: pytest.MonkeyPatch
+    backend: ml.Backend, ctx: ml.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing would tell that it is another conversation's: the sequence is empty, and its item at 0 too."""
     encoder, causal = kvcache.EncoderCache(), kvcache.CausalCache()
-    cache = kvcache.WrapperCache(encoder, causal)
-    cache.init(backend, DType.F32, 2, 16, 8)
-    with backend.new_context() as ctx:
-        cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3, multimodal=[(0, None)]))
-        for kind in (0, 1):
-            cache.set_layer_type(kind)
-            cache.put(ctx, tokens(ctx, 3), tokens(ctx, 3))
-        snapshot = cache.snapshot(0)
-        snapshot.detach()
-        with monkeypatch.context() as patch:
-            patch.setattr(type(tokens(ctx, 1)), "copy", Mock(side_effect=MemoryError()))
-            with pytest.raises(MemoryError):
-                cache.restore(1, snapshot)
-        assert (cache.offset(1), encoder.encoder_cached(1)) == (0, False)
-        assert cache.restore(1, snapshot)
-        assert (cache.offset(1), encoder.encoder_cached(1)) == (3, True)
+    cache = bound(kvcache.WrapperCache(encoder, causal), backend, 2, 16, 8)
+    cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3, multimodal=[(0, None)]))
+    for kind in (0, 1):
+        cache.set_layer_type(kind)
+        cache.put(ctx, tokens(ctx, 3), tokens(ctx, 3))
+    snapshot = cache.snapshot(0)
+    snapshot.detach()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokens(ctx, 1)), "copy", Mock(side_effect=MemoryError()))
+        with pytest.raises(MemoryError):
+            cache.restore(1, snapshot)
+    assert (cache.offset(1), encoder.encoder_cached(1)) == (0, False)
+    assert cache.restore(1, snapshot)
+    assert (cache.offset(1), encoder.encoder_cached(1)) == (3, True)
 
 
-def test_what_is_no_whole_number_is_refused_by_name(backend: ml.Backend) -> None:
+def test_what_is_no_whole_number_is_refused_by_name(backend: ml.Backend, ctx: ml.Context) -> None:
     encoder, causal = kvcache.EncoderCache(), kvcache.CausalCache()
-    cache = kvcache.WrapperCache(encoder, causal)
-    cache.init(backend, DType.F32, 2, 16, 8)
-    with backend.new_context() as ctx:
-        cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3))
-        snapshot = causal.snapshot(0)
-        calls: dict[str, Callable[[Any], object]] = {
-            "at": lambda bad: causal.split(snapshot, bad),
-            "target": lambda bad: causal.restore(1, snapshot, bad),
-            "position": lambda bad: causal.evict(0, [0, bad]),
-            "except_": lambda bad: causal.set_causal(ctx, [bad]),
-            "multimodal index": lambda bad: encoder.start_forward(
-                ctx, Batch([3], [0], multimodal=[(bad, 0)])
-            ),
-            "set_layer_type": cache.set_layer_type,
-        }
-        for name, call in calls.items():
-            for bad in (1.5, True, "1"):
-                with pytest.raises(kvcache.InvalidRangeError, match=name):
-                    call(bad)
-        for part in (cache, causal):
-            with pytest.raises(kvcache.InvalidRangeError, match=r"position=8\.7"):
-                part.schedule_snapshots(0, [8.7])  # type: ignore[list-item]
+    cache = bound(kvcache.WrapperCache(encoder, causal), backend, 2, 16, 8)
+    cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3))
+    snapshot = causal.snapshot(0)
+    calls: dict[str, Callable[[Any], object]] = {
+        "at": lambda bad: causal.split(snapshot, bad),
+        "target": lambda bad: causal.restore(1, snapshot, bad),
+        "position": lambda bad: causal.evict(0, [0, bad]),
+        "except_": lambda bad: causal.set_causal(ctx, [bad]),
+        "multimodal index": lambda bad: encoder.start_forward(ctx, Batch([3], [0], multimodal=[(bad, 0)])),
+        "set_layer_type": cache.set_layer_type,
+    }
+    for name, call in calls.items():
+        for bad in (1.5, True, "1"):
+            with pytest.raises(kvcache.InvalidRangeError, match=name):
+                call(bad)
+    for part in (cache, causal):
+        with pytest.raises(kvcache.InvalidRangeError, match=r"position=8\.7"):
+            part.schedule_snapshots(0, [8.7])  # type: ignore[list-item]
 
 
 def test_a_lifted_mask_that_cannot_be_made_is_not_lifted(
-    backend: ml.Backend, monkeypatch: pytest.MonkeyPatch
+    backend: ml.Backend, ctx: ml.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = kvcache.CausalCache()
-    cache.init(backend, DType.F32, 1, 8, 8)
-    with backend.new_context() as ctx:
-        cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3))
-        cache.put(ctx, tokens(ctx, 3), tokens(ctx, 3))
-        forward = cache.pass_under_way()
-        assert forward is not None
-        with monkeypatch.context() as patch:
-            patch.setattr(type(forward), "fill", Mock(side_effect=MemoryError()))
-            with pytest.raises(MemoryError):
-                cache.set_causal(ctx, [0])
-        assert not forward.lifted
+    cache = bound(kvcache.CausalCache(), backend, 1, 8, 8)
+    cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3))
+    cache.put(ctx, tokens(ctx, 3), tokens(ctx, 3))
+    forward = cache.pass_under_way()
+    assert forward is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(type(forward), "fill", Mock(side_effect=MemoryError()))
+        with pytest.raises(MemoryError):
+            cache.set_causal(ctx, [0])
+    assert not forward.lifted
