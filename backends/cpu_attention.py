@@ -36,11 +36,11 @@ WORTH = 1 << 14
 NO_SINKS = np.empty(0, np.float32)
 
 
-@functools.lru_cache(maxsize=1)
-def kernels() -> ModuleType | None:
-    """The kernels; None where numba is not installed, or does not run here."""
+@functools.lru_cache
+def kernels(module: str = "cpu_kernels") -> ModuleType | None:
+    """A module of kernels; None where numba is not installed, or does not run here."""
     try:
-        return importlib.import_module("backends.cpu_kernels")
+        return importlib.import_module(f"backends.{module}")
     except Exception:  # whatever keeps a JIT compiler from working: the general way does the same
         return None
 

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from backends.cpu_attention import BITS, BLOCK, Array, Stored
+from backends.cpu_attention import BITS, BLOCK, Array, Stored, kernels
 from ml.base import BaseBackend
 
-
-@functools.lru_cache(maxsize=1)
-def _kernel() -> ModuleType | None:
-    """None where numba is not installed, or does not run here."""
-    try:
-        return importlib.import_module("backends.cpu_quantize")
-    except Exception:  # whatever keeps a JIT compiler from working: the general way does the same
-        return None
+_kernel = functools.partial(kernels, "cpu_quantize")
 
 
 def floats(array: np.ndarray) -> np.ndarray:

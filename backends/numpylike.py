@@ -22,12 +22,6 @@ _SQRT_2 = math.sqrt(2.0)
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 
 
-class ArrayContext(BaseContext):
-    """Creation on a NumPy-like framework."""
-
-    tensor: ClassVar[type[ArrayTensor]]
-
-
 class ArrayTensor(StorageView, BaseTensor):
     """Compute and indexing through a NumPy-like module."""
 
@@ -35,7 +29,7 @@ class ArrayTensor(StorageView, BaseTensor):
     xp: ClassVar[Any] = np
 
     @classmethod
-    def own(cls, ctx: ArrayContext, array: Any, dtype: DType) -> Self:
+    def own(cls, ctx: BaseContext, array: Any, dtype: DType) -> Self:
         """Wrap a result that the framework has just allocated."""
         raise NotImplementedError
 
@@ -88,7 +82,7 @@ class ArrayTensor(StorageView, BaseTensor):
         else:
             self.xp.copyto(self.native, source, casting="unsafe")
 
-    def _gather(self, ctx: ArrayContext, indices: Any, axis: int) -> Self:
+    def _gather(self, ctx: BaseContext, indices: Any, axis: int) -> Self:
         taken = self.xp.take(self._bits(self.native), self._index(indices), axis=axis)
         return self.own(ctx, taken, self.dtype)
 
@@ -99,16 +93,16 @@ class ArrayTensor(StorageView, BaseTensor):
         rows = (slice(None),) * axis + (self._index(indices),)
         self._bits(self.native)[rows] = self._bits(source)
 
-    def _concat(self, ctx: ArrayContext, other: Self, axis: int) -> Self:
+    def _concat(self, ctx: BaseContext, other: Self, axis: int) -> Self:
         pair = (self._bits(self.native), self._bits(other.native))
         return self.own(ctx, self.xp.concatenate(pair, axis=axis), self.dtype)
 
-    def _repeat(self, ctx: ArrayContext, axis: int, n: int) -> Self:
+    def _repeat(self, ctx: BaseContext, axis: int, n: int) -> Self:
         reps = [1] * len(self.shape)
         reps[axis] = n
         return self.own(ctx, self.xp.tile(self._bits(self.native), reps), self.dtype)
 
-    def _cast(self, ctx: ArrayContext, dtype: DType) -> Self:
+    def _cast(self, ctx: BaseContext, dtype: DType) -> Self:
         return self.own(ctx, self.converted(dtype), dtype)
 
     # Compute: floats narrower than F32 are widened, computed, and rounded once.
@@ -117,21 +111,21 @@ class ArrayTensor(StorageView, BaseTensor):
         """The elements as computations take them: narrow floats as F32."""
         return self.native.astype(np.float32) if self.dtype in _NARROW else self.native
 
-    def _result(self, ctx: ArrayContext, array: Any, dtype: DType) -> Self:
+    def _result(self, ctx: BaseContext, array: Any, dtype: DType) -> Self:
         return self.own(ctx, self.xp.asarray(array).astype(dtype.numpy, copy=False), dtype)
 
-    def _binary(self, ctx: ArrayContext, op: str, other: Self) -> Self:
+    def _binary(self, ctx: BaseContext, op: str, other: Self) -> Self:
         function = getattr(self.xp, _UFUNC[op])
         return self._result(ctx, function(self.wide(), other.wide()), self.dtype)
 
-    def _unary(self, ctx: ArrayContext, op: str) -> Self:
+    def _unary(self, ctx: BaseContext, op: str) -> Self:
         return self._result(ctx, _UNARY[op](self.xp, self.wide()), self.dtype)
 
-    def _scale(self, ctx: ArrayContext, x: float) -> Self:
+    def _scale(self, ctx: BaseContext, x: float) -> Self:
         wide = self.wide()
         return self._result(ctx, wide * wide.dtype.type(x), self.dtype)
 
-    def _gelu(self, ctx: ArrayContext, tanh: bool) -> Self:
+    def _gelu(self, ctx: BaseContext, tanh: bool) -> Self:
         x = self.wide()
         if tanh:
             phi = self.xp.tanh(_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
@@ -139,7 +133,7 @@ class ArrayTensor(StorageView, BaseTensor):
             phi = self._erf(x / _SQRT_2)
         return self._result(ctx, 0.5 * x * (1.0 + phi), self.dtype)
 
-    def _clamp(self, ctx: ArrayContext, lo: float | None, hi: float | None) -> Self:
+    def _clamp(self, ctx: BaseContext, lo: float | None, hi: float | None) -> Self:
         if lo is None and hi is None:
             return self._cast(ctx, self.dtype)
         x = self.values()
@@ -147,10 +141,10 @@ class ArrayTensor(StorageView, BaseTensor):
         low, high = (None if value is None else x.dtype.type(bound(value)) for value in (lo, hi))
         return self._result(ctx, _clip(self.xp, x, low, high), self.dtype)
 
-    def _matmul(self, ctx: ArrayContext, other: Self) -> Self:
+    def _matmul(self, ctx: BaseContext, other: Self) -> Self:
         return self._result(ctx, self.xp.matmul(self.wide(), other.wide()), self.dtype)
 
-    def _softmax(self, ctx: ArrayContext, axis: int) -> Self:
+    def _softmax(self, ctx: BaseContext, axis: int) -> Self:
         if 0 in self.shape:
             return self._cast(ctx, self.dtype)
         x = self.wide()
@@ -158,7 +152,7 @@ class ArrayTensor(StorageView, BaseTensor):
         x /= x.sum(axis=axis, keepdims=True)
         return self._result(ctx, x, self.dtype)
 
-    def _reduce(self, ctx: ArrayContext, op: str, axis: int, keepdims: bool) -> Self:
+    def _reduce(self, ctx: BaseContext, op: str, axis: int, keepdims: bool) -> Self:
         x = self.wide()
         if op == "argmax":
             return self._result(ctx, self.xp.argmax(x, axis=axis, keepdims=keepdims), DType.I32)
@@ -166,19 +160,19 @@ class ArrayTensor(StorageView, BaseTensor):
             return self._result(ctx, x.sum(axis=axis, keepdims=keepdims, dtype=np.int64), DType.I64)
         return self._result(ctx, getattr(x, op)(axis=axis, keepdims=keepdims), self.dtype)
 
-    def _argsort(self, ctx: ArrayContext, axis: int) -> Self:
+    def _argsort(self, ctx: BaseContext, axis: int) -> Self:
         return self._result(ctx, self._order(self.wide(), axis), DType.I32)
 
     def _largest(self, x: Any, k: int) -> Any:
         """Indices of the k largest of the last axis, the lower one first among equals."""
         return largest(x, k)
 
-    def _top_k(self, ctx: ArrayContext, k: int) -> tuple[Self, Self]:
+    def _top_k(self, ctx: BaseContext, k: int) -> tuple[Self, Self]:
         order = self._largest(self.wide(), k)
         taken = self.xp.take_along_axis(self._bits(self.native), order, axis=-1)
         return self.own(ctx, taken, self.dtype), self._result(ctx, order, DType.I32)
 
-    def _rms_norm(self, ctx: ArrayContext, weight: Self | None, eps: float) -> Self:
+    def _rms_norm(self, ctx: BaseContext, weight: Self | None, eps: float) -> Self:
         if 0 in self.shape:
             return self._cast(ctx, self.dtype)
         x = self.wide()
@@ -187,11 +181,11 @@ class ArrayTensor(StorageView, BaseTensor):
             x = x * weight.wide()
         return self._result(ctx, x, self.dtype)
 
-    def _compare(self, ctx: ArrayContext, op: str, other: Self) -> Self:
+    def _compare(self, ctx: BaseContext, op: str, other: Self) -> Self:
         function = getattr(self.xp, _COMPARE[op])
         return self._result(ctx, function(self.values(), other.values()), DType.BOOL)
 
-    def _where(self, ctx: ArrayContext, a: Self, b: Self) -> Self:
+    def _where(self, ctx: BaseContext, a: Self, b: Self) -> Self:
         chosen = self.xp.where(self.native, self._bits(a.native), self._bits(b.native))
         return self.own(ctx, chosen, a.dtype)
 

@@ -6,7 +6,10 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ml.base import BaseBackend, BaseContext
+from ml.capabilities import PageTransfer
 from ml.devices import DeviceInfo
 from ml.dtypes import DType
 from ml.errors import BoundsError, DeviceError, ShapeError
@@ -111,6 +114,42 @@ class PlacedBackend(BaseBackend):
         if self.device_of_layer(i) != device:
             assert self._device_of is not None
             self._device_of[i] = device
+
+    def native_device(self, places: Sequence[Any], place: Any, what: str) -> int:
+        """The index of the device that has this one of the framework's ``places``; ``what`` lies there."""
+        if place not in places:
+            raise DeviceError(
+                f"from_native: {what}; the backend was opened on "
+                f"{', '.join(device.name for device in self.devices)}: move it there, or name its device in "
+                "open_backend"
+            )
+        return places.index(place)
+
+    # Pages.
+
+    pages: Any = None
+    """The copies of pages that are under way; None: there is no device whose memory the host cannot have."""
+
+    def pinned_memory(self, nbytes: int) -> np.ndarray | None:
+        """See :class:`ml.SupportsPageTransfer`."""
+        self.check("pinned_memory")
+        return None if self.pages is None else self.pages.pinned_memory(nbytes)
+
+    def page_out(
+        self, ctx: PlacedContext, tensors: Sequence[Any]
+    ) -> tuple[list[np.ndarray], PageTransfer] | None:
+        """See :class:`ml.SupportsPageTransfer`."""
+        for tensor in tensors:
+            ctx.check("page_out", tensor)
+        return None if self.pages is None else self.pages.page_out(tensors)
+
+    def page_in(
+        self, ctx: PlacedContext, arrays: Sequence[np.ndarray], tensors: Sequence[Any]
+    ) -> PageTransfer | None:
+        """See :class:`ml.SupportsPageTransfer`."""
+        for tensor in tensors:
+            ctx.check("page_in", tensor)
+        return None if self.pages is None else self.pages.page_in(arrays, tensors)
 
     def _check_device(self, device: int) -> None:
         if not 0 <= operator.index(device) < len(self.devices):

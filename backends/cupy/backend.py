@@ -13,14 +13,14 @@ from backends.cupy.devices import find_places
 from backends.cupy.ragged import ragged_attention
 from backends.cupy.tensor import CupyTensor
 from backends.cupy.transfer import CupyPages
-from backends.numpylike import ArrayContext, element_strides
+from backends.numpylike import element_strides
 from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
 from backends.uploads import STAGED_BYTES, fill, lay_out
 from ml.base import BaseTensor, Storage
-from ml.capabilities import CacheConfig, PageTransfer
+from ml.capabilities import CacheConfig
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
-from ml.errors import DeviceError, DTypeError
+from ml.errors import DTypeError
 from ml.ragged import RaggedPlan
 from ml.strided import Shape, extent
 
@@ -46,7 +46,7 @@ class CupyBackend(PlacedBackend):
     ) -> None:
         self.places = find_places(device, devices, stream)
         super().__init__("cupy", [place.info() for place in self.places], layers, dtype)
-        self.pages = CupyPages()
+        self.pages = CupyPages(self.places[0])
 
     def _new_context(self, max_graph_nodes: int) -> CupyContext:
         return CupyContext(self, max_graph_nodes)
@@ -68,27 +68,6 @@ class CupyBackend(PlacedBackend):
         """See :class:`ml.SupportsRaggedAttention`."""
         ctx.check("ragged_attention")
         return ragged_attention(ctx, query, key, value, plan, scale, sinks)
-
-    def pinned_memory(self, nbytes: int) -> np.ndarray:
-        """See :class:`ml.SupportsPageTransfer`."""
-        self.check("pinned_memory")
-        return self.pages.pinned_memory(self.places[0], nbytes)
-
-    def page_out(
-        self, ctx: CupyContext, tensors: Sequence[CupyTensor]
-    ) -> tuple[list[np.ndarray], PageTransfer]:
-        """See :class:`ml.SupportsPageTransfer`."""
-        for tensor in tensors:
-            ctx.check("page_out", tensor)
-        return self.pages.page_out(tensors)
-
-    def page_in(
-        self, ctx: CupyContext, arrays: Sequence[np.ndarray], tensors: Sequence[CupyTensor]
-    ) -> PageTransfer:
-        """See :class:`ml.SupportsPageTransfer`."""
-        for tensor in tensors:
-            ctx.check("page_in", tensor)
-        return self.pages.page_in(arrays, tensors)
 
     def upload(self, ctx: CupyContext, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[CupyTensor]:
         """See :class:`ml.SupportsUpload`."""
@@ -114,10 +93,9 @@ class CupyBackend(PlacedBackend):
                 place.release()
 
 
-class CupyContext(PlacedContext, ArrayContext):
+class CupyContext(PlacedContext):
     """Creation on one device of the backend."""
 
-    tensor = CupyTensor
     backend: CupyBackend
 
     def __init__(self, backend: CupyBackend, max_graph_nodes: int, device: int = 0) -> None:
@@ -188,16 +166,8 @@ class CupyContext(PlacedContext, ArrayContext):
         dtype = DType.from_numpy(array.dtype)
         strides = element_strides(array, dtype.itemsize)
         size = extent(array.shape, strides)
-        device = self._place_of(int(array.device.id))
+        index = int(array.device.id)
+        places = [place.index for place in self.backend.places]
+        device = self.backend.native_device(places, index, f"an array on cuda:{index}")
         storage = Storage(self.backend, array.data, size, 0, device, owned=False)
         return CupyTensor(storage, dtype, 0, array.shape, strides, array)
-
-    def _place_of(self, index: int) -> int:
-        places = self.backend.places
-        for i, place in enumerate(places):
-            if place.index == index:
-                return i
-        raise DeviceError(
-            f"from_native: an array on cuda:{index}; the backend was opened on "
-            f"{', '.join(place.name for place in places)}: move it there, or name its device in open_backend"
-        )

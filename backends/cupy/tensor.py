@@ -17,8 +17,8 @@ from cupyx.scipy.special import erf
 
 from backends.cupy.devices import Place
 from backends.cupy.products import narrow_product
-from backends.numpylike import ArrayContext, ArrayTensor
-from ml.base import Storage
+from backends.numpylike import ArrayTensor
+from ml.base import BaseContext, Storage
 from ml.dtypes import DType
 from ml.errors import NotSupportedError
 from ml.strided import Shape, contiguous_strides
@@ -31,7 +31,7 @@ class CupyTensor(ArrayTensor):
     xp = cupy
 
     @classmethod
-    def own(cls, ctx: ArrayContext, array: Any, dtype: DType) -> Self:
+    def own(cls, ctx: BaseContext, array: Any, dtype: DType) -> Self:
         whole = array if array.flags.c_contiguous else cupy.ascontiguousarray(array)
         storage = Storage(ctx.backend, whole.data, whole.size, whole.nbytes, ctx.device_index)
         return cls.whole(storage, dtype, whole.shape)  # with native as ours: what was moved as bits is BF16

@@ -59,12 +59,14 @@ class _Queue:
 class CupyPages:
     """The pages of one backend."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
+        """``place``: where memory is locked that no tensor asks for."""
         self._streams = PageStreams(_Queue)
         self.close = self._streams.close
+        self._place = place
 
-    def pinned_memory(self, place: Place, nbytes: int) -> np.ndarray:
-        with place.work("page", f"no page-locked host memory for {nbytes} bytes: "):
+    def pinned_memory(self, nbytes: int, place: Place | None = None) -> np.ndarray:
+        with (place or self._place).work("page", f"no page-locked host memory for {nbytes} bytes: "):
             return np.frombuffer(cupy.cuda.alloc_pinned_memory(max(1, nbytes)), np.uint8, nbytes)
 
     def page_out(self, tensors: Sequence[CupyTensor]) -> tuple[list[np.ndarray], StreamTransfer]:
@@ -77,7 +79,7 @@ class CupyPages:
         return arrays, self._streams.begin("page_out", copies, (arrays, tensors))
 
     def _array(self, tensor: CupyTensor) -> np.ndarray:
-        return self.pinned_memory(tensor.place, tensor.nbytes).view(tensor.dtype.numpy).reshape(tensor.shape)
+        return self.pinned_memory(tensor.nbytes, tensor.place).view(tensor.dtype.numpy).reshape(tensor.shape)
 
     def page_in(self, arrays: Sequence[np.ndarray], tensors: Sequence[CupyTensor]) -> StreamTransfer:
         sources = [_source(array, tensor) for array, tensor in zip(arrays, tensors, strict=True)]

@@ -18,12 +18,10 @@ from backends.mlx.arrays import MLX_DTYPES, from_host, from_mlx_dtype, scalar, s
 from backends.mlx.distributed import MlxGroup, join
 from backends.mlx.errors import device_errors
 from backends.mlx.formats import decoded, encoded
-from backends.mlx.partial import partial_attention
 from backends.mlx.quantized import quantized_attention
-from backends.mlx.quantized_store import MlxQuantizedStore
 from backends.mlx.ragged import ragged_attention
 from backends.mlx.storage import SIZE_LIMIT, WAIT_BYTES, MlxStorage
-from backends.mlx.store import MlxKVStore
+from backends.mlx.store import MlxKVStore, MlxQuantizedStore
 from backends.mlx.tensor import MlxTensor
 from backends.mlx.work import MlxWork
 from backends.placement import GPU_CALL_BYTES, only_device
@@ -138,7 +136,7 @@ class MlxBackend(BaseBackend):
         """See :class:`ml.SupportsPartialAttention`."""
         ctx.check("partial_attention")
         with device_errors("partial_attention"):
-            body = functools.partial(partial_attention, scale)
+            body = functools.partial(fused.partial_attention, scale)
             return partial_in_blocks(ctx, body, query, key, value, mask)
 
     def ragged_attention(

@@ -1,4 +1,4 @@
-"""The storage formats of caches in MLX's operations: see :class:`ml.SupportsBlockFormats`.
+"""The storage formats of caches in MLX's operations, bit for bit: see :class:`ml.SupportsBlockFormats`.
 
 Affine groups are MLX's own. On a CPU its numbers are those of every backend; its kernels for devices round
 halves their own way.
@@ -7,24 +7,27 @@ halves their own way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from backends.mlx.block_formats import dequantized, quantized
 from ml.block_formats import AFFINE, F8_LARGEST, F8_LEAST_SCALE
 from ml.dtypes import DType
 
 if TYPE_CHECKING:
     from backends.mlx.tensor import MlxTensor
 
+BLOCK = 32
+"""Values of Q8_0 and Q4_0 that share a scale."""
+
 
 def encoded(x: MlxTensor, name: str) -> tuple[MlxTensor, ...] | None:
     """The parts of floats (..., dim); None for a format that is not known here."""
-    if name in ("Q8_0", "Q4_0"):
-        return quantized(x, DType[name])
     work = x.storage.work
     with work.lock, work.on_stream:
+        if name in ("Q8_0", "Q4_0"):
+            codes, scale = blocks_of(x.read(), name == "Q8_0")
+            return x.wrap(codes, DType.I8 if name == "Q8_0" else DType.U8), x.wrap(scale, DType.F16)
         if name == "F8_E4M3":
             return _to_float8(x)
         if name not in AFFINE:
@@ -36,11 +39,11 @@ def encoded(x: MlxTensor, name: str) -> tuple[MlxTensor, ...] | None:
 
 def decoded(parts: Sequence[MlxTensor], name: str) -> MlxTensor | None:
     """F32 (..., dim)."""
-    if name in ("Q8_0", "Q4_0"):
-        return dequantized(parts[0], parts[1], DType[name])
     work = parts[0].storage.work
     with work.lock, work.on_stream:
         codes, *scales = (part.read() for part in parts)
+        if name in ("Q8_0", "Q4_0"):
+            return parts[0].wrap(_from_blocks(codes, scales[0], name == "Q8_0"), DType.F32)
         if name == "F8_E4M3":
             return parts[0].wrap(mx.from_fp8(codes, mx.float32) * scales[0], DType.F32)
         if name not in AFFINE:
@@ -49,6 +52,38 @@ def decoded(parts: Sequence[MlxTensor], name: str) -> MlxTensor | None:
         scale, bias = (mx.astype(one, mx.float32) for one in scales)
         found = mx.dequantize(mx.view(codes, mx.uint32), scale, bias, group, bits)
         return parts[0].wrap(found, DType.F32)
+
+
+def blocks_of(values: Any, eight: bool) -> tuple[Any, Any]:
+    """GGML's Q8_0 where ``eight``, else its Q4_0; on the stream that is current."""
+    *outer, dim = values.shape
+    blocks = mx.reshape(mx.astype(values, mx.float32), (*outer, dim // BLOCK, BLOCK))
+    if eight:
+        scale = mx.max(mx.abs(blocks), axis=-1, keepdims=True) * (1 / 127)
+        scaled = blocks * _inverse(scale)
+        codes = mx.astype(scaled + mx.sign(scaled) * 0.5, mx.int8)  # half away from 0
+    else:
+        peak = mx.argmax(mx.abs(blocks), axis=-1, keepdims=True)
+        scale = mx.take_along_axis(blocks, peak, axis=-1) * (-1 / 8)
+        whole = mx.astype(mx.clip(blocks * _inverse(scale) + 8.5, 0, 15), mx.uint8)
+        codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
+    codes = mx.reshape(codes, (*outer, codes.shape[-1] * (dim // BLOCK)))
+    return codes, mx.reshape(mx.astype(scale, mx.float16), (*outer, dim // BLOCK))
+
+
+def _from_blocks(codes: Any, scales: Any, eight: bool) -> Any:
+    *outer, count = scales.shape
+    stored = mx.reshape(codes, (*outer, count, codes.shape[-1] // count))
+    if not eight:  # bytes, which are fewer than the floats will be: what is below 0 wraps
+        halves = mx.concatenate([stored & 15, stored >> 4], axis=-1)
+        stored = mx.view(halves - mx.array(8, mx.uint8), mx.int8)
+    values = mx.astype(stored, mx.float32) * mx.expand_dims(mx.astype(scales, mx.float32), -1)
+    return mx.reshape(values, (*outer, count * BLOCK))
+
+
+def _inverse(scale: Any) -> Any:
+    """1 / scale, and 0 where the scale is 0."""
+    return mx.where(scale == 0, 0.0, mx.reciprocal(scale))
 
 
 def _to_float8(x: MlxTensor) -> tuple[MlxTensor, MlxTensor]:

@@ -1,4 +1,7 @@
-"""Attention, rotary embedding and grouped products through MLX's fused kernels."""
+"""Attention, rotary embedding and grouped products through MLX's fused kernels.
+
+Those do not tell the log-sum-exp of attention over part of a history: that is products and a softmax here.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from backends.mlx.arrays import from_host
-from ml.capabilities import CAUSAL
+from ml.capabilities import CAUSAL, CausalMask
 from ml.dtypes import DType
 from ml.nn.attention import generic_attention
 from ml.nn.rope import RopeSpec
@@ -61,9 +64,12 @@ def attention(
 
 
 def _by_head(x: MlxTensor) -> Any:
-    """(tokens, heads, size) as MLX wants it: (1, heads, tokens, size)."""
-    (tokens, heads, size), (row, head, step) = x.shape, x.strides
-    return x.storage.read(x.offset, (1, heads, tokens, size), (0, head, row, step))
+    """(batch, tokens, heads, size) as MLX wants it: (batch, heads, tokens, size); without a batch, of 1."""
+    *batch, tokens, heads, size = x.shape
+    *step, row, head, one = x.strides
+    return x.storage.read(
+        x.offset, (*(batch or (1,)), heads, tokens, size), (*(step or (0,)), head, row, one)
+    )
 
 
 def _mask(mask: Any, tokens: int, dtype: Any, stream: Any) -> Any:
@@ -121,3 +127,48 @@ def grouped_matmul(x: MlxTensor, weight: MlxTensor, groups: MlxTensor) -> MlxTen
 def _periods(spec: RopeSpec) -> Any:
     """What MLX calls freqs: positions per radian of each pair."""
     return from_host((1.0 / spec.inverse_frequencies).astype(np.float32))
+
+
+def partial_attention(
+    scale: float, query: MlxTensor, key: MlxTensor, value: MlxTensor, mask: Any
+) -> tuple[MlxTensor, MlxTensor]:
+    """See :class:`ml.SupportsPartialAttention`. The queries of a KV head are rows of one product.
+
+    The softmax is in F32; on the CPU the products too, as in ``attention``.
+    """
+    work = query.storage.work
+    with work.lock, work.on_stream:
+        (batch, tokens, heads, size), (history, kv_heads, v_dim) = query.shape, value.shape[1:]
+        group = heads // kv_heads
+        native = query.read()
+        dtype = mx.float32 if work.widens else native.dtype
+        # (batch, kv_heads, group, tokens): the axes that a mask has come last.
+        rows = mx.reshape(native, (batch, tokens, kv_heads, group, size)).transpose(0, 2, 3, 1, 4)
+        rows = mx.reshape(mx.astype(rows, dtype) * scale, (batch, kv_heads, group * tokens, size))
+        k, v = (mx.astype(_by_head(x), dtype) for x in (key, value))
+        scores = mx.astype(rows @ mx.swapaxes(k, 2, 3), mx.float32)
+        if mask is not None:
+            scores = mx.reshape(scores, (batch, kv_heads, group, tokens, history))
+            scores = scores + _bias(mask, tokens, history)
+            scores = mx.reshape(scores, (batch, kv_heads, group * tokens, history))
+        top = mx.max(scores, axis=-1, keepdims=True)
+        weights = mx.exp(scores - top)
+        total = mx.sum(weights, axis=-1, keepdims=True)
+        if dtype == mx.float32:
+            out = (weights @ v) / total
+        else:  # a sum over many values may be beyond the dtype, an average is not
+            out = mx.astype(weights / total, dtype) @ v
+        lse = mx.log(total) + top
+        out = mx.reshape(out, (batch, kv_heads, group, tokens, v_dim)).transpose(0, 3, 1, 2, 4)
+        lse = mx.reshape(lse, (batch, kv_heads, group, tokens)).transpose(0, 3, 1, 2)
+        out = mx.astype(mx.reshape(out, (batch, tokens, heads, v_dim)), native.dtype)
+        return query.wrap(out), query.wrap(mx.reshape(lse, (batch, tokens, heads)), DType.F32)
+
+
+def _bias(mask: Any, tokens: int, history: int) -> Any:
+    """What is added to scores (batch, kv_heads, group, tokens, history)."""
+    if isinstance(mask, CausalMask):
+        sees = mx.arange(history) <= mx.arange(history - tokens, history)[:, None]
+        return mx.where(sees, mx.array(0.0), mx.array(-mx.inf))
+    shown = mx.astype(mask.part(1, 0, tokens).read(), mx.float32)
+    return mx.reshape(shown, (shown.shape[0], 1, 1, tokens, history))

@@ -18,9 +18,9 @@ from backends.cpu_store import Codes, CodesStore, floats
 from backends.cpu_store import encoded as compiled
 from backends.numpy.erf import erf
 from backends.numpy.formats import decoded, encoded
-from backends.numpylike import ArrayContext, ArrayTensor, element_strides
+from backends.numpylike import ArrayTensor, element_strides
 from backends.placement import only_device
-from ml.base import BaseBackend, BaseTensor, Storage
+from ml.base import BaseBackend, BaseContext, BaseTensor, Storage
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, ReadOnlyError
@@ -171,7 +171,7 @@ class NumpyTensor(ArrayTensor):
     __slots__ = ()
 
     @classmethod
-    def own(cls, ctx: ArrayContext, array: Any, dtype: DType) -> Self:
+    def own(cls, ctx: BaseContext, array: Any, dtype: DType) -> Self:
         whole = array if array.flags.c_contiguous else np.ascontiguousarray(array)
         # bfloat16 exports no buffer, its bytes do; the other dtypes are spared the detour.
         raw = whole.reshape(-1).view(np.uint8) if dtype is DType.BF16 else whole
@@ -239,9 +239,7 @@ for _name in (
     setattr(NumpyTensor, _name, _quiet(_name))
 
 
-class NumpyContext(ArrayContext):
-    tensor = NumpyTensor
-
+class NumpyContext(BaseContext):
     def _empty(self, shape: Shape, dtype: DType) -> NumpyTensor:
         return self._allocate(np.empty, shape, dtype)
 

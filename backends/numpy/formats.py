@@ -1,4 +1,4 @@
-"""The storage formats of caches on NumPy arrays: see :class:`ml.SupportsBlockFormats`."""
+"""The storage formats of caches on NumPy arrays, bit for bit: see :class:`ml.SupportsBlockFormats`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
-from backends.numpy.block_formats import dequantized, quantized
 from ml.block_formats import AFFINE, AFFINE_LEAST_STEP, F8_LARGEST, F8_LEAST_SCALE
 
+BLOCK = 32
+"""Values of Q8_0 and Q4_0 that share a scale."""
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _FLOAT8_NUMBERS = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float32)
 
@@ -17,7 +18,7 @@ _FLOAT8_NUMBERS = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float32
 def encoded(x: np.ndarray, name: str) -> tuple[np.ndarray, ...] | None:
     """The parts of floats (..., dim); None for a format that is not known here."""
     if name in ("Q8_0", "Q4_0"):
-        return quantized(x, name == "Q8_0")
+        return _to_blocks(x, name == "Q8_0")
     if name == "F8_E4M3":
         return _to_float8(x)
     return _to_groups(x, *AFFINE[name]) if name in AFFINE else None
@@ -26,11 +27,49 @@ def encoded(x: np.ndarray, name: str) -> tuple[np.ndarray, ...] | None:
 def decoded(parts: Sequence[np.ndarray], name: str) -> np.ndarray | None:
     """F32 (..., dim)."""
     if name in ("Q8_0", "Q4_0"):
-        return dequantized(parts[0], parts[1], name == "Q8_0")
+        return _from_blocks(parts[0], parts[1], name == "Q8_0")
     if name == "F8_E4M3":
         found: np.ndarray = _FLOAT8_NUMBERS[parts[0]] * parts[1]
         return found
     return _from_groups(parts, AFFINE[name][0]) if name in AFFINE else None
+
+
+@np.errstate(all="ignore")
+def _to_blocks(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]:
+    """GGML's Q8_0 where ``eight``, else its Q4_0.
+
+    Of a block that holds NaN or infinity the scale is not finite, and the codes are any.
+    """
+    *outer, dim = values.shape
+    blocks = values.astype(np.float32, copy=False).reshape(*outer, dim // BLOCK, BLOCK)
+    if eight:
+        scale = np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / 127)
+        scaled = blocks * _inverse(scale)
+        scaled += np.copysign(np.float32(0.5), scaled)  # half away from 0
+        codes = scaled.astype(np.int8)
+    else:
+        peak = np.abs(blocks).argmax(-1, keepdims=True)
+        scale = np.take_along_axis(blocks, peak, -1) * np.float32(-1 / 8)
+        whole = (blocks * _inverse(scale) + np.float32(8.5)).clip(0, 15).astype(np.uint8)
+        codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
+    return codes.reshape(*outer, -1), scale.astype(np.float16)[..., 0]
+
+
+@np.errstate(all="ignore")
+def _from_blocks(codes: np.ndarray, scales: np.ndarray, eight: bool) -> np.ndarray:
+    *outer, count = scales.shape
+    if not eight:  # bytes, which are fewer than the floats will be: what is below 0 wraps
+        packed = codes.reshape(*outer, count, BLOCK // 2)
+        codes = (np.concatenate((packed & 15, packed >> 4), -1) - np.uint8(8)).view(np.int8)
+    found = codes.reshape(*outer, count, BLOCK).astype(np.float32)
+    found *= scales.astype(np.float32)[..., None]
+    return found.reshape(*outer, count * BLOCK)
+
+
+def _inverse(scale: np.ndarray) -> np.ndarray:
+    """1 / scale, and 0 where the scale is 0."""
+    found: np.ndarray = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    return found
 
 
 @np.errstate(all="ignore")

@@ -28,7 +28,7 @@ from backends.torch.store import TorchKVStore
 from backends.torch.tensor import TorchStorage, TorchTensor, UploadedStorage, as_element
 from backends.torch.transfer import TorchPages
 from ml.base import BaseGroup, BaseTensor
-from ml.capabilities import AttentionCall, CacheConfig, CausalMask, Layout, PageTransfer
+from ml.capabilities import AttentionCall, CacheConfig, CausalMask, Layout
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
@@ -141,27 +141,6 @@ class TorchBackend(PlacedBackend):
             return None
         host: np.ndarray = (native.view(torch.int16) if tensor.dtype is DType.BF16 else native).numpy()
         return host.view(tensor.dtype.numpy)
-
-    def pinned_memory(self, nbytes: int) -> np.ndarray | None:
-        """See :class:`ml.SupportsPageTransfer`. None without a CUDA device."""
-        self.check("pinned_memory")
-        return None if self.pages is None else self.pages.pinned_memory(nbytes)
-
-    def page_out(
-        self, ctx: TorchContext, tensors: Sequence[TorchTensor]
-    ) -> tuple[list[np.ndarray], PageTransfer] | None:
-        """See :class:`ml.SupportsPageTransfer`."""
-        for tensor in tensors:
-            ctx.check("page_out", tensor)
-        return None if self.pages is None else self.pages.page_out(tensors)
-
-    def page_in(
-        self, ctx: TorchContext, arrays: Sequence[np.ndarray], tensors: Sequence[TorchTensor]
-    ) -> PageTransfer | None:
-        """See :class:`ml.SupportsPageTransfer`."""
-        for tensor in tensors:
-            ctx.check("page_in", tensor)
-        return None if self.pages is None else self.pages.page_in(arrays, tensors)
 
     def kv_store(self, key: TorchTensor, value: TorchTensor) -> TorchKVStore | None:
         """See :class:`ml.SupportsKVStore`. None on MPS, where addresses are not comparable."""
@@ -297,19 +276,12 @@ class TorchContext(PlacedContext):
         if array.dtype not in FROM_TORCH:
             known = ", ".join(str(dtype) for dtype in FROM_TORCH)
             raise DTypeError(f"from_native: no DType for {array.dtype}; there are DTypes for {known}")
-        return TorchTensor(array.detach(), FROM_TORCH[array.dtype], self._foreign_on(array.device))
-
-    def _foreign_on(self, device: torch.device) -> TorchStorage:
-        if device == self.torch_device:
-            return self._foreign
-        for place, storage in zip(self.backend.places, self.backend.foreign, strict=True):
-            if place.device == device:
-                return storage
-        names = ", ".join(place.name for place in self.backend.places)
-        raise DeviceError(
-            f"from_native: a tensor on {device}; the backend was opened on {names}: "
-            "move it there, or name its device in open_backend"
-        )
+        storage = self._foreign
+        if array.device != self.torch_device:
+            devices = [place.device for place in self.backend.places]
+            place = self.backend.native_device(devices, array.device, f"a tensor on {array.device}")
+            storage = self.backend.foreign[place]
+        return TorchTensor(array.detach(), FROM_TORCH[array.dtype], storage)
 
     def _allocate(self, make: Callable[..., torch.Tensor], *args: Any, dtype: DType) -> TorchTensor:
         """``make(shape, ...)`` on this device, naming bytes and device where there is no room."""

@@ -1,4 +1,4 @@
-"""The storage formats of caches in PyTorch's operations: see :class:`ml.SupportsBlockFormats`."""
+"""The storage formats of caches in PyTorch, bit for bit: see :class:`ml.SupportsBlockFormats`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
-from backends.torch.block_formats import dequantized, quantized
 from backends.torch.tensor import Placement, TorchTensor
 from ml.block_formats import AFFINE, AFFINE_LEAST_STEP, F8_LARGEST, F8_LEAST_SCALE
 from ml.dtypes import DType
 
+BLOCK = 32
+"""Values of Q8_0 and Q4_0 that share a scale."""
+
 
 def encoded(ctx: Placement, x: TorchTensor, name: str) -> tuple[TorchTensor, ...] | None:
     """The parts of floats (..., dim); None for a format that is not known here."""
-    if name in ("Q8_0", "Q4_0"):
-        return quantized(ctx, x, DType[name])
     native = x.native_on(ctx)
+    if name in ("Q8_0", "Q4_0"):
+        codes, scale = _to_blocks(native, name == "Q8_0")
+        kind = DType.I8 if name == "Q8_0" else DType.U8
+        return TorchTensor.own(ctx, codes, kind), TorchTensor.own(ctx, scale, DType.F16)
     if name == "F8_E4M3" and native.device.type != "mps":  # which has no floats of 8 bits
         codes, scale = _to_float8(native)
         return TorchTensor.own(ctx, codes, DType.U8), TorchTensor.own(ctx, scale, DType.F32)
@@ -28,16 +32,44 @@ def encoded(ctx: Placement, x: TorchTensor, name: str) -> tuple[TorchTensor, ...
 
 def decoded(ctx: Placement, parts: Sequence[TorchTensor], name: str) -> TorchTensor | None:
     """F32 (..., dim)."""
-    if name in ("Q8_0", "Q4_0"):
-        return dequantized(ctx, parts[0], parts[1], DType[name])
     stored = [part.native_on(ctx) for part in parts]
-    if name == "F8_E4M3" and stored[0].device.type != "mps":
+    if name in ("Q8_0", "Q4_0"):
+        found = _from_blocks(stored[0], stored[1], name == "Q8_0")
+    elif name == "F8_E4M3" and stored[0].device.type != "mps":
         found = stored[0].view(torch.float8_e4m3fn).float().mul_(stored[1])
     elif name in AFFINE:
         found = _from_groups(stored, AFFINE[name][0])
     else:
         return None
     return TorchTensor.own(ctx, found, DType.F32)
+
+
+def _to_blocks(values: torch.Tensor, eight: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """GGML's Q8_0 where ``eight``, else its Q4_0."""
+    *outer, dim = values.shape
+    blocks = values.float().reshape(*outer, dim // BLOCK, BLOCK)
+    if eight:
+        scale = blocks.abs().amax(-1, keepdim=True).mul_(1 / 127)
+        scaled = blocks * _inverse(scale)
+        codes = scaled.add_(scaled.sign(), alpha=0.5).to(torch.int8)  # half away from 0
+    else:
+        scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).mul_(-1 / 8)
+        whole = (blocks * _inverse(scale)).add_(8.5).clamp_(0, 15).to(torch.uint8)
+        codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
+    return codes.flatten(-2), scale.squeeze(-1).half()
+
+
+def _from_blocks(codes: torch.Tensor, scale: torch.Tensor, eight: bool) -> torch.Tensor:
+    shape = (*scale.shape, BLOCK)
+    if not eight:  # bytes, which are fewer than the floats will be: what is below 0 wraps
+        packed = codes.reshape(*shape[:-1], BLOCK // 2)
+        codes = torch.cat((packed & 15, packed >> 4), -1).sub_(8).view(torch.int8)
+    return codes.reshape(shape).float().mul_(scale.unsqueeze(-1).float()).flatten(-2)
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale, and 0 where the scale is 0."""
+    return scale.reciprocal().masked_fill_(scale == 0, 0)
 
 
 def _scalar(like: torch.Tensor, number: float) -> torch.Tensor:
