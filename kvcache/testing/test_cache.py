@@ -4,4 +4,4 @@ from kvcache.testing.cache import CacheTests
 
 
 class TestCache(CacheTests):
-    chosen_by_option = True
+    """On the backend that ``--ml-backend`` names."""
