@@ -117,7 +117,7 @@ def installed(plugins: Any) -> Any:
 
 @pytest.mark.parametrize(("suite", "sample"), [("ml.testing", 1), ("kvcache.testing", 1 if LONG else 16)])
 def test_lists_pass_the_suite(installed: Any, suite: str, sample: int) -> None:
-    """The backends' suite whole; each sixteenth test of the caches', which takes Python lists half a minute."""
+    """The backends' suite whole; of the caches', which takes Python lists half a minute, a sixteenth."""
     command = [sys.executable, "-m", "pytest", "--pyargs", suite, "--ml-backend=list"]
     assert " passed" in installed.run(command, sample)
 

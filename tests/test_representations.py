@@ -27,12 +27,22 @@ from kvcache.storage.sizes import bytes_text
 from kvcache.stores import FileStore, MemoryStore, StoreValueError, open_store
 from kvcache.stores.sizes import parse_bytes
 
+CACHES = {
+    "causal": CausalCache,
+    "sliding": lambda: kvcache.SlidingWindowCache(7),
+    "chunked": lambda: kvcache.ChunkedCache(8),
+    "encoder": EncoderCache,
+    "recurrent": lambda: RecurrentCache((2, 3), (2, 2)),
+    "wrapper": lambda: WrapperCache(kvcache.SlidingWindowCache(7), CausalCache()),
+}
 
-@pytest.mark.parametrize(
-    "cache",
-    [CausalCache(), EncoderCache(), RecurrentCache((4, 3), (2, 4, 4)), WrapperCache(CausalCache())],
-    ids=lambda cache: type(cache).__name__,
-)
+
+@pytest.fixture(params=CACHES)
+def cache(request: pytest.FixtureRequest) -> Any:
+    """Not yet bound to a backend."""
+    return CACHES[request.param]()
+
+
 def test_completion_offers_what_users_call(cache: Any) -> None:
     shown = {name for name in dir(cache) if not name.startswith("_")}
     assert {"init", "start_forward", "set_layer", "put", "get", "attend", "remove", "copy_prefix"} <= shown
@@ -61,15 +71,6 @@ def test_a_cache_says_what_it_is_and_how_full(numpy_backend: ml.Backend) -> None
     assert repr(cache) == "<CausalCache, closed>"
 
 
-@pytest.mark.parametrize(
-    "cache",
-    [
-        kvcache.SlidingWindowCache(7), kvcache.ChunkedCache(8), kvcache.EncoderCache(),
-        kvcache.RecurrentCache((2, 3), (2, 2)),
-        kvcache.WrapperCache(kvcache.SlidingWindowCache(7), CausalCache()),
-    ],
-    ids=lambda cache: type(cache).__name__,
-)  # fmt: skip
 def test_every_kind_of_cache_has_a_representation(cache: Any, numpy_backend: ml.Backend) -> None:
     assert "call init" in repr(cache)
     cache.init(numpy_backend, ml.DType.F16, 2, 32, 32)
@@ -79,12 +80,6 @@ def test_every_kind_of_cache_has_a_representation(cache: Any, numpy_backend: ml.
     assert "closed" in repr(cache)
 
 
-@pytest.mark.parametrize(
-    "cache",
-    [CausalCache(), kvcache.EncoderCache(), kvcache.RecurrentCache((2, 3), (2, 2)),
-     kvcache.WrapperCache(kvcache.SlidingWindowCache(7), CausalCache())],
-    ids=lambda cache: type(cache).__name__,
-)  # fmt: skip
 def test_a_name_is_no_backend_and_an_array_no_tensor(cache: Any, numpy_backend: ml.Backend) -> None:
     """Each mistake is named, and the cache goes on as if it had not been made."""
     for wrong in ("numpy", None):
