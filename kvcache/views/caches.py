@@ -33,8 +33,6 @@ from kvcache.views.pictures import (
     StateView,
 )
 
-__all__ = ["look_at_mask", "reads_of", "render_cache"]
-
 
 def render_cache(cache: Any) -> CachePicture:
     """As ``render``."""

@@ -2,22 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "DARK",
-    "EMPTY",
-    "FREE",
-    "INK",
-    "KEPT",
-    "LINE",
-    "PAPER",
-    "PENCIL",
-    "SHARED",
-    "dark_drawing",
-    "rich_style",
-    "sequence_color",
-    "tier_color",
-]
-
 _SEQUENCES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a800", "#7f6bd6")
 """After Okabe and Ito, Color Universal Design (2008), made darker where white is behind them."""
 SHARED, KEPT, FREE = "#5b2a86", "#8a8f98", "#d8dbe0"

@@ -22,8 +22,6 @@ from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, SerializedSnapsh
 from kvcache.views.pictures import NOT_CHECKED, EntryView, PagePart, PagePicture, StorePicture
 from kvcache.views.words import Decode, preview, printable
 
-__all__ = ["is_store", "look_at_page", "look_at_store", "page_meta"]
-
 
 # Stores.
 

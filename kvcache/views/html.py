@@ -10,8 +10,6 @@ from kvcache.views.blocks import Block, Facts, Table, Tiers, tabled
 from kvcache.views.colors import DARK, INK, LINE, PAPER, PENCIL
 from kvcache.views.svg import document
 
-__all__ = ["fragment", "page"]
-
 _STYLE = (
     ":root{color-scheme:light dark}body{margin:24px auto;max-width:980px;padding:0 12px;"
     f"background:{PAPER};color:{INK};font:14px/1.5 system-ui,-apple-system,'Segoe UI',sans-serif}}"

@@ -24,8 +24,6 @@ from kvcache.views.caches import render_cache
 from kvcache.views.pictures import CachePicture, PrefixPicture, SessionView
 from kvcache.views.words import HEAD, Decode, preview, printable
 
-__all__ = ["register", "render", "unregister"]
-
 NODES = 200
 
 

@@ -39,8 +39,6 @@ from kvcache.views.colors import (
 )
 from kvcache.views.words import counted
 
-__all__ = ["document", "fitted"]
-
 WIDTH = 960
 _CHARACTER = 6.7
 """Pixels of a character of the usual size, on average."""

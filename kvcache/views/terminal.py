@@ -17,8 +17,6 @@ from kvcache.views.text import Line
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Beneath", "Drawn", "Watched"]
-
 
 class Drawn:
     """Lines for the width that the console has for them."""

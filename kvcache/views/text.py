@@ -24,8 +24,6 @@ from kvcache.views.blocks import (
 )
 from kvcache.views.words import counted
 
-__all__ = ["Line", "Span", "cells_wide", "draw", "plain"]
-
 Span = tuple[str, str]
 """(text, style): "", "dim", "title", "kept", "shared", "free", "tier:NAME", or "seqN"."""
 Line = list[Span]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["HEAD", "Decode", "age_text", "counted", "preview", "printable"]
-
 Decode = Callable[[list[int]], str]
 """Token ids to their text; ``Tokenizer.decode`` is one."""
 
