@@ -22,7 +22,6 @@ from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, SerializedSnapsh
 from kvcache.views.pictures import NOT_CHECKED, EntryView, PagePart, PagePicture, StorePicture
 from kvcache.views.words import Decode, preview, printable
 
-
 # Stores.
 
 _BLOCK = 1 << 19
