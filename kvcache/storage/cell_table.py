@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from kvcache.storage.arrivals import Arrivals
+import ml
 from kvcache.storage.exact_slots import ExactSlots
 
 Array = np.ndarray
@@ -183,6 +183,37 @@ class Pin:
         self.cells = cells
         self.lost = False
         """The device failed while these cells were being moved."""
+
+
+class Arrivals:
+    """Transfers from host memory into the cells of one table, until somebody needs them."""
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[np.ndarray, ml.PageTransfer]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
+    def add(self, cells: np.ndarray, transfer: ml.PageTransfer) -> None:
+        """Copies into ``cells`` have begun."""
+        self._under_way.append((cells, transfer))
+
+    def join(self, wanted: np.ndarray) -> list[tuple[np.ndarray, ml.DeviceError]]:
+        """Have what follows come after the copies into cells where ``wanted`` is true.
+
+        Returns the cells of copies that failed. What has ended is forgotten, wanted or not.
+        """
+        waiting, self._under_way = self._under_way, []
+        failed: list[tuple[np.ndarray, ml.DeviceError]] = []
+        for cells, transfer in waiting:
+            if not wanted[cells].any() and not transfer.done():
+                self._under_way.append((cells, transfer))
+                continue
+            try:
+                transfer.join()
+            except ml.DeviceError as error:
+                failed.append((cells, error))
+        return failed
 
 
 class CellTable:

@@ -236,19 +236,6 @@ def test_a_start_that_one_refuses_takes_nothing(everything: Callable[..., Everyt
     r.restore(0, snapshot, *saved)
 
 
-def test_snapshots_of_another_kind_of_cache_are_refused(everything: Callable[..., Everything]) -> None:
-    r = everything()
-    r.forward(0, 0, 1)
-    caches: list[Any] = [r.cache, *r.cache.caches]
-    taken = [cache.snapshot(0) for cache in caches]
-    for i, cache in enumerate(caches):
-        for j, snapshot in enumerate(taken):
-            if i != j:
-                with pytest.raises(kvcache.InvalidRangeError):
-                    cache.restore(1, snapshot)
-    r.check()
-
-
 def test_a_snapshot_of_all_outlives_the_caches(everything: Callable[..., Everything]) -> None:
     r = everything()
     r.forward(*[0] * 5, items=[2])

@@ -230,7 +230,7 @@ BUGS: dict[str, list[Bug]] = {
         ("storage.cell_table:CellTable.join_arrivals", "others_go_on_while",
          lambda f, self, cells=None: f(self)),
         ("storage.cell_table:CellTable.mark_lost", "a_copy_that_fails_late", NOTHING),
-        ("storage.arrivals:Arrivals.add", "pages_come_straight", NOTHING),
+        ("storage.cell_table:Arrivals.add", "pages_come_straight", NOTHING),
         ("offload.direct_load:_Approach._page_in", "pages_come_straight", always(False)),
     ],
     "tests/prefix/test_offload.py": [
