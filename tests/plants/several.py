@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["one_more", "reversed_result"]
-
 
 def reversed_result(f: Any, *args: Any) -> Any:
     return (found for found in [*f(*args)][::-1])
