@@ -67,6 +67,7 @@ WRONG = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # by another test of the process
 @pytest.mark.parametrize("words", WRONG)
 def test_a_wrong_argument_is_told_in_one_line(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
