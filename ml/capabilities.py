@@ -25,7 +25,7 @@ from ml.records import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from ml.nn.rope import RopeSpec
+    from ml.nn.rope_spec import RopeSpec
     from ml.protocols import Backend, Context, Tensor
     from ml.ragged import RaggedPlan
 

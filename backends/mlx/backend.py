@@ -32,7 +32,7 @@ from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
 from ml.host import host_memory
 from ml.nn.partial import partial_in_blocks
-from ml.nn.rope import RopeSpec
+from ml.nn.rope_spec import RopeSpec
 from ml.protocols import Tensor
 from ml.ragged import RaggedPlan
 from ml.strided import Shape, contiguous_strides, overlaps_itself

@@ -15,7 +15,7 @@ from backends.mlx.arrays import from_host
 from ml.capabilities import CAUSAL, CausalMask
 from ml.dtypes import DType
 from ml.nn.attention import generic_attention
-from ml.nn.rope import RopeSpec
+from ml.nn.rope_spec import RopeSpec
 
 if TYPE_CHECKING:
     from backends.mlx.tensor import MlxTensor

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcache.runner.errors import ModelError
 from kvcache.storage.layer_shape import LayerShape
-from ml.nn.rope import RopeSpec
+from ml.nn.rope_spec import RopeSpec
 
 __all__ = ["ModelConfig", "common_fields", "read_token_ids", "refuse", "refuse_quantized"]
 

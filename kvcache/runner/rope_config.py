@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.runner.errors import ModelError
-from ml.nn.rope import RopeSpec
+from ml.nn.rope_spec import RopeSpec
 from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 __all__ = ["parse_rope", "scaling_from_factors", "yarn_from_gguf"]

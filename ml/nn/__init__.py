@@ -25,16 +25,8 @@ from ml.nn.partial import (
     partial_in_blocks,
 )
 from ml.nn.rejection import Drafted, RejectionSampler, draw, reject_on_host
-from ml.nn.rope import (
-    Positions,
-    RopeSpec,
-    Rotation,
-    apply_rope,
-    multi_axis_tables,
-    rope,
-    rope_shift,
-    rope_tables,
-)
+from ml.nn.rope import Positions, Rotation, apply_rope, multi_axis_tables, rope, rope_shift, rope_tables
+from ml.nn.rope_spec import RopeSpec
 from ml.nn.sampling import BatchSampler, Draws, probabilities_on_host, sample_on_host
 from ml.nn.scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from ml.nn.sequences import causal_conv1d, cumsum, pad

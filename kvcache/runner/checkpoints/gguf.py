@@ -18,7 +18,7 @@ from kvcache.runner.checkpoints.source import WeightSource
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import ModelError
 from kvcache.runner.rope_config import scaling_from_factors, yarn_from_gguf
-from ml.nn.rope import RopeSpec
+from ml.nn.rope_spec import RopeSpec
 from ml.nn.scaling import LinearScaling, RopeScaling
 
 __all__ = ["GGUFFile", "GGUFSource", "config_from_gguf", "half_split_rows", "open_gguf"]
