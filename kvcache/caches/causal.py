@@ -47,7 +47,9 @@ from kvcache.cache import (
     check_whole,
     whole_numbers,
 )
+from kvcache.caches.base import BoundCache
 from kvcache.caches.editing import EditsTokens
+from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
 from kvcache.caches.sequences import SequenceEditor, check_groups
 from kvcache.caches.undo_log import UndoLog
 from kvcache.snapshots.attention import AttentionSnapshots, Window
@@ -60,7 +62,12 @@ from kvcache.storage.sizes import bytes_text
 from ml import nn
 
 
-class CausalCache(EditsTokens):
+class CausalCache(
+    BoundCache[ForwardPass],
+    EditsTokens,
+    PreparedCalls[AttentionSnapshot],
+    ManagedSnapshots[AttentionSnapshot],
+):
     """Keeps every token; a query attends to all tokens of its own sequence up to its own position.
 
     ``shift`` re-encodes stored keys for new positions, and ``shift_extra`` re-encodes stored extras. Without

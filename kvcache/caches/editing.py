@@ -9,12 +9,9 @@ from typing import Protocol
 import numpy as np
 
 import ml
-from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.observed import AttentionMass, AttentionObserver
 from kvcache.cache import OrderError
-from kvcache.caches.managed import ManagedSnapshots
 from kvcache.caches.sequences import SequenceEditor
-from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_table import CellTable
 
 
@@ -31,13 +28,26 @@ class EvictionPolicy(Protocol):
         """
 
 
-class EditsTokens(ManagedSnapshots[ForwardPass, AttentionSnapshot]):
-    """A cache with cells: calls that share, remove, evict and move its tokens, by its ``editor``."""
+class EditsTokens:
+    """The calls of a cache with cells that share, remove, evict and move its tokens, by its ``editor``."""
 
     editor: SequenceEditor
     _table: CellTable
     observer: AttentionObserver | None = None
     """Called after each ``attend`` with what was attended to; for policies that evict by attention."""
+
+    @abstractmethod
+    def _bound(self, op: str) -> ml.Backend:
+        """See BoundCache, as of the three below."""
+
+    @abstractmethod
+    def _check_sequence(self, op: str, seq: int) -> None: ...
+
+    @abstractmethod
+    def _check_copy(self, src_seq: int, dst_seq: int, length: int) -> None: ...
+
+    @abstractmethod
+    def _check_remove(self, seq: int, begin: int, end: int | None) -> None: ...
 
     @abstractmethod
     def _changed(self) -> None:

@@ -10,13 +10,11 @@ import numpy as np
 
 import ml
 from kvcache.cache import InvalidRangeError, SupportsMark, SupportsPrepare, SupportsReservation
-from kvcache.caches.base import BoundCache
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import Snapshot, check_kind
 
-P = TypeVar("P")
 S = TypeVar("S", bound=Snapshot)
 
 _FOR_OTHER_ROOMS = frozenset(
@@ -116,8 +114,8 @@ class PreparedCalls(Generic[S]):
         return commit is not None
 
 
-class ManagedSnapshots(BoundCache[P], PreparedCalls[S], Generic[P, S]):
-    """A cache whose sequences have positions, and calls about its snapshots, by its manager ``snapshots``."""
+class ManagedSnapshots(Generic[S]):
+    """Calls about the snapshots of a cache, by its manager ``snapshots``; behind PreparedCalls."""
 
     snapshots: SnapshotManager[S]
     _in_cells: AttentionSnapshots
@@ -136,8 +134,16 @@ class ManagedSnapshots(BoundCache[P], PreparedCalls[S], Generic[P, S]):
         self._in_cells.on_pressure = call
 
     @abstractmethod
+    def _bound(self, op: str) -> ml.Backend:
+        """The backend; OrderError before ``init``, ClosedError after ``close``."""
+
+    @abstractmethod
     def offset(self, seq: int) -> int:
         """Where the next token of a sequence belongs. InvalidSequenceError for one that is none."""
+
+    @abstractmethod
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        """See PreparedCalls."""
 
     def shift_context(self, seq: int, keep: int) -> int:
         """Make room in a full sequence: keep the first ``keep`` tokens, drop the older half of the rest.

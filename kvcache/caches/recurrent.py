@@ -30,8 +30,9 @@ from kvcache.cache import (
     check_context,
     check_whole,
 )
+from kvcache.caches.base import BoundCache
 from kvcache.caches.causal import CausalCache
-from kvcache.caches.managed import ManagedSnapshots
+from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
 from kvcache.snapshots.recurrent import StateSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import RecurrentSnapshot
@@ -41,7 +42,9 @@ from kvcache.storage.state_specs import StateSpec, StateSpecs
 from kvcache.storage.state_table import StateTable, shifted, state_lost
 
 
-class RecurrentCache(ManagedSnapshots[StatePass, RecurrentSnapshot]):
+class RecurrentCache(
+    BoundCache[StatePass], PreparedCalls[RecurrentSnapshot], ManagedSnapshots[RecurrentSnapshot]
+):
     """Per-sequence states, checkpoints of them, and a causal cache for the attention layers.
 
     A layer may have any number of states, of any shapes and dtypes, beside K and V or without them.
@@ -288,35 +291,36 @@ class RecurrentCache(ManagedSnapshots[StatePass, RecurrentSnapshot]):
         self._update(ctx, "set_recurrent_state", "recurrent", t, layer)
 
     def _read(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
-        found = self._state(ctx, op, name, layer)
-        self._states.check_readable(op, self._started(op))
+        current, key = self._started(op), (name, self._layer if layer is None else layer)
+        found = self._state(ctx, op, current, key)
+        self._states.check_readable(op, current)
+        current.asked.add(key)
         return found
 
-    def _state(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
-        current, layer = self._started(op), self._layer if layer is None else layer
+    def _state(self, ctx: ml.Context, op: str, current: StatePass, key: tuple[str, int]) -> ml.Tensor:
+        name, layer = key
         spec = self._specs.known(op, name, layer)
         assert spec.dtype is not None
         shape, dtype = spec.shape, spec.dtype
         buffers, count = self._states.buffers, len(current.tokens)
-        key = name, layer
         buffer = buffers.tensors.get(key)
         if buffer is None:
             buffer = self._states.buffer(ctx, key, current, shape, dtype)
-        current.asked.add(key)
         if current.reserve:  # allocated and touched, but what sequences hold is not at hand
             return ctx.layer(layer).zeros((count, *shape), dtype)
         if current.read_only:
-            return self._states.read(ctx.layer(layer), (name, layer), current.sequences, shape, dtype)
+            return self._states.read(ctx.layer(layer), key, current.sequences, shape, dtype)
         buffers.copy_out(range(current.start, current.start + count))
         return buffer.slice(ctx, 0, current.start, current.start + count)
 
     def _update(self, ctx: ml.Context, op: str, name: str, t: ml.Tensor, layer: int | None) -> None:
-        current, layer = self._started(op), self._layer if layer is None else layer
+        current, key = self._started(op), (name, self._layer if layer is None else layer)
         check_tensors(op, state=t)
         if current.read_only:
             raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
-        self._specs.fitting(op, name, layer, t, len(current.tokens))
-        ctx.forward(t.copy(ctx, self._state(ctx, op, name, layer)))
+        self._specs.fitting(op, *key, t, len(current.tokens))
+        ctx.forward(t.copy(ctx, self._state(ctx, op, current, key)))
+        current.asked.add(key)
 
     # States inside a pass.
 

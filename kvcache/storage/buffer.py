@@ -68,7 +68,9 @@ class Buffer:
 
     def gather_batch(self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int) -> ml.Tensor:
         """Scattered cells as (batch, count, heads, dim)."""
-        return self.gather(ctx, cells).reshape(ctx, batch, count, self.heads, self.dim)
+        found = self.gather(ctx, cells)  # not reshaped: permuted values would be copied
+        cell, *rest = found.strides
+        return found.view(ctx, 0, (batch, count, self.heads, self.dim), (count * cell, cell, *rest))
 
     def gather(self, ctx: ml.Context, cells: ml.Tensor) -> ml.Tensor:
         """Scattered cells as new storage (count, heads, dim)."""

@@ -115,7 +115,7 @@ class StateTable:
 
     def inside(self, row: StateRow) -> dict[int, States]:
         """By position, the states inside the row's last pass that were delivered for every layer."""
-        known = self.buffers.tensors.keys()
+        known = self.buffers.tensors.keys() | self._declared
         return {
             position: states for position, states in row.inside.items() if states and states.keys() >= known
         }

@@ -539,3 +539,38 @@ def test_tokens_of_an_item_count_as_computed_when_all_layers_have_its_output(
         assert cache.computed(0) == 3
     run(0, 2)
     assert cache.computed(0) == 6
+
+
+def test_a_state_whose_read_is_refused_or_whose_update_fails_was_not_given(backend: ml.Backend) -> None:
+    sums = Sums(backend)
+    cache, ctx = sums.cache, sums.ctx
+    sums.run(0, 3, layers=1)
+    cache.start_forward(ctx, Batch([3, 0, 1, 2], [0, 1, 1, 1]))
+    cache.update_state(ctx, "sum", cache.state(ctx, "sum", 0), 0)
+    with pytest.raises(OrderError, match=r"call remove\(0, 0\)"):
+        cache.state(ctx, "sum", 1)
+    assert cache.computed(1) == 0
+    cache.remove(0, 0)
+    cache.remove(1, 0)
+    sums.run(0, 2)
+    cache.start_forward(ctx, Batch([2], [0]))
+    cache.update_state(ctx, "sum", ctx.full((1, 1), 3, ml.DType.F32), 0)
+    closed = backend.new_context()
+    closed.close()
+    with pytest.raises(ml.MLError):
+        cache.update_state(closed, "sum", ctx.full((1, 1), 3, ml.DType.F32), 1)
+    assert cache.computed(0) == 2
+
+
+def test_a_state_inside_a_pass_that_fails_counts_when_all_declared_layers_have_it(
+    backend: ml.Backend,
+) -> None:
+    sums = Sums(backend, declared=True, delivers=True, checkpoints=0)
+    cache, ctx = sums.cache, sums.ctx
+    cache.schedule_snapshots(0, [2])
+    cache.start_forward(ctx, Batch(range(4), [0] * 4))
+    cache.state(ctx, "sum", 0)
+    cache.deliver_states(ctx, "sum", ctx.full((1, 1), 2, ml.DType.F32), [(0, 2)], 0)
+    assert (cache.take_snapshots(0), cache.skipped_snapshots(0)) == ([], [2])
+    cache.remove(0, 2)
+    assert (cache.offset(0), cache.computed(0)) == (0, 0)

@@ -111,7 +111,7 @@ for _op in (
     setattr(_OurLayer, _op, _refusing(_op))
 
 
-class _PairLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
+class _KeysAndValues:
     """A layer with K and V."""
 
     is_croppable = True
@@ -130,7 +130,7 @@ class _PairLayer(_OurLayer, CacheLayerMixin):  # type: ignore[misc]
         return None if (found := self.found) is None else found[1]
 
 
-class AttentionLayer(_PairLayer):
+class AttentionLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignore[misc]
     """K and V of one layer, in the cache of its kind."""
 
     def __init__(self, rows: BatchRows, layer: int, kind: Kind) -> None:
@@ -164,7 +164,7 @@ class AttentionLayer(_PairLayer):
         return self.rows.peek(self.layer, self.kind)
 
 
-class CrossLayer(_PairLayer):
+class CrossLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignore[misc]
     """K and V of the encoder's output in one layer, stored once and read by every later token."""
 
     def __init__(self, rows: BatchRows, layer: int) -> None:
