@@ -373,7 +373,7 @@ def test_prefixes_are_found_for_the_adapters_that_computed_them() -> None:
                 before, expected = prefix.stats.reused, plain(made, ids)
                 assert torch.equal(prefix.generate(ids, shared=5, **OPTIONS), expected)
                 assert prefix.stats.reused - before == reused, adapter
-        with pytest.raises(NotSupportedError, match="adapter_names is given.*set_adapter"):
+        with pytest.raises(NotSupportedError, match=r"adapter_names is given.*set_adapter"):
             prefix.generate(ids, adapter_names=["two"], **OPTIONS)
     tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     with (

@@ -151,8 +151,8 @@ def _adapters(model: Any) -> str:
     # PEFT's layers have a property; models have methods of the same name.
     layers = [part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool)]
     active = [() if part.disable_adapters else (*part.active_adapters,) for part in layers]
-    config = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False):
+    config: Any = getattr(model, "active_peft_config", None)
+    if config is not None and config.is_prompt_learning:
         if config.peft_type != "PREFIX_TUNING":
             raise NotSupportedError(
                 f"begin: {config.peft_type} puts virtual tokens before the prompt, which no prefix has; call "
