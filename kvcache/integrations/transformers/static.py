@@ -265,9 +265,9 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         self.rows.counters[self.layer] = self.cumulative_length
         self.is_initialized = True
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:
         """A copy of the counter: flex attention evaluates its mask behind ``update``, which advances it."""
-        length: Any = super().get_seq_length()
+        length = super().get_seq_length()
         return length.clone() if isinstance(length, torch.Tensor) else length
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
