@@ -502,16 +502,23 @@ def test_rows_that_are_computed_apart_all_stay_as_they_were_where_one_does_not_f
         assert models.largest([out[row, -1]], [alone[0, -1]]) < TOLERANCE
 
 
-def test_rows_that_are_computed_apart_stay_where_their_pass_is_too_large_for_sliding_layers() -> None:
+@pytest.mark.parametrize("lengths", [None, [1, 200]], ids=["one group", "the later of two"])
+def test_rows_that_are_computed_apart_stay_where_their_pass_is_too_large_for_sliding_layers(
+    lengths: list[int] | None,
+) -> None:
     model = mlx_lm_types.build("llama4")
     pool = CachePool(model, capacity=256, max_sequences=2, max_batch=8)
     rows = [pool.make_prompt_cache() for _ in range(2)]
     model(mx.array([[5, 6, 7]]), cache=rows[0])
     both = models.merged(rows)
     del rows
+    for entry in both if lengths else ():
+        entry.prepare(lengths=lengths, right_padding=[199, 0])
     with pytest.raises(kvcache.CacheFullError, match=r"smaller prefill_step_size, or .* larger max_batch"):
         model(mx.zeros((2, 200), mx.int32), cache=both)
     assert both[0].rows.lengths == [3, 0]
+    for entry in both:
+        entry.finalize()
     out = model(mx.array([[3], [5]]), cache=both)
     alone = model(mx.array([[5, 6, 7, 3]]), own_prompt_cache(model))
     assert models.largest([out[0, -1]], [alone[0, -1]]) < TOLERANCE

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,6 +40,7 @@ CASES = [
     *(("HFStaticCache", name, mode, "eager") for name, mode in FIXED),
     *(("HFCache", name, mode, "sdpa") for name, mode in SCALED),
     *(("HFCache", name, mode, "flex_attention") for name, mode in FLEX),
+    ("HFStaticCache", "gemma3", "left padding", "flex_attention"),
     *(("install", name, "beams", "eager") for name in ("gemma3", "qwen3-next", "t5", "whisper")),
     *(("install", name, "assisted", "eager") for name in ("gemma3", "t5")),
 ]
@@ -313,13 +315,17 @@ def test_what_failed_in_its_first_pass_is_neither_saved_nor_copied() -> None:
             act()
 
 
-def test_growing_says_that_the_pass_of_a_fork_is_to_be_taken_back_first() -> None:
-    made, keys = hf.model("llama"), torch.zeros(1, 2, 1, 16)
+@pytest.mark.parametrize("name", ["llama", "qwen3-next"])
+def test_growing_says_that_the_pass_of_a_fork_is_to_be_taken_back_first(name: str) -> None:
+    made = hf.model(name)
     cache = HFCache(made.config, max_sequences=2, capacity=16, grow=True)
     hf.feed(made, cache, hf.tokens(1))
     fork = cache.fork()
-    fork.update(keys, keys, 0)
+    failing = made.model.layers[1].register_forward_pre_hook(Mock(side_effect=KeyError))
+    with pytest.raises(KeyError):
+        hf.feed(made, fork, hf.tokens(1, 1))
+    failing.remove()
     with pytest.raises(OrderError, match=r"capacity=100 .* crop\(-n\) .* reset\(\), on the one"):
         cache.reserve(100)
-    fork.crop(-1)
+    fork.reset()
     cache.reserve(100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 from unittest.mock import Mock
@@ -356,3 +357,41 @@ def test_a_session_that_cannot_be_kept_lets_go_of_its_sequence(monkeypatch: pyte
         assert session.cache.get_seq_length() == 0
         with pytest.raises(InvalidSequenceError):
             made(hf.tokens(1, 3), past_key_values=session.cache)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of what PEFT asks transformers
+def test_prefixes_are_found_for_the_adapters_that_computed_them() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    made, ids = peft.get_peft_model(llama(2), lora, adapter_name="one"), hf.tokens(1, 14)
+    made.add_adapter("two", lora)
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        for adapter, reused in [("one", 0), ("two", 0), (None, 0), ("one", 13), ("two", 13), (None, 13)]:
+            made.set_adapter(adapter or "one")
+            with contextlib.nullcontext() if adapter else made.disable_adapter():
+                before, expected = prefix.stats.reused, plain(made, ids)
+                assert torch.equal(prefix.generate(ids, shared=5, **OPTIONS), expected)
+                assert prefix.stats.reused - before == reused, adapter
+        with pytest.raises(NotSupportedError, match=r"adapter_names is given.*set_adapter"):
+            prefix.generate(ids, adapter_names=["two"], **OPTIONS)
+    tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    with (
+        HFPrefixCache(peft.get_peft_model(llama(2), tuned), max_sequences=2, capacity=64) as prefix,
+        pytest.raises(NotSupportedError, match="PROMPT_TUNING puts virtual tokens before the prompt"),
+    ):
+        prefix.generate(ids, **OPTIONS)
+
+
+def test_an_exception_that_leaves_the_block_keeps_nothing_of_a_pass_that_failed() -> None:
+    made, ids, store = llama(2), hf.tokens(1), MemoryStore()
+    options: dict[str, Any] = {"tiers": [store], "identity": {"model": "llama"}, "block_size": 4}
+    failing = made.model.layers[1].register_forward_pre_hook(Mock(side_effect=KeyError))
+    with (
+        pytest.raises(KeyError),
+        HFPrefixCache(made, max_sequences=2, capacity=64, **options) as prefix,
+    ):
+        made(ids, past_key_values=prefix.begin(ids[0].tolist()).cache)
+    failing.remove()
+    assert store.usage().entries == 0
+    with HFPrefixCache(made, max_sequences=2, capacity=64, **options) as prefix:
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))

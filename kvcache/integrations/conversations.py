@@ -137,6 +137,15 @@ class SharedPrefixes(Closing):
         """Have a thread write what no store has yet: see ``PrefixCache.write_through``."""
         return self.prefix.write_through(nbytes)
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As ``close``; left by an exception, each conversation keeps what it would as a context manager."""
+        try:
+            self.prefix.__exit__(kind, error, trace)
+        finally:
+            self.close()
+
     def close(self) -> None:
         """Close all conversations, and write what is kept to the stores."""
         self.prefix.close()

@@ -215,7 +215,7 @@ class PrefixTree:
             node = self.node_at(ids[: piece.end])
             kept: dict[str, Any] = {}
             if (old := node.data) is not None and self.along(ids[: piece.end])[0] < piece.end:
-                kept = {"pins": old.pins, "rank": old.rank, "grants": old.grants, "watched": old.watched}
+                kept = {"pins": old.pins, "rank": old.rank, "grants": old.grants}
                 self.drop(node)  # what it follows is gone
                 node = self.node_at(ids[: piece.end])
             if node.parent is None or (node.data is not None and node.data.snapshot is not None):
@@ -223,6 +223,7 @@ class PrefixTree:
             if node.data is None:
                 tenant = salt if node.end > own else ""
                 node.data = TreeEntry(piece.begin, stored=stored, tenant=tenant, **kept)
+                self.parted += [node] if kept else []
             if node.data.begin == piece.begin:
                 self._keep_on_device(node, piece)
         self.touch(ids)

@@ -213,3 +213,16 @@ def test_ranges_that_overlap_and_too_many_are_refused() -> None:
     assert Retention(TokenRange(i, i + 1) for i in range(2)).cuts() == [1, 2]  # type: ignore[arg-type]
     with pytest.raises(InvalidRangeError, match="a range must be a TokenRange"):
         Retention(["0-8"])  # type: ignore[list-item]
+
+
+def test_a_priority_ends_in_time_also_where_a_new_snapshot_takes_the_place_of_one_that_leads_nowhere(
+    talk: Talk,
+) -> None:
+    r = talk("recurrent", tiers=[HostTier(1000)], options={"interval": 100})
+    now = set_clock(r)
+    r.keep(LONG, retention=asked(90, duration=60))
+    r.prefix.evict()  # host memory has no room for the first piece
+    r.keep([*LONG, 1])
+    now[0] = 1000.0
+    r.prefix.evictor.retainer.expire()
+    assert {node.data.rank for node in r.prefix.tree.radix_tree if node.data} == {35}

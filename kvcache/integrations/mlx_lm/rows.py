@@ -251,7 +251,8 @@ class BatchRows:
             groups.setdefault((begin, count, min(length, limit)), []).append(row)
         if len(groups) == 1 and next(iter(groups))[:2] == (0, tokens):
             return None
-        return [(chosen, begin, count) for (begin, count, _), chosen in groups.items() if count]
+        found = [(chosen, begin, count) for (begin, count, _), chosen in groups.items() if count]
+        return sorted(found, key=lambda group: -len(group[0]) * group[2])  # what is too large fails first
 
     @contextmanager
     def parted(self, tokens: int) -> Iterator[None]:

@@ -167,15 +167,14 @@ class CachePool:
             )
         if self.bound:
             taken = [seq for seq in range(self.max_sequences) if seq not in self._free]
-            held = {seq: self.family.all.snapshot(seq) for seq in taken}
             if options.grow:  # for sequences that shared cells too
                 cache: Any = self.family.all
                 longest = max(map(cache.offset, taken), default=0)
                 options = replace(options, capacity=max(options.capacity, longest))
             family = self._new_family(options)
             try:
-                for seq, snapshot in held.items():
-                    self.put_back(family, seq, snapshot)
+                for seq in taken:
+                    self.put_back(family, seq, self.family.all.snapshot(seq))
             except OrderError as error:
                 raise OrderError(
                     f"HFCache: capacity={options.capacity} and lookback={options.lookback} need new buffers, "

@@ -140,8 +140,34 @@ def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
             del options[name]
 
 
+def _adapters(model: Any) -> str:
+    """The adapters of PEFT that compute now, as a part of a salt; "" where there are none.
+
+    NotSupportedError for those that put virtual tokens before the prompt.
+    """
+    if not hasattr(model, "peft_config"):
+        return ""
+    # PEFT's layers have a property; models have methods of the same name.
+    layers = [part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool)]
+    active = [() if part.disable_adapters else (*part.active_adapters,) for part in layers]
+    config: Any = getattr(model, "active_peft_config", None)
+    if config is not None and config.is_prompt_learning:
+        if config.peft_type != "PREFIX_TUNING":
+            raise NotSupportedError(
+                f"begin: {config.peft_type} puts virtual tokens before the prompt, which no prefix has; call "
+                "model.generate with an HFCache"
+            )
+        active.append((model.active_adapter,))
+    return repr(active if len({*active}) > 1 else active[0]) if any(active) else ""
+
+
 def _check_inputs(model: Any, options: dict[str, Any]) -> None:
     """Refuse what a model is given beside the tokens, or in place of some: prefixes are found by them."""
+    if options.get("adapter_names") is not None:
+        raise NotSupportedError(
+            "generate: adapter_names is given, and prefixes are kept for the adapters that are active; call "
+            "model.set_adapter"
+        )
     configs = [options.get("generation_config"), model.generation_config]
     heals = [options.get("token_healing"), *(getattr(config, "token_healing", None) for config in configs)]
     if next((heal for heal in heals if heal is not None), False):
@@ -239,8 +265,11 @@ class HFPrefixCache(SharedPrefixes):
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.
 
-        ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``.
+        ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``. While adapters of PEFT are
+        active, their names are a part of the salt, and nothing is shared beyond it.
         """
+        if adapters := _adapters(self.model):
+            salt, shared = f"{salt} {adapters}", 0
         if len(tokens) > self.room:
             raise InvalidRangeError(
                 f"begin: a prompt of {len(tokens)} tokens; there is room for {self.room}, answers included: "

@@ -265,6 +265,11 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         self.rows.counters[self.layer] = self.cumulative_length
         self.is_initialized = True
 
+    def get_seq_length(self) -> Any:
+        """A copy of the counter: flex attention evaluates its mask behind ``update``, which advances it."""
+        length = super().get_seq_length()
+        return length.clone() if isinstance(length, torch.Tensor) else length
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         if not is_torchdynamo_compiling():
             self._check(key_states.shape[2])
