@@ -75,7 +75,8 @@ BUGS: dict[str, list[Bug]] = {
         ("runner.verification:Verifier.clear", "a_pass_that_fails_leaves[2", NOTHING),
     ],
     "tests/test_mtp.py": [
-        ("runner.models.mtp:HiddenStates.slot", "guesses_are_those", lambda f, self, seq, at: f(self, seq, at - 1)),
+        ("runner.models.mtp:HiddenStates.slot", "guesses_are_those",
+         lambda f, self, seq, at: f(self, seq, at - 1)),
         ("runner.models.mtp:HiddenStates.slot", "guesses_are_those", lambda f, self, seq, at: f(self, 0, at)),
         ("runner.models.mtp:HiddenStates.before", "guesses_are_those",
          lambda f, self, ctx, batch, hidden: (f(self, ctx, batch, hidden), hidden)[1]),
