@@ -457,6 +457,13 @@ class Group(Protocol):
     def barrier(self) -> None:
         """Return when every rank has called it."""
 
+    def abandon(self, op: str, error: BaseException) -> None:
+        """End the group of several ranks: this one has failed with ``error`` where the others count on it.
+
+        They raise GroupError at once where the framework can tell them (NCCL cannot), and so does every later
+        operation here. Else the next exchange of this rank would be paired with another of theirs.
+        """
+
     def close(self) -> None:
         """Leave the group; what was computed stays. A second call does nothing."""
 

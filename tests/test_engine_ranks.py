@@ -18,6 +18,7 @@ import ml
 from kvcache.cache import CacheFullError
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
+from kvcache.runner.options import SpeculativeOptions
 from kvcache.runner.saved import ConversationError, adopt, capture, read, write
 from kvcache.stores import FileStore
 
@@ -243,6 +244,53 @@ def test_where_one_rank_fails_the_others_are_told_which_before_they_wait(
     assert first.startswith("GroupError: ")
     assert "rank 1 of 2" in first
     assert "look for its own error" in first
+
+
+def test_a_rank_that_fails_in_the_middle_of_a_pass_ends_the_group(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next exchange would be taken for one of those that the others are in."""
+
+    def work(model: Any, group: Any) -> Any:
+        with Engine(model, None, OPTIONS) as engine:
+            if group.rank == 1:
+                failing_once(engine.cache, "put", MemoryError("no memory"), monkeypatch)
+            engine.submit([5, 6, 7], SETTINGS)
+            told: list[str] = []
+            while len(told) < 2:
+                try:
+                    engine.step()
+                except (MemoryError, ml.GroupError) as error:
+                    told.append(str(error))
+            return told
+
+    assert on_ranks(model, work) == [["another rank has ended"] * 2, ["no memory", "another rank has ended"]]
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_draft_that_fails_ends_its_request_where_it_fails_on_all_ranks(
+    divided: Path, everywhere: bool
+) -> None:
+    """Else it ends the pass, and the others are told."""
+
+    def work(model: Any, group: Any) -> Any:
+        def draft(seq: int, tokens: Sequence[int], count: int, width: int) -> list[list[int]]:
+            if everywhere or group.rank == 1:
+                raise OSError("a bad disk")
+            return [[5]]
+
+        with Engine(model, None, SpeculativeOptions(capacity=40)) as engine:
+            request = engine.submit([5, 6, 7], SETTINGS, draft=draft)
+            try:
+                while engine.busy:
+                    engine.step()
+            except (OSError, ml.GroupError) as error:
+                return str(error)
+            return f"ended: {request.error}"
+
+    first, second = on_ranks(divided, work)
+    assert second == ("ended: a bad disk" if everywhere else "a bad disk")
+    assert first == second if everywhere else first.startswith("forward: rank 1 of 2 failed before this")
 
 
 def test_a_request_that_no_rank_has_room_for_fails_on_all(

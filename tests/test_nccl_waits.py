@@ -125,6 +125,14 @@ def test_what_the_device_fails_with_is_the_groups_end(monkeypatch: pytest.Monkey
     assert r.native.aborted == 1
 
 
+def test_a_rank_that_gives_up_has_nccls_kernels_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    r = Ranks(monkeypatch, 60)
+    r.group.abandon("forward", MemoryError("no memory"))
+    with pytest.raises(ml.GroupError, match=r"^forward: rank 0 of 2 failed .*MemoryError: no memory"):
+        r.group.barrier()
+    assert r.native.aborted == 1
+
+
 def test_operations_that_go_on_may_take_longer_together(monkeypatch: pytest.MonkeyPatch) -> None:
     r = Ranks(monkeypatch, 1.0)
     for _ in range(5):

@@ -79,6 +79,15 @@ def test_every_field_of_a_plain_llama() -> None:
             RopeSpec(8, scaling=YarnScaling(4.0, 128)),
         ),
         (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "original_max_position_embeddings": 32},
+            RopeSpec(8, scaling=Llama3Scaling(8.0, 1.0, 4.0, 32)),
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "llama3", **LLAMA3}},
+             "original_max_position_embeddings": 32},
+            RopeSpec(8, scaling=Llama3Scaling(8.0, 1.0, 4.0, 64)),
+        ),
+        (
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, "mscale": 1.0,
                                  "mscale_all_dim": 0.5, "attention_factor": 1.5, "truncate": False}},
             RopeSpec(8, scaling=YarnScaling(4.0, 512, 16.0, 1.0, 1.5, 1.0, 0.5, False)),
@@ -130,6 +139,7 @@ def test_what_the_families_say(changes: dict[str, Any], expected: dict[str, Any]
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "'linear' with factor=0.0; it must be above 0"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "mscale_all_dim with"),
         ({"num_key_value_heads": 3}, "8 heads are not a multiple of 3"),
         ({"head_dim": 7}, "dim=7; it must be even"),

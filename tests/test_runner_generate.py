@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -333,6 +333,7 @@ def test_bytes_text(count: int, text: str) -> None:
 
 
 @given(st.text(max_size=30), st.integers(0, 90))
+@example("\ufffd" * 7 + "🦊 ok", 0)
 @hypothesis_settings(
     max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )

@@ -488,6 +488,14 @@ class TestRefusals:
             ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised by 'fp8'"),
             ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
             ("gemma3", {"layer_types": ["full_attention"]}, "1 layer_types for 3 layers"),
+            ("gemma3", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0; it must be above 0"),
+            ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0.0; it must be above 0"),
+            ("deepseek-v3", {"topk_group": 9}, "within 9 of 4 groups"),
+            ("deepseek-v3", {"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
+            ("gpt-oss", {"num_experts_per_tok": 7}, "num_experts_per_tok=7; .* at most the 6 experts"),
+            ("llama4", {"num_experts_per_tok": 5}, "num_experts_per_tok=5"),
+            ("qwen3-next", {"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
+            ("glm-4.5", {"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
             ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
             ("gemma3", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
             ("llama4", {"layer_types": ["mamba"] * 3}, "layer type 'mamba' is not supported"),
@@ -550,7 +558,7 @@ def test_configs_as_they_were_before_transformers_5() -> None:
     raw = peer("gemma3").config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]}
     del raw["rope_parameters"], raw["layer_types"]
     raw |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2}
-    raw |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    raw |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "_sliding_window_pattern": 3}
     config: Any = parse_config(raw)
     assert config.kinds == ("sliding_attention", "full_attention", "sliding_attention")
     assert (config.rope.base, config.rope.scaling.factor) == (1e6, 8.0)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.cache import Batch
+from kvcache.cache import Batch, CacheFullError
 from kvcache.runner import (
     EngineOptions,
     GenerationOptions,
@@ -29,7 +29,7 @@ from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.loading import load_config
 from kvcache.runner.models.families import FAMILIES, expected_shapes, family_of, parameter_count
-from kvcache.runner.parallel import device_of_rank, join, share_of, sizes_of
+from kvcache.runner.parallel import device_of_rank, failed_elsewhere, join, share_of, sizes_of
 from kvcache.runner.rank import RanksError
 from kvcache.runner.ranks import run_ranks
 from ml.distributed import free_ports, launched
@@ -149,6 +149,13 @@ def test_each_rank_of_a_machine_gets_an_accelerator_of_its_own_or_there_are_too_
     assert device_of_rank(("cpu",), 1, 2) is None
     with pytest.raises(ml.GroupError, match=r"2 ranks on a machine with cuda:0; .* --device cpu"):
         device_of_rank(("cuda:0", "cpu"), 0, 2)
+
+
+@pytest.mark.parametrize(("said", "kind"), [(-1, CacheFullError), (-2, ml.GroupError), (-7, ml.GroupError)])
+def test_a_rank_has_no_room_only_if_it_says_so(said: int, kind: type[Exception]) -> None:
+    error = failed_elsewhere("begin", [5, said])
+    assert type(error) is kind
+    assert "rank 1 of 2" in str(error)
 
 
 # What launchers say.

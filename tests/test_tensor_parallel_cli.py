@@ -233,7 +233,7 @@ ALONE = """
 import os, pathlib, sys, time
 import ml
 from kvcache.runner.rank import job_of_rank, leave
-name, folder, *ways = job_of_rank().decode().split()
+name, folder, *ways = job_of_rank().decode().split(":")
 there = pathlib.Path(folder, "told")
 backend = ml.open_backend(name)
 for how in ways:
@@ -254,6 +254,12 @@ for how in ways:
         there.touch()
     elif how == "ended":
         leave(0)
+    elif how == "gave up":
+        group.abandon("forward", MemoryError("no memory"))
+        try:
+            group.all_reduce(ctx, x)
+        except ml.GroupError as error:
+            print(error, file=sys.stderr)
     while not there.exists():
         time.sleep(0.01)
     group.close()
@@ -263,21 +269,24 @@ leave(3)
 
 
 @pytest.mark.parametrize(
-    ("engine", "ways"), [("torch", ("late", "ended")), ("mlx", ("late",))], indirect=["engine"]
+    ("engine", "ways"),
+    [("torch", ("late", "gave up", "ended")), ("mlx", ("late",)), ("mlx", ("gave up",))],
+    indirect=["engine"],
 )
-def test_an_operation_raises_when_another_rank_is_late_or_has_ended(
+def test_an_operation_raises_when_another_rank_is_late_or_gives_up_or_has_ended(
     engine: str, ways: tuple[str, ...], tmp_path: Path
 ) -> None:
     """A killed rank of MLX ends the command above, whose connections are cut below."""
     with pytest.raises(RanksError) as raised:
-        started(engine, ALONE, f"{engine} {tmp_path} {' '.join(ways)}".encode())
-    told = {
-        "late": "has waited 1 s for the other ranks",
-        "ended": "lost another rank, before its timeout of 30 s",
-    }
+        started(engine, ALONE, ":".join((engine, str(tmp_path), *ways)).encode())
     for how in ways:
-        where = rf"^{how} (all_reduce|to_numpy|compute): rank 0 of 2 {told[how]}"
+        told = "lost another rank, before its timeout of 30 s"
+        if how == "late":
+            told = "has waited 1 s for the other ranks"
+        where = rf"^{how} (all_reduce|to_numpy|compute): rank 0 of 2 {told}"
         assert len(re.findall(where, raised.value.told[0], re.MULTILINE)) == 2, raised.value.told
+    gave_up = r"^forward: rank 1 of 2 failed .*\(MemoryError: no memory\)"
+    assert len(re.findall(gave_up, raised.value.told[1], re.MULTILINE)) == ("gave up" in ways)
 
 
 CUT = """

@@ -35,6 +35,9 @@ class ThreadGroup:
     def barrier(self) -> None:
         self._meeting.exchange(self.rank, ("barrier",), None)
 
+    def abandon(self, op: str, error: BaseException) -> None:
+        self._meeting.leave()
+
     def close(self) -> None:
         return
 

@@ -28,6 +28,8 @@ from ml.dtypes import DType
 from ml.errors import GroupError
 
 _NARROW = (DType.F16, DType.BF16)
+_SETTLING = 0.2
+"""Seconds for the others to come to where they wait: MLX may never end an exchange begun after the cut."""
 _TICKS = 20
 """How often a limit is looked at before it is over."""
 
@@ -139,6 +141,10 @@ class MlxGroup(BaseGroup):
         waiting.join(self.timeout)
         return not waiting.is_alive()
 
+    def _abandon(self) -> None:
+        time.sleep(_SETTLING)
+        self._watch.cut()
+
     def _close(self) -> None:
         self._last = None
         self._watch.close()
@@ -173,6 +179,11 @@ class _Watch:
         if not self._depth.value:
             self._inside.pop(threading.get_ident(), None)
 
+    def cut(self) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._closed.set()
         for connection in self._connections:
@@ -187,9 +198,7 @@ class _Watch:
             began = min(tuple(self._inside.values()), default=self._clock)
             if self._clock - began >= self._limit:
                 self.expired = True
-                for connection in self._connections:
-                    with contextlib.suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
+                self.cut()
                 return
 
 

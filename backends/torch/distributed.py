@@ -215,6 +215,12 @@ class TorchGroup(BaseGroup):
         with suppress(RuntimeError):
             native.abort()
 
+    def _abandon(self) -> None:
+        if self._device.type == "cuda":
+            self._abort()
+        else:
+            self._close()
+
     def _close(self) -> None:
         native, self._native = self._native, None  # its threads end here, and not at the interpreter's end
         if native is not None:

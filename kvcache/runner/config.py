@@ -10,7 +10,9 @@ from kvcache.runner.errors import ModelError
 from kvcache.storage.layer_shape import LayerShape
 from ml.nn.rope_spec import RopeSpec
 
-__all__ = ["ModelConfig", "common_fields", "read_token_ids", "refuse", "refuse_quantized"]
+__all__ = [
+    "ModelConfig", "common_fields", "experts_per_token", "read_token_ids", "refuse", "refuse_quantized",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,16 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], archite
         "bos_id": bos[0] if bos else None,
         "eos_ids": tuple(dict.fromkeys(eos)),
     }
+
+
+def experts_per_token(raw: Mapping[str, Any], experts: int) -> int:
+    """Raises ModelError unless it is at least 1 and at most all ``experts``, where there are any."""
+    count: int = raw["num_experts_per_tok"]
+    if experts and not 1 <= count <= experts:
+        raise ModelError(
+            f"num_experts_per_tok={count}; it must be at least 1 and at most the {experts} experts"
+        )
+    return count
 
 
 def refuse(raw: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None:

@@ -73,6 +73,16 @@ class Agreement:
                 session.close(keep=False)
             raise
 
+    def all_fail(self) -> bool:
+        """Whether what has failed here, before a pass, has failed on all ranks.
+
+        Else the others, who are about to check the pass, raise GroupError.
+        """
+        if self._group is None:
+            return True
+        with self._backend.new_context() as ctx:
+            return set(of_all(ctx, self._group, FAILED)) == {FAILED}
+
     def refuse(self, ctx: ml.Context, error: Exception) -> None:
         """Tell the others, who are about to check the pass, that it is not computed here.
 

@@ -301,7 +301,8 @@ class Engine(Closing):
 
         A request that cannot continue even alone ends with ``Failed``, or with "capacity" if it has part of
         an answer. Any other error of a pass is raised here: the pass has not happened then, its requests
-        remain, and the next ``step`` tries again.
+        remain, and the next ``step`` tries again. Where ranks share the model, one that fails in the
+        middle of a pass ends their group: from then on ``step`` raises GroupError on all of them.
         """
         self._check("step")
         events = self._events = self.admit()
@@ -404,6 +405,8 @@ class Engine(Closing):
             try:
                 parts.append(self._verifier.part(request, self.limit))
             except Exception as error:  # its draft's, and so of this request alone
+                if not self.ranks.all_fail():
+                    raise
                 self._over(request, events, [Failed(request.id, error)])
         return parts or (self._plan(drafting, events) if decode else [])
 

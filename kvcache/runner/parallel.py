@@ -179,7 +179,7 @@ def of_all(ctx: ml.Context, group: ml.Group, value: int) -> list[int]:
 def failed_elsewhere(op: str, found: Sequence[int]) -> Exception:
     """The error for ranks of which the one with the least ``found`` cannot do this: NO_ROOM or FAILED."""
     rank, size = found.index(min(found)), len(found)
-    if found[rank] == FAILED:
+    if found[rank] != NO_ROOM:
         return ml.GroupError(f"{op}: rank {rank} of {size} failed before this; look for its own error")
     error = CacheFullError(0, 0, {}, op)
     error.args = (f"{op}: rank {rank} of {size} has no room for this; all ranks stop",)

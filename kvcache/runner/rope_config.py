@@ -13,6 +13,8 @@ from ml.nn.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 __all__ = ["parse_rope", "scaling_from_factors", "yarn_from_gguf"]
 
+_ORIGINAL = "original_max_position_embeddings"
+
 
 def parse_rope(
     raw: Mapping[str, Any], head_dim: int, kind: str = "full_attention", partial: bool = False
@@ -25,6 +27,8 @@ def parse_rope(
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     named = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
     parameters = {**named, **(raw.get("rope_parameters") or {}).get(kind, {}), **given.get(kind, given)}
+    if kind not in given and raw.get(_ORIGINAL):  # as transformers has it, also where they say another
+        parameters[_ORIGINAL] = raw[_ORIGINAL]
     share = float(parameters.get("partial_rotary_factor") or 1.0)
     if share != 1.0 and not partial:
         raise ModelError(f"partial_rotary_factor={share} is not supported; only 1 is")
@@ -34,24 +38,27 @@ def parse_rope(
 
 def _scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    original = int(parameters.get("original_max_position_embeddings") or max_positions)
+    original = int(parameters.get(_ORIGINAL) or max_positions)
     if kind in ("default", None):
         return None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ModelError(f"rope scaling {kind!r} is not supported; linear, llama3 and yarn are")
     if kind != "yarn" and parameters.get("mscale_all_dim"):
         raise ModelError(f"mscale_all_dim with rope scaling {kind!r} is not supported; with yarn it is")
+    factor = float(parameters["factor"])
+    if not factor > 0:
+        raise ModelError(f"rope scaling {kind!r} with factor={factor}; it must be above 0")
     if kind == "linear":
-        return LinearScaling(float(parameters["factor"]))
+        return LinearScaling(factor)
     if kind == "llama3":
         low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
-        return Llama3Scaling(float(parameters["factor"]), low, high, original)
-    if kind == "yarn":
-        return _yarn(parameters, original)
-    raise ModelError(f"rope scaling {kind!r} is not supported; linear, llama3 and yarn are")
+        return Llama3Scaling(factor, low, high, original)
+    return _yarn(parameters, factor, original)
 
 
-def _yarn(parameters: Mapping[str, Any], original: int) -> YarnScaling:
+def _yarn(parameters: Mapping[str, Any], factor: float, original: int) -> YarnScaling:
     return YarnScaling(
-        factor=float(parameters["factor"]),
+        factor=factor,
         original_max_position=original,
         beta_fast=float(parameters.get("beta_fast") or 32.0),
         beta_slow=float(parameters.get("beta_slow") or 1.0),

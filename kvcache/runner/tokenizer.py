@@ -15,9 +15,8 @@ from kvcache.runner.errors import ModelError, RequestError, TextTooLongError
 
 __all__ = ["StreamDecoder", "TokenBytes", "Tokenizer"]
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8
-"""Tokens of context, and the longest wait for a character (UTF-8 has at most 4 bytes in one)."""
+"""Tokens of context, and the longest wait while one broken character follows another."""
 _LONGEST = 4
 """Tokens of one character."""
 _ANCHORS = "\n."
@@ -139,27 +138,29 @@ class StreamDecoder:
 
     A token may hold part of a character's UTF-8 bytes, and how it reads may depend on the one before
     it. So a short window of tokens is decoded twice, with and without the new one; the difference is
-    the new text, held back while it ends in a broken character. The window begins with a character, since
-    byte fallback breaks whole ones behind half a one too; a character that the context does not finish is
-    part of the new text.
+    the new text, held back while the tokens' bytes end within a character: that the text ends in U+FFFD
+    does not say so, since a model may write one. The window begins with a character, since byte fallback
+    breaks whole ones behind half a one too; a character that the context does not finish is part of the
+    new text.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         given = list(context[-_CONTEXT - _LONGEST :])
-        pieces = [tokenizer.token_bytes[token] for token in given]
+        pieces = [self._bytes(token) for token in given]
         begins = [0, *(i for i, piece in enumerate(pieces) if piece and piece[0] & 0xC0 != 0x80)]
         first = max(i for i in begins if i <= max(0, len(given) - _CONTEXT))
         self._show(given[first:])
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        ending = decoder.decode(b"".join(pieces[begins[-1] :]))
-        if decoder.getstate()[0]:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        ending = self._utf8.decode(b"".join(pieces[begins[-1] :]))
+        if self._unfinished:
             self._read = begins[-1] - first
             self._whole = len(tokenizer.decode(self._window[: self._read])) + len(ending)
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes; "" while a character is unfinished."""
         self._window.append(token)
+        self._utf8.decode(self._bytes(token))
         return self._advance(final=False)
 
     def flush(self) -> str:
@@ -169,12 +170,20 @@ class StreamDecoder:
     def _advance(self, final: bool) -> str:
         text = self._tokenizer.decode(self._window)
         known = len(self._shown) if text.startswith(self._shown) else self._whole
-        pending = len(self._window) - self._read
-        unfinished = text.endswith(_BROKEN) and pending < _CONTEXT
-        if len(text) <= known or (unfinished and not final):
+        waits = self._unfinished and not final and len(self._window) - self._read < _CONTEXT
+        if len(text) <= known or waits:
             return ""
         self._show(self._window[self._read :])
         return text[known:]
+
+    def _bytes(self, token: int) -> bytes:
+        """Of what ``decode`` shows: of a special token nothing."""
+        known = self._tokenizer.token_bytes
+        return b"" if token in known.special else known[token]
+
+    @property
+    def _unfinished(self) -> bool:
+        return bool(self._utf8.getstate()[0])
 
     def _show(self, window: list[int]) -> None:
         """All of the window's text is known, and its first ``_whole`` characters are final."""
@@ -237,7 +246,7 @@ class TokenBytes:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         steps = list(_steps(backend.decoder))
         kinds = {step["type"] for step in steps}
         self._bytes = _byte_level() if "ByteLevel" in kinds else None
@@ -250,7 +259,7 @@ class TokenBytes:
         text = self._backend.id_to_token(token)
         if text is None:
             return b""
-        if token in self._special:
+        if token in self.special:
             return str(text).encode()
         if not self._known:
             return str(self._backend.decode([token])).encode()

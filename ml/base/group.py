@@ -67,6 +67,10 @@ class BaseGroup(ABC):
         """Let go of the framework's group."""
         return
 
+    def _abandon(self) -> None:
+        """Have what the other ranks wait for fail at once; ``_close`` may follow."""
+        self._close()
+
     # The contract.
 
     @property
@@ -108,6 +112,15 @@ class BaseGroup(ABC):
     def barrier(self) -> None:
         self._check_open("barrier")
         self._barrier()
+
+    def abandon(self, op: str, error: BaseException) -> None:
+        if self._size > 1 and self._failure is None and not self._closed:
+            reason = str(error).strip().split("\n", 1)[0][:200]
+            self._failure = (
+                f"{op}: rank {self._rank} of {self._size} failed where the others count on it; start all "
+                f"ranks again ({type(error).__name__}: {reason})"
+            )
+            self._abandon()
 
     def close(self) -> None:
         if not self._closed:

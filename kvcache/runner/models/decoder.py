@@ -190,8 +190,16 @@ class CausalModel(Generic[C]):
         ``batch.inputs`` are token ids, one per position. The caller has called
         ``cache.start_forward(ctx, batch)``: that is where a batch that does not fit is refused.
         """
-        if self.share is not None:
-            self.share.check_step(ctx, batch)
+        if self.share is None:
+            return self._forward(ctx, batch, cache)
+        self.share.check_step(ctx, batch)
+        try:
+            return self._forward(ctx, batch, cache)
+        except BaseException as error:  # the others are in the middle of the pass
+            self.share.group.abandon("forward", error)
+            raise
+
+    def _forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
         outputs = batch.outputs
         if outputs is not None and list(outputs) == list(range(len(batch))):
             outputs = None

@@ -19,7 +19,7 @@ from typing import Any
 import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.causal import CausalCache
-from kvcache.runner.config import common_fields, refuse
+from kvcache.runner.config import common_fields, experts_per_token, refuse
 from kvcache.runner.errors import ModelError
 from kvcache.runner.models.feedforward import group_routing
 from kvcache.runner.models.indexer import (
@@ -139,7 +139,7 @@ def _parse(
         latent=latent,
         sparse=tuple(i >= dense for i in range(common["layers"])),
         experts=raw["n_routed_experts"],
-        experts_per_token=raw["num_experts_per_tok"],
+        experts_per_token=experts_per_token(raw, raw["n_routed_experts"]),
         expert_size=raw["moe_intermediate_size"],
         shared_size=raw["moe_intermediate_size"] * (raw["n_shared_experts"] or 0),
         **fields,

@@ -22,6 +22,7 @@ import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.runner.config import common_fields, refuse
+from kvcache.runner.errors import ModelError
 from kvcache.runner.models.attention import Attention, load_attention
 from kvcache.runner.models.decoder import CausalModel
 from kvcache.runner.models.feedforward import GatedMLP, geglu, load_mlp
@@ -67,22 +68,26 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config
             "use_bidirectional_attention": [False, None],
         },
     )
-    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
-    return Gemma3Config(
-        **gemma_fields(raw, generation, "Gemma3ForCausalLM", pattern),
-        query_scalar=float(raw["query_pre_attn_scalar"]),
-    )
+    scalar = float(raw["query_pre_attn_scalar"])
+    if not scalar > 0:
+        raise ModelError(f"query_pre_attn_scalar={scalar}; it must be above 0")
+    pattern = raw.get("sliding_window_pattern", 6)
+    fields = gemma_fields(raw, generation, "Gemma3ForCausalLM", pattern)
+    return Gemma3Config(**fields, query_scalar=scalar)
 
 
 def gemma_fields(
     raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str, pattern: int
 ) -> dict[str, Any]:
     """Those of a SlidingConfig whose every ``pattern``-th layer is full, both rotations, the cap."""
+    raw = {**raw, "original_max_position_embeddings": None}  # each type of layers has its own, or none
     fields = common_fields(raw, generation, architecture)
     types = SLIDING_ATTENTION, FULL_ATTENTION
     own = (raw.get("rope_parameters") or {}).get(SLIDING_ATTENTION) or {}
     local = {"rope_theta": raw["rope_local_base_freq"], "rope_parameters": own, "rope_scaling": None}
     cap, head_dim = raw["final_logit_softcapping"], fields["head_dim"]
+    if cap is not None and not cap > 0:
+        raise ModelError(f"final_logit_softcapping={cap}; it must be above 0, or null for none")
     return {
         **sliding_fields(raw, fields, lambda i: types[(i + 1) % pattern == 0]),
         "rope": parse_rope(raw, head_dim),

@@ -17,7 +17,7 @@ import numpy as np
 
 import ml
 from kvcache.caches.wrapper import WrapperCache
-from kvcache.runner.config import common_fields, refuse
+from kvcache.runner.config import common_fields, experts_per_token, refuse
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
 from kvcache.runner.models.decoder import CausalModel
 from kvcache.runner.models.feedforward import Activation, SparseMLP, load_experts
@@ -62,7 +62,7 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> GptOssConfig
         rope=rope,
         local_rope=rope,
         experts=raw["num_local_experts"],
-        experts_per_token=raw["num_experts_per_tok"],
+        experts_per_token=experts_per_token(raw, raw["num_local_experts"]),
         alpha=float(raw["swiglu_alpha"]),
         limit=float(raw["swiglu_limit"]),
     )

@@ -20,7 +20,7 @@ from kvcache.cache import Batch, Cache
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import ChunkedCache
 from kvcache.caches.wrapper import WrapperCache
-from kvcache.runner.config import ModelConfig, common_fields, refuse
+from kvcache.runner.config import ModelConfig, common_fields, experts_per_token, refuse
 from kvcache.runner.models.attention import Attention, load_attention
 from kvcache.runner.models.decoder import CausalModel
 from kvcache.runner.models.feedforward import GatedMLP, SparseMLP, load_experts, load_mlp, mlp_shapes
@@ -81,7 +81,7 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Llama4Config
         sparse=tuple(i in sparse for i in range(count)),
         dense_size=raw["intermediate_size_mlp"],
         experts=raw["num_local_experts"],
-        experts_per_token=raw["num_experts_per_tok"],
+        experts_per_token=experts_per_token(raw, raw["num_local_experts"]),
         temperature=temperature if raw["attn_temperature_tuning"] else None,
     )
 

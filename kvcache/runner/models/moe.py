@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 import ml
-from kvcache.runner.config import ModelConfig, common_fields, refuse
+from kvcache.runner.config import ModelConfig, common_fields, experts_per_token, refuse
 from kvcache.runner.models.decoder import CausalModel
 from kvcache.runner.models.feedforward import (
     GatedMLP,
@@ -107,7 +107,7 @@ def _parse(
     refuse(raw, {"hidden_act": ["silu", "swish"]})
     common = common_fields(raw, generation, architecture)
     rope = parse_rope(raw, common["head_dim"], partial=partial)
-    common |= {"rope": rope, "experts_per_token": raw["num_experts_per_tok"]}
+    common |= {"rope": rope, "experts_per_token": experts_per_token(raw, fields["experts"])}
     return MoEConfig(**{"shared_size": 0, **common, **fields})
 
 

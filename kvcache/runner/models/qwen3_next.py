@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.runner.config import common_fields, refuse
+from kvcache.runner.config import common_fields, experts_per_token, refuse
 from kvcache.runner.errors import ModelError
 from kvcache.runner.models.attention import Attention, attention_shapes, load_attention
 from kvcache.runner.models.delta_net import DeltaNet, DeltaSizes, delta_shapes, load_delta_net
@@ -78,7 +78,7 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Qwen3NextCon
         split=False,
         sparse=tuple(i not in dense and experts > 0 and (i + 1) % step == 0 for i in range(count)),
         experts=experts,
-        experts_per_token=raw["num_experts_per_tok"],
+        experts_per_token=experts_per_token(raw, experts),
         expert_size=raw["moe_intermediate_size"],
         shared_size=raw["shared_expert_intermediate_size"],
         normalize=bool(raw["norm_topk_prob"]),
