@@ -6,8 +6,3 @@ grouped.py) and prompts.py, and show by screen.py, progress.py, json_output.py a
 reporting.py tells errors, completing.py is for shells. main.py starts it, and needs the packages of the
 ``cli`` extra.
 """
-
-__all__ = ["INTERRUPTED"]
-
-INTERRUPTED = 130
-"""What the command exits with for Ctrl-C, as shells have it: 128 + SIGINT."""

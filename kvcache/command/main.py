@@ -10,7 +10,7 @@ import io
 import os
 import sys
 
-from kvcache.command import INTERRUPTED
+from kvcache.command.exit_codes import INTERRUPTED
 
 TYPE_CHECKING = False  # typing's, without the cost of importing typing
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import typer
 
 import ml
-from kvcache.command import INTERRUPTED
+from kvcache.command.exit_codes import INTERRUPTED
 
 __all__ = ["one_line", "reported"]
 

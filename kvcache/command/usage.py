@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvcache.command import INTERRUPTED
+from kvcache.command.exit_codes import INTERRUPTED
 from kvcache.command.reporting import one_line
 
 __all__ = ["CommandGroup"]
