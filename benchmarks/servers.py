@@ -235,7 +235,7 @@ def started(name: str, model: Path) -> Iterator[Server]:
 def listening(name: str, words: str) -> Iterator[tuple[str, int]]:
     """Python with these words, once it listens on the ``{port}`` in them: its URL and process id."""
     port = free_port()
-    command = [sys.executable, *words.format(port=port).split()]
+    command = [sys.executable, *(word.replace("{port}", str(port)) for word in words.split())]
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (
         tempfile.TemporaryFile() as log,
@@ -244,10 +244,13 @@ def listening(name: str, words: str) -> Iterator[tuple[str, int]]:
         try:
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline and process.poll() is None:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                    yield f"http://127.0.0.1:{port}", process.pid
-                    return
-                time.sleep(0.2)
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                except OSError:
+                    time.sleep(0.2)
+                    continue
+                yield f"http://127.0.0.1:{port}", process.pid
+                return
             log.seek(0)
             told = log.read().decode(errors="replace")[-2000:]
             raise SystemExit(f"{name} did not start\n{told}")

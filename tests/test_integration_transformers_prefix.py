@@ -372,6 +372,8 @@ def test_prefixes_are_found_for_the_adapters_that_computed_them() -> None:
                 before, expected = prefix.stats.reused, plain(made, ids)
                 assert torch.equal(prefix.generate(ids, shared=5, **OPTIONS), expected)
                 assert prefix.stats.reused - before == reused, adapter
+        made.base_model.model.model.layers[0].self_attn.v_proj.scale_layer(3.0)
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
         with pytest.raises(NotSupportedError, match=r"adapter_names is given.*set_adapter"):
             prefix.generate(ids, adapter_names=["two"], **OPTIONS)
     tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)

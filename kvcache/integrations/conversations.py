@@ -107,16 +107,17 @@ class SharedPrefixes(Closing):
 
     def _check_options(
         self,
+        cls: type[SharedPrefixes],
         options: Mapping[str, Any],
         ranks: int,
         theirs: Mapping[str, str] | None = None,
         error: type[Exception] = InvalidRangeError,
     ) -> None:
-        """Refuse what is no option here or of PrefixCache, and tiers of a model that is split over ranks.
+        """Refuse what is no option of ``cls`` or PrefixCache, and tiers of a model that is split over ranks.
 
         Each rank has other heads under the same keys, and a tier may give one of them more than another.
         """
-        op, known = type(self).__name__, names_of(type(self).__init__, PrefixCache.__init__)
+        op, known = cls.__name__, names_of(cls.__init__, PrefixCache.__init__)
         check_known(op, options, known, theirs, error)
         if ranks > 1 and options.get("tiers"):
             raise NotSupportedError(

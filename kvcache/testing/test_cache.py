@@ -4,4 +4,4 @@ from kvcache.testing.cache import CacheTests
 
 
 class TestCache(CacheTests):
-    """On the backend that ``--ml-backend`` names."""
+    chosen_by_option = True

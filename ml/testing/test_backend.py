@@ -4,4 +4,4 @@ from ml.testing.backend import BackendTests
 
 
 class TestBackend(BackendTests):
-    """On the backend that ``--ml-backend`` names."""
+    chosen_by_option = True

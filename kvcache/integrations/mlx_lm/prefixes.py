@@ -90,7 +90,7 @@ class MLXPrefixCache(SharedPrefixes):
         Raises NotSupportedError for layers that there is no cache for, as CachePool does, and for ``tiers``
         of a model that is split over ranks (``model.shard``).
         """
-        self._check_options(options, _ranks_of(model))
+        self._check_options(MLXPrefixCache, options, _ranks_of(model))
         self.model = model
         self.pool = CachePool(
             model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,

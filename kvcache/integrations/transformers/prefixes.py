@@ -149,16 +149,18 @@ def _adapters(model: Any) -> str:
         return ""
     # PEFT's layers have a property; models have methods of the same name.
     layers = [part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool)]
-    active = [() if part.disable_adapters else (*part.active_adapters,) for part in layers]
     config: Any = getattr(model, "active_peft_config", None)
     if config is not None and config.is_prompt_learning:
-        if config.peft_type != "PREFIX_TUNING":
-            raise NotSupportedError(
-                f"begin: {config.peft_type} puts virtual tokens before the prompt, which no prefix has; call "
-                "model.generate with an HFCache"
-            )
-        active.append((model.active_adapter,))
-    return repr(active if len({*active}) > 1 else active[0]) if any(active) else ""
+        raise NotSupportedError(
+            f"begin: {config.peft_type} puts virtual tokens before the prompt, which no prefix has; call the "
+            "model without HFPrefixCache"
+        )
+    scales = [getattr(part, "scaling", {}) for part in layers]
+    active = [
+        [] if part.disable_adapters else [(name, scale.get(name)) for name in part.active_adapters]
+        for part, scale in zip(layers, scales, strict=True)
+    ]
+    return repr(active if any(one != active[0] for one in active) else active[0]) if any(active) else ""
 
 
 def _check_inputs(model: Any, options: dict[str, Any]) -> None:
@@ -219,7 +221,9 @@ class HFPrefixCache(SharedPrefixes):
                 f"HFPrefixCache: {type(model).__name__}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
-        self._check_options(options, getattr(model, "tp_size", None) or 1, THEIRS, ArgumentError)
+        self._check_options(
+            HFPrefixCache, options, getattr(model, "tp_size", None) or 1, THEIRS, ArgumentError
+        )
         for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED):
             plan.refuse("HFPrefixCache", trait, "prefixes cannot be shared")
         self.by_one = Trait.BY_ONE in plan.traits
@@ -269,7 +273,7 @@ class HFPrefixCache(SharedPrefixes):
         active, their names are a part of the salt, and nothing is shared beyond it.
         """
         if adapters := _adapters(self.model):
-            salt, shared = f"{salt} {adapters}", 0
+            salt, shared = repr((salt, adapters)), 0
         if len(tokens) > self.room:
             raise InvalidRangeError(
                 f"begin: a prompt of {len(tokens)} tokens; there is room for {self.room}, answers included: "

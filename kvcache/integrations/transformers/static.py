@@ -214,7 +214,7 @@ class StaticBatchRows(BatchRows):
     def views(self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """The buffers of a layer (rows, heads, capacity, dim), for keys and values like these."""
         cache = self._reserved(kind, key)
-        self._put(cache, layer, torch.zeros_like(key[:, :, :1]), torch.zeros_like(value[:, :, :1]))
+        self._put(cache, layer, _one_token(key), _one_token(value))
         return self._whole(layer, kind)
 
     def indexer_view(self, layer: int, kind: Kind, keys: torch.Tensor) -> torch.Tensor:
@@ -465,6 +465,11 @@ def _reorder(tensors: Iterable[torch.Tensor | None], beam_idx: torch.Tensor) -> 
 def _is_captured(x: torch.Tensor) -> bool:
     """Whether work on ``x`` is recorded for a CUDA graph and not done."""
     return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _one_token(x: torch.Tensor) -> torch.Tensor:
+    """Zeros like one token of ``x``, which may have none (``early_initialization``)."""
+    return x.new_zeros((*x.shape[:2], 1, x.shape[3]))
 
 
 def _addressed(tensor: torch.Tensor) -> torch.Tensor:
