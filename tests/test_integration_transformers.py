@@ -140,6 +140,13 @@ class TestCompiled:
 
 
 class TestFixedShapes:
+    def test_it_is_initialized_early_as_exporters_do(self) -> None:
+        made, ids = hf.model("llama"), hf.tokens(2, 10)
+        cache, plain = HFStaticCache(made.config, capacity=32), HFCache(made.config, capacity=32)
+        cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+        assert all(layer.is_initialized and layer.keys.shape == (2, 2, 32, 16) for layer in cache.layers)
+        hf.close(hf.feed(made, cache, ids), hf.feed(made, plain, ids))
+
     def test_the_buffers_are_those_of_our_cache_and_stay_where_they_are(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(2, 20)
         cache = HFStaticCache(made.config, capacity=32)

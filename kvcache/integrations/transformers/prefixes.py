@@ -221,9 +221,8 @@ class HFPrefixCache(SharedPrefixes):
                 f"HFPrefixCache: {type(model).__name__}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
-        self._check_options(
-            HFPrefixCache, options, getattr(model, "tp_size", None) or 1, THEIRS, ArgumentError
-        )
+        ranks = getattr(model, "tp_size", None) or 1
+        self._check_options(HFPrefixCache, options, ranks, THEIRS, ArgumentError)
         for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED):
             plan.refuse("HFPrefixCache", trait, "prefixes cannot be shared")
         self.by_one = Trait.BY_ONE in plan.traits
