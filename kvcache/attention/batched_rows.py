@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvcache.cache import InvalidRangeError, SequenceLostError
 from kvcache.storage.buffer import Buffer
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable, Row, is_run
-from kvcache.storage.device_copies import HostArrays
+from kvcache.storage.device_copies import HostArray, HostArrays
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.overlay import CurrentOverlay
 
@@ -62,10 +63,8 @@ class BatchedRows:
             row.contiguous or is_run(own) for row, own in zip(rows, self._cells, strict=True)
         ):
             self._even = self._distances()
-        if self._even is None:
-            gathered = self._gathered()
-            self._index = HostArrays().add(gathered)
-            self._overlay = None if table.exact is None else CurrentOverlay(table, gathered)
+        if table.exact is not None:
+            self._overlay = CurrentOverlay(table, self._gathered())
 
     def _distances(self) -> tuple[int, int] | None:
         if not self._length:
@@ -86,6 +85,10 @@ class BatchedRows:
             line[: own.size] = own
         return cells.reshape(-1)
 
+    @cached_property
+    def _index(self) -> HostArray:
+        return HostArrays().add(self._gathered())
+
     @property
     def is_view(self) -> bool:
         """Whether reading plain storage copies nothing."""
@@ -95,18 +98,24 @@ class BatchedRows:
     def _shape(self) -> tuple[int, int]:
         return len(self._cells), self._length
 
-    def read(self, ctx: ml.Context, buffers: LayerBuffers) -> tuple[ml.Tensor, ml.Tensor]:
-        """K (rows, length, kv_heads, head_dim) and V likewise; a view is read-only where rows share cells."""
+    def read(
+        self, ctx: ml.Context, buffers: LayerBuffers, heads_first: bool = False
+    ) -> tuple[ml.Tensor, ml.Tensor]:
+        """K (rows, length, kv_heads, head_dim) and V likewise; a view is read-only where rows share cells.
+
+        (rows, kv_heads, length, head_dim) with ``heads_first``.
+        """
         if self._even is not None:
-            return buffers.read_batch(ctx, *self._even, *self._shape)
+            return buffers.read_batch(ctx, *self._even, *self._shape, heads_first)
         cells = self._index.on(ctx)
         if self._overlay is None:
-            return buffers.gather_batch(ctx, cells, *self._shape)
-        found = buffers.read(ctx, cells, cells.shape[0])
-        key, value = (
-            x.reshape(ctx, *self._shape, *x.shape[1:]) for x in self._overlay.read(ctx, buffers, *found)
-        )
-        return key, value
+            key, value = buffers.gather_batch(ctx, cells, *self._shape)
+        else:
+            found = buffers.read(ctx, cells, cells.shape[0])
+            key, value = (
+                x.reshape(ctx, *self._shape, *x.shape[1:]) for x in self._overlay.read(ctx, buffers, *found)
+            )
+        return (key.permute(ctx, 0, 2, 1, 3), value.permute(ctx, 0, 2, 1, 3)) if heads_first else (key, value)
 
     def read_extra(self, ctx: ml.Context, buffer: Buffer) -> ml.Tensor:
         """An extra (rows, length, numbers), a view or a copy as of ``read``."""

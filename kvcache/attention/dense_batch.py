@@ -64,8 +64,7 @@ class DenseBatch:
         sequences share cells.
         """
         buffers = self._storage.readable("DenseBatch", layer, self._checked, self.begin)
-        key, value = (x.permute(ctx, 0, 2, 1, 3) for x in self._rows.read(ctx, buffers))
-        return key, value
+        return self._rows.read(ctx, buffers, heads_first=True)
 
     def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor | None:
         """An extra of a layer, (sequences, tokens, numbers) in its own dtype; None where it stores none.

@@ -60,11 +60,23 @@ class Buffer:
         """Cells ``[start, start + count)`` as a view (count, heads, dim)."""
         return self.tensor.view(ctx, start * self.strides[0], (count, self.heads, self.dim), self.strides)
 
-    def read_batch(self, ctx: ml.Context, start: int, step: int, batch: int, count: int) -> ml.Tensor:
-        """A view (batch, count, heads, dim) of runs, of which number i begins at ``start + i * step``."""
-        shape = batch, count, self.heads, self.dim
-        cell = self.strides[0]
-        return self.tensor.view(ctx, start * cell, shape, (step * cell, *self.strides))
+    def read_permuted(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
+        """The same cells as a view (heads, dim, count)."""
+        cell, head, step = self.strides
+        return self.tensor.view(ctx, start * cell, (self.heads, self.dim, count), (head, step, cell))
+
+    def read_batch(
+        self, ctx: ml.Context, start: int, step: int, batch: int, count: int, heads_first: bool = False
+    ) -> ml.Tensor:
+        """A view (batch, count, heads, dim) of runs, of which number i begins at ``start + i * step``.
+
+        (batch, heads, count, dim) with ``heads_first``.
+        """
+        cell, head, dim = self.strides
+        shape, strides = (batch, count, self.heads, self.dim), (step * cell, cell, head, dim)
+        if heads_first:
+            shape, strides = (batch, self.heads, count, self.dim), (step * cell, head, cell, dim)
+        return self.tensor.view(ctx, start * cell, shape, strides)
 
     def gather_batch(self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int) -> ml.Tensor:
         """Scattered cells as (batch, count, heads, dim)."""

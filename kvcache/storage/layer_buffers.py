@@ -221,13 +221,13 @@ class LayerBuffers:
         return key, value
 
     def read_batch(
-        self, ctx: ml.Context, start: int, step: int, batch: int, count: int
+        self, ctx: ml.Context, start: int, step: int, batch: int, count: int, heads_first: bool = False
     ) -> tuple[ml.Tensor, ml.Tensor]:
         """K and V of runs at even distances, (batch, count, heads, dim): see :meth:`Buffer.read_batch`."""
-        key = self.key.read_batch(ctx, start, step, batch, count)
+        key = self.key.read_batch(ctx, start, step, batch, count, heads_first)
         if self.shape.is_latent:
             return key, self._part(ctx, key)
-        return key, self.value.read_batch(ctx, start, step, batch, count)
+        return key, self.value.read_batch(ctx, start, step, batch, count, heads_first)
 
     def gather_batch(
         self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int
@@ -240,8 +240,11 @@ class LayerBuffers:
 
     def read_as_configured(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
         """The same, with values as (heads, dim, count) where ``permuted_v`` asks for it."""
-        key, value = self.read(ctx, cells, count)
-        return key, value.permute(ctx, 1, 2, 0) if self.permuted_v else value
+        if not self.permuted_v:
+            return self.read(ctx, cells, count)
+        if isinstance(cells, int):
+            return self.key.read(ctx, cells, count), self.value.read_permuted(ctx, cells, count)
+        return self.key.gather(ctx, cells), self.value.gather(ctx, cells).permute(ctx, 1, 2, 0)
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
         """Copies of all parts in the order of ``stored``, (count, heads, ...) each."""

@@ -73,8 +73,14 @@ class QuantizedBuffer:
         """Cells ``[start, start + count)``, read back: (count, heads, dim)."""
         return self._decode(ctx, [part.read(ctx, start, count) for part in self.parts])
 
-    def read_batch(self, ctx: ml.Context, start: int, step: int, batch: int, count: int) -> ml.Tensor:
-        return self._decode(ctx, [part.read_batch(ctx, start, step, batch, count) for part in self.parts])
+    def read_permuted(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
+        return self.read(ctx, start, count).permute(ctx, 1, 2, 0)
+
+    def read_batch(
+        self, ctx: ml.Context, start: int, step: int, batch: int, count: int, heads_first: bool = False
+    ) -> ml.Tensor:
+        read = [part.read_batch(ctx, start, step, batch, count, heads_first) for part in self.parts]
+        return self._decode(ctx, read)
 
     def gather_batch(self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int) -> ml.Tensor:
         return self._decode(ctx, [part.gather_batch(ctx, cells, batch, count) for part in self.parts])

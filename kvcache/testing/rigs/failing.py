@@ -23,14 +23,14 @@ def every_failure(
     act: Callable[[Subject], object],
     check: Callable[[Subject], object],
     stride: int = 1,
-) -> None:
+) -> int:
     """Let the first call of ``act`` fail on what ``make`` makes, then ``check`` it; then the second ...
 
     With a ``stride`` every so many calls only; the ways to fail begin at different ones, with 2 so that
-    between any two calls something fails.
+    between any two calls something fails. One call fails at least, if any is made. Returns how many failed.
     """
     error = KeyboardInterrupt if when == "by an interrupt" else InjectedError
-    fail_at = WAYS.index(when) % stride
+    fail_at, failed = WAYS.index(when) % stride, 0
     while True:
         plan = Plan()
         limited = only_protocol(backend, plan)
@@ -42,7 +42,11 @@ def every_failure(
             except error:
                 plan.arm(None)
                 check(subject)
-            else:  # it makes no more calls than that
+                fail_at, failed = fail_at + stride, failed + 1
+            else:
+                calls = len(plan.calls)
+                assert calls <= fail_at, "a failure of the backend was swallowed"
                 plan.arm(None)
-                return
-        fail_at += stride
+                if failed or not calls:
+                    return failed
+                fail_at = calls - 1
