@@ -54,7 +54,7 @@ class BatchedRows:
     """
 
     def __init__(self, table: CellTable, rows: Sequence[Row], begin: int, length: int) -> None:
-        self._cells = [row.cells[row.index(begin) :] for row in rows]
+        self._cells = [row.cells[row.index(begin) :] if begin else row.cells for row in rows]
         self._length, self._limit = length, table.cells
         self._even: tuple[int, int] | None = None
         """The first cell, and the distance of the rows, if they are runs so arranged."""
@@ -109,13 +109,11 @@ class BatchedRows:
             return buffers.read_batch(ctx, *self._even, *self._shape, heads_first)
         cells = self._index.on(ctx)
         if self._overlay is None:
-            key, value = buffers.gather_batch(ctx, cells, *self._shape)
-        else:
-            found = buffers.read(ctx, cells, cells.shape[0])
-            key, value = (
-                x.reshape(ctx, *self._shape, *x.shape[1:]) for x in self._overlay.read(ctx, buffers, *found)
-            )
-        return (key.permute(ctx, 0, 2, 1, 3), value.permute(ctx, 0, 2, 1, 3)) if heads_first else (key, value)
+            return buffers.gather_batch(ctx, cells, *self._shape, heads_first)
+        axes = (0, 2, 1, 3) if heads_first else (0, 1, 2, 3)
+        found = self._overlay.read(ctx, buffers, *buffers.read(ctx, cells, cells.shape[0]))
+        key, value = (x.reshape(ctx, *self._shape, *x.shape[1:]).permute(ctx, *axes) for x in found)
+        return key, value
 
     def read_extra(self, ctx: ml.Context, buffer: Buffer) -> ml.Tensor:
         """An extra (rows, length, numbers), a view or a copy as of ``read``."""

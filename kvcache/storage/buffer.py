@@ -78,11 +78,16 @@ class Buffer:
             shape, strides = (batch, self.heads, count, self.dim), (step * cell, head, cell, dim)
         return self.tensor.view(ctx, start * cell, shape, strides)
 
-    def gather_batch(self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int) -> ml.Tensor:
-        """Scattered cells as (batch, count, heads, dim)."""
+    def gather_batch(
+        self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int, heads_first: bool = False
+    ) -> ml.Tensor:
+        """Scattered cells in the shapes of :meth:`read_batch`."""
         found = self.gather(ctx, cells)  # not reshaped: permuted values would be copied
-        cell, *rest = found.strides
-        return found.view(ctx, 0, (batch, count, self.heads, self.dim), (count * cell, cell, *rest))
+        cell, head, dim = found.strides
+        shape, strides = (batch, count, self.heads, self.dim), (count * cell, cell, head, dim)
+        if heads_first:
+            shape, strides = (batch, self.heads, count, self.dim), (count * cell, head, cell, dim)
+        return found.view(ctx, 0, shape, strides)
 
     def gather(self, ctx: ml.Context, cells: ml.Tensor) -> ml.Tensor:
         """Scattered cells as new storage (count, heads, dim)."""

@@ -230,13 +230,13 @@ class LayerBuffers:
         return key, self.value.read_batch(ctx, start, step, batch, count, heads_first)
 
     def gather_batch(
-        self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int
+        self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int, heads_first: bool = False
     ) -> tuple[ml.Tensor, ml.Tensor]:
-        """K and V of scattered cells, (batch, count, heads, dim)."""
-        key = self.key.gather_batch(ctx, cells, batch, count)
+        """K and V of scattered cells, in the shapes of :meth:`Buffer.read_batch`."""
+        key = self.key.gather_batch(ctx, cells, batch, count, heads_first)
         if self.shape.is_latent:
             return key, self._part(ctx, key)
-        return key, self.value.gather_batch(ctx, cells, batch, count)
+        return key, self.value.gather_batch(ctx, cells, batch, count, heads_first)
 
     def read_as_configured(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
         """The same, with values as (heads, dim, count) where ``permuted_v`` asks for it."""

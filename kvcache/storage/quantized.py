@@ -80,10 +80,13 @@ class QuantizedBuffer:
         self, ctx: ml.Context, start: int, step: int, batch: int, count: int, heads_first: bool = False
     ) -> ml.Tensor:
         read = [part.read_batch(ctx, start, step, batch, count, heads_first) for part in self.parts]
-        return self._decode(ctx, read)
+        return self._decode(ctx, read, heads_first)
 
-    def gather_batch(self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int) -> ml.Tensor:
-        return self._decode(ctx, [part.gather_batch(ctx, cells, batch, count) for part in self.parts])
+    def gather_batch(
+        self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int, heads_first: bool = False
+    ) -> ml.Tensor:
+        read = [part.gather_batch(ctx, cells, batch, count, heads_first) for part in self.parts]
+        return self._decode(ctx, read, heads_first)
 
     def gather(self, ctx: ml.Context, cells: ml.Tensor) -> ml.Tensor:
         return self._decode(ctx, [part.gather(ctx, cells) for part in self.parts])
@@ -112,9 +115,10 @@ class QuantizedBuffer:
     def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
         return tuple(part.read(ctx, start, count) for part in self.parts)
 
-    def _decode(self, ctx: ml.Context, parts: list[ml.Tensor]) -> ml.Tensor:
-        """Of parts (..., cells, heads, width), in the order of axes that they have in memory."""
+    def _decode(self, ctx: ml.Context, parts: list[ml.Tensor], heads_first: bool = False) -> ml.Tensor:
+        """Of parts (..., cells, heads, width), or heads first, in the order of axes they have in memory."""
+        if (self.parts[0].order[0] == 1) == heads_first:
+            return self.decode(ctx, parts)
         axes = [*range(len(parts[0].shape))]
-        if self.parts[0].order[0] == 1:
-            axes[-3], axes[-2] = axes[-2], axes[-3]
+        axes[-3], axes[-2] = axes[-2], axes[-3]
         return self.decode(ctx, [part.permute(ctx, *axes) for part in parts]).permute(ctx, *axes)
