@@ -59,12 +59,10 @@ class BatchedRows:
         self._even: tuple[int, int] | None = None
         """The first cell, and the distance of the rows, if they are runs so arranged."""
         self._overlay: CurrentOverlay | None = None
-        if table.exact is None and all(
-            row.contiguous or is_run(own) for row, own in zip(rows, self._cells, strict=True)
-        ):
-            self._even = self._distances()
         if table.exact is not None:
             self._overlay = CurrentOverlay(table, self._gathered())
+        elif all(row.contiguous or is_run(own) for row, own in zip(rows, self._cells, strict=True)):
+            self._even = self._distances()
 
     def _distances(self) -> tuple[int, int] | None:
         if not self._length:

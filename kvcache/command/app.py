@@ -171,9 +171,9 @@ def generate(
         config = load_config(place.path)  # a wrong path is told at once: opening a backend may take seconds
         cache = EngineOptions(min(len(prompts), MAX_SEQUENCES), capacity, prefill_chunk, dtypes.cache)
         cache = drafting.options(cache)
-        if tensor_parallel > 1 and drafting.draft is not None:
-            raise RequestError(f"--draft {drafting.draft} and --tensor-parallel cannot be combined")
         if tensor_parallel > 1:
+            if drafting.draft is not None:
+                raise RequestError(f"--draft {drafting.draft} and --tensor-parallel cannot be combined")
             from kvcache.command.ranks import Job, run
 
             if place.devices is not None:
@@ -187,9 +187,7 @@ def generate(
         head = {"model": str(place.path), "backend": place.backend, "dtype": dtypes.weights.name}
         screen = screen_for(prompts, as_json, head, quiet)
         with place.open(config) as opened:
-            continue_prompts(
-                opened, place.path, dtypes.weights, prompts, settings, cache, screen, drafting=drafting
-            )
+            continue_prompts(opened, place.path, dtypes.weights, prompts, settings, cache, screen, drafting)
 
 
 for _command in (chat, conformance, inspect, load, save, serve):

@@ -37,8 +37,8 @@ def continue_prompts(
     settings: GenerationOptions,
     options: EngineOptions,
     screen: Screen,
-    group: ml.Group | None = None,
     drafting: Drafting = NO_DRAFTS,
+    group: ml.Group | None = None,
 ) -> None:
     """Generate and show it; with a ``group``, as one of its ranks.
 

@@ -119,7 +119,7 @@ def _as_rank(job: Job, backend: ml.Backend) -> None:
             settings = replace(settings, seed=of_all(ctx, group, secrets.randbits(32))[0])
     head = {"model": str(job.model), "backend": job.backend, "dtype": job.dtype.name, "ranks": job.ranks}
     screen = Screen() if group.rank else screen_for(job.prompts, job.as_json, head, job.quiet)
-    continue_prompts(backend, job.model, job.dtype, job.prompts, settings, job.options, screen, group)
+    continue_prompts(backend, job.model, job.dtype, job.prompts, settings, job.options, screen, group=group)
     group.barrier()
 
 
