@@ -47,7 +47,11 @@ class Area:
 AREAS = {
     "cell table": Area(
         ("kvcache/storage/cell_table.py",),
-        ("tests/test_cell_table.py", TRACES),
+        (
+            *(f"tests/test_{name}.py" for name in ("cell_table", "residual_window")),
+            *("tests/prefix/test_direct_load.py", TRACES),
+            *("-k", "not torch and not mlx and not cupy and not CuPy"),
+        ),
     ),
     "read plan": Area(
         ("kvcache/attention/*.py",),
@@ -72,6 +76,7 @@ AREAS = {
         (
             *(f"tests/prefix/test_{name}.py" for name in ("radix_tree", "eviction", "finding", "offload")),
             *(f"tests/prefix/test_{name}.py" for name in ("sessions", "tiers")),
+            "tests/test_restore_progress.py",
             *(f"{CONVERSATIONS}[{cache}]" for cache in ("causal", "recurrent")),
         ),
     ),

@@ -201,8 +201,8 @@ class PrefixTree:
     def insert(self, seq: int, ids: np.ndarray, pieces: Sequence[Snapshot], stored: bool = False) -> None:
         """Keep what a sequence holds of ``ids``; ``stored``: the stores have it too.
 
-        What is divisible is taken from the sequence as far as the radix tree has nothing of it; of what is
-        whole there are ``pieces``, each with its own end.
+        What is divisible is taken from the sequence as far as the radix tree has nothing of it; ``pieces``
+        are of what is whole, each with its own end.
         """
         salt, own = self.alphabet.tenant_of(ids)
         if self.divisible:
@@ -211,7 +211,7 @@ class PrefixTree:
                     self.node_at(ids[:own])  # what is shared does not count for a tenant
                 self.node_at(ids)
             self._refill(seq, ids, stored, salt, own)
-        for piece in () if self.divisible else pieces:
+        for piece in pieces:
             node = self.node_at(ids[: piece.end])
             kept: dict[str, Any] = {}
             if (old := node.data) is not None and self.along(ids[: piece.end])[0] < piece.end:

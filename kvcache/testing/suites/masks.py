@@ -249,11 +249,15 @@ class MaskTests(CacheCase):
             (Setup(max_sequences=2), [([0, 0], [0, 1])]),
             (Setup(), [([2, 0, 1], [0, 0, 0])]),
             (Setup(), [([4], [0]), ([1, 2], [0, 0])]),
+            (Setup(), [([2, 3], [0, 0]), ([0, 1], [0, 0]), ([4, 5], [0, 0])]),
             (Setup(window=1, max_sequences=1), [([0, 1, 2], [0, 0, 0])]),
             (Setup(window=1, keep=1, max_sequences=1), [([0, 1, 2, 3], [0, 0, 0, 0])]),
             (Setup(chunk=2), [([0, 1, 2], [0, 0, 0])]),
         ],
-        ids=["two sequences", "unordered", "into a gap", "window", "window with the first kept", "chunk"],
+        ids=[
+            *("two sequences", "unordered", "into a gap", "cells out of order"),
+            *("window", "window with the first kept", "chunk"),
+        ],
     )
     def test_a_mask_that_says_more_is_not_elided(
         self, rig: MakeRig, setup: Setup, batches: list[tuple[list[int], list[int]]]
