@@ -192,7 +192,7 @@ def test_the_package_knows_its_version() -> None:
     ],
 )
 def test_sizes_are_read_as_people_write_them(text: int | str, count: int) -> None:
-    assert parse_bytes("here", text) == count
+    assert parse_bytes(text, "here") == count
     assert HostTier(text).budget == count
     store = open_store("memory", budget=text)
     assert isinstance(store, MemoryStore)

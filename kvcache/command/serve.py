@@ -118,7 +118,7 @@ class Room:
             eviction_policy=self.eviction_policy,
             tenant_budget=TenantBudget(device or None, host or None) if self.tenant_budget else None,
             fetch="always" if self.always_fetch else "measured",
-            read_ahead=parse_bytes("--read-ahead", self.read_ahead),
+            read_ahead=parse_bytes(self.read_ahead, "--read-ahead"),
         )
 
 
@@ -220,7 +220,7 @@ def serve(
             address.host,
             address.port,
             limits.max_waiting,
-            parse_bytes("--max-body", limits.max_body),
+            parse_bytes(limits.max_body, "--max-body"),
             limits.request_timeout,
             limits.shutdown_timeout,
             limits.write_interval,

@@ -44,7 +44,7 @@ class HostTier:
 
     def __init__(self, budget: int | str | None = None) -> None:
         object.__setattr__(
-            self, "budget", None if budget is None else parse_bytes("HostTier: budget", budget)
+            self, "budget", None if budget is None else parse_bytes(budget, "HostTier: budget")
         )
 
 

@@ -114,7 +114,7 @@ class PrefixCache(Closing):
         read_ahead: int = 256 << 20,
     ) -> None:
         settings = _settings_of(cache)
-        budget = None if budget is None else parse_bytes("PrefixCache: budget", budget)
+        budget = None if budget is None else parse_bytes(budget, "PrefixCache: budget")
         check_whole("PrefixCache", "interval", interval, least=1)
         for name, value in (("backlog", backlog), ("in_flight", in_flight), ("read_ahead", read_ahead)):
             check_whole("PrefixCache", name, value)
@@ -253,7 +253,7 @@ class PrefixCache(Closing):
         They are in host memory when this returns, and may still be on their way to stores.
         """
         self._check("evict")
-        nbytes = None if nbytes is None else parse_bytes("evict: nbytes", nbytes)
+        nbytes = None if nbytes is None else parse_bytes(nbytes, "evict: nbytes")
         count = self.evictor.evict(nbytes)
         self.tree.settle()
         return count
@@ -276,7 +276,7 @@ class PrefixCache(Closing):
         killed loses only what it computed since. Open sessions are not included.
         """
         self._check("write_through")
-        nbytes = None if nbytes is None else parse_bytes("write_through: nbytes", nbytes)
+        nbytes = None if nbytes is None else parse_bytes(nbytes, "write_through: nbytes")
         self.tree.settle()
         return self.tree.write_through(nbytes)
 

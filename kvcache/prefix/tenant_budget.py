@@ -27,7 +27,7 @@ class TenantBudget:
 
     def __init__(self, device: int | str | None = None, host: int | str | None = None) -> None:
         for name, value in (("device", device), ("host", host)):
-            found = None if value is None else parse_bytes(f"TenantBudget: {name}", value)
+            found = None if value is None else parse_bytes(value, f"TenantBudget: {name}")
             object.__setattr__(self, name, found)
 
 

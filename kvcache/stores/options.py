@@ -45,7 +45,7 @@ def parse_bytes(size: int | str | None, what: str = "size") -> int | None:
     Raises StoreValueError for anything else, of which the message says ``what`` it is.
     """
     try:
-        return None if size is None else read_bytes(what, size)
+        return None if size is None else read_bytes(size, what)
     except InvalidRangeError as error:
         raise StoreValueError(str(error)) from None
 

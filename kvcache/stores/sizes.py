@@ -13,7 +13,7 @@ __all__ = ["parse_bytes"]
 _SIZE = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,18}))?\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE | re.ASCII)
 
 
-def parse_bytes(what: str, size: object) -> int:
+def parse_bytes(size: object, what: str) -> int:
     """Bytes from a number, or from '1.5GB' (powers of 1000), '1.5 GiB' or '1.5G' (powers of 1024).
 
     Upper and lower case are the same. Raises InvalidRangeError for anything else, whose message begins with

@@ -47,7 +47,7 @@ class ConnectorOptions:
         """Raises InvalidRangeError for an option that there is not, and a value that is none."""
         found = parse_options(WHERE, given, [field.name for field in fields(cls)])
         if "host_memory" in found:
-            found["host_memory"] = parse_bytes(f"{WHERE}: host_memory", found["host_memory"])
+            found["host_memory"] = parse_bytes(found["host_memory"], f"{WHERE}: host_memory")
         for name, least in {"page_tokens": 0, "load_threads": 1, "lookup_threads": 1}.items():
             check_number(f"{WHERE}: {name}", found.get(name, least), int, least)
         for name in ("lookup_wait", "lookup_timeout", "save_wait"):
