@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
+import ml
 from kvcache.storage.cell_table import CellTable, Pin, Row
 
 Pairs = list[tuple[int, int]]
@@ -168,7 +170,8 @@ class Driver:
         src, dst = self.sequence(), self.sequence()
         if src != dst:
             self.table.drop(dst, 0, len(self.table.rows[dst]))
-            count = self.rnd.randrange(len(self.naive.rows[src]) + 1)
+            size = len(self.naive.rows[src])
+            count = self.rnd.choice((size, self.rnd.randrange(size + 1)))
             self.table.share(src, dst, count)
             self.naive.rows[dst] = self.naive.rows[src][:count]
 
@@ -294,3 +297,53 @@ def test_spreading_leaves_room_behind_every_row() -> None:
     for seq in range(2):
         last = table.rows[seq].last_cell
         assert table.choose(seq, 4) == last + 1
+
+
+@dataclass
+class Transfer:
+    """Copies into ``cells``, which end when they are joined, or before; with ``error`` they fail."""
+
+    cells: list[int]
+    ended: bool = False
+    error: ml.DeviceError | None = None
+    joined: int = 0
+
+    def done(self) -> bool:
+        return self.ended
+
+    def join(self) -> None:
+        self.joined += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("cells", "joined"),
+    [(None, [1, 1, 1, 1]), ([0, 1], [1, 0, 1, 1]), ([3], [0, 1, 1, 1]), ([], [0, 0, 1, 1])],
+    ids=["all", "of one row", "of another row", "free ones"],
+)
+def test_what_follows_comes_after_the_copies_to_its_cells_and_to_free_ones(
+    cells: list[int] | None, joined: list[int]
+) -> None:
+    table = CellTable(6, 2)
+    table.take_run(0, 0, 0, 2)
+    table.take_run(1, 0, 2, 2)
+    copies = [Transfer([0, 1]), Transfer([2, 3]), Transfer([4]), Transfer([2], ended=True)]
+    for copy in copies:
+        table.arrivals.add(np.array(copy.cells), copy)
+    for _ in range(2):
+        table.join_arrivals(None if cells is None else np.array(cells, np.int64))
+    assert [copy.joined for copy in copies] == joined
+    assert bool(table.arrivals) == (0 in joined)
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_copy_that_fails_is_an_error_where_somebody_owns_its_cells(owned: bool) -> None:
+    table = CellTable(6, 2)
+    table.take_run(0, 0, 0, 2)
+    table.take_run(1, 0, 2, 2)
+    table.arrivals.add(np.array([2 if owned else 4]), Transfer([], error=ml.DeviceError("gone")))
+    with pytest.raises(ml.DeviceError, match="gone") if owned else contextlib.nullcontext():
+        table.join_arrivals()
+    assert [row.lost for row in table.rows] == [False, owned]
+    table.join_arrivals()
