@@ -1,4 +1,4 @@
-"""How many small faults in the core the tests notice: mutmut over five areas, each with quick tests.
+"""How many small faults in the core the tests notice: mutmut over six areas, each with quick tests.
 
 ``python -m benchmarks.mutation`` goes on where it was stopped; ``--sample 0`` takes every mutant, ``--again``
 those that survived, after their tests changed. Figures and survivors go to docs/mutation.json.
@@ -31,10 +31,25 @@ TRACES = f"{STORING}::test_random_traces_agree_with_the_model"
 CONVERSATIONS = (
     "tests/prefix/test_conversations.py::test_sessions_see_what_computing_from_nothing_would_store"
 )
-MASKS = (
+READING = (
     "a_query_sees_exactly",
     "an_elided_mask_is_causal_bottom_right_for_a_prompt_and_none_where_all_see_all",
     "a_mask_that_says_more_is_not_elided",
+    "extras_keep_their_shapes_and_dtypes",
+    "what_was_put_is_read_bit_for_bit",
+    "what_a_layer_does_not_store_is_refused_and_leaves_all_as_it_was",
+    "a_token_is_exact_in_its_pass_and_while_it_is_among_the_last_or_the_first",
+)
+ATTENDING = (
+    "several_sequences_in_any_order_attend_to_their_own",
+    "sequences_with_one_prefix_decode_together",
+    "after_sharing_removing_and_moving",
+    "cells_that_lie_far_apart",
+    "rows_that_a_query_does_not_see_do_no_harm_whatever_they_hold",
+    "a_query_attends_to_the_chosen_rows_that_it_sees",
+    "chosen_rows_far_apart_or_many_are_read_in_any_number_of_steps",
+    "in_every_dtype_of_the_cache_and_of_the_query",
+    "a_token_is_exact_in_its_pass_and_while_it_is_among_the_last_or_the_first",
 )
 
 
@@ -54,11 +69,29 @@ AREAS = {
         ),
     ),
     "read plan": Area(
-        ("kvcache/attention/*.py",),
+        (
+            *(f"kvcache/attention/{name}.py" for name in ("batch", "dense_batch", "ragged_batch")),
+            *(f"kvcache/attention/{name}.py" for name in ("forward_pass", "fixed_shapes", "layer_input")),
+            *(f"kvcache/attention/{name}.py" for name in ("masks", "placement", "read_plan")),
+        ),
         (
             *(f"tests/test_{name}.py" for name in ("dense_batch", "ragged_batch", "fixed_shapes")),
             *("tests/test_large_masks.py", "tests/caches/test_order.py", TRACES),
-            *(f"{STORING}::test_{name}" for name in MASKS),
+            *(f"tests/test_cache_numpy.py::TestNumpy::test_{name}" for name in READING),
+            *("-k", "not torch and not mlx and not cupy and not jax and not graph"),
+        ),
+    ),
+    "attention": Area(
+        tuple(
+            f"kvcache/attention/{name}.py"
+            for name in (
+                *("attend", "batched_rows", "calls", "observed", "planned", "quantized_calls"),
+                *("residual", "segments", "selected"),
+            )
+        ),
+        (
+            *(f"tests/test_{name}.py" for name in ("attend_plan", "attend_quantized", "eviction")),
+            *(f"tests/test_cache_numpy.py::TestNumpy::test_{name}" for name in ATTENDING),
             *("-k", "not torch and not mlx and not cupy and not jax"),
         ),
     ),
