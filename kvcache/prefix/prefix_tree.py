@@ -273,8 +273,7 @@ class PrefixTree:
         upper = self.radix_tree.split(node, at)
         self._changed(upper, node)
         stored = held.stored and at % self.keys.block_size == 0
-        nothing: dict[str, Any] = dict.fromkeys(("snapshot", "serialized", "leaving", "store_write"))
-        upper.data = replace(held, stored=stored, watched=math.inf, **nothing)
+        upper.data = replace(held, stored=stored, watched=math.inf)  # what it holds is parted below
         upper.data.end_used, upper.data.end_uses, upper.data.end_scores = held.used, held.uses, held.scores
         self.parted += [upper] if held.grants else []
         held.begin, held.used, held.uses, held.scores = at, held.end_used, held.end_uses, held.end_scores

@@ -93,6 +93,19 @@ def test_of_all_that_is_there_the_longest_is_taken(talk: Talk, cache: str) -> No
     live.close()
 
 
+def test_the_device_goes_on_inside_an_edge_where_what_a_store_gave_back_ends(talk: Talk) -> None:
+    r = talk(tiers=[FlakyStore()])
+    r.keep(LONG[:8])
+    r.keep(LONG)
+    r.prefix.flush()
+    (first,) = r.prefix.tree.radix_tree.root.children.values()
+    r.prefix.tree.offload(first)
+    before = replace(r.prefix.stats)
+    assert r.keep([*LONG[:14], 90]) == 14
+    assert (r.prefix.stats.store - before.store, r.prefix.stats.device - before.device) == (12, 2)
+    assert r.prefix.tree.evicted == 0, "what a store has is not gone from everywhere"
+
+
 @some_caches
 def test_each_tier_gives_back_what_it_was_given(talk: Talk, cache: str) -> None:
     tiers: list[list[Any]] = [[], [HostTier()], [FlakyStore()]]
