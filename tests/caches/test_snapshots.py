@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvcache
 import ml
 from kvcache import Batch, SlidingWindowCache
-from kvcache.snapshots.snapshot import AttentionSnapshot
+from kvcache.snapshots.snapshot import AttentionSnapshot, compact
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
@@ -65,6 +67,54 @@ def test_taking_cutting_joining_and_restoring_move_no_data(backend: ml.Backend, 
         assert plan.calls == []
         assert all(where(r))
         r.check_copies()
+
+
+@pytest.mark.parametrize("copied_out", [*itertools.product((False, True), repeat=3)], ids=str)
+def test_parts_are_joined_wherever_they_lie(rig: MakeRig, copied_out: tuple[bool, ...]) -> None:
+    r = rig(ALL)
+    r.forward(range(6), 0)
+    r.forward([6], 1)
+    parts = [r.cache.snapshot(0, begin, begin + 2) for begin in (0, 2, 4)]
+    for part, out in zip(parts, copied_out, strict=True):
+        if out:
+            part.detach()
+    joined, whole = r.cache.join(parts), r.cache.snapshot(0)
+    assert joined.in_cache == (not any(copied_out))
+    found, expected = (
+        {i: [tensor.to_numpy().tolist() for tensor in layer.tensors] for i, layer in one.read().items()}
+        for one in (joined, whole)
+    )
+    assert found == expected
+
+
+def test_parts_that_are_not_adjacent_or_of_two_dtypes_are_neither_merged_nor_joined(
+    rig: MakeRig,
+) -> None:
+    r, other = rig(ALL), rig(replace(ALL, dtype=DType.F16))
+    r.forward(range(6), 0)
+    other.forward(range(6), 0)
+    first, second, third = (r.cache.snapshot(0, begin, begin + 2) for begin in (0, 2, 4))
+    halves = other.cache.snapshot(0, 2, 4)
+    for parts in ([first, third], [second, first], [first, first], [first, halves]):
+        with pytest.raises(kvcache.InvalidRangeError, match="must be adjacent and have the same dtype"):
+            r.cache.merge(*parts)
+        with pytest.raises(kvcache.InvalidRangeError, match="must be adjacent and have the same dtype"):
+            r.cache.join(parts)
+
+
+@pytest.mark.parametrize("axes", [*itertools.permutations(range(3))], ids=str)
+def test_a_part_that_is_copied_lies_in_memory_as_the_whole_did(
+    ctx: ml.Context, axes: tuple[int, ...]
+) -> None:
+    whole = ctx.from_numpy(np.arange(60, dtype=np.float32).reshape(3, 4, 5), DType.F32).permute(ctx, *axes)
+    part = whole.slice(ctx, 0, 1, 3)
+    copied = compact(ctx, part)
+    assert copied.to_numpy().tolist() == part.to_numpy().tolist()
+    assert np.argsort(copied.strides).tolist() == np.argsort(part.strides).tolist()
+    assert (
+        max(stride * size for stride, size in zip(copied.strides, copied.shape, strict=True)) * 4
+        == copied.nbytes
+    )
 
 
 # When cells are needed.
