@@ -106,6 +106,18 @@ def test_the_device_goes_on_inside_an_edge_where_what_a_store_gave_back_ends(tal
     assert r.prefix.tree.evicted == 0, "what a store has is not gone from everywhere"
 
 
+@pytest.mark.parametrize("cache", WHOLE)
+def test_behind_what_a_store_gave_back_the_device_goes_on_to_the_end(talk: Talk, cache: str) -> None:
+    r = talk(cache, tiers=[FlakyStore()])
+    r.keep(LONG[:9])
+    r.prefix.flush()
+    r.keep(LONG)
+    for node in [node for node in r.prefix.tree.radix_tree if node.end <= 9]:
+        r.prefix.tree.offload(node)
+    assert r.keep([*LONG, 90]) == 20
+    assert r.prefix.stats.device >= 1
+
+
 @some_caches
 def test_each_tier_gives_back_what_it_was_given(talk: Talk, cache: str) -> None:
     tiers: list[list[Any]] = [[], [HostTier()], [FlakyStore()]]

@@ -299,10 +299,23 @@ def test_a_parted_edges_snapshots_take_the_memory_that_they_count(talk: Talk) ->
         r.prefix.evict()
         found = [node.data.serialized for node in r.prefix.tree.radix_tree if node.data is not None]
         assert len(found) == 3
-        for serialized in found:
-            positions = serialized.arrays["positions"]
-            owner = positions if positions.base is None else positions.base
-            assert owner.nbytes == positions.nbytes
+        for array in (array for serialized in found for array in serialized.arrays.values()):
+            owner = array if array.base is None else array.base
+            assert owner.nbytes == array.nbytes
+
+
+def test_an_edge_that_has_left_host_memory_is_parted_on_the_device(talk: Talk) -> None:
+    r = talk(tiers=[HostTier()])
+    r.keep(LONG)
+    r.prefix.evict()
+    assert r.keep([*LONG, 90]) == 20
+    (first,) = r.prefix.tree.radix_tree.root.children.values()
+    r.prefix.tree.host.budget = 0
+    r.prefix.tree.shrink_host()
+    assert first.data.snapshot is not None
+    assert r.keep([*LONG[:7], 91]) == 7
+    assert r.keep([*LONG, 90, 92]) == 21
+    r.check_books()
 
 
 def test_an_edge_that_cannot_be_parted_stays_as_it_is(talk: Talk) -> None:
