@@ -9,7 +9,7 @@ from kvcache.cache import SequenceLostError
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retainer import Retainer
-from kvcache.prefix.tree_entry import TreeEntry
+from kvcache.prefix.tree_entry import TreeEntry, tenant_of
 
 __all__ = ["Evictor"]
 
@@ -39,9 +39,11 @@ class Evictor:
         self.retainer.expire()
         while (over := self._tree.device.over()) is not None:
             self._tree.over_budget += 1
-            self._tree.offload(self._end_of(over[0], _tokens(*over)), ages=False)
+            if self._absorbed(tenant_of(over[0])) is None:
+                self._tree.offload(self._end_of(over[0], _tokens(*over)), ages=False)
         while (excess := self._tree.device.excess) and (node := self._tree.device.first()) is not None:
-            self._tree.offload(self._end_of(node, _tokens(node, excess)))
+            if self._absorbed() is None:
+                self._tree.offload(self._end_of(node, _tokens(node, excess)))
         self._tree.shrink_host()
         self._tree.tell()
 
@@ -51,7 +53,9 @@ class Evictor:
         device, count = self._tree.device, 0
         goal = 0 if nbytes is None else max(0, device.nbytes - nbytes)
         while (device.nbytes > goal or nbytes is None) and (node := device.first()) is not None:
-            self._tree.offload(node if not goal else self._end_of(node, _tokens(node, device.nbytes - goal)))
+            if not goal or self._absorbed() is None:
+                excess = device.nbytes - goal
+                self._tree.offload(node if not goal else self._end_of(node, _tokens(node, excess)))
             count += 1
         if self._tree.worker is not None:
             self._tree.worker.drain()
@@ -59,8 +63,11 @@ class Evictor:
 
     def relieve(self, missing: int) -> bool:
         """The cache needs cells: offload what was least recently used of all that would free some."""
-        self._tree.tick()
+        self._tree.usage.tick()
         self.retainer.expire()
+        while (held_cells := self._absorbed()) is not None:
+            if held_cells:
+                return True
         while (node := self._next_freeing()) is not None:
             end = self._end_of(node, missing)
             frees = _frees(end)
@@ -72,6 +79,18 @@ class Evictor:
         if shared is not None:  # with other snapshots: all of them have to go
             self._tree.offload(shared)
         return shared is not None
+
+    def _absorbed(self, tenant: str | None = None) -> bool | None:
+        """Let the next interior snapshot go, of a tenant or of all: whether it held cells.
+
+        None: there is none, or the next tier has room for what goes first.
+        """
+        tree = self._tree
+        node = None if tree.store is not None else tree.interior.first(tenant)
+        if node is None or (tree.host is not None and not tree.host.is_full(_nbytes(tree.device.first()))):
+            return None
+        held_cells = _holds_cells(node)
+        return held_cells if tree.absorb(node) else None
 
     def _next_freeing(self) -> Node[TreeEntry] | None:
         """The least recently used snapshot that alone holds a cell.
@@ -89,7 +108,7 @@ class Evictor:
                 passed.append(node)
         for node in passed:
             if _holds_cells(node):
-                self._tree.use(node, counts=False)
+                self._tree.usage.use(node, counts=False)
             else:
                 self._tree.offload(node)
         return found
@@ -117,5 +136,10 @@ def _frees(node: Node[TreeEntry]) -> bool:
 
 def _tokens(node: Node[TreeEntry], nbytes: int) -> int:
     """How many tokens of a node's snapshot take so many bytes, or more."""
-    size = 0 if node.data is None or node.data.snapshot is None else node.data.snapshot.nbytes
-    return -(-nbytes * (node.end - node.begin) // max(1, size))
+    return -(-nbytes * (node.end - node.begin) // max(1, _nbytes(node)))
+
+
+def _nbytes(node: Node[TreeEntry] | None) -> int:
+    """Of what it has on the device."""
+    held = None if node is None else node.data
+    return 0 if held is None or held.snapshot is None else held.snapshot.nbytes

@@ -19,29 +19,30 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.cache import InvalidRangeError, SequenceLostError, SnapshotCache
+import ml
+from kvcache.cache import InvalidRangeError, OrderError, SequenceLostError, SnapshotCache
 from kvcache.offload.direct_load import restore_serialized
 from kvcache.offload.eviction import Priority
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.events import BlockEvents
-from kvcache.prefix.eviction_policy import PrefixEvictionPolicy, Use
+from kvcache.prefix.eviction_policy import PrefixEvictionPolicy
+from kvcache.prefix.interior import InteriorSnapshots
 from kvcache.prefix.radix_tree import Node, RadixTree
-from kvcache.prefix.retention import DEFAULT_PRIORITY
 from kvcache.prefix.store_writer import StoreWriter
 from kvcache.prefix.tenant_budget import TenantBudget, TenantQueue
 from kvcache.prefix.tree_entry import (
     TreeEntry,
     chain_of,
     content_of,
-    higher,
     host_priority,
     in_cache,
     is_present,
     priority_of,
     tenant_of,
 )
+from kvcache.prefix.usage import Usage, age
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
@@ -74,12 +75,14 @@ class PrefixTree:
         self.cache, self.store, self.keys, self.worker = cache, store, keys, worker
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()
-        self._policy, self._limits = policy, limits
+        self._limits = limits
         self.device = self._queue(budget, priority_of, lambda limit: limit.device)
         self.host = (
             None if host is None else self._queue(host.budget, host_priority, lambda limit: limit.host)
         )
+        self.usage = Usage(policy, self.device, self.host, store is not None)
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
+        self.interior = InteriorSnapshots()
         self.writer = None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible)
         self._backend = cache.backend
         self._round = 0
@@ -90,7 +93,6 @@ class PrefixTree:
         """Times that a tenant had too much in a tier, and lost some of its own there."""
         self.failed = 0
         """Of those that went, those that the device did not give to host memory."""
-        self._clock = 0
         self.parted: list[Node[TreeEntry]] = []
         """New upper halves of nodes with priorities."""
         self._events: BlockEvents | None = None
@@ -290,6 +292,8 @@ class PrefixTree:
         assert node.data is not None
         node.data.snapshot, node.data.nbytes = snapshot, snapshot.nbytes
         self.device.add(node, snapshot.nbytes)
+        if not self.divisible:
+            self.interior.note(node)
         self._changed(node)
 
     def _off_device(self, node: Node[TreeEntry]) -> None:
@@ -309,10 +313,10 @@ class PrefixTree:
 
     def touch(self, ids: np.ndarray) -> None:
         """A prefix was used: it goes later than all others."""
-        self.tick()
+        self.usage.tick()
         match = self.radix_tree.match(ids)
         if match.nodes:
-            self.use(match.nodes[-1], whole=not match.inside)
+            self.usage.use(match.nodes[-1], whole=not match.inside)
 
     def pin(self, ids: np.ndarray, change: int) -> int:
         """Pin (1) or unpin (-1) what is kept of a prefix; returns how many tokens that is."""
@@ -327,48 +331,8 @@ class PrefixTree:
         for node in nodes:
             assert node.data is not None
             node.data.pins = max(0, node.data.pins + change)
-            self.reorder(node)
+            self.usage.reorder(node)
         return nodes[-1].end if nodes else 0
-
-    def tick(self) -> None:
-        """What is used from here on was used later than all before."""
-        self._clock += 1
-
-    def use(self, last: Node[TreeEntry], whole: bool = True, counts: bool = True) -> None:
-        """Note that a node, or the beginning of its edge, and those that lead to it are used now.
-
-        What leads to a node that was used now was, too, and is worth at least as much. Without ``counts`` it
-        is only not to go soon.
-        """
-        node: Node[TreeEntry] | None = last
-        least = (0.0, 0.0)
-        while node is not None:
-            if (held := node.data) is not None:
-                if held.used >= self._clock and held.scores[0] >= least[0] and held.scores[1] >= least[1]:
-                    return
-                held.uses += counts and held.used < self._clock
-                held.used = self._clock
-                own = (self._score(node, held, self.device), self._score(node, held, self.host))
-                held.scores = least = higher(higher(held.scores, own), least)
-                if whole:
-                    held.end_used, held.end_uses, held.end_scores = held.used, held.uses, held.scores
-                self.reorder(node)
-            node, whole = node.parent, True
-
-    def _score(
-        self, node: Node[TreeEntry], held: TreeEntry, queue: TenantQueue[Node[TreeEntry]] | None
-    ) -> float:
-        if queue is None:
-            return 0.0
-        computed = self.store is None and (queue is self.host or self.host is None)
-        return self._policy.score(
-            Use(held.used, held.uses, node.begin, node.end, held.nbytes, queue.age, computed)
-        )
-
-    def reorder(self, node: Node[TreeEntry]) -> None:
-        self.device.touch(node)
-        if self.host is not None:
-            self.host.touch(node)
 
     # From tier to tier.
 
@@ -380,7 +344,7 @@ class PrefixTree:
         held = node.data
         assert held is not None
         if ages:
-            _age(self.device, held, held.scores[0])
+            age(self.device, held, held.scores[0])
         if held.host is None and held.leaving is None and self._is_wanted(node, held):
             if self.worker is not None:
                 self._send(self.worker, node, held)
@@ -393,6 +357,35 @@ class PrefixTree:
         self._prune(node)
         self._land()
         self.shrink_host()
+
+    def absorb(self, node: Node[TreeEntry]) -> bool:
+        """Let an interior node's snapshot go: what follows needs of it the content of every position alone.
+
+        False, and nothing changed, where that cannot be joined with what follows.
+        """
+        (child,) = node.children.values()
+        held, below = node.data, child.data
+        assert held is not None
+        assert below is not None
+        assert held.snapshot is not None
+        assert below.snapshot is not None
+        joined = None
+        if below.begin > held.begin:
+            try:
+                joined = self.cache.join([held.snapshot, below.snapshot])
+            except (SequenceLostError, OrderError, ml.DeviceError):
+                return False
+        else:
+            held.snapshot.drop()
+        self.device.discard(node)
+        self.evicted += 1
+        node.data = None
+        self._changed(node)
+        self.radix_tree.join(node)
+        if joined is not None:
+            below.begin = held.begin
+            self._keep_on_device(child, joined)
+        return True
 
     def _is_wanted(self, node: Node[TreeEntry], held: TreeEntry) -> bool:
         """Whether there is a place below the device for what a node holds."""
@@ -457,7 +450,7 @@ class PrefixTree:
         assert held is not None
         assert self.host is not None
         if ages:
-            _age(self.host, held, held.scores[1])
+            age(self.host, held, held.scores[1])
         if held.serialized is not None:
             self._write(node, held.serialized)
         elif self.store is None or held.stored:
@@ -591,9 +584,3 @@ class PrefixTree:
                 self.tell()  # before the node goes, which only the stores have now
                 self._prune(node)
         self.tell()
-
-
-def _age(queue: TenantQueue[Node[TreeEntry]], held: TreeEntry, score: float) -> None:
-    """What goes takes the tier's age to its score, unless it goes for another reason."""
-    if not held.pins and held.rank == DEFAULT_PRIORITY:
-        queue.age = max(queue.age, score)

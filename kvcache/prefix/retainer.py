@@ -83,7 +83,7 @@ class Retainer:
         now = self.clock()
         node.data.grants = tuple(grant for grant in grants if now < grant[1])
         node.data.rank = rank_of(grants, now)
-        self._tree.reorder(node)
+        self._tree.usage.reorder(node)
         self._watch(node)
 
     def _watch(self, node: Node[TreeEntry]) -> None:

@@ -1,0 +1,160 @@
+"""Snapshots inside conversations go before the end of any, where what goes is gone for good."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvcache.offload.tiers import HostTier
+from kvcache.prefix.retention import Retention, TokenRange
+from kvcache.prefix.tenant_budget import TenantBudget
+from kvcache.stores import MemoryStore
+
+from .rigs.conversing import LONG, STATEFUL, WHOLE, Rig, Talk
+
+every_whole = pytest.mark.parametrize("cache", WHOLE)
+
+
+def ends(r: Rig) -> list[int]:
+    """Where conversations can be gone on with."""
+    return sorted(node.end for node in r.prefix.tree.radix_tree if node.data is not None)
+
+
+def line(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+@every_whole
+def test_points_inside_go_first_where_the_fewest_tokens_lie_between_their_neighbours(
+    talk: Talk, cache: str
+) -> None:
+    r = talk(cache, capacity=100)
+    r.keep(line(100, 40))
+    assert ends(r) == [8, 16, 24, 32, 39, 40]
+    found = []
+    while len(ends(r)) > 2:
+        r.prefix.evict(1)
+        found.append(ends(r))
+        r.check_books()
+    assert found == [[8, 16, 24, 39, 40], [16, 24, 39, 40], [16, 39, 40], [39, 40]]
+    assert r.prefix.tree.evicted == 4
+    assert r.keep([*line(100, 40), 1]) == 40
+    assert r.keep([*line(100, 20), 1]) == 0
+
+
+@every_whole
+def test_the_end_of_every_conversation_outlasts_what_lies_inside_any(talk: Talk, cache: str) -> None:
+    one = talk(cache)
+    one.keep(LONG)
+    full = one.prefix.nbytes["device"]
+    one.prefix.evict(1)
+    one.prefix.evict(1)
+    r = talk(cache, budget=3 * one.prefix.nbytes["device"], max_sequences=4)
+    assert r.prefix.tree.device.budget < 3 * full
+    for first in (100, 200, 300):
+        r.keep(line(first, 20))
+    assert [r.peek([*line(first, 20), 1]) for first in (100, 200, 300)] == [20, 20, 20]
+    r.check_books()
+
+
+@pytest.mark.parametrize("cache", ["wrapper", "sliding"])
+def test_cells_for_others_come_from_points_inside(talk: Talk, cache: str) -> None:
+    """A window has far fewer cells than all of the past."""
+    r = talk(cache, max_sequences=4, capacity=40, max_batch=8)
+    said = [line(first, 32) for first in (100, 200)]
+    for tokens in said:
+        chat = r.begin(tokens)
+        for part in chat.session.chunks(8):
+            chat._evaluate(part)
+            chat.session.keep()
+        chat.close()
+    assert [r.prefix.longest([*tokens, 1]) for tokens in said] == [32, 32]
+
+
+@every_whole
+def test_where_prompts_part_what_is_pinned_and_what_has_a_priority_stays(talk: Talk, cache: str) -> None:
+    r = talk(cache, capacity=100)
+    r.keep(line(100, 40))
+    r.keep([*line(100, 20), *line(200, 12)])
+    r.keep(line(300, 40), retention=Retention([TokenRange(0, 16, 80)]))
+    r.prefix.pin(line(100, 40)[:8])
+    kept = [*line(100, 20), 1], [*line(100, 8), 1], [*line(300, 16), 1]
+    while (node := r.prefix.tree.interior.first()) is not None:
+        assert r.prefix.tree.absorb(node)
+    assert [r.peek(prompt) for prompt in kept] == [20, 8, 16]
+    r.check_books()
+
+
+def test_a_tenant_that_has_too_much_loses_points_inside_its_own_conversations(talk: Talk) -> None:
+    budgets: dict[str, TenantBudget] = {}
+    options = {"block_size": 4, "interval": 8, "tenant_budget": budgets.get}
+    r = talk("recurrent", capacity=100, options=options)
+    r.keep(line(100, 40), salt="bob")
+    budgets["ada"] = TenantBudget(r.prefix.nbytes["device"] - 1)
+    r.keep(line(100, 40), salt="ada")
+    assert r.prefix.tree.over_budget
+    assert r.prefix.longest([*line(100, 40), 1], salt="ada") == 40
+    assert r.prefix.longest([*line(100, 24), 1], salt="bob") == 24
+
+
+@pytest.mark.parametrize("tiers", ["host", "store"])
+@every_whole
+def test_nothing_goes_for_good_that_another_tier_has_room_for(talk: Talk, cache: str, tiers: str) -> None:
+    r = talk(cache, capacity=100, tiers=[HostTier() if tiers == "host" else MemoryStore()])
+    r.keep(line(100, 40))
+    r.prefix.evict(1)
+    r.prefix.evict()
+    r.prefix.flush()
+    assert [r.peek([*line(100, at), 1]) for at in (8, 16, 24, 32, 40)] == [8, 16, 24, 32, 40]
+
+
+@every_whole
+def test_with_full_host_memory_points_inside_go_before_what_it_has(talk: Talk, cache: str) -> None:
+    r = talk(cache, capacity=100, tiers=[HostTier()])
+    r.keep(line(100, 20))
+    r.prefix.evict()
+    r.prefix.flush()
+    r.prefix.tree.host.budget = r.prefix.nbytes["host"]
+    before = r.prefix.nbytes["host"]
+    r.keep(line(200, 40))
+    r.prefix.evict(1)
+    assert r.prefix.nbytes["host"] == before
+    assert r.peek([*line(100, 20), 1]) == 20
+    assert r.peek([*line(200, 40), 1]) == 40
+
+
+@pytest.mark.parametrize("cache", STATEFUL)
+def test_what_cannot_be_joined_goes_in_its_turn(talk: Talk, cache: str) -> None:
+    r = talk(cache)
+    r.keep(LONG)
+    node = r.prefix.tree.interior.first()
+    held: Any = node.data.snapshot
+    inner = getattr(held, "parts", [held])[0]
+    inner.attention.source.pin.lost = True
+    assert not r.prefix.tree.absorb(node)
+    before = r.prefix.nbytes["device"]
+    assert r.prefix.evict(1) == 1
+    assert r.prefix.nbytes["device"] < before
+    r.check_books()
+
+
+@every_whole
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_left_after_any_of_them_went_is_what_was_said(talk: Talk, cache: str, seed: int) -> None:
+    r, rnd = talk(cache, capacity=100, max_sequences=4), random.Random(seed)
+    said: list[list[int]] = [[]]
+    for _ in range(25):
+        tokens = [
+            *rnd.choice(said)[: rnd.randrange(60)],
+            *(rnd.randrange(50) for _ in range(rnd.randrange(1, 30))),
+        ]
+        r.keep(tokens[:90])
+        said.append(tokens[:90])
+        for _ in range(rnd.randrange(4)):
+            if (node := r.prefix.tree.interior.first()) is not None:
+                deepest = [n for n in r.prefix.tree.radix_tree if not n.children]
+                assert r.prefix.tree.absorb(node)
+                assert [n for n in r.prefix.tree.radix_tree if not n.children] == deepest
+        r.check_books()
