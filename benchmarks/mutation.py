@@ -92,7 +92,7 @@ AREAS = {
         (
             *(f"tests/test_{name}.py" for name in ("attend_plan", "attend_quantized", "eviction")),
             *(f"tests/test_cache_numpy.py::TestNumpy::test_{name}" for name in ATTENDING),
-            *("-k", "not torch and not mlx and not cupy and not jax"),
+            *("-k", "not torch and not mlx and not cupy and not jax and not example"),
         ),
     ),
     "snapshots": Area(
@@ -110,8 +110,11 @@ AREAS = {
     "prefix tree": Area(
         tuple(f"kvcache/prefix/{name}.py" for name in ("radix_tree", "prefix_tree", "matcher")),
         (
-            *(f"tests/prefix/test_{name}.py" for name in ("radix_tree", "eviction", "finding", "offload")),
-            *(f"tests/prefix/test_{name}.py" for name in ("sessions", "tiers")),
+            *(
+                f"tests/prefix/test_{name}.py"
+                for name in ("radix_tree", "eviction", "finding", "interior", "offload")
+            ),
+            *(f"tests/prefix/test_{name}.py" for name in ("sessions", "store_contents", "tenants", "tiers")),
             "tests/test_restore_progress.py",
             *(f"{CONVERSATIONS}[{cache}]" for cache in ("causal", "recurrent")),
         ),
