@@ -11,6 +11,7 @@ import pytest
 import ml
 from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache
 from kvcache.attention import masks
+from kvcache.storage.device_copies import HostArrays
 
 from .each_backend import each_backend
 
@@ -152,3 +153,20 @@ def test_what_happens_between_steps_is_not_missed(backend: ml.Backend) -> None:
         follower.step([10, 8, 5], everyone)
         follower.put([11, 9, 6], everyone)  # nobody asks for its mask
         follower.step([12, 10, 7], everyone)
+
+
+def test_a_call_of_one_sequence_has_the_mask_that_the_host_would_write(
+    backend: ml.Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        first, stop = np.sort(rng.integers(0, 13, (2, 1, 5)), axis=0)
+        found = []
+        for limit in (0, 1 << 20):
+            monkeypatch.setattr(masks, "HOST_LIMIT", limit)
+            host = HostArrays()
+            mask = masks.seen_mask(host, np.stack((first, stop)), 8, 13, ml.DType.F16)
+            with backend.new_context() as ctx:
+                found.append(mask.on(ctx))
+        assert found[0].dtype is found[1].dtype is ml.DType.F16
+        assert found[0].to_numpy().tolist() == found[1].to_numpy().tolist()

@@ -71,6 +71,8 @@ class ExtrasTests(CacheCase):
         r.copy_prefix(0, 2, 3)
         r.forward([3, 4, 12], [2, 2, 0])
         r.check_selected(7)
+        r.cache.set_causal(r.ctx, except_=[0])
+        r.check_selected(4)
         if r.read([2, 12], [2, 0]):
             r.check_selected(8)
 
