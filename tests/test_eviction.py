@@ -200,6 +200,8 @@ def test_a_wrapper_evicts_in_all_caches_and_refuses_where_one_has_states() -> No
                 whole.evict(0, wrong)
         whole.evict(0, iter([1, 3]))
         assert [cache.positions(0).tolist() for cache in whole.caches] == [[0, 2, 4]] * 2
+        with pytest.raises(NotSupportedError, match=r"position 3 .* end it at 3"):
+            whole.snapshot(0, 0, 4)
         with pytest.raises(NotSupportedError, match="set observer of each of its caches"):
             whole.observer = AttentionMass()
         with pytest.raises(NotSupportedError, match="call compress on each of its caches"):
@@ -221,6 +223,8 @@ def test_a_prefix_cache_keeps_what_lies_before_the_first_evicted_token() -> None
             cache.start_forward(ctx, kvcache.Batch(range(12), [session.seq] * 12))
             cache.put(ctx, some, some)
             cache.evict(session.seq, [5, 7])
+            shortened = cache.snapshot(session.seq)
+        assert not prefix.adopt(tokens, shortened)
         with prefix.begin(tokens) as session:
             assert session.cached == 5
             assert cache.positions(session.seq).tolist() == list(range(5))

@@ -183,6 +183,32 @@ def test_left_padding_of_a_row_that_holds_tokens_is_refused_where_there_are_stat
     assert models.largest([logits[1:, last]], [alone]) <= 4 * TOLERANCE
 
 
+def test_rows_join_or_merge_only_when_right_padding_was_finalized(model: Any) -> None:
+    pool = CachePool(model, capacity=32, max_sequences=6)
+    alone, *rows = [pool.make_prompt_cache() for _ in range(3)]
+    prompts = prompts_of(5, 3, 8)
+    for entries in (alone, *rows):
+        model(mx.array([[7, 8]]), cache=entries)
+    batch = models.merged(rows)
+    for entry in batch:
+        entry.prepare(lengths=[3, 8], right_padding=[5, 0])
+    padded = mx.array([[*prompts[1], *[0] * 5], prompts[2]])
+    model(padded[:, :4], cache=batch)
+    for refused in (
+        lambda: batch[0].extend(alone[0]),
+        lambda: alone[0].extend(batch[0]),
+        lambda: type(batch[0]).merge([alone[0], batch[0]]),
+    ):
+        with pytest.raises(kvcache.OrderError, match=r"\[0, 4\] tokens to come.*call finalize\(\) first"):
+            refused()
+    model(padded[:, 4:], cache=batch)
+    for entry in batch:
+        entry.finalize()
+    for entry, one in zip(batch, alone, strict=True):
+        entry.extend(one)
+    assert batch[-1].offset.tolist() == [5, 10, 2]
+
+
 # Random traces: keys carry marks, and what a query sees is read off them.
 
 WINDOWS = (None, 4, 9)

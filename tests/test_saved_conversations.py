@@ -141,6 +141,20 @@ def test_a_saved_conversation_joins_those_that_an_engine_has(model: Any, tmp_pat
         assert len(engine.prefix.sessions) == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_has_windows_and_states_of_its_end_alone(
+    make_model: Make, numpy_backend: ml.Backend, kind: str
+) -> None:
+    model, prompt = load_model(make_model(**KINDS[kind]), numpy_backend), list(range(10, 40))
+    reused = []
+    with engine_of(model, interval=8) as first, engine_of(model, interval=8) as second:
+        adopt(second, capture(first, [*prompt, *go_on(first, prompt, FIRST)]))
+        for engine in (first, second):
+            (answer,) = engine.complete([[*prompt[:26], 5, 6, 7]], GenerationOptions(1))
+            reused.append(answer.reused)
+    assert reused == ([26, 26] if kind == "full" else [24, 0])
+
+
 def test_one_token_is_no_conversation(model: Any) -> None:
     with engine_of(model) as engine, pytest.raises(ConversationError, match="one token"):
         capture(engine, [5])

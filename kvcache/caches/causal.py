@@ -523,7 +523,8 @@ class CausalCache(
         """A snapshot of positions ``[begin, end)`` (None: to the end). Nothing is copied yet.
 
         A window is taken whole, whatever ``begin``. Raises InvalidRangeError for a range that is not
-        within ``[0, offset(seq)]``, NotSupportedError where a window no longer reaches back from ``end``.
+        within ``[0, offset(seq)]``, NotSupportedError where a window no longer reaches back from ``end``, or
+        the token before ``end`` is not stored.
         """
         self.offset(seq)  # refuses an unknown sequence
         return self.snapshots.snapshot(seq, begin, end)

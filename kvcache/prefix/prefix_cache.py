@@ -222,6 +222,8 @@ class PrefixCache(Closing):
             try:
                 if getattr(snapshot, "end", ids.size) != ids.size or not self.cache.restore(seq, snapshot):
                     return False
+                if self._open.computed(seq) < ids.size:  # tokens were evicted, or layers lack some
+                    return False
                 self.tree.insert(seq, ids, [] if self.tree.divisible else [self.cache.snapshot(seq)])
             finally:
                 self.cache.remove(seq, 0)

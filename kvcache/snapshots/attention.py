@@ -128,9 +128,15 @@ class AttentionSnapshots:
                 f"pass that stored the token; call remove({seq}, {first}), or end the snapshot there"
             )
         some: slice | np.ndarray = slice(row.index(begin), row.index(end))
+        stored = row.positions[: row.index(end)]
+        if window is None and _next(stored, 0) != end:
+            raise NotSupportedError(
+                f"snapshot: position {end - 1} of sequence {seq} is not stored, so that no snapshot ends at "
+                f"{end}; end it at {_next(stored, 0)}, or right behind another token that is stored"
+            )
         if window is not None:
             begin, some = 0, window.held(row.positions, end)
-            if end and not window.reaches(row.positions[: row.index(end)], end):
+            if end and not window.reaches(stored, end):
                 raise NotSupportedError(
                     f"snapshot: sequence {seq} holds positions from {row.first}; a window that ends at "
                     f"{end} needs earlier ones"
@@ -222,11 +228,11 @@ class AttentionSnapshots:
         end = snapshot.end if target is None else target
         table, row = self.storage.table, self.storage.table.rows[seq]
         count = int(np.searchsorted(snapshot.positions, end))
-        if not snapshot.begin <= end <= snapshot.end or (row.lost and snapshot.begin):
+        window, stored = self.window if snapshot.whole else None, snapshot.positions[:count]
+        if _next(stored, snapshot.begin) != end or (row.lost and snapshot.begin):
             return None
         if row.index(snapshot.begin) != snapshot.begin:
             return None
-        window, stored = self.window if snapshot.whole else None, snapshot.positions[:count]
         if window is not None and end and not window.reaches(stored, end, snapshot.keep):
             return None
         self._check(snapshot)
@@ -428,3 +434,8 @@ class AttentionSnapshots:
             held = buffers.get(i)
             if held is not None and held.shape != shape:
                 raise InvalidRangeError(f"restore: layer {i} stores {held.shape}; the snapshot has {shape}")
+
+
+def _next(stored: np.ndarray, begin: int) -> int:
+    """Where a sequence goes on that holds ``[0, begin)`` and, behind that, ``stored`` (ascending)."""
+    return int(stored[-1]) + 1 if stored.size else begin

@@ -395,6 +395,8 @@ class BatchRows:
     def extend(self, other: BatchRows) -> None:
         """The rows of ``other`` behind these."""
         other.settle()
+        for one in (self, other):
+            one.check_finalized("extend")
         theirs = other.held_in(self.pool)
         skip = [*self.skip, *other.skip]
         self._replace([*self.held, *theirs], [*self.lengths, *other.lengths])
@@ -430,6 +432,14 @@ class BatchRows:
         """No more padding."""
         self.skip, self.left = [0] * len(self.held), None
 
+    def check_finalized(self, op: str) -> None:
+        """Raise OrderError between ``prepare(lengths=)`` and ``finalize``."""
+        if self.left is not None:
+            raise OrderError(
+                f"{op}: rows whose right padding was announced, with {self.left} tokens to come before it; "
+                "call finalize() first"
+            )
+
     def extract(self, row: int) -> BatchRows:
         """One row as a prompt cache of its own, sharing what is stored."""
         self.pool.check_sharing("extract")
@@ -441,6 +451,7 @@ class BatchRows:
         """All rows as one batch, sharing what is stored; the others stay as they are."""
         for one in several:
             one.settle()
+            one.check_finalized("merge")
         pool = several[0].pool
         held = [held for one in several for held in one.held_in(pool)]
         return BatchRows(pool, held, [length for one in several for length in one.lengths], batched=True)

@@ -242,6 +242,8 @@ class Model:
         if seq in self.lost:
             raise kvcache.SequenceLostError(f"{seq}")
         if self.setup.window is None:
+            if end and end - 1 not in row:
+                raise kvcache.NotSupportedError(f"{seq} at {end}, in a gap")
             return Copy(begin, end, {p: token for p, token in row.items() if begin <= p < end})
         before = {p: token for p, token in row.items() if p < end}
         if end and not self._resumes(before, end):
@@ -255,6 +257,8 @@ class Model:
         row = self.tokens[seq]
         content = {p: token for p, token in copy.tokens.items() if p < end}
         if not copy.begin <= end <= copy.end or (seq in self.lost and copy.begin):
+            return False
+        if end > copy.begin and end - 1 not in content:
             return False
         if any(p not in row for p in range(copy.begin)):
             return False

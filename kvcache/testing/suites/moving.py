@@ -268,6 +268,27 @@ class MovingTests(CacheCase):
         r.cache.remove(1, 4)
         assert not r.cache.restore(1, rest), "what lies before it is not all there"
 
+    @pytest.mark.parametrize("chunk", [None, 3], ids=["causal", "chunked"])
+    def test_a_snapshot_ends_and_is_restored_right_behind_a_stored_token_only(
+        self, rig: MakeRig, chunk: int | None
+    ) -> None:
+        r = rig(Setup(chunk=chunk))
+        r.forward(range(6), 0)
+        r.evict(0, [2, 3])
+        whole = r.cache.snapshot(0)
+        first, rest = r.cache.split(whole, 3)
+        for end in (3, 4):
+            with pytest.raises(kvcache.NotSupportedError, match=rf"position {end - 1} .* end it at 2"):
+                r.cache.snapshot(0, 0, end)
+            assert not r.cache.restore(0, whole, end)
+            assert r.cache.positions(0).tolist() == [0, 1, 4, 5], "nothing changes"
+        assert first is not None
+        assert not r.cache.restore(0, first), "its end lies in the gap"
+        assert r.cache.restore(0, r.cache.merge(first, rest), 5)
+        assert r.cache.offset(0) == 5
+        assert r.cache.restore(0, whole, 2)
+        assert r.cache.offset(0) == 2
+
     def test_scheduled_snapshots_of_evicted_tokens_are_dropped(self, rig: MakeRig) -> None:
         r = rig()
         r.cache.schedule_snapshots(0, [2, 4, 6])
