@@ -183,6 +183,8 @@ def test_mistakes_are_named() -> None:
     with HFPrefixCache(made, max_sequences=1, capacity=12) as prefix:
         with pytest.raises(InvalidRangeError, match=r"\(1, tokens\)"):
             prefix.generate(hf.tokens(2))
+        with pytest.raises(TypeError, match="cache_implementation is given; the HFPrefixCache passes"):
+            prefix.generate(ids, cache_implementation="static", **OPTIONS)
         with pytest.raises(AttributeError, match="call generate of the HFPrefixCache itself"):
             made.generate(ids, past_key_values=prefix, **OPTIONS)
         with pytest.raises(CacheFullError, match=r"pass a larger capacity=$"):
@@ -252,18 +254,31 @@ def test_inputs_beside_the_tokens_are_refused_and_those_that_say_nothing_are_not
 
 
 @pytest.mark.parametrize("by", ["option", "config", "model"])
-def test_prompts_whose_last_tokens_are_to_be_replaced_are_refused(by: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("token_healing", True, "replaces the last tokens"),
+        ("use_mtp", True, "drafts from hidden states of the whole prompt"),
+        ("speculation_type", "dflash", "drafts from hidden states of the whole prompt"),
+    ],
+    ids=lambda value: str(value)[:13],
+)
+def test_what_does_not_go_with_a_prefix_is_refused(by: str, name: str, value: object, why: str) -> None:
     made, options = llama(1), dict[str, Any](OPTIONS)
+    if name == "speculation_type":
+        options["assistant_model"] = llama(1)
+    off = {**options, name: None}
     if by == "option":
-        options["token_healing"] = True
+        options[name] = value
     elif by == "config":
-        options["generation_config"] = transformers.GenerationConfig(token_healing=True)
+        config = transformers.GenerationConfig(**{name: value})
+        options, off = ({**given, "generation_config": config} for given in (options, off))
     else:
-        made.generation_config.token_healing = True
+        made.generation_config.update(**{name: value})
     with HFPrefixCache(made, capacity=64) as prefix:
-        with pytest.raises(NotSupportedError, match="token_healing=True replaces the last tokens"):
+        with pytest.raises(NotSupportedError, match=f"{name}={value!r} {why}.*; pass {name}=None"):
             prefix.generate(hf.tokens(1, 9), **options)
-        prefix.generate(hf.tokens(1, 9), **{**options, "token_healing": False})
+        prefix.generate(hf.tokens(1, 9), **off)
 
 
 def test_nothing_is_kept_of_an_answer_to_another_prompt() -> None:
@@ -312,10 +327,13 @@ def test_models_are_left_as_they_are_found_and_others_may_generate_meanwhile() -
         {"assistant_early_exit": 1},
         {"prefill_chunk_size": 3},
         {"prefill_chunk_size": 3, "prompt_lookup_num_tokens": 3},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "dynamic"},
+        {"speculation_type": "dflash"},  # and no assistant
     ],
     ids=str,
 )
-def test_what_a_model_is_configured_to_generate_with_goes_on_from_a_prefix(option: dict[str, int]) -> None:
+def test_what_a_model_is_configured_to_generate_with_goes_on_from_a_prefix(option: dict[str, Any]) -> None:
     made, ids = llama(2), hf.tokens(1, 12)
     prompts = [ids, torch.cat((ids, ids), 1)]
     expected = [plain(made, prompt) for prompt in prompts]

@@ -220,6 +220,17 @@ def test_a_page_that_was_postponed_is_due_again_and_one_that_failed_is_not(make:
     planner.heard(Report(postponed={keys[1]}))
 
 
+def test_what_is_not_sure_yet_is_stored_later_and_not_if_it_was_computed_in_vain(make: Any) -> None:
+    planner = make().planner
+    planner.match(Request("r", PROMPT, 0), 0)
+
+    def due(computed: int, unsure: int = 0) -> list[int]:
+        step = planner.plan([("r", computed)], lambda name: [*range(1, 9)], unsure)
+        return [page.begin for page in step.saves]
+
+    assert [due(24, unsure=2), due(30), due(17), due(24)] == [[], [], [0, 8], [16]]
+
+
 def test_windows_that_have_passed_a_block_leave_its_page_alone(make: Any) -> None:
     engine = make()
     request = Request("r", PROMPT, 0)

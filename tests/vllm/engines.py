@@ -108,6 +108,21 @@ def transfer(store: str | list[str], policy: str = "recompute", role: str = "kv_
     )  # fmt: skip
 
 
+def beside_rejecting(store: str, first: bool, **extra: Any) -> Any:
+    """Our connector in vLLM's MultiConnector, and one whose loads fail; ``extra`` is the latter's."""
+    both = [
+        {"kv_connector": "Rejecting", "kv_connector_module_path": "tests.vllm.rejecting",
+         "kv_role": "kv_both", "kv_connector_extra_config": extra},
+        {"kv_connector": "KVCacheConnector", "kv_connector_module_path": "kvcache.integrations.vllm",
+         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+         "kv_connector_extra_config": {"store": store, "page_tokens": 64}},
+    ]  # fmt: skip
+    return KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": both[::-1] if first else both},
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
 def engine(model: Path, store: Any = None, **options: Any) -> Iterator[Engine]:
     """``store``: a URL, what ``transfer`` gave, or None for vLLM alone."""

@@ -16,7 +16,7 @@ from kvcache.stores import SnapshotCorruptError, StoreFullError, StoreUnavailabl
 from kvcache.stores.file import FileStore
 from kvcache.testing.servers import ValkeyServer
 
-from .engines import Engine, answer, engine, sampling, tokens_of, transfer, worker
+from .engines import Engine, answer, beside_rejecting, engine, sampling, tokens_of, transfer, worker
 from .models import prompt
 
 PROMPTS = [prompt(1, 300), prompt(2, 200), [*prompt(1, 130), *prompt(3, 90)]]
@@ -86,6 +86,19 @@ def test_requests_fail_where_the_policy_says_so(llama: Path, folder: Path) -> No
         damage(folder, one.keys(PROMPTS[0], 256)[2])
         assert one.generate(PROMPTS[:1])[0].reason == "error"
         assert one.generate(PROMPTS[:1])[0].reason == "length"
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["ours first", "ours second"])
+def test_what_was_computed_behind_a_load_of_another_connector_that_failed_is_not_stored(
+    llama: Path, folder: Path, expected: list[list[int]], first: bool
+) -> None:
+    store = f"file://{folder}?durable=no"
+    with engine(llama, beside_rejecting(store, first)) as both:
+        assert both.tokens(PROMPTS) == expected
+    with engine(llama, store) as one:
+        found = one.generate(PROMPTS)
+    assert tokens_of(found) == expected
+    assert [answer.cached for answer in found] == [256, 192, 192]  # stored when it was computed again
 
 
 def test_a_server_that_is_killed_midway(llama: Path, expected: list[list[int]]) -> None:

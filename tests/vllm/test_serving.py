@@ -19,7 +19,7 @@ from vllm.config import PoolerConfig
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.stores import open_store
 
-from .engines import Answer, answer, engine, sampling, tokens_of, transfer, worker
+from .engines import Answer, answer, beside_rejecting, engine, sampling, tokens_of, transfer, worker
 from .models import prompt, write_model
 
 PAGE = 64
@@ -327,4 +327,11 @@ def test_windows_beside_full_attention_are_served_and_windows_alone_refused(
 def test_options_that_are_none_are_said_at_the_start(llama: Path) -> None:
     wrong = transfer("memory:", storage="file:///x")
     with pytest.raises(InvalidRangeError, match="'storage' is not an option"), engine(llama, wrong):
+        raise AssertionError("it was served")
+
+
+def test_handshake_metadata_of_another_connector_are_refused(llama: Path) -> None:
+    behind = beside_rejecting("memory:", first=False, handshake=True)
+    said = "handshake metadata are Handshake: .*; name KVCacheConnector before that one"
+    with pytest.raises(NotSupportedError, match=said), engine(llama, behind):
         raise AssertionError("it was served")

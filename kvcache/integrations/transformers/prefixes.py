@@ -132,9 +132,11 @@ def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
     for name in ("num_beams", "num_return_sequences"):
         if options.get(name, 1) != 1:
             raise NotSupportedError(f"generate: {name}={options[name]}; a conversation is one row")
-    for name in ("cache", "past_key_values", "cache_params"):
+    if options.get("cache_implementation", "") is None:  # as it is passed below
+        del options["cache_implementation"]
+    for name in ("cache", "past_key_values", "cache_params", "cache_implementation"):
         if name in options:
-            raise ArgumentError(f"generate: {name} is given; the HFPrefixCache passes its own")
+            raise ArgumentError(f"generate: {name} is given; the HFPrefixCache passes a cache of its own")
     for name in ("token_type_ids", "mm_token_type_ids"):  # a tokenizer's: all of one text
         if isinstance(options.get(name), torch.Tensor) and not bool(options[name].any()):
             del options[name]
@@ -163,20 +165,36 @@ def _adapters(model: Any) -> str:
     return repr(active if any(one != active[0] for one in active) else active[0]) if any(active) else ""
 
 
+_DRAFTS = "drafts from hidden states of the whole prompt, of which only the last token is computed"
+_REFUSED = {
+    "token_healing": "replaces the last tokens of the prompt, by which prefixes are found",
+    "use_mtp": _DRAFTS,
+    "speculation_type": _DRAFTS,
+}
+"""What a conversation cannot be generated with, and why."""
+
+
 def _check_inputs(model: Any, options: dict[str, Any]) -> None:
-    """Refuse what a model is given beside the tokens, or in place of some: prefixes are found by them."""
+    """Refuse what a model is given beside the tokens, or in place of some: prefixes are found by them.
+
+    A kind of cache that a config names is left out of it: the cache of the conversation is passed.
+    """
     if options.get("adapter_names") is not None:
         raise NotSupportedError(
             "generate: adapter_names is given, and prefixes are kept for the adapters that are active; call "
             "model.set_adapter"
         )
     configs = [options.get("generation_config"), model.generation_config]
-    heals = [options.get("token_healing"), *(getattr(config, "token_healing", None) for config in configs)]
-    if next((heal for heal in heals if heal is not None), False):
-        raise NotSupportedError(
-            "generate: token_healing=True replaces the last tokens of the prompt, by which prefixes are "
-            "found; pass token_healing=False, or call model.generate with an HFCache"
-        )
+    for name, why in _REFUSED.items():
+        given = [getattr(config, name, None) for config in configs]
+        value = options[name] if name in options else next((one for one in given if one is not None), None)
+        if value and (name != "speculation_type" or options.get("assistant_model") is not None):
+            raise NotSupportedError(
+                f"generate: {name}={value!r} {why}; pass {name}=None, or call model.generate with a new "
+                "HFCache"
+            )
+    if any(getattr(config, "cache_implementation", None) for config in configs):
+        options["cache_implementation"] = None
     known = inspect.signature(model.generate).parameters
     for name, value in options.items():
         parts = value if isinstance(value, list | tuple) else [value]

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvcache.cache import NotSupportedError
 from kvcache.integrations.vllm.identity import check_config, identity_of_config, settings_of
 from kvcache.integrations.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kvcache.integrations.vllm.options import ConnectorOptions
@@ -95,6 +96,13 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         assert self._scheduler is not None
+        for found in metadata.values():
+            if not isinstance(found, PagesMetadata):
+                raise NotSupportedError(
+                    f"KVCacheConnector: its workers' handshake metadata are {type(found).__name__}: vLLM's "
+                    "MultiConnector passes those of its first connector that has any to all; name "
+                    "KVCacheConnector before that one"
+                )
         config = self._kv_transfer_config
         settings = {rank: found.settings for rank, found in metadata.items()}
         # A pooler that needs every token of a prompt fails where a prefix of it is not computed.
@@ -129,7 +137,10 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         before = [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs]
         before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         after = [(name, computed + scheduled[name]) for name, computed in before]
-        return StepMetadata(self._planner.plan(after, lambda name: state.get_block_ids(name)[0]))
+        # Ours go on between steps, so that this is a load of another connector. Whether it failed is known
+        # when the step has ended, and by then vLLM has scheduled as many as it runs at once.
+        unsure = self._vllm_config.max_concurrent_batches if scheduler_output.has_sync_kv_loads else 0
+        return StepMetadata(self._planner.plan(after, lambda name: state.get_block_ids(name)[0], unsure))
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = connector_output.kv_connector_worker_meta

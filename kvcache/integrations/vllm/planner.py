@@ -68,6 +68,7 @@ class Planner:
         self._writing: dict[str, tuple[str, int]] = {}
         """By a page's first key the request that writes it, and which of its pages it is."""
         self._written: OrderedDict[str, None] = OrderedDict()
+        self._unsure = 0
         self._said: set[str] = set()
 
     # One request.
@@ -134,13 +135,18 @@ class Planner:
 
     # One step.
 
-    def plan(self, scheduled: Sequence[tuple[str, int]], blocks: BlockIds) -> Step:
-        """``scheduled``: requests of this step, and how many of their tokens are computed when it ends."""
+    def plan(self, scheduled: Sequence[tuple[str, int]], blocks: BlockIds, unsure: int = 0) -> Step:
+        """``scheduled``: requests of this step, and how many of their tokens are computed when it ends.
+
+        For the next ``unsure`` steps, this one included, it is not known yet whether that is so: what they
+        make whole is stored later, if vLLM still has it as computed.
+        """
         loads, self._loads = self._loads, {}
+        self._unsure = max(self._unsure - 1, unsure)
         saves: list[PageSave] = []
         for request, computed in scheduled:
             tracked = self._tracked.get(request)
-            if tracked is not None and tracked.keys is not None and self._writes:
+            if tracked is not None and tracked.keys is not None and self._writes and not self._unsure:
                 saves += self._due(tracked, tracked.keys, computed, blocks)
         return Step(loads, saves, idle=not scheduled)
 
