@@ -73,7 +73,7 @@ class Retainer:
     def _cut(self, ids: np.ndarray, asked: Retention) -> None:
         """Part edges where a range begins or ends, if their content can be parted.
 
-        Where there are stores, before and after the block that it does so in: they have an entry for each part.
+        Where there are stores, which have an entry for each part, around the block that it does so in.
         """
         size = 1 if self._tree.store is None else self._tree.keys.block_size
         cuts = {end for at in asked.cuts() for end in (at - at % size, at + -at % size) if end}
