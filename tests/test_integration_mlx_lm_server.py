@@ -22,9 +22,11 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 
 import mlx_lm
 from mlx_lm import server
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import LRUPromptCache
 
 from kvcache.integrations.mlx_lm import install
+from kvcache.integrations.mlx_lm.loops import incoming
 from kvcache.integrations.mlx_lm.sequences import SequencePool
 
 from . import mlx_lm_models
@@ -240,3 +242,36 @@ def test_a_request_that_fails_half_way_holds_nothing(serving: Callable[..., Any]
             assert running.text("b" * 55, seed=3) == running.said("b" * 55, 6)
         finally:
             gc.enable()
+
+
+def test_a_conversation_found_by_a_request_that_waits_takes_no_room_from_those_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, own = mlx_lm_models.make_llama(), mlx_lm_models.make_llama()
+    install(model, capacity=60, max_sequences=6, rollback=0)
+    monkeypatch.setattr(incoming, "serving", True, raising=False)
+    generator, kept = BatchGenerator(model), LRUPromptCache(10)
+    ended: dict[int, Any] = {}
+
+    def put(tokens: list[int], most: int) -> int:
+        cache, rest = kept.fetch_nearest_cache("", tokens)
+        begun = tokens[: len(tokens) - len(rest)]
+        return int(generator.insert_segments([[rest]], [most], [cache], [begun])[0])
+
+    def run(count: int) -> None:
+        while len(ended) < count:
+            for answer in generator.next()[1]:
+                if answer.finish_reason:
+                    ended[answer.uid] = answer
+                    kept.insert_cache("", answer.all_tokens[:], answer.prompt_cache)
+
+    put([5] * 100, 1)
+    run(1)
+    asked = {put([7] * 150, 140): ([7] * 150, 140)}
+    generator.next()
+    for tokens, most in (([5] * 101, 60), ([5] * 100 + [9] * 20, 60)):
+        asked[put(tokens, most)] = (tokens, most)
+    run(4)
+    for uid, (tokens, most) in asked.items():
+        assert ended[uid].finish_reason == "length"
+        assert ended[uid].all_tokens == [*tokens, *mlx_lm_models.greedy(own, tokens, most, None)]

@@ -199,6 +199,7 @@ def test_prompts_are_refused_before_any_is_computed(small: Any) -> None:
         (EngineOptions, "prefill_chunk", [0, 2.5, None]),
         (EngineOptions, "block_size", [0, 2.5]),
         (EngineOptions, "read_ahead", [-1, 1.5]),
+        (EngineOptions, "backlog", [-1, 1.5]),
         (SpeculativeOptions, "tokens", [0, 2.5]),
         (SpeculativeOptions, "width", [0, 1.5]),
     ],

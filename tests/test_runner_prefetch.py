@@ -200,7 +200,8 @@ def test_whatever_comes_and_goes_while_pages_are_read_every_answer_is_that_of_it
     prompts += [[*prompt[: rnd.randrange(4, 30)], 6, 7] for prompt in prompts]
     store = kept(model, prompts[:3])
     room = rnd.choice([3000, 20000, 1 << 20])
-    with engine_of(model, tiers=[store], max_sequences=2, read_ahead=room, **SIZES) as engine:
+    with engine_of(model, tiers=[store], max_sequences=2, read_ahead=room, backlog=room, **SIZES) as engine:
+        assert engine.prefix.tree.store.backlog == room
         waiting = rnd.sample(prompts, len(prompts))
         asked: dict[int, list[int]] = {}
         events: list[Any] = []

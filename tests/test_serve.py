@@ -417,20 +417,20 @@ def test_other_paths_methods_and_sizes(serving: Serving) -> None:
 
 
 def test_a_client_that_leaves_a_stream_ends_its_request(serving: Serving) -> None:
-    before, computed = serving.worker.cancelled, serving.health()["statistics"]["generated_tokens"]
+    before, computed = serving.worker.dropped["cancelled"], serving.health()["statistics"]["generated_tokens"]
     with gated(serving) as gate:
         stream = serving.complete(prompt=PROMPT, max_tokens=100, stream=True)
         gate.let(5)
         assert next(iter(stream)).choices[0].text
         stream.close()
-        until(lambda: serving.worker.cancelled > before)
-    assert serving.worker.cancelled == before + 1
+        until(lambda: serving.worker.dropped["cancelled"] > before)
+    assert serving.worker.dropped["cancelled"] == before + 1
     assert serving.worker.idle.wait(timeout=60)
     assert serving.health()["statistics"]["generated_tokens"] - computed < 100
 
 
 def test_a_client_that_leaves_while_it_waits_ends_its_request(serving: Serving) -> None:
-    before = serving.worker.cancelled
+    before = serving.worker.dropped["cancelled"]
     body = json.dumps({"prompt": PROMPT, "max_tokens": 100}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     address = serving.url.removeprefix("http://").split(":")
@@ -438,8 +438,8 @@ def test_a_client_that_leaves_while_it_waits_ends_its_request(serving: Serving) 
         with socket.create_connection((address[0], int(address[1]))) as connection:
             connection.sendall(head + body)
             gate.let(3)
-        until(lambda: serving.worker.cancelled > before)
-    assert serving.worker.cancelled == before + 1
+        until(lambda: serving.worker.dropped["cancelled"] > before)
+    assert serving.worker.dropped["cancelled"] == before + 1
 
 
 def test_more_than_may_wait_get_429(serving: Serving) -> None:

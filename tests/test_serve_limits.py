@@ -63,19 +63,31 @@ def test_a_body_that_does_not_come_is_not_waited_for(hurried: Serving) -> None:
 
 def test_a_request_that_takes_too_long_is_given_up_and_not_tried_again(hurried: Serving) -> None:
     with gated(hurried):
-        before = hurried.worker.cancelled
+        before = hurried.worker.dropped["timeout"]
         reply = hurried.post(ENDLESS)
-        until(lambda: hurried.worker.cancelled == before + 1)
+        until(lambda: hurried.worker.dropped["timeout"] == before + 1)
     assert (reply.status_code, reply.headers["x-should-retry"]) == (504, "false")
     error = reply.json()["error"]
     assert (error["code"], error["message"]) == ("timeout", "the request was not answered within 0.2 seconds")
 
 
+def test_answers_of_a_request_that_is_refused_are_counted_as_refused() -> None:
+    with served(OPTIONS, ServeOptions(max_waiting=0)) as serving, gated(serving) as gate:
+        stream = serving.complete(prompt=PROMPT, max_tokens=100, stream=True)
+        reply = serving.post({**ENDLESS, "n": 2})
+        assert reply.status_code == 429
+        assert reply.json()["error"]["message"] == "no sequence is free; try again later"
+        until(lambda: serving.worker.dropped["refused"] == 2)
+        gate.open()
+        stream.close()
+        until(lambda: serving.worker.dropped == {"refused": 2, "timeout": 0, "cancelled": 1})
+
+
 def test_a_stream_that_takes_too_long_ends_with_the_error(hurried: Serving) -> None:
     with gated(hurried):
-        before = hurried.worker.cancelled
+        before = hurried.worker.dropped["timeout"]
         reply = hurried.post({**ENDLESS, "stream": True})
-        until(lambda: hurried.worker.cancelled == before + 1)
+        until(lambda: hurried.worker.dropped["timeout"] == before + 1)
     assert reply.status_code == 200
     assert json.loads(reply.text.removeprefix("data: "))["error"]["code"] == "timeout"
 

@@ -90,6 +90,9 @@ class Room:
     read_ahead: Annotated[
         str, typer.Option(help="Host memory for what is read from stores for requests that wait.")
     ] = "256MiB"
+    backlog: Annotated[str, typer.Option(help="Host memory for what waits to be written to stores.")] = (
+        "256MiB"
+    )
 
     eviction_policy: Annotated[
         str, typer.Option(help="Which prefixes go first: lru; gdsf: those seldom used and cheap to compute.")
@@ -119,6 +122,7 @@ class Room:
             tenant_budget=TenantBudget(device or None, host or None) if self.tenant_budget else None,
             fetch="always" if self.always_fetch else "measured",
             read_ahead=parse_bytes(self.read_ahead, "--read-ahead"),
+            backlog=parse_bytes(self.backlog, "--backlog"),
         )
 
 

@@ -71,8 +71,13 @@ class Retainer:
                 self._set(node, node.data.grants)
 
     def _cut(self, ids: np.ndarray, asked: Retention) -> None:
-        """Part edges where a range begins or ends, if their content can be parted."""
-        for at in asked.cuts() if self._tree.divisible else ():
+        """Part edges where a range begins or ends, if their content can be parted.
+
+        Where there are stores, which have an entry for each part, around the block that it does so in.
+        """
+        size = 1 if self._tree.store is None else self._tree.keys.block_size
+        cuts = {end for at in asked.cuts() for end in (at - at % size, at + -at % size) if end}
+        for at in sorted(cuts) if self._tree.divisible else ():
             match = self._tree.radix_tree.match(ids[:at])
             if match.length == at and match.inside:
                 with contextlib.suppress(SequenceLostError):  # a device failure took what is to be parted

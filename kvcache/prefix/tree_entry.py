@@ -81,8 +81,12 @@ class TreeEntry:
 
     @property
     def media(self) -> frozenset[str]:
-        """Where it is, as events name it; what is on its way from the device is in host memory."""
-        below = self.host is not None or self.leaving is not None
+        """Where it is, as events name it; what is on its way from the device is in host memory.
+
+        A copy that is only made to be written to the stores is not told: it is there for a moment.
+        """
+        below = self.serialized is not None or self.leaving is not None
+        below |= self.store_write is not None and self.snapshot is None
         found = ((DEVICE, self.snapshot is not None), (HOST, below), (STORAGE, self.stored))
         return frozenset(medium for medium, there in found if there)
 

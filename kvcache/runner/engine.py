@@ -132,6 +132,7 @@ class Engine(Closing):
                 tenant_budget=options.tenant_budget,
                 break_even=BreakEven(always=options.fetch == "always"),
                 read_ahead=options.read_ahead,
+                backlog=options.backlog,
             )
         except BaseException:
             self.cache.close()

@@ -30,7 +30,7 @@ class EngineOptions:
     others need less. ``budget`` bounds the bytes of kept snapshots on the device, those in the cache's own
     cells too (None: twice what the cache takes); ``interval`` and ``block_size`` are as PrefixCache has them:
     entries of stores, and blocks that events tell of, have ``block_size`` tokens, and keys depend on it.
-    ``eviction_policy`` and ``tenant_budget`` are PrefixCache's, too.
+    ``eviction_policy``, ``tenant_budget``, ``read_ahead`` and ``backlog`` are PrefixCache's, too.
 
     ``fetch``: "measured" asks a store where fetching beats computing, by what both took so far
     (``BreakEven``); "always" asks for every prefix.
@@ -48,13 +48,15 @@ class EngineOptions:
     tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None
     fetch: Fetch = "measured"
     read_ahead: int = 256 << 20
+    backlog: int = 256 << 20
 
     def __post_init__(self) -> None:
         self._check_positive("max_sequences", "prefill_chunk", "block_size")
         self._check_positive(*(name for name in ("capacity", "context") if getattr(self, name) is not None))
         if self.fetch not in get_args(Fetch):
             raise RequestError(f"EngineOptions: fetch={self.fetch!r}; it must be 'measured' or 'always'")
-        check_whole("EngineOptions", "read_ahead", self.read_ahead, 0)
+        for name in ("read_ahead", "backlog"):
+            check_whole("EngineOptions", name, getattr(self, name), 0)
 
     def _check_positive(self, *names: str) -> None:
         for name in names:

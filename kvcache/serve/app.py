@@ -26,7 +26,16 @@ from kvcache.serve.errors import ApiError
 from kvcache.serve.index import index_page
 from kvcache.serve.metrics import Metrics
 from kvcache.serve.options import ServeOptions
-from kvcache.serve.streams import EventStream, api_error, cancel, collect, stream, too_late, while_there
+from kvcache.serve.streams import (
+    EventStream,
+    api_error,
+    cancel,
+    collect,
+    stream,
+    too_late,
+    while_there,
+    why_over,
+)
 from kvcache.serve.tracing import Trace, tracing
 from kvcache.serve.worker import Inbox, Overloaded, Stopped, Ticket, Worker
 
@@ -149,7 +158,7 @@ class _Service:
         try:
             answers = await while_there(request, collect(inbox, len(tickets)))
         finally:
-            cancel(tickets)
+            cancel(tickets, why_over(deadline))
         return Response(status_code=GONE) if answers is None else JSONResponse(form.whole(answers))
 
     def _prepared(self, body: bytes, parse: Parse) -> tuple[Asked, list[tuple[list[int], GenerationOptions]]]:
@@ -191,7 +200,7 @@ class _Service:
                 call = self._worker.submit(tokens, settings, inbox, len(tickets), asked.salt, asked.retention)
                 tickets.append(await call)
         except BaseException as error:
-            cancel(tickets)
+            cancel(tickets, "timeout" if isinstance(error, asyncio.CancelledError) else "refused")
             if isinstance(error, RequestError):
                 raise ApiError(400, str(error)) from None
             if isinstance(error, Overloaded):

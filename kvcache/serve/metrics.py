@@ -160,10 +160,8 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         families = self._worker.post(self._read).result()
-        counts = {"refused": self._worker.refused, "cancelled": self._worker.cancelled}
-        families.append(
-            _counter("requests_dropped", "Refused (429), or given up by the client.", counts, "why")
-        )
+        told = "Refused (429), not answered in time (504), or given up by the client."
+        families.append(_counter("requests_dropped", told, self._worker.dropped, "why"))
         if self._show_cached and (kept := _bytes_in_stores(self._worker.engine.prefix.stores)):
             families.append(_gauge("store_bytes", "Entries that a store has, by its place.", kept, "store"))
         for family in families:

@@ -44,7 +44,7 @@ class EventStream(StreamingResponse):
                 async with asyncio.timeout_at(self._deadline + LAST_WORDS):
                     await super().__call__(scope, receive, send)
         finally:
-            cancel(self._tickets)
+            cancel(self._tickets, why_over(self._deadline))
             self._trace.end()
 
 
@@ -125,9 +125,14 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def cancel(tickets: Sequence[Ticket]) -> None:
+def cancel(tickets: Sequence[Ticket], why: str) -> None:
     for ticket in tickets:
-        ticket.cancel()
+        ticket.cancel(why)
+
+
+def why_over(deadline: float) -> str:
+    """Why a call is over of which not all is answered: the client leaves before the ``deadline``."""
+    return "timeout" if asyncio.get_running_loop().time() >= deadline else "cancelled"
 
 
 def too_late(within: float) -> ApiError:

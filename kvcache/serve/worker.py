@@ -72,9 +72,9 @@ class Ticket:
         """How its request came by its prefix; None while it waits."""
         return None if self.request is None else self.request.lookup
 
-    def cancel(self) -> None:
-        """No more events; of one that is over nothing changes."""
-        self._worker.post(lambda engine: self._worker.forget(self))
+    def cancel(self, why: str) -> None:
+        """No more events; of one that is over nothing changes. ``why``: what it is counted as."""
+        self._worker.post(lambda engine: self._worker.forget(self, why))
 
     def deliver(self, event: EngineEvent) -> None:
         """Called in the worker's thread."""
@@ -147,10 +147,8 @@ class Worker:
         self._stopped = threading.Event()
         self.idle = threading.Event()
         """Set while no request is running or waiting."""
-        self.cancelled = 0
-        """Requests that were given up by whoever asked."""
-        self.refused = 0
-        """Requests that found too many waiting."""
+        self.dropped = {"refused": 0, "timeout": 0, "cancelled": 0}
+        """Requests that did not begin or did not end, by why."""
         self.observers: list[Callable[[Ticket, EngineEvent], None]] = []
         """Called in the worker's thread with what happens to each request; they must not raise."""
 
@@ -200,9 +198,10 @@ class Worker:
             if self._ending:
                 raise Stopped("the server is about to end")
             if len(engine.waiting) + len(engine.running) >= self.room:
-                self.refused += 1
+                self.dropped["refused"] += 1
                 waiting = self._options.max_waiting
-                raise Overloaded(f"{waiting} requests are waiting; try again later", self._pause())
+                found = f"{waiting} requests are waiting" if waiting else "no sequence is free"
+                raise Overloaded(f"{found}; try again later", self._pause())
             ticket.request = engine.submit(tokens, settings, salt=salt, retention=retention)
             self._tickets[ticket.request.id] = ticket
 
@@ -210,7 +209,7 @@ class Worker:
         try:
             await asyncio.shield(pending)
         except asyncio.CancelledError:
-            ticket.cancel()  # the call is made all the same, and then taken back
+            ticket.cancel("timeout")  # the call is made all the same, and then taken back
             raise
         return ticket
 
@@ -226,11 +225,11 @@ class Worker:
 
         self.post(call)
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, ticket: Ticket, why: str) -> None:
         """End a request; in the worker's thread."""
         request = ticket.request
         if request is not None and self._tickets.pop(request.id, None) is not None:
-            self.cancelled += self.engine.cancel(request)
+            self.dropped[why] += self.engine.cancel(request)
 
     # The thread.
 

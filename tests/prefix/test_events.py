@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def held(tree: PrefixTree) -> dict[str, set[bytes]]:
 def media(kept: TreeEntry | None) -> frozenset[str]:
     if kept is None:
         return frozenset()
-    host = kept.serialized is not None or kept.leaving is not None or kept.store_write is not None
+    host = kept.serialized is not None or kept.leaving is not None
+    host |= kept.store_write is not None and kept.snapshot is None
     found = {"GPU": kept.snapshot is not None, "CPU": host, "STORAGE": kept.stored}
     return frozenset(name for name, there in found.items() if there)
 
@@ -126,6 +128,26 @@ def test_a_prefix_is_stored_moves_and_is_removed(talk: Talk) -> None:
     assert BlockRemoved(sorted(keys), "GPU") in moved
     r.prefix.clear()
     assert router.batches[-1].events == [AllBlocksCleared()]
+
+
+def test_who_listens_before_or_while_a_prefix_is_written_is_told_the_same(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, gate = MemoryStore(), threading.Event()
+    put = store.put
+    monkeypatch.setattr(store, "put", lambda key, parts: gate.wait() and put(key, parts))
+    r = talk(tiers=[store])
+    before = known(r)
+    r.keep(LONG)
+    r.prefix.write_through()
+    r.prefix.tree.settle()
+    while_written = known(r)
+    assert before.media == while_written.media == held(r.prefix.tree)
+    assert {name for name, keys in before.media.items() if keys} == {"GPU"}
+    r.prefix.evict()
+    assert {name for name, keys in while_written.media.items() if keys} == {"CPU"}
+    gate.set()
+    r.prefix.close()
 
 
 def test_what_follows_a_prefix_names_the_block_before_it(talk: Talk) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvcache import HostTier, InvalidRangeError
 from kvcache.prefix.retention import Retention, TokenRange, merged, rank_of
+from kvcache.stores import MemoryStore
 
 from .rigs.conversing import LONG, Rig, Talk, longest, room, some_caches
 
@@ -58,6 +59,20 @@ def test_a_range_is_kept_and_what_follows_it_goes(talk: Talk) -> None:
     r.keep(TWO)
     room(r, 7)
     assert longest(r, ONE, TWO) == [7, 0]
+
+
+def test_where_there_are_stores_ranges_are_of_whole_blocks_and_add_no_entries(talk: Talk) -> None:
+    ranges = Retention([TokenRange(1, 2, 90), TokenRange(6, 7, 90), TokenRange(9, None, 10)])
+    entries = []
+    for retention in (None, ranges):
+        store = MemoryStore()
+        r = talk(tiers=[store])
+        r.keep(ONE, retention=retention)
+        kept = {node.end: node.data.rank for node in r.prefix.tree.radix_tree if node.data}
+        r.prefix.flush()
+        entries.append(store.usage().entries)
+    assert kept == {4: 90, 8: 90, 12: 35, 20: 10}
+    assert entries == [5, 5]
 
 
 def test_what_leads_to_a_range_stays_with_it(talk: Talk) -> None:

@@ -181,7 +181,8 @@ def _insert_segments(
     if pool is None or not is_serving():
         return original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
     given = zip(segments, caches or [None] * count, all_tokens or [[]] * count, strict=True)
-    fitted = [_fitted(pool, generator, *one) for one in given]
+    # What has nothing left to compute is computed anew.
+    fitted = [one if any(one[0]) else ([one[2]], None, []) for one in given]
     segments, caches, all_tokens = (list(column) for column in zip(*fitted, strict=True))
     uids = original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
     # The request that made the server load a model with a pool was taken before this module saw it.
@@ -190,21 +191,10 @@ def _insert_segments(
     return uids
 
 
-def _fitted(
-    pool: CachePool, generator: Any, segments: list[list[int]], cache: Any, tokens: list[int]
-) -> tuple[list[list[int]], Any, list[int]]:
-    """A request that is computed anew where it would wait with a sequence that others need.
-
-    So is one that has nothing left to compute.
-    """
-    running = _Generator(generator)
-    others = sum(_holds(request[3]) for request in running.waiting)
-    others += len(running.prompts) + len(running.answers)
-    crowded = others > 0 and others >= pool.sequences.max_sequences - 1
-    if cache is not None and (crowded or not any(segments)):
-        first, *rest = segments or [[]]
-        return [[*tokens, *first], *rest], None, []
-    return segments, cache, tokens
+def _anew(tokens: list[int], segments: Sequence[list[int]]) -> list[list[int]]:
+    """The segments of a request whose first ``tokens`` are computed as well; the last one stands alone."""
+    first, *rest = segments
+    return [[*tokens, *first], *rest] if rest else [tokens, first]
 
 
 def _holds(prompt_cache: Any) -> bool:
@@ -233,18 +223,28 @@ def _next(generator: Any, original: Callable[[Any], Any]) -> Any:
 
 
 def _admitted(pool: CachePool, running: _Generator) -> int:
-    """How many of the requests that wait there is room for now, with what those before them may yet add."""
-    held, waiting = running.largest(), running.waiting
-    most_rows = min(pool.sequences.max_sequences, pool.sequences.largest_pass or math.inf)
-    with_sequence = sum(_holds(sequence[3]) for sequence in waiting)
-    for i, (_, segments, most, cache, tokens, *_) in enumerate(waiting):
-        own = _holds(cache)
-        held.append(len(tokens) + sum(map(len, segments)) + most)
-        full = len(held) + with_sequence - own > most_rows or sum(held) > pool.room
-        if full and len(held) > 1:
-            return i
-        with_sequence -= own
-    return len(waiting)
+    """How many of the requests that wait there is room for now, with what those before them may yet add.
+
+    Of the others, one that has found a conversation lets go of it where it takes room that may be needed.
+    """
+    held, waiting, most_rows = running.largest(), running.waiting, pool.sequences.max_sequences
+    largest_pass = pool.sequences.largest_pass or math.inf
+    count = 0
+    for _, segments, most, _, tokens, *_ in waiting:
+        own = len(tokens) + sum(map(len, segments)) + most
+        if held and (len(held) >= min(most_rows, largest_pass) or sum(held) + own > pool.room):
+            break
+        held.append(own)
+        count += 1
+    for i in range(count, len(waiting)):
+        uid, segments, most, cache, tokens, *more = waiting[i]
+        if not _holds(cache):
+            continue
+        if len(held) < most_rows and sum(held) + len(tokens) <= pool.room:
+            held.append(len(tokens))
+        else:
+            waiting[i] = (uid, _anew(tokens, segments), most, pool.make_prompt_cache(), [], *more)
+    return count
 
 
 def _fail(generator: Any, running: _Generator, uids: Collection[int], error: Exception) -> list[Any]:
