@@ -106,6 +106,15 @@ def test_blocks_come_to_attention_over_all_that_is_read_back(
     assert pair.step({3: 1, 0: 1, 1: 1}) < 1e-5
 
 
+@pytest.mark.parametrize("length", [12, 40])
+def test_sequences_of_one_length_are_one_call_in_as_many_blocks_as_they_need(
+    backend: ml.Backend, length: int
+) -> None:
+    pair = Pair(backend, ml.DType.Q8_0)
+    pair.step(dict.fromkeys(range(4), length))
+    assert pair.step(dict.fromkeys(range(4), 1)) < 1e-5
+
+
 @pytest.mark.parametrize("backend", ["numpy", "torch", "mlx"], indirect=True)
 @pytest.mark.parametrize("codec", ["F8_E4M3", "AFFINE8_32", "Q8_0"])
 @pytest.mark.parametrize("activations", [ml.DType.F16, ml.DType.BF16], ids=lambda dtype: dtype.name)
