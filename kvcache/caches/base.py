@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ml
 from kvcache.attention.batch import check_sequence
@@ -78,10 +78,16 @@ class BoundCache(Generic[P]):
         if end is not None and end < begin:
             raise InvalidRangeError(f"remove: [{begin}, {end}); the range must satisfy 0 <= begin <= end")
 
-    def _check_restore(self, seq: int, snapshot: object, kind: type) -> None:
-        """Refuse a sequence that is none, and a snapshot of another kind of cache."""
+    def _check_restore(self, seq: int, snapshot: Any, kind: type) -> None:
+        """Refuse a sequence that is none, and a snapshot of another kind of cache, or on another backend."""
         self._check_sequence("restore", seq)
         check_kind("restore", self, kind, [snapshot])
+        owner = snapshot.backend
+        if owner is not None and owner is not self._backend:
+            raise InvalidRangeError(
+                f"restore: the snapshot lies on {owner!r}, which is not the open backend of this cache, "
+                f"{self._backend!r}; pass it through kvcache.serialize and kvcache.deserialize"
+            )
 
     @property
     def backend(self) -> ml.Backend:

@@ -103,9 +103,9 @@ class PreparedCalls(Generic[S]):
         snapshot (a window or a state has its end alone) or not right behind a token of it, ``[0, begin)`` is
         not stored, or a window would be incomplete, as of a narrower one's snapshot, or of one that keeps
         fewer of the first tokens. Of what a wider one held comes back what this cache would hold. Raises
-        CacheFullError where the cells do not suffice, InvalidRangeError for a snapshot of another kind, dtype
-        or shape; all or nothing then too. A device that fails while data that is replaced is overwritten
-        leaves the sequence lost.
+        CacheFullError where the cells do not suffice, InvalidRangeError for a snapshot of another kind,
+        backend, dtype or shape; all or nothing then too. A device that fails while data that is replaced is
+        overwritten leaves the sequence lost.
         """
         if target is not None and (isinstance(target, bool) or not isinstance(target, int | np.integer)):
             raise InvalidRangeError(f"restore: target={target!r:.40}; it must be a whole number, or None")

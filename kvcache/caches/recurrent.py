@@ -234,17 +234,21 @@ class RecurrentCache(
         """Take back the last ``start_forward``, provided that no state was set since.
 
         States that it moved go back to where they were, so that the pass ``resume`` goes on with its
-        views. A device that fails in this leaves the sequences that it moved lost.
+        views. A device that fails in this leaves the sequences that it moved lost, and no pass goes on.
         """
         self._bound("undo_forward")
         current = self._pass
         own, attention = resume if isinstance(resume, tuple) else (None, None)
-        self.attention.undo_forward(attention)
-        self._pass = None
-        if current is not None:
-            self._states.take_back(current)
-            self._wants = {**self._wants, **(current.wants or {})}
-        self._go_on(own)
+        try:
+            if current is not None:
+                self._wants = {**self._wants, **(current.wants or {})}
+                self._states.take_back(current)
+        except BaseException:
+            own = attention = None
+            raise
+        finally:
+            self.attention.undo_forward(attention)
+            self._go_on(own)
 
     def _go_on(self, current: StatePass | None) -> None:
         """A pass goes on after another was refused: the snapshots of its tokens are taken anew."""

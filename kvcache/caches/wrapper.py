@@ -12,6 +12,7 @@ What is asked of the sequences is asked of all caches, and done in all or in non
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, Protocol, Unpack, runtime_checkable
@@ -73,18 +74,14 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
                 raise InvalidRangeError(f"WrapperCache: {cache!r:.60} is given twice; each must be its own")
         self.caches = caches
         self._type = 0
-        others = [cache for cache in caches if not isinstance(cache, SupportsPrepare)]
-        if len(others) > 1:
+        self._prepared: list[Any] = [cache for cache in caches if _prepares(cache)]
+        self._others = [cache for cache in caches if not _prepares(cache)]
+        if len(self._others) > 1:
             raise InvalidRangeError(
-                f"WrapperCache: {len(others)} caches cannot undo a started pass "
-                f"({', '.join(type(cache).__name__ for cache in others)}); at most one may lack "
+                f"WrapperCache: {len(self._others)} caches cannot undo a started pass "
+                f"({', '.join(type(cache).__name__ for cache in self._others)}); at most one may lack "
                 "what kvcache.cache.SupportsPrepare lists"
             )
-        # The one that cannot take anything back goes last: if it refuses, the others go back.
-        self._order = sorted(caches, key=lambda cache: not isinstance(cache, SupportsPrepare))
-        self._preparable: list[SupportsPrepare | None] = [
-            cache if isinstance(cache, SupportsPrepare) else None for cache in self._order
-        ]
         # What the others offer, by their place in the constructor.
         self._positioned = [cache for cache in caches if isinstance(cache, SupportsOffset)]
         self._in_cells = [cache for cache in caches if isinstance(cache, SupportsCells)]
@@ -122,11 +119,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             raise
 
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
-        commits = [cache.prepare_set_config(config) for cache in self._preparable if cache is not None]
-        others = [cache for cache in self._order if not isinstance(cache, SupportsPrepare)]
+        commits = [cache.prepare_set_config(config) for cache in self._prepared]
 
         def commit() -> None:
-            for cache in others:
+            for cache in self._others:
                 cache.set_config(config)
             for change in commits:
                 change()
@@ -142,25 +138,23 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     ) -> None:
         """Start all, or none: where one refuses, those that had started go back to the pass before."""
         options = {"read_only": True} if read_only else {}  # a cache of someone else's may not know it
-        started: list[tuple[SupportsPrepare | None, object]] = []
+        passes, _ = self.pass_under_way()
         uploads = self._uploads or Uploads()
         try:
-            self._together(uploads)
-            for cache, preparable in zip(self._order, self._preparable, strict=True):
-                under_way = None if preparable is None else preparable.pass_under_way()
-                if read_only and "read_only" not in inspect.signature(cache.start_forward).parameters:
-                    raise NotSupportedError(
-                        f"start_forward: {type(cache).__name__} does not support read_only"
-                    )
-                cache.start_forward(ctx, batch, reserve, **options)
-                started.append((preparable, under_way))
-            if self._uploads is None:
-                self.upload_fixed(ctx)
-        except BaseException:
-            for preparable, under_way in reversed(started):
-                assert preparable is not None  # the one that is not comes last
-                preparable.undo_forward(under_way)
-            raise
+            with contextlib.ExitStack() as undo:  # goes on where one of them raises
+                self._together(uploads)
+                # The one that cannot take anything back goes last: if it refuses, the others go back.
+                for i, cache in enumerate((*self._prepared, *self._others)):
+                    if read_only and "read_only" not in inspect.signature(cache.start_forward).parameters:
+                        raise NotSupportedError(
+                            f"start_forward: {type(cache).__name__} does not support read_only"
+                        )
+                    cache.start_forward(ctx, batch, reserve, **options)
+                    if i < len(passes):
+                        undo.callback(cache.undo_forward, passes[i])
+                if self._uploads is None:
+                    self.upload_fixed(ctx)
+                undo.pop_all()
         finally:
             self._together(None)
             self._uploads = None
@@ -179,18 +173,18 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         for cache in self._uploading:
             cache.upload_with(uploads)
 
-    def pass_under_way(self) -> object:
+    def pass_under_way(self) -> tuple[list[object], int]:
         """The passes of all caches, for ``undo_forward``, and the layer type."""
-        return [None if cache is None else cache.pass_under_way() for cache in self._preparable], self._type
+        return [cache.pass_under_way() for cache in self._prepared], self._type
 
     def undo_forward(self, resume: object = None) -> None:
         """Take back the last ``start_forward`` of all; KVCacheError where one of them cannot."""
-        _check_preparable("undo_forward", self._order)
-        passes, layer_type = resume if isinstance(resume, tuple) else ([None] * len(self._order), 0)
-        for preparable, under_way in zip(reversed(self._preparable), reversed(passes), strict=True):
-            assert preparable is not None
-            preparable.undo_forward(under_way)
-        self._type = layer_type
+        for cache in self._others:
+            raise KVCacheError(f"undo_forward: {type(cache).__name__} cannot undo a started pass")
+        passes, self._type = resume if isinstance(resume, tuple) else ([None] * len(self._prepared), 0)
+        with contextlib.ExitStack() as undo:
+            for cache, under_way in zip(self._prepared, passes, strict=True):
+                undo.callback(cache.undo_forward, under_way)
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         """As CausalCache.set_causal, on every wrapped cache that has it."""
@@ -512,19 +506,16 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def _prepare(self, op: str, *arguments: Any) -> Callable[[], None]:
         """Ask all caches; the callable returned changes them, the one that may yet refuse first."""
-        commits = [
-            getattr(c, f"prepare_{op}")(*arguments) for c in self._order if isinstance(c, SupportsPrepare)
-        ]
-        others = [getattr(c, op) for c in self._order if not isinstance(c, SupportsPrepare)]
+        commits = [getattr(cache, f"prepare_{op}")(*arguments) for cache in self._prepared]
 
         def commit() -> None:
-            for change in others:
-                change(*arguments)
+            for cache in self._others:
+                getattr(cache, op)(*arguments)
             for i, change in enumerate(commits):
                 try:
                     change()
                 except BaseException:
-                    if i or others:  # some have changed already, and cannot change back
+                    if i or self._others:  # some have changed already, and cannot change back
                         self.mark_lost(arguments[0] if op == "remove" else arguments[1])
                     raise
 
@@ -538,6 +529,11 @@ def unwrapped(cache: Any) -> list[Any]:
     return [cache]
 
 
+def _prepares(cache: Any) -> bool:
+    """Whether it can take changes back: a wrapper can where all that it wraps can."""
+    return all(isinstance(part, SupportsPrepare) for part in unwrapped(cache))
+
+
 def _joined_at(cache: Any, parts: Sequence[Any], ends: Collection[int]) -> list[Any]:
     """``parts``, which follow one another, joined so that there is one for each of ``ends``."""
     found, carried = [], None
@@ -547,9 +543,3 @@ def _joined_at(cache: Any, parts: Sequence[Any], ends: Collection[int]) -> list[
             found.append(carried)
             carried = None
     return found
-
-
-def _check_preparable(op: str, caches: Iterable[Cache]) -> None:
-    for cache in caches:
-        if not isinstance(cache, SupportsPrepare):
-            raise KVCacheError(f"{op}: {type(cache).__name__} cannot undo a started pass")

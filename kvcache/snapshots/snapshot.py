@@ -210,6 +210,11 @@ class AttentionSnapshot:
         return self.source is not None and self.source.frees
 
     @property
+    def backend(self) -> ml.Backend | None:
+        """Whose memory it lies in; None where it has nothing, or what it has does not tell."""
+        return _owner(tensors_of(self._layers)) if self.source is None else self.source.backend
+
+    @property
     def whole(self) -> bool:
         """Whether it is the window of ``end``, and has no parts."""
         return self.keep is not None
@@ -274,6 +279,11 @@ class RecurrentSnapshot:
         return self.state.tensors
 
     @property
+    def backend(self) -> ml.Backend | None:
+        """As AttentionSnapshot.backend, of the states."""
+        return _owner(self.state.held.values())
+
+    @property
     def begin(self) -> int:
         return self.attention.begin
 
@@ -324,6 +334,11 @@ class EncoderSnapshot:
     layers: Mapping[int, tuple[ml.Tensor, ml.Tensor]]
 
     __repr__ = _shown
+
+    @property
+    def backend(self) -> ml.Backend | None:
+        """As AttentionSnapshot.backend."""
+        return _owner(tensor for pair in self.layers.values() for tensor in pair)
 
     @property
     def nbytes(self) -> int:
@@ -429,6 +444,10 @@ def read_layers(
 
 def tensors_of(layers: Layers) -> Iterable[ml.Tensor]:
     return (tensor for layer in layers.values() for tensor in layer.tensors)
+
+
+def _owner(tensors: Iterable[ml.Tensor]) -> ml.Backend | None:
+    return next((getattr(tensor, "backend", None) for tensor in tensors), None)
 
 
 def sliced(ctx: ml.Context, layers: Layers, start: int, stop: int) -> dict[int, LayerSnapshot]:

@@ -60,6 +60,11 @@ class HeldStates:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
+    def held(self) -> States:
+        """The copies, or the buffers of the slot that they lie in."""
+        return self._tensors if self._buffers is None else self._buffers.tensors
+
+    @property
     def copied(self) -> States:
         """The copies, as far as there are any."""
         return self._tensors

@@ -229,10 +229,45 @@ def test_one_foreign_cache_may_be_wrapped_and_not_two() -> None:
     kvcache.WrapperCache(foreign[0], kvcache.CausalCache())
     with pytest.raises(kvcache.InvalidRangeError, match="ForeignCache"):
         kvcache.WrapperCache(*foreign)
+    with pytest.raises(kvcache.InvalidRangeError, match="WrapperCache, ForeignCache"):
+        kvcache.WrapperCache(kvcache.WrapperCache(foreign[0]), foreign[1])
     with pytest.raises(kvcache.InvalidRangeError):
         kvcache.WrapperCache()
     with pytest.raises(kvcache.KVCacheError):
         kvcache.WrapperCache(foreign[0]).undo_forward()
+
+
+def test_a_wrapper_of_a_foreign_cache_is_asked_last_too(backend: ml.Backend, ctx: ml.Context) -> None:
+    full = CausalCache()
+    wrapper = WrapperCache(WrapperCache(ForeignCache(full)), SlidingWindowCache(1))
+    bound(wrapper, backend, 2, 16, 4)
+    with pytest.raises(kvcache.CacheFullError):
+        wrapper.start_forward(ctx, Batch(range(14), [0] * 14))
+    assert full.held() == {}
+
+
+@every_way_to_fail
+def test_where_one_cannot_go_back_the_others_do_and_it_says_what_is_lost(
+    backend: ml.Backend, when: str
+) -> None:
+    def make(limited: ml.Backend, ctx: ml.Context) -> WrapperCache:
+        states, window = RecurrentCache(states=SUM), SlidingWindowCache(1)
+        wrapper = bound(WrapperCache(CausalCache(), states, window), limited, 4, 8, 6)
+        for positions, sequences in (([0, 1, 0], [0, 0, 1]), ([0, 2], [2, 0])):
+            wrapper.start_forward(ctx, Batch(positions, sequences))
+            states.update_state(ctx, "sum", ctx.full((2, 1), 1.0, DType.F32), 0)
+        return wrapper
+
+    def act(wrapper: WrapperCache) -> None:
+        with wrapper.backend.new_context() as ctx, pytest.raises(kvcache.CacheFullError):
+            wrapper.start_forward(ctx, Batch([1, 3, *range(1, 10)], [1, 0, *[2] * 9]))
+
+    def check(wrapper: WrapperCache) -> None:
+        full, states, window = wrapper.caches
+        assert full.held() == window.held() == {0: 3, 1: 1, 2: 1}
+        assert [states.computed(seq) for seq in range(4)] == [3, 1, 1, 0]
+
+    every_failure(backend, when, make, act, check, stride=2)
 
 
 @pytest.mark.parametrize("what", ["start", "copy", "remove", "shift"])

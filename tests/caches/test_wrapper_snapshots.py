@@ -170,6 +170,26 @@ def test_all_caches_are_restored_together(everything: Callable[..., Everything])
     r.check()
 
 
+@pytest.mark.parametrize("detached", [False, True], ids=["in the cache", "copied out"])
+def test_a_snapshot_on_another_backend_is_refused_and_nothing_is_touched(
+    everything: Callable[..., Everything], detached: bool
+) -> None:
+    r = everything()
+    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+        other = Everything(backend, ctx)
+        for one in (r, other):
+            one.forward(0, 0, 0, items=[1])
+        snapshot = other.cache.snapshot(0)
+        if detached:
+            snapshot.detach()
+        for cache, part in ((r.cache, snapshot), *zip(r.cache.caches, snapshot.parts, strict=True)):
+            with pytest.raises(kvcache.InvalidRangeError, match=r"restore: the snapshot lies on .*serialize"):
+                cache.restore(0, part)  # type: ignore[attr-defined]
+        r.check()
+        moved = kvcache.deserialize(r.backend, kvcache.serialize(backend, snapshot))
+        r.restore(1, moved, *other.saved(0))  # type: ignore[arg-type]
+
+
 def test_one_that_cannot_be_restored_leaves_all_as_they_were(everything: Callable[..., Everything]) -> None:
     r = everything()
     r.forward(0, 0, 0, 1, 0, 0, 1, items=[0, 3])

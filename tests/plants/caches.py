@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from kvcache.attention.read_plan import LowerBound
-from kvcache.cache import SupportsPrepare
 from kvcache.caches.causal import CausalCache
 from ml import DType
 
@@ -84,8 +83,7 @@ def outputs_not_copied(f: Any, self: Any, seq: int, *args: Any) -> Any:
 
 
 def prepared_for_the_first_cache(f: Any, self: Any, *args: Any) -> Any:
-    first = self._order[0]
-    return first.prepare_remove(*args) if isinstance(first, SupportsPrepare) else f(self, *args)
+    return self._prepared[0].prepare_remove(*args) if self._prepared else f(self, *args)
 
 
 def where_the_batch_ends(f: Any, self: Any, seq: int, begin: int = 0, end: int | None = None) -> Any:

@@ -48,11 +48,12 @@ def rotation_limit(config: Any) -> tuple[int, str] | None:
     given = getattr(decoder, "rope_parameters", None) or {}
     found = []
     for one in [value for value in given.values() if isinstance(value, Mapping)] or [given]:
-        kind, longest = str(one.get("rope_type", "default")), decoder.max_position_embeddings
+        kind = str(one.get("rope_type", "default"))
         if kind == "longrope":
-            found.append((int(one.get("original_max_position_embeddings") or longest), kind))
+            longest = one.get("original_max_position_embeddings") or decoder.max_position_embeddings
+            found.append((int(longest), kind))
         elif "dynamic" in kind:
-            found.append((longest - 1, kind))
+            found.append((decoder.max_position_embeddings - 1, kind))
     return min(found, default=None)
 
 
