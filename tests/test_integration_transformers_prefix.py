@@ -55,6 +55,16 @@ def test_a_chat_is_never_read_again(name: str) -> None:
         assert prefix.prefix.stats.reused - sum(told) >= 16
 
 
+def test_a_model_whose_config_has_no_longest_position_shares_prefixes() -> None:
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+    made, ids = transformers.BloomForCausalLM(config).eval(), hf.tokens(1, 20)
+    with HFPrefixCache(made, capacity=100) as prefix:
+        first = prefix.generate(ids, **OPTIONS)
+        assert torch.equal(first, plain(made, ids))
+        assert torch.equal(prefix.generate(first, **OPTIONS), plain(made, first))
+        assert prefix.prefix.stats.reused >= 20
+
+
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
 def test_a_store_serves_another_process(name: str) -> None:
     made, ids, store = hf.model(name), hf.tokens(1, 40), MemoryStore()
