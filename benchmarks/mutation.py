@@ -98,10 +98,7 @@ AREAS = {
     "snapshots": Area(
         ("kvcache/snapshots/*.py",),
         (
-            *(
-                f"tests/test_{name}.py"
-                for name in ("snapshot_cut", "serialize", "check_serialized", "layer_shapes")
-            ),
+            *(f"tests/test_{name}.py" for name in ("snapshot_cut", "serialize", "layer_shapes")),
             *(f"tests/caches/test_{name}.py" for name in ("snapshots", "states", "wrapper_snapshots")),
             *("tests/prefix/test_direct_load.py", TRACES),
             *("-k", "not torch and not mlx and not cupy and not CuPy"),

@@ -11,15 +11,12 @@ Importing this package imports no framework: NumPy and ml_dtypes are its only ar
 PYTEST_DONT_REWRITE
 """
 
+from ml.backend_spec import Availability, BackendInfo, BackendSpec, Features
 from ml.capabilities import (
     CAUSAL,
     AttentionCall,
-    Availability,
-    BackendInfo,
-    BackendSpec,
     CacheConfig,
     CausalMask,
-    Features,
     Group,
     KVRowStore,
     KVStore,

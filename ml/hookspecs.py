@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from ml.capabilities import BackendSpec
+    from ml.backend_spec import BackendSpec
 
 PROJECT = "ml"
 hookspec = pluggy.HookspecMarker(PROJECT)

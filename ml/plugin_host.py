@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import pluggy
 
-from ml.capabilities import Availability
+from ml.backend_spec import Availability
 from ml.errors import MLError, PluginError
 from ml.probing import Probe
 from ml.records import shown, summary

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ml import hookspecs
-from ml.capabilities import BackendInfo, BackendSpec
+from ml.backend_spec import BackendInfo, BackendSpec
 from ml.errors import BackendNotFoundError, BackendUnavailableError, MLError
 from ml.plugin_host import Hook, PluginHost
 from ml.protocols import Backend

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ml.capabilities import Availability
+from ml.backend_spec import Availability
 from ml.errors import ShapeError
 from ml.records import shown, summary
 

@@ -12,7 +12,7 @@ import kvcache.testing
 import ml
 from kvcache.testing import CacheTests
 from kvcache.testing.rigs.protocol import Plan, only_protocol
-from ml.capabilities import COMPUTE_OPERATIONS
+from ml.backend_spec import COMPUTE_OPERATIONS
 
 
 class TestNumpy(CacheTests):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, Self
 
-from ml.capabilities import Features
+from ml.backend_spec import Features
 from ml.devices import BackendMemory, DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import ClosedError, DTypeError, NotSupportedError, ShapeError

@@ -29,7 +29,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ml.capabilities import Features
+from ml.backend_spec import Features
 
 if TYPE_CHECKING:
     from ml.testing.backend import BackendTests

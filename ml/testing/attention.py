@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ml.backend_spec import Features
 from ml.capabilities import (
     CAUSAL,
     AttentionCall,
-    Features,
     SupportsAttention,
     SupportsAttentionCalls,
     SupportsPartialAttention,

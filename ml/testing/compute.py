@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ml.capabilities import BINARY_OPERATIONS, UNARY_OPERATIONS
+from ml.backend_spec import BINARY_OPERATIONS, UNARY_OPERATIONS
 from ml.dtypes import DType
 from ml.nn import BatchSampler, Draws, sample_on_host
 from ml.protocols import Context, Tensor

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ml
-from ml.capabilities import Features
+from ml.backend_spec import Features
 from ml.dtypes import STORAGE_DTYPES, DType
 from ml.protocols import Backend, Context, Tensor
 from ml.testing import plugin, quick

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ml.capabilities import Features, KVStore, SupportsQuantizedAttention, SupportsQuantizedStore
+from ml.backend_spec import Features
+from ml.capabilities import KVStore, SupportsQuantizedAttention, SupportsQuantizedStore
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
 from ml.ragged import RaggedPlan

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ml
-from ml.capabilities import BINARY_OPERATIONS, COMPUTE_OPERATIONS, UNARY_OPERATIONS, Features
+from ml.backend_spec import BINARY_OPERATIONS, COMPUTE_OPERATIONS, UNARY_OPERATIONS, Features
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
 from ml.testing.harness import BackendCase, assert_same, each, evaluate, needs, refused, unchanged

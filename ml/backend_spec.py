@@ -1,0 +1,113 @@
+"""What a plugin says of its backend: whether it can run, and what the conformance suite holds it to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from ml.dtypes import STORAGE_DTYPES, DType
+from ml.records import (
+    CALLABLE,
+    INTEGER,
+    NAME,
+    OPTIONAL_TEXT,
+    TEXT,
+    TEXTS,
+    TRUTH,
+    check,
+    instance,
+    members,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from ml.protocols import Backend
+
+__all__ = ["Availability", "BackendInfo", "BackendSpec", "Features"]
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """What a plugin's ``probe`` found on this machine; ``reason`` says why not when not ok.
+
+    Raises PluginError for a field of another type, as the other records of plugins do.
+    """
+
+    ok: bool
+    reason: str = ""
+    version: str | None = None
+    devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check(self, ok=TRUTH, reason=TEXT, version=OPTIONAL_TEXT, devices=TEXTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a backend offers: everything, unless declared absent.
+
+    ``dtypes`` lists the dtypes its tensors may have; ``absent`` names methods of Tensor, or
+    ``"compute"`` for all that are computation. A declared absence must raise NotSupportedError:
+    the conformance suite checks that it does.
+    """
+
+    dtypes: frozenset[DType] = STORAGE_DTYPES
+    absent: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        dtypes = members("a set of ml.DType", DType, frozenset)
+        check(self, dtypes=dtypes, absent=members("a set of names", str, frozenset))
+
+    def has(self, operation: str) -> bool:
+        """Whether the Tensor or Context method of that name is offered."""
+        if operation in self.absent:
+            return False
+        return "compute" not in self.absent or operation not in COMPUTE_OPERATIONS
+
+
+UNARY_OPERATIONS: Final = (
+    "neg", "exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "abs", "round",
+)  # fmt: skip
+BINARY_OPERATIONS: Final = ("add", "sub", "mul", "div")
+COMPUTE_OPERATIONS: Final = frozenset(
+    (*UNARY_OPERATIONS, *BINARY_OPERATIONS, "scale", "gelu", "clamp", "matmul", "softmax", "sum", "mean",
+     "max", "argmax", "argsort", "top_k", "rms_norm", "compare", "where")
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """A plugin's record. Making one imports no framework; ``probe`` and ``open`` may.
+
+    ``requires`` names the packages; ``install_hint`` is the command that brings them.
+    ``features`` is what the shipped conformance suite holds the backend to. ``launcher(size)`` is the command
+    that starts so many ranks on this machine, each of them what is written after it; None: none joins others.
+    """
+
+    name: str
+    priority: int
+    requires: tuple[str, ...]
+    install_hint: str
+    probe: Callable[[], Availability]
+    open: Callable[..., Backend]
+    features: Features = field(default_factory=Features)
+    launcher: Callable[[int], Sequence[str]] | None = None
+
+    def __post_init__(self) -> None:
+        check(self, name=NAME, priority=INTEGER, requires=TEXTS, install_hint=TEXT)
+        check(self, probe=CALLABLE, open=CALLABLE, features=instance("an ml.Features", Features))
+        if self.launcher is not None:
+            check(self, launcher=CALLABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """One row of ``available_backends()``: a backend that was found, whether or not it can run."""
+
+    name: str
+    available: bool
+    reason: str
+    version: str | None
+    devices: tuple[str, ...]
+    priority: int
+    install_hint: str
