@@ -111,7 +111,10 @@ AREAS = {
                 f"tests/prefix/test_{name}.py"
                 for name in ("radix_tree", "eviction", "finding", "interior", "offload")
             ),
-            *(f"tests/prefix/test_{name}.py" for name in ("sessions", "store_contents", "tenants", "tiers")),
+            *(
+                f"tests/prefix/test_{name}.py"
+                for name in ("retention", "sessions", "store_contents", "tenants", "tiers")
+            ),
             "tests/test_restore_progress.py",
             *(f"{CONVERSATIONS}[{cache}]" for cache in ("causal", "recurrent")),
         ),

@@ -175,6 +175,25 @@ def test_what_is_forgotten_while_it_is_under_way_stays_forgotten(backend: ml.Bac
     r.check_books()
 
 
+def test_what_host_memory_has_no_room_for_any_more_is_forgotten_while_it_is_under_way(
+    backend: ml.Backend, way: Way
+) -> None:
+    r = Rig(
+        ConversationSetup(),
+        only_protocol(backend, way),
+        budget=0,
+        tiers=[HostTier(30 * (ConversationSetup().token_bytes + 8))],
+    )
+    way.gate.clear()
+    r.keep(LONG)
+    r.keep([*range(100, 120)])
+    assert [node.data.leaving is not None for node in r.prefix.tree.radix_tree] == [True], "one has room"
+    way.gate.set()
+    r.prefix.flush()
+    assert (r.peek([*LONG, 1]), r.peek([*range(100, 120), 1])) == (0, 20)
+    r.check_books()
+
+
 def test_a_snapshot_is_had_at_any_time_of_its_way(backend: ml.Backend, way: Way) -> None:
     cache = ConversationSetup().make(backend)
     worker = OffloadWorker(only_protocol(backend, way), 1 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -290,8 +291,8 @@ def test_what_was_copied_out_of_the_cache_goes_in_its_turn(talk: Talk) -> None:
 
 
 def test_a_parted_edges_snapshots_take_the_memory_that_they_count(talk: Talk) -> None:
-    for parted_on_device in (True, False):
-        r = talk(tiers=[HostTier()])
+    for layout, parted_on_device in itertools.product(ml.Layout, (True, False)):
+        r = talk(tiers=[HostTier()], config=ml.CacheConfig(layout=layout))
         r.keep(LONG)
         if not parted_on_device:
             r.prefix.evict()
