@@ -25,6 +25,7 @@ from kvcache.stores import (
     pack,
     unpack,
 )
+from kvcache.stores.entries import Entries
 from kvcache.stores.manifest import Manifest
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
@@ -123,6 +124,21 @@ def before_the_data_are_opened(
         return original(name)
 
     patch.setattr(store._folder, "open_file", open_file)
+
+
+def test_a_manifest_is_parsed_once_and_data_of_another_size_is_noticed(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+    original = Entries._load
+    monkeypatch.setattr(Entries, "_load", lambda self, stem: parsed.append(stem) or original(self, stem))
+    with FileStore(where, durable=False) as store:
+        fill(store, "a")
+        parsed.clear()
+        assert [found and found.nbytes for _ in range(2) for found in store.stat(["a"])] == [UNIT, UNIT]
+        assert len(parsed) <= 1
+        os.truncate(where / "pages" / "a.safetensors", UNIT - 1)
+        assert store.stat(["a"]) == [None]
 
 
 @pytest.mark.parametrize("asked", ["get_into", "view"])
