@@ -141,11 +141,11 @@ def test_what_cannot_be_joined_goes_in_its_turn(talk: Talk, cache: str) -> None:
 
 
 @every_whole
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_left_after_any_of_them_went_is_what_was_said(talk: Talk, cache: str, seed: int) -> None:
     r, rnd = talk(cache, capacity=100, max_sequences=4), random.Random(seed)
     said: list[list[int]] = [[]]
-    for _ in range(25):
+    for _ in range(15):
         tokens = [
             *rnd.choice(said)[: rnd.randrange(60)],
             *(rnd.randrange(50) for _ in range(rnd.randrange(1, 30))),
