@@ -39,6 +39,13 @@ READING = (
     "what_was_put_is_read_bit_for_bit",
     "what_a_layer_does_not_store_is_refused_and_leaves_all_as_it_was",
     "a_token_is_exact_in_its_pass_and_while_it_is_among_the_last_or_the_first",
+    "a_query_attends_to_the_chosen_rows_that_it_sees",
+    "parts_that_are_put_are_read_as_what_they_say",
+)
+KEEPING = (
+    "a_snapshot_outlives_what_it_was_taken_of",
+    "a_window_gets_of_another_ones_snapshot_what_it_would_hold_or_nothing",
+    "what_is_split_and_merged_is_what_it_was",
 )
 ATTENDING = (
     "several_sequences_in_any_order_attend_to_their_own",
@@ -101,6 +108,7 @@ AREAS = {
             *(f"tests/test_{name}.py" for name in ("snapshot_cut", "serialize", "layer_shapes")),
             *(f"tests/caches/test_{name}.py" for name in ("snapshots", "states", "wrapper_snapshots")),
             *("tests/prefix/test_direct_load.py", TRACES),
+            *(f"tests/test_cache_numpy.py::TestNumpy::test_{name}" for name in KEEPING),
             *("-k", "not torch and not mlx and not cupy and not CuPy"),
         ),
     ),

@@ -172,6 +172,16 @@ def test_a_page_with_a_gap_is_no_conversations(backend: ml.Backend) -> None:
         check_serialized("test", gap, complete=True)
 
 
+@pytest.mark.parametrize("more", [{"latent": [[7, 2]]}, {"extra": [[7, [["keys", [2]]]]]}], ids=list)
+def test_what_is_said_of_a_layer_that_is_not_there_is_corrupt(
+    backend: ml.Backend, more: dict[str, Any]
+) -> None:
+    page = [*stored(backend, "causal").values()][-1]
+    meta = {"snapshot": {**page.meta["snapshot"], **more}}
+    with pytest.raises(SnapshotCorruptError, match=r"layers \[7\] are described, and not there"):
+        check_serialized("test", SerializedSnapshot(meta, page.arrays))
+
+
 @every_cache
 def test_what_is_checked_is_a_snapshot_that_the_cache_takes_or_refuses(
     backend: ml.Backend, cache: str, dtype: str
