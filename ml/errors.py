@@ -15,6 +15,7 @@ __all__ = [
     "GroupError",
     "MLError",
     "NotSupportedError",
+    "OptionError",
     "PluginError",
     "ReadOnlyError",
     "ShapeError",
@@ -43,6 +44,10 @@ class ReadOnlyError(MLError, ValueError):
 
 class NotSupportedError(MLError, NotImplementedError):
     """The backend or cache declares that it does not offer this."""
+
+
+class OptionError(MLError, TypeError):
+    """An option that the backend does not have, or the lack of one that it requires."""
 
 
 class DeviceError(MLError, RuntimeError):

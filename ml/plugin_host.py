@@ -7,6 +7,7 @@ is imported by ``probe`` and ``open`` of the records that are asked.
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -74,6 +75,23 @@ class _Found(Generic[R]):
     spec: R | None = None
     error: str = ""
     probe: Probe | None = None
+
+
+def misfit(open: Callable[..., Any], /, *arguments: Any, **options: Any) -> str | None:
+    """Why its signature does not take these; None where it does, or cannot tell."""
+    try:
+        signature = inspect.signature(open)
+    except ValueError:  # written in C
+        return None
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        parameters = [*signature.parameters.values()][len(arguments) :]
+        known = sorted(one.name for one in parameters)
+        more = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        wrong = () if more else (name for name in options if name not in known)
+        return next((f"no option {name!r}; there are: {', '.join(known)}" for name in wrong), str(error))
+    return None
 
 
 class PluginHost(Generic[R]):

@@ -15,8 +15,8 @@ from typing import Any
 
 from ml import hookspecs
 from ml.backend_spec import BackendInfo, BackendSpec
-from ml.errors import BackendNotFoundError, BackendUnavailableError, MLError
-from ml.plugin_host import Hook, PluginHost
+from ml.errors import BackendNotFoundError, BackendUnavailableError, MLError, OptionError
+from ml.plugin_host import Hook, PluginHost, misfit
 from ml.protocols import Backend
 
 __all__ = [
@@ -76,8 +76,7 @@ class Registry(PluginHost[BackendSpec]):
                     self._passed_over(f"open_backend: {spec.name!r}: {found.reason}")
                 continue
             try:
-                opened: Backend = self.opened(spec, **options)
-                return opened
+                return self._opened(spec, options)
             except MLError as error:
                 if options and not isinstance(error, BackendUnavailableError):
                     raise  # an option that it refuses
@@ -92,7 +91,12 @@ class Registry(PluginHost[BackendSpec]):
         warnings.warn(f"{reason}; trying the next backend", RuntimeWarning, stacklevel=4)
 
     def _open_named(self, name: str, options: dict[str, Any], asked_by: str = "") -> Backend:
-        opened: Backend = self.opened(self.usable(name, asked_by), **options)
+        return self._opened(self.usable(name, asked_by), options)
+
+    def _opened(self, spec: BackendSpec, options: dict[str, Any]) -> Backend:
+        if options and (wrong := misfit(spec.open, **options)):
+            raise OptionError(f"open_backend: {spec.name!r}: {wrong}")
+        opened: Backend = self.opened(spec, **options)
         return opened
 
     def _info(self, spec: BackendSpec) -> BackendInfo:
@@ -121,7 +125,8 @@ def open_backend(name: str | None = None, **options: Any) -> Backend:
     ``options`` go to the backend: ``device=`` and ``dtype=`` are common to all of ours.
 
     Raises BackendNotFoundError for an unknown name (the message lists those that exist and how to
-    install them), BackendUnavailableError where it cannot run here.
+    install them), BackendUnavailableError where it cannot run here, OptionError for an option that it
+    does not have.
     """
     return registry().open(name, options)
 

@@ -7,6 +7,7 @@ import shlex
 import socket
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,6 +120,7 @@ REFUSED = {
     "generate --prompt x --tensor-parallel 2 --devices cpu:0,cpu:1": "cannot be combined",
     "generate --prompt x --tensor-parallel 2 --backend abacus": "abacus",
     "conformance --backend abacus": "no backend 'abacus'; known: ",
+    "conformance --backend numpy --option foo=1": "no option 'foo'; there are: device, devices, ",
     "conformance --backend numpy --device tpu": "no device 'tpu'",
     "conformance --backend numpy --suite ml -k ((": "pytest failed before the first test: Wrong expression",
     "serve --tenant-budget /": "serve: --tenant-budget is '/'; it must have a size",
@@ -187,6 +189,14 @@ def test_what_cannot_be_done_is_one_line_and_nothing_is_written(
     assert result.stderr.count("\n") == 1
     assert not ("it must be" in result.stderr and "--help lists" in result.stderr)
     assert not [*here.iterdir()]
+
+
+def test_kv_events_without_their_packages_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.delitem(sys.modules, "kvcache.prefix.zmq_publisher", raising=False)
+    result = run("serve", "--port", 0, "--kv-events", "tcp://*:5557")
+    assert result.exit_code == 1
+    assert "pip install 'ml-kvcache[events]'" in result.stderr
 
 
 @pytest.mark.parametrize(

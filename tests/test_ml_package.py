@@ -101,6 +101,7 @@ BUILTINS = {
     "DeviceError": RuntimeError,
     "GroupError": RuntimeError,
     "NotSupportedError": NotImplementedError,
+    "OptionError": TypeError,
     "PluginError": RuntimeError,
     "ReadOnlyError": ValueError,
     "ShapeError": ValueError,

@@ -221,6 +221,18 @@ def test_only_who_gives_options_is_told_of_them_by_an_error(install: Any, error:
         assert found.open(None, {}).name == "a"
 
 
+def test_an_option_that_open_does_not_have_is_refused_with_those_that_it_has(install: Any) -> None:
+    def opens(device: str | None = None, pace: int = 1) -> Any:
+        return Opened("a")
+
+    found = Registry([install("a", spec("a", open=opens))])
+    refused = "^open_backend: 'a': no option 'x'; there are: device, pace$"
+    for name in ("a", None):
+        with pytest.raises(ml.OptionError, match=refused):
+            found.open(name, {"device": "cpu", "x": 1})
+    assert found.open("a", {"pace": 2}).name == "a"
+
+
 # Fields of other types.
 
 WRONG: list[tuple[type, dict[str, Any]]] = [

@@ -232,9 +232,8 @@ def _generated(name: str, tokens: tuple[int, ...], count: int) -> list[int]:
     import torch
 
     ids = torch.tensor([tokens])
-    out = peer(name).generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, use_cache=True
-    )
+    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True}
+    out = peer(name).generate(ids, max_new_tokens=count, **given)
     return out[0, len(tokens) :].tolist()
 
 
@@ -280,11 +279,8 @@ def new_cache(model: Any, sequences: int = 1, dtype: DType = DType.F32, cache: A
     return cache
 
 
-def feed(
-    model: Any, cache: Any, tokens: Sequence[int], start: int = 0, stop: int | None = None
-) -> np.ndarray:
-    stop = len(tokens) if stop is None else stop
-    return run(model, cache, [(0, at) for at in range(start, stop)], [tokens])
+def feed(model: Any, cache: Any, tokens: list[int], start: int = 0, stop: int | None = None) -> np.ndarray:
+    return run(model, cache, [(0, at) for at in range(len(tokens))[start:stop]], [tokens])
 
 
 @every_family
@@ -412,9 +408,7 @@ def _remembering(model: Any) -> Any:
 
 @whole_on_numpy([*SHIFTED, "llama", "llama yarn"])
 @pytest.mark.parametrize("layer", [1, 2])
-def test_removal_from_the_middle_shifts_keys(
-    backend: ml.Backend, folders: Any, name: str, layer: int
-) -> None:
+def test_removal_from_the_middle_shifts_keys(backend: Any, folders: Any, name: str, layer: int) -> None:
     """One layer's keys depend on position and token alone: removing equals never having seen."""
     config = load_config(folders(name))
     family = family_of(config)
@@ -491,22 +485,20 @@ class TestRefusals:
             ("gemma3", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0; it must be above 0"),
             ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0.0; it must be above 0"),
             ("deepseek-v3", {"topk_group": 9}, "within 9 of 4 groups"),
-            ("deepseek-v3", {"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
             ("gpt-oss", {"num_experts_per_tok": 7}, "num_experts_per_tok=7; .* at most the 6 experts"),
             ("llama4", {"num_experts_per_tok": 5}, "num_experts_per_tok=5"),
-            ("qwen3-next", {"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
-            ("glm-4.5", {"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
+            *((name, {"num_experts_per_tok": 0}, "num_experts_per_tok=0")
+              for name in ("deepseek-v3", "qwen3-next", "glm-4.5")),
             ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
             ("gemma3", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
             ("llama4", {"layer_types": ["mamba"] * 3}, "layer type 'mamba' is not supported"),
-            ("lfm2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-            ("falcon-h1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-            ("llama4", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+            *((name, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported")
+              for name in ("lfm2", "falcon-h1", "llama4")),
             ("deepseek-v3", {"rope_parameters": {**FULL, "mscale_all_dim": 1.0}}, "mscale_all_dim with rope"),
             ("qwen3-next", {"linear_num_key_heads": 3}, "4 linear value heads for 3 key heads"),
             ("qwen3.5", {"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
         ],
-    )
+    )  # fmt: skip
     def test_configs(self, name: str, changes: dict[str, Any], says: str) -> None:
         raw = peer(name).config.to_dict() | {"architectures": [f"{MODELS[name][0]}ForCausalLM"]}
         parse_config(raw)

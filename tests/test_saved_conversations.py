@@ -274,10 +274,13 @@ PROMPT = "And God said unto Noah,"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_load_prints_the_text_of_an_uninterrupted_run(tmp_path: Path, backend: str) -> None:
+def test_load_prints_the_text_of_an_uninterrupted_run(
+    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not {info.name: info for info in ml.available_backends()}[backend].available:
         pytest.skip(f"{backend} cannot run here")
-    path = tmp_path / "noah.kv"
+    path, warmed = tmp_path / "noah.kv", []
+    monkeypatch.setattr("kvcache.command.saved.warm_up", lambda backend: warmed.append(backend.name))
     first = run("save", "--prompt", PROMPT, "--max-tokens", 10, "--out", path, "--backend", "numpy")
     assert first.exit_code == 0, first.stderr
     assert first.stdout.startswith(uninterrupted(PROMPT, 10) + "\n")
@@ -287,6 +290,7 @@ def test_load_prints_the_text_of_an_uninterrupted_run(tmp_path: Path, backend: s
     assert again.exit_code == 0, again.stderr
     assert again.stdout.split("\n\ntokens reused")[0] == uninterrupted(PROMPT, 25)
     assert "tokens reused     18\ntokens computed   1\n" in again.stdout
+    assert warmed == ["numpy", backend], "its seconds would be those of the prefill"
 
 
 def test_a_saved_prompt_is_gone_on_with_by_several(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from kvcache.stores.plugins import StoreRegistry
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "writing-a-store.md").read_text(encoding="utf-8")
-FILES = dict(re.findall(r'^```python title="([\w.]+)"\n(.*?)^```', TEXT, re.DOTALL | re.MULTILINE))
+FILES = dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```', TEXT, re.DOTALL | re.MULTILINE))
 
 
 def test_the_store_of_the_guide_passes_the_suite_and_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins: Any
 ) -> None:
-    assert FILES.keys() == {"kvcache_store_sqlite.py", "test_sqlite_store.py"}
+    assert FILES.keys() == {"kvcache_store_sqlite.py", "pyproject.toml", "test_sqlite_store.py"}
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
@@ -35,9 +36,10 @@ def test_the_store_of_the_guide_passes_the_suite_and_is_found(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert re.search(r"\d\d passed", done.stdout)
-    monkeypatch.syspath_prepend(tmp_path)
-    registry = StoreRegistry([])
-    registry.register(__import__("kvcache_store_sqlite"))
+    plugins.install(tmp_path)
+    monkeypatch.syspath_prepend(plugins.path)
+    (point,) = entry_points(group="kvcache.stores", name="sqlite")
+    registry = StoreRegistry([point])
     store: Any = registry.open(f"sqlite:{tmp_path}/kv.db?budget=1KiB", {})
     assert store.put("a", [b"x"])
     assert store.budget == 1024

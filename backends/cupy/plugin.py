@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from ml import Availability, Backend, BackendSpec, hookimpl
+from ml import Availability, Backend, BackendSpec, DType, hookimpl
 
 MINIMUM = 14
 """The first release with BF16."""
@@ -73,10 +74,16 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).replace("=" * 16, "").split()) or type(error).__name__
 
 
-def open_cupy(**options: Any) -> Backend:
+def open_cupy(
+    device: Any = None,
+    devices: Sequence[Any] | None = None,
+    layers: int | Sequence[int] | None = None,
+    dtype: DType = DType.F32,
+    stream: Any = None,
+) -> Backend:
     from backends.cupy.backend import CupyBackend
 
-    return CupyBackend(**options)
+    return CupyBackend(device, devices, layers, dtype, stream)
 
 
 @hookimpl

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from ml import Availability, Backend, BackendSpec, hookimpl
+from ml import Availability, Backend, BackendSpec, DType, hookimpl
 from ml.distributed import free_ports
 
 
@@ -22,10 +21,15 @@ def probe() -> Availability:
     return Availability(True, version=version("mlx"), devices=devices)
 
 
-def open_mlx(**options: Any) -> Backend:
+def open_mlx(
+    device: str | None = None,
+    dtype: DType = DType.F32,
+    devices: Sequence[str] | None = None,
+    layers: int | None = None,
+) -> Backend:
     from backends.mlx.backend import MlxBackend
 
-    return MlxBackend(**options)
+    return MlxBackend(device, dtype, devices, layers)
 
 
 def mlx_launch(size: int) -> Sequence[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from ml import Availability, Backend, BackendSpec, hookimpl
+from ml import Availability, Backend, BackendSpec, DType, hookimpl
 
 
 def probe() -> Availability:
@@ -13,10 +13,15 @@ def probe() -> Availability:
     return Availability(True, version=numpy.__version__, devices=("cpu",))
 
 
-def open_numpy(**options: Any) -> Backend:
+def open_numpy(
+    device: str | None = None,
+    dtype: DType = DType.F32,
+    devices: Sequence[str] | None = None,
+    layers: int | None = None,
+) -> Backend:
     from backends.numpy.backend import NumpyBackend
 
-    return NumpyBackend(**options)
+    return NumpyBackend(device, dtype, devices, layers)
 
 
 @hookimpl

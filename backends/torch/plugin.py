@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ml import Availability, Backend, BackendSpec, hookimpl
+from ml import Availability, Backend, BackendSpec, DType, hookimpl
 
 MINIMUM = (2, 6)
 INSTALL_HINT = "pip install 'ml-kvcache[torch]'"
@@ -26,10 +26,15 @@ def probe() -> Availability:
     return Availability(True, version=version, devices=existing_devices())
 
 
-def open_torch(**options: Any) -> Backend:
+def open_torch(
+    device: Any = None,
+    devices: Sequence[Any] | None = None,
+    layers: int | Sequence[int] | None = None,
+    dtype: DType = DType.F32,
+) -> Backend:
     from backends.torch.backend import TorchBackend
 
-    return TorchBackend(**options)
+    return TorchBackend(device, devices, layers, dtype)
 
 
 def torchrun(size: int) -> Sequence[str]:

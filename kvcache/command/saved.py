@@ -28,6 +28,7 @@ from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.saved import ConversationError, adopt, capture, check_target, read, write
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.runner.warm_up import warm_up
 from kvcache.storage.sizes import bytes_text
 
 __all__ = ["load", "save"]
@@ -138,7 +139,9 @@ def opened(place: Place, dtype: ml.DType, screen: Screen, head: Mapping[str, Any
     """
     try:
         with place.open(load_config(place.path)) as found:
-            yield load_model(place.path, found, dtype, screen.loading)
+            model = load_model(place.path, found, dtype, screen.loading)
+            warm_up(found)
+            yield model
     except KeyboardInterrupt:
         screen.stop()
         file = head.get("saved", {}).get("file")

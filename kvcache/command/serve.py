@@ -140,16 +140,16 @@ class Events:
 
     @contextlib.contextmanager
     def published(self, engine: Engine) -> Iterator[None]:
-        """Raises NotSupportedError without pyzmq, InvalidRangeError for an address that cannot be used."""
+        """NotSupportedError without the packages, InvalidRangeError for an address that cannot be used."""
         if self.kv_events is None:
             yield
             return
         try:
-            import zmq
-
             from kvcache.prefix.zmq_publisher import ZmqPublisher
         except ImportError as error:
             raise ml.NotSupportedError(f"serve: --kv-events: {error}") from error
+        import zmq
+
         try:
             publisher = ZmqPublisher(self.kv_events, self.kv_events_replay, self.kv_events_topic)
         except zmq.ZMQError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
 import threading
 from collections.abc import Iterable
 from os import PathLike, fspath
@@ -13,9 +12,9 @@ from urllib.parse import parse_qsl, urlsplit
 from kvcache.stores import builtin, hookspecs
 from kvcache.stores.errors import StoreUnavailableError, StoreValueError
 from kvcache.stores.hookspecs import StoreSpec
-from kvcache.stores.options import check_options, without_secrets
+from kvcache.stores.options import without_secrets
 from kvcache.stores.protocol import SnapshotStore
-from ml.plugin_host import Hook, PluginHost
+from ml.plugin_host import Hook, PluginHost, misfit
 
 __all__ = ["ENTRY_POINT_GROUP", "StoreRegistry", "open_store", "registry"]
 
@@ -52,7 +51,8 @@ class StoreRegistry(PluginHost[StoreSpec]):
             shown = without_secrets(fspath(store))
             raise StoreValueError(f"open_store: {sorted(twice)} given in {shown!r} and as an option")
         spec = self.usable(name)
-        _check_given(spec, url, {**fields, **options})
+        if wrong := misfit(spec.open, url, **fields, **options):
+            raise StoreValueError(f"open_store: {spec.name!r}: {wrong}")
         opened: SnapshotStore = self.opened(spec, url, **fields, **options)
         return opened
 
@@ -60,21 +60,6 @@ class StoreRegistry(PluginHost[StoreSpec]):
         names = ", ".join(sorted(self.specs()))
         url = "file:///var/cache/kv?budget=10GiB"
         return f"{names}, each by its name or a URL such as {url}, and folders: ./folder, or a pathlib.Path"
-
-
-def _check_given(spec: StoreSpec, url: str | None, options: dict[str, Any]) -> None:
-    """StoreValueError for options that its ``open`` does not take, or that it lacks."""
-    try:
-        signature = inspect.signature(spec.open)
-    except ValueError:  # written in C
-        return
-    try:
-        signature.bind(url, **options)
-    except TypeError as error:
-        parameters = [*signature.parameters.values()][1:]  # behind the URL
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-            check_options(f"open_store: {spec.name!r}", options, [one.name for one in parameters])
-        raise StoreValueError(f"open_store: {spec.name!r}: {error}") from None
 
 
 def _parsed(store: str | PathLike[str]) -> tuple[str, str | None, dict[str, Any]]:

@@ -30,15 +30,21 @@ def other(request: pytest.FixtureRequest, open_any: Any) -> Iterator[ml.Backend]
 
 
 @pytest.fixture
-def talk(backend: ml.Backend) -> Talk:
+def talk(backend: ml.Backend) -> Iterator[Talk]:
     """``talk(cache="causal", budget, tiers, **changes of the setup or options)``: a rig."""
+    made: list[Rig] = []
 
     def make(cache: str = "causal", budget: int | None = None, tiers: Any = (), **changes: Any) -> Rig:
         names = ("salt", "identity", "backlog", "in_flight", "break_even", "read_ahead")
         options = {name: changes.pop(name) for name in names if name in changes}
-        return Rig(replace(ConversationSetup(cache), **changes), backend, budget, tiers, **options)
+        rig = Rig(replace(ConversationSetup(cache), **changes), backend, budget, tiers, **options)
+        made.append(rig)
+        return rig
 
-    return make
+    yield make
+    for rig in made:  # what a test leaves open is no loss; closing it could wait for a gate that is shut
+        if rig.prefix._finalizer is not None:
+            rig.prefix._finalizer.detach()
 
 
 @pytest.fixture
