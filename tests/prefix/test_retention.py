@@ -112,6 +112,18 @@ def test_before_its_duration_is_over_it_holds_and_for_parts_of_it_too(talk: Talk
     assert longest(r, ONE, TWO) == [0, 20]
 
 
+def test_what_is_left_of_an_edge_whose_end_went_has_its_priority_no_longer_than_the_whole(talk: Talk) -> None:
+    r = talk()
+    now = set_clock(r)
+    r.keep(ONE, retention=asked(90, duration=10))
+    r.prefix.evict(1)
+    assert longest(r, ONE) == [16]
+    r.keep(TWO)
+    now[0] = 10.0
+    room(r, 20)
+    assert longest(r, ONE, TWO) == [0, 20]
+
+
 def test_what_is_asked_for_again_and_again_is_watched_once(talk: Talk) -> None:
     r = talk()
     now = set_clock(r)

@@ -107,8 +107,9 @@ def test_every_tier_small_and_smaller(talk: Talk, cache: str) -> None:
         r.check_empty()
 
 
-def test_what_no_budget_can_hold_leaves_the_rest_where_it_is(talk: Talk) -> None:
-    r = talk(tiers=[HostTier(8 * (ONE + 8)), MemoryStore()])
+@pytest.mark.parametrize("in_flight", [0, 1 << 20])
+def test_what_no_budget_can_hold_leaves_the_rest_where_it_is(talk: Talk, in_flight: int) -> None:
+    r = talk(tiers=[HostTier(8 * (ONE + 8)), MemoryStore()], in_flight=in_flight)
     r.keep([1, 2, 3, 4])
     r.prefix.evict()
     r.keep(LONG)
