@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from ml.dtypes import STORAGE_DTYPES, DType
+from ml.errors import PluginError
 from ml.records import (
     CALLABLE,
     INTEGER,
@@ -46,9 +47,9 @@ class Availability:
 class Features:
     """What a backend offers: everything, unless declared absent.
 
-    ``dtypes`` lists the dtypes its tensors may have; ``absent`` names methods of Tensor, or
-    ``"compute"`` for all that are computation. A declared absence must raise NotSupportedError:
-    the conformance suite checks that it does.
+    ``dtypes`` lists the dtypes its tensors may have: F32, I32, I64 and BOOL, and any others. ``absent``
+    names methods of Tensor, or ``"compute"`` for all that are computation. A declared absence must raise
+    NotSupportedError: the conformance suite checks that it does.
     """
 
     dtypes: frozenset[DType] = STORAGE_DTYPES
@@ -57,6 +58,12 @@ class Features:
     def __post_init__(self) -> None:
         dtypes = members("a set of ml.DType", DType, frozenset)
         check(self, dtypes=dtypes, absent=members("a set of names", str, frozenset))
+        missing, strange = REQUIRED_DTYPES - self.dtypes, self.dtypes - STORAGE_DTYPES
+        if missing or strange:
+            raise PluginError(
+                f"Features: dtypes={_names(self.dtypes)}; "
+                + (f"no tensor has {_names(strange)}" if strange else f"{_names(missing)} must be among them")
+            )
 
     def has(self, operation: str) -> bool:
         """Whether the Tensor or Context method of that name is offered."""
@@ -65,6 +72,11 @@ class Features:
         return "compute" not in self.absent or operation not in COMPUTE_OPERATIONS
 
 
+def _names(dtypes: Container[DType]) -> str:
+    return ", ".join(dtype.name for dtype in DType if dtype in dtypes)
+
+
+REQUIRED_DTYPES: Final = frozenset({DType.F32, DType.I32, DType.I64, DType.BOOL})
 UNARY_OPERATIONS: Final = (
     "neg", "exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "abs", "round",
 )  # fmt: skip

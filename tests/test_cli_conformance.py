@@ -93,6 +93,14 @@ def test_the_same_as_json(ran: None) -> None:
     assert [row["reason"] for row in found["reasons"]] == ["declared absent: I8", "no means"]
 
 
+def test_a_run_in_which_nothing_passed_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    skipped = RUN._replace(results=RUN.results[1:3])
+    monkeypatch.setattr(conformance, "_run", lambda *_: skipped)
+    result = run("--backend", "numpy")
+    assert result.exit_code == 1
+    assert result.stderr == "No test passed: all of them were skipped, so numpy is not checked.\n"
+
+
 @pytest.mark.parametrize("width", [24, 60])
 def test_the_table_fits_the_terminal(width: int, ran: None, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
@@ -159,12 +167,21 @@ def test_a_run_stops_at_the_first_failure_and_goes_on_from_there(
 
 
 TABLE = """
+import numpy as np
 from ml.testing.harness import BackendCase, each
 
 class TestTable(BackendCase):
     @each(number={"one": 1, "two": 2, "four": 4})
     def test_odd(self, number):
         assert number % 2 == 1, f"{number} is even"
+
+    @each(number={"two": 2, "four": 4})
+    def test_nothing_is_one(self, number):
+        raise ValueError("it is\\nbroken")
+
+    @each(number={"one": [1], "two": [2], "four": [4]})
+    def test_arrays(self, number):
+        np.testing.assert_array_equal(number, [1])
 """
 
 
@@ -174,9 +191,15 @@ def test_of_a_table_the_cases_that_failed_are_named_and_the_reason_of_the_first(
     suites_of("suite_of_a_table", TABLE)
     with (tmp_path / "log").open("w") as log:
         run_suites("numpy", tmp_path / "kept", Selection(("suite_of_a_table",), isolated=True), log)
-    (result,) = load(tmp_path / "kept").results
-    assert result.cases == ["two", "four"]
-    assert result.reason == "2 of 3 cases failed: two; four (two: AssertionError: 2 is even)"
+    odd, nothing, arrays = load(tmp_path / "kept").results
+    assert odd.cases == ["two", "four"]
+    assert odd.reason == "2 of 3 cases failed: two; four (two: AssertionError: 2 is even)"
+    assert nothing.cases == ["two", "four"]
+    assert nothing.reason == "all 2 cases failed: ValueError: it is broken"
+    assert arrays.reason.startswith(
+        "2 of 3 cases failed: two; four (two: AssertionError: Arrays are not equal Mismatched elements: 1"
+    )
+    assert "four: " not in arrays.reason
 
 
 def test_the_command_says_what_was_not_run_and_goes_on(tmp_path: Path, ran: None) -> None:

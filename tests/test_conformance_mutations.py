@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import backends.numpy.backend
+from kvcache.testing import CacheTests
 from ml import Availability, BackendSpec, Features, hookimpl
 from ml.base import BaseTensor
 from ml.dtypes import DType
@@ -60,9 +61,12 @@ class Plugin:
     """What a third party's entry point would name."""
 
     def __init__(self, module: ModuleType, features: Features) -> None:
-        self.record = BackendSpec(
-            "mutant", -1, (), "", lambda: Availability(True), module.NumpyBackend, features
-        )
+        def opened(**options: Any) -> Any:
+            backend = module.NumpyBackend(**options)
+            backend._name = "mutant"
+            return backend
+
+        self.record = BackendSpec("mutant", -1, (), "", lambda: Availability(True), opened, features)
 
     @hookimpl
     def ml_backend(self) -> BackendSpec:
@@ -231,12 +235,29 @@ def test_an_absence_that_the_contract_does_not_know_fails(copy: ModuleType, run_
         RefusalTests().test_what_is_declared_absent_exists_in_the_contract(features)
 
 
-def test_a_backend_without_some_dtypes_that_says_so_passes(copy: ModuleType, run_suite: Any) -> None:
+SAMPLE = "fits_any or bound_of_the_format or random_traces or any_states or as_halves or exact_tokens"
+
+
+@pytest.mark.parametrize(("suite", "least"), [(BackendTests, 150), (CacheTests, 30)])
+def test_a_backend_without_some_dtypes_that_says_so_passes(
+    copy: ModuleType, run_suite: Any, suite: type[BackendCase], least: int
+) -> None:
+    """And nothing more is skipped than what needs them; of the caches' suite, a sample runs."""
     offered = frozenset({DType.F32, DType.I32, DType.I64, DType.BOOL})
     copy.NumpyBackend.features = Features(dtypes=offered)
-    reports = run_suite(copy, BackendTests, Features(dtypes=offered), stride=7)
+    sample = ["-k", SAMPLE] if suite is CacheTests else []
+    reports = run_suite(copy, suite, Features(dtypes=offered), *sample, stride=7)
     assert not reports.failed
+    assert reports.outcomes["passed"] > least
     assert run_suite(copy, RefusalTests).failed
+
+
+def test_a_backend_of_another_name_than_it_is_opened_by_fails(
+    copy: ModuleType, run_suite: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy.NumpyBackend, "name", "other")
+    (failed,) = run_suite(copy, RefusalTests, None, "-k", "has_the_name").failed
+    assert failed == "test_a_backend_has_the_name_that_it_is_opened_by"
 
 
 # The command line, and test files of other projects.

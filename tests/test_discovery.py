@@ -35,7 +35,7 @@ def well():
 def record(name, priority, probe=well, open=None):
     return BackendSpec(name, priority, (), f"pip install {name}", probe,
                        open or (lambda **options: Opened(name, **options)),
-                       Features(frozenset({DType.F32, DType.F16}), frozenset({"compute"})))
+                       Features({DType.F32, DType.I32, DType.I64, DType.BOOL}, frozenset({"compute"})))
 
 def fail(**options):
     raise RuntimeError("it went up in smoke")
@@ -207,7 +207,11 @@ def test_the_command_tells_all_of_it_as_json(tmp_path: Path) -> None:
     whole = rows["whole"]
     assert whole["capabilities"] == ["SupportsCacheConfig"]
     assert whole["memory"] == [{"device": "cpu", "allocated": 0, "free": None, "total": None}]
-    assert (whole["dtypes"], whole["absent"], whole["error"]) == (["F32", "F16"], ["compute"], "")
+    assert (whole["dtypes"], whole["absent"], whole["error"]) == (
+        ["F32", "I32", "I64", "BOOL"],
+        ["compute"],
+        "",
+    )
     assert "it went up in smoke" in rows["open"]["error"]
     assert rows["open"]["memory"] == rows["missing"]["dtypes"] == []
     assert rows["missing"]["available"] is False

@@ -386,6 +386,19 @@ def test_a_page_that_was_written_when_formats_had_no_pairs_is_read(numpy: ml.Bac
     assert (written["dtype"], [len(parts) for _, _, parts in written["layers"]]) == ("Q8_0", [4])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [("Q8_0", CausalCache), (("F32", "F16"), CausalCache), ("F8_E4M3", kvcache.EncoderCache)],
+)
+def test_what_a_backend_declares_absent_is_refused_by_init(
+    monkeypatch: pytest.MonkeyPatch, numpy: ml.Backend, dtype: Any, cache: Any
+) -> None:
+    monkeypatch.setattr(type(numpy), "features", ml.Features(ml.STORAGE_DTYPES - {DType.F16}), raising=False)
+    with pytest.raises(kvcache.NotSupportedError, match="stored in F16, which backend 'numpy' does not have"):
+        cache().init(numpy, dtype, 1, 8, 8)
+    cache().init(numpy, "F32", 1, 8, 8)
+
+
 def test_what_was_encoded_elsewhere_is_stored_as_it_is(numpy: ml.Backend) -> None:
     cache, stored = CausalCache(), CacheFormat.of("Q8_0/AFFINE4_32")
     cache.init(numpy, "Q8_0/AFFINE4_32", 1, 8, 8)

@@ -23,6 +23,7 @@ import ml.probing
 from kvcache.stores import StoreSpec, StoreUnavailableError
 from kvcache.stores.plugins import StoreRegistry
 from ml import Availability, BackendSpec, DeviceInfo, Features
+from ml.backend_spec import REQUIRED_DTYPES
 from ml.base import BaseBackend, BaseContext
 from ml.plugins import ENTRY_POINT_GROUP, ENVIRONMENT_VARIABLE, Registry, registry
 
@@ -273,7 +274,19 @@ def test_a_field_of_another_type_is_refused_by_its_name(record: Any, wrong: dict
 def test_lists_and_sets_become_what_a_record_keeps() -> None:
     assert Availability(True, devices=["cpu"]).devices == ("cpu",)  # type: ignore[arg-type]
     assert Features(absent={"gelu"}).absent == frozenset({"gelu"})  # type: ignore[arg-type]
-    assert Features(dtypes=[ml.DType.F32]).dtypes == {ml.DType.F32}  # type: ignore[arg-type]
+    assert Features(dtypes=list(REQUIRED_DTYPES)).dtypes == REQUIRED_DTYPES  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "told"),
+    [
+        (REQUIRED_DTYPES - {ml.DType.I64, ml.DType.BOOL}, "F32, I32; I64, BOOL must be among them"),
+        (REQUIRED_DTYPES | {ml.DType.Q8_0}, "F32, I32, I64, BOOL, Q8_0; no tensor has Q8_0"),
+    ],
+)
+def test_features_without_what_every_backend_has_are_refused(dtypes: Any, told: str) -> None:
+    with pytest.raises(ml.PluginError, match=f"^Features: dtypes={told}$"):
+        Features(dtypes)
 
 
 ANYTHING = st.one_of(

@@ -6,7 +6,14 @@ from typing import Any, Generic, TypeVar
 
 import ml
 from kvcache.attention.batch import check_sequence
-from kvcache.cache import CacheDType, ClosedError, InvalidRangeError, OrderError, check_whole
+from kvcache.cache import (
+    CacheDType,
+    ClosedError,
+    InvalidRangeError,
+    NotSupportedError,
+    OrderError,
+    check_whole,
+)
 from kvcache.snapshots.snapshot import check_kind
 from kvcache.storage.formats import CacheFormat
 
@@ -112,6 +119,18 @@ class BoundCache(Generic[P]):
         for name, value in sizes.items():
             check_whole("init", name, value, least=1)
         return stored
+
+    @staticmethod
+    def _check_stored(backend: ml.Backend, stored: CacheFormat) -> None:
+        """Refuse what the backend says that it has no dtypes for; one that does not say refuses it in put."""
+        features = getattr(backend, "features", None)
+        lacking = stored.dtypes - features.dtypes if isinstance(features, ml.Features) else ()
+        if lacking:
+            names = " and ".join(sorted(dtype.name for dtype in lacking))
+            raise NotSupportedError(
+                f"init: dtype={stored.name} is stored in {names}, which backend {backend.name!r} does not "
+                "have; F32 can be stored on every backend"
+            )
 
     @property
     def config(self) -> ml.CacheConfig:

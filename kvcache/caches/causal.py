@@ -101,6 +101,7 @@ class CausalCache(
         """
         sizes = {"max_sequences": max_sequences, "capacity": capacity, "max_batch": max_batch}
         self._dtype = self._check_init(backend, dtype, **sizes)
+        self._check_stored(backend, self._dtype)
         self._max_sequences, self._capacity, self._max_batch = max_sequences, capacity, max_batch
         self._backend = backend
         try:

@@ -109,6 +109,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         # An encoder's output is read whole at every step: formats would unpack it each time.
         self._stored = ml.DType.F16 if found.plain is None else found.plain
         self._dtype = CacheFormat.of(self._stored)
+        self._check_stored(backend, self._dtype)
         self._max_sequences = max_sequences
         self._backend = backend
         self._closed = False

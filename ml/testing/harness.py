@@ -60,6 +60,9 @@ def each(**choices: Iterable[Any]) -> Callable[[_Test], _Test]:
                     failed[name] = f"{type(error).__name__}: {error}".strip()
             if failed:
                 self._node.user_properties += [("ml_case", name) for name in failed]
+                reasons = {*failed.values()}
+                if not ran and len(reasons) == 1 < len(failed):
+                    raise CasesFailedError(f"all {len(failed)} cases failed: {reasons.pop()}") from first
                 lines = [f"    {name}: {reason}" for name, reason in failed.items()]
                 few = "; ".join([*failed][:NAMED]) + ("; ..." if len(failed) > NAMED else "")
                 counts = f"{len(failed)} of {ran + len(failed)} cases failed: {few}"

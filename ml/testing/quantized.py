@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ml.backend_spec import Features
 from ml.capabilities import KVStore, SupportsQuantizedAttention, SupportsQuantizedStore
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
 from ml.ragged import RaggedPlan
-from ml.testing.harness import BackendCase, each
+from ml.testing.harness import BackendCase, each, needs
 from ml.testing.ragged import ragged_reference, random_plan
 from ml.testing.samples import FLOATS, exact, normal
 
@@ -21,6 +20,7 @@ Arrays = tuple[np.ndarray, np.ndarray]
 BLOCK = 32
 FORMATS = ("Q8_0", "Q4_0")
 ORDERS = {"head major": (1, 0, 2), "token major": (0, 1, 2)}
+_stores_codes = needs(DType.I8, DType.U8, DType.F16)
 TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
 
 
@@ -66,12 +66,7 @@ def laid_out(ctx: Context, parts: Arrays, order: tuple[int, ...], room: int = 3)
 class QuantizedTests(BackendCase):
     """What SupportsQuantizedAttention and SupportsQuantizedStore promise, where a backend offers them."""
 
-    @pytest.fixture(autouse=True)
-    def _stored(self, declared: Features) -> None:
-        for dtype in (DType.I8, DType.U8, DType.F16):
-            if dtype not in declared.dtypes:
-                pytest.skip(f"declared absent: {dtype.name}, which codes and scales have")
-
+    @_stores_codes
     @each(
         formats=[("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q8_0", "Q4_0"), ("Q4_0", "Q8_0")],
         order=ORDERS,
@@ -96,6 +91,7 @@ class QuantizedTests(BackendCase):
         sinks = normal((heads[0],), DType.F32, 52, spread=1) if heads[0] != heads[1] else None
         self._check(backend, ctx, query, key, value, formats, order, plan, sinks)
 
+    @_stores_codes
     @each(dtype=FLOATS, name=FORMATS)
     def test_queries_may_have_any_float_dtype_over_codes(
         self, backend: Backend, ctx: Context, dtype: DType, name: str
@@ -106,6 +102,7 @@ class QuantizedTests(BackendCase):
         plan = random_plan(9, 5, 80)
         self._check(backend, ctx, query, key, value, (name, name), (1, 0, 2), plan, sinks)
 
+    @_stores_codes
     @each(name=FORMATS)
     def test_codes_that_a_neighbour_sees_reach_no_other_query(
         self, backend: Backend, ctx: Context, name: str
@@ -123,6 +120,7 @@ class QuantizedTests(BackendCase):
         np.testing.assert_allclose(out[:3], right[:3], rtol=0, atol=2e-5)
         assert np.isnan(out[3]).all()
 
+    @_stores_codes
     @each(name=FORMATS)
     def test_codes_are_read_with_the_scales_that_are_given_with_them(
         self, backend: Backend, ctx: Context, name: str
@@ -171,6 +169,7 @@ class QuantizedTests(BackendCase):
 
     # Writing.
 
+    @_stores_codes
     @each(
         order=ORDERS,
         formats=[("Q8_0", "Q4_0"), ("Q4_0", "Q8_0"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0")],
@@ -196,6 +195,7 @@ class QuantizedTests(BackendCase):
                 np.testing.assert_array_equal(tensor.to_numpy(), old)
         assert store.read(ctx, start, count) is None
 
+    @_stores_codes
     @each(
         case={
             "rows beyond the end": (11, 2, (2, 2, 64), (2, 2, 96), DType.F32),

@@ -19,6 +19,8 @@ from typing import IO, Any, NamedTuple
 import pytest
 
 SUITES = ("ml.testing", "kvcache.testing")
+LONGEST = 300
+"""Characters of a reason."""
 NO_TESTS = 5
 """What pytest exits with when nothing was selected."""
 _POLL_S = 0.1
@@ -135,7 +137,7 @@ class _Collector:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             cases = [str(value) for name, value in report.user_properties if name == "ml_case"]
-            self.outcomes[report.nodeid] = cases, "FAIL", _failed(report)
+            self.outcomes[report.nodeid] = cases, "FAIL", _failed(report, cases)
         elif report.skipped:
             self.outcomes[report.nodeid] = [], *_skipped(report)
         elif report.when == "call":
@@ -152,14 +154,20 @@ class _Collector:
             file.write(json.dumps(line) + "\n")
 
 
-def _failed(report: pytest.TestReport) -> str:
-    """The first line of what was raised; of a table, the first of its cases too."""
+def _failed(report: pytest.TestReport, cases: Sequence[str]) -> str:
+    """What was raised, in one line; of a table, which cases failed and what the first of them raised."""
     crash = getattr(report.longrepr, "reprcrash", None)
-    lines = str(crash.message if crash is not None else report.longrepr).splitlines()
-    if not lines:
-        return report.when
-    cases = lines[0].removeprefix("ml.testing.harness.CasesFailedError: ")
-    return lines[0] if cases == lines[0] else f"{cases} ({lines[1].strip()})"
+    text = str(crash.message if crash is not None else report.longrepr)
+    counts, _, said = text.removeprefix("ml.testing.harness.CasesFailedError: ").partition("\n")
+    if not cases or not said.startswith(f"    {cases[0]}: "):
+        return _line(f"{counts} {said}") or str(report.when)
+    first = said.partition(f"\n    {cases[1]}: ")[0] if len(cases) > 1 else said
+    return f"{counts} ({_line(first)})"
+
+
+def _line(text: str) -> str:
+    """NumPy's messages begin with an empty line, and show arrays."""
+    return " ".join(text.split())[:LONGEST]
 
 
 def _skipped(report: pytest.TestReport) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import ml
@@ -83,6 +84,15 @@ class CacheFormat:
         """The dtype of numbers, where K and V are plain and of one."""
         key = self.key
         return key.dtype if isinstance(key, Plain) and key == self.value else None
+
+    @property
+    def dtypes(self) -> frozenset[ml.DType]:
+        """Those of the parts of what is put as F32, as far as they are known before there are heads."""
+        found: set[ml.DType] = set()
+        for one in (self.key, self.value):
+            with contextlib.suppress(InvalidRangeError):  # a format of other blocks
+                found.update(dtype for _, dtype in one.parts(256, ml.DType.F32))
+        return frozenset(found)
 
     def check(self, key_dim: int, value_dim: int | None, activations: ml.DType) -> None:
         """Raise InvalidRangeError for head sizes that the formats cannot take; None: K has the values."""

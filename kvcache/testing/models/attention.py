@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import kvcache
 import ml
 from kvcache.storage.formats import CacheFormat
+from kvcache.testing.models.declared import skip_undeclared
 from kvcache.testing.models.values import Encoding, encoding, shift_extras
 from ml import DType
 
@@ -46,6 +47,7 @@ class Setup:
 
     def make(self, backend: ml.Backend) -> kvcache.CausalCache:
         """A cache like that, bound to ``backend``."""
+        skip_undeclared(backend, self.dtype)
         cache = self.unbound()
         cache.set_config(self.config)
         cache.init(backend, self.dtype, self.max_sequences, self.capacity, self.max_batch)

@@ -15,6 +15,7 @@ import numpy as np
 import kvcache
 import ml
 from kvcache.testing.models import values
+from kvcache.testing.models.declared import skip_undeclared
 from ml import DType
 
 CONV, DELTA = (2, 3), (2, 2, 2)
@@ -46,6 +47,7 @@ class StateSetup:
     delivers: bool = False
 
     def make(self, backend: ml.Backend) -> kvcache.RecurrentCache:
+        skip_undeclared(backend, self.dtype, *(dtype for _, dtype in self.layout.values() if dtype.is_float))
         shift = values.shift_positions if self.can_shift else None
         two = self.states == "two"
         cache = kvcache.RecurrentCache(

@@ -17,6 +17,7 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.storage.formats import CacheFormat
+from kvcache.testing.models.declared import skip_undeclared
 from kvcache.testing.rigs.attention import mask_of, outcome, reference_attention
 from ml import DType
 
@@ -58,6 +59,7 @@ class ResidualRig:
         sequences: int = 3, capacity: int = 40, max_batch: int = 8, oracle: ml.Context | None = None,
     ) -> None:  # fmt: skip
         """``oracle`` makes what is expected, where ``ctx`` may fail."""
+        skip_undeclared(backend, window)
         self.oracle = oracle or ctx
         self.ctx, self.window, self.config = ctx, window, config or ml.CacheConfig()
         self.format, self.activations = CacheFormat.of(window), activations

@@ -11,6 +11,7 @@ import ml
 from kvcache import Batch
 from kvcache.testing.harness import CacheCase, attends
 from kvcache.testing.models import values
+from kvcache.testing.models.declared import skip_undeclared
 from kvcache.testing.rigs.encoder import EncoderRig, Output
 from ml import DType
 
@@ -78,11 +79,8 @@ class EncoderTests(CacheCase):
             rig.look(computes=False)
 
     @pytest.mark.parametrize("dtype", ["Q8_0", "F8_E4M3", "F32/Q4_0"])
-    def test_formats_are_kept_as_halves(
-        self, backend: ml.Backend, ctx: ml.Context, declared: ml.Features, dtype: str
-    ) -> None:
-        if DType.F16 not in declared.dtypes:
-            pytest.skip("declared absent: F16")
+    def test_formats_are_kept_as_halves(self, backend: ml.Backend, ctx: ml.Context, dtype: str) -> None:
+        skip_undeclared(backend, DType.F16)
         cache = kvcache.EncoderCache()
         cache.init(backend, dtype, 1, 8, 8)
         cache.start_forward(ctx, Batch([0], [0]))

@@ -13,6 +13,7 @@ from kvcache import Batch
 from kvcache.storage.formats import CacheFormat, open_format
 from kvcache.testing.harness import KINDS, CacheCase
 from kvcache.testing.models.attention import Setup
+from kvcache.testing.models.declared import skip_undeclared
 from kvcache.testing.rigs.attention import mask_of, reference_attention
 from kvcache.testing.rigs.protocol import only_protocol
 from ml import DType, Layout
@@ -49,9 +50,6 @@ class QuantizedTests(CacheCase):
             pytest.skip("declared absent: compute")
 
         def make(name: str, config: ml.CacheConfig | None = None) -> kvcache.CausalCache:
-            for one in name.split("/"):
-                if one in DType.__members__ and DType[one].is_float and DType[one] not in declared.dtypes:
-                    pytest.skip(f"declared absent: {one}")
             return Setup(dtype=name, config=config or ml.CacheConfig()).make(backend)
 
         return make
@@ -100,6 +98,7 @@ class QuantizedTests(CacheCase):
         """On a device MLX's kernels may round the codes of groups another way: within a step there."""
         if not declared.has("matmul") or not isinstance(backend, ml.SupportsBlockFormats):
             pytest.skip("it has no way of its own")
+        skip_undeclared(backend, name)
         stored, rng = open_format(name), np.random.default_rng(8)
         x = rng.normal(size=(30, HEADS, KEY_DIM)).astype(np.float32) * 4.0 ** rng.integers(-3, 4, (30, 1, 1))
         x[0], x[1], x[2] = 0, np.abs(x[1]), -np.abs(x[2])
@@ -152,6 +151,7 @@ class QuantizedTests(CacheCase):
     def test_a_head_that_does_not_divide_into_blocks_is_refused_before_anything_is_allocated(
         self, backend: ml.Backend, ctx: ml.Context, name: str, reserve: bool
     ) -> None:
+        skip_undeclared(backend, name)
         stored = CacheFormat.of(name)
         for kind in KINDS.values():
             cache = kind.unbound()

@@ -12,6 +12,7 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.testing.harness import CacheCase
+from kvcache.testing.models.declared import skip_undeclared
 from kvcache.testing.models.states import CONV, DELTA, StateSetup
 from kvcache.testing.rigs.protocol import Plan, only_protocol
 from kvcache.testing.rigs.states import StateRig
@@ -46,6 +47,7 @@ class RecurrentTests(CacheCase):
             (DType.Q4_0, DType.F16, DType.F16),
             ((DType.F16, DType.Q4_0), None, DType.F32),
         ):
+            skip_undeclared(backend, dtype, expected)
             cache = kvcache.RecurrentCache(CONV, DELTA, conv_dtype=given)
             cache.init(backend, dtype, 2, 8, 8)
             cache.start_forward(ctx, Batch([0, 0], [1, 0]))

@@ -12,6 +12,7 @@ import kvcache
 import ml
 from kvcache import Batch, ResidualWindow
 from kvcache.testing.harness import CacheCase
+from kvcache.testing.models.declared import skip_undeclared
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
 from kvcache.testing.rigs.residual import DIM, KV_HEADS, V_DIM, ResidualRig
 from ml import DType, Layout
@@ -162,6 +163,7 @@ class ResidualTests(CacheCase):
             sizes = []
             for dtype in (ResidualWindow("Q4_0", 4, 2), "Q4_0"):
                 cache = kvcache.CausalCache()
+                skip_undeclared(backend, dtype)
                 cache.init(backend, dtype, sequences, capacity, 8)
                 with backend.new_context() as ctx:
                     cache.start_forward(ctx, Batch([0], [0]), reserve=True)
@@ -214,6 +216,7 @@ class ResidualTests(CacheCase):
     def test_a_window_stands_beside_codes_and_not_beside_fixed_shapes(
         self, residual: MakeRig, backend: ml.Backend
     ) -> None:
+        skip_undeclared(backend, "Q4_0")
         for dtype in ("F16", DType.F32, ("F32", "F32"), ResidualWindow("Q4_0", 1)):
             with pytest.raises(ml.DTypeError, match="residual window needs quantized storage"):
                 kvcache.CausalCache().init(backend, ResidualWindow(dtype), 1, 8, 8)  # type: ignore[arg-type]
