@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import Batch, HostTier
+from kvcache import Batch, CausalCache, HostTier
 from kvcache.runner.device_map import open_on_devices, parse_devices
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.generate import Generator
@@ -120,6 +120,25 @@ def test_every_kind_of_cache_says_the_same_on_devices_that_refuse_each_others_te
             rows = allocated(backend)
     assert said[0] == said[1]
     assert len(rows) == 2
+
+
+@pytest.mark.parametrize("context", [0, 8])
+def test_passes_of_fixed_shapes_read_each_layer_on_its_device(context: int) -> None:
+    said = []
+    for count in (1, 2):
+        with open_double(count, 2) as backend, backend.new_context() as ctx:
+            cache, rng = CausalCache(), np.random.default_rng(0)
+            cache.set_config(ml.CacheConfig(fixed_shapes=True, fixed_context=context))
+            cache.init(backend, ml.DType.F32, 1, 16, 4)
+            for begin in (0, 4):
+                cache.start_forward(ctx, Batch(range(begin, begin + 4), [0] * 4))
+                for layer in range(2):
+                    place = ctx.layer(layer)
+                    new = [place.from_numpy(rng.random((4, 2, 8), np.float32)) for _ in range(3)]
+                    cache.set_layer(layer)
+                    cache.put(ctx, *new[:2])
+                    said.append(cache.attend(ctx, new[2], 0.3).to_numpy().round(5).tolist())
+    assert said[:4] == said[4:]
 
 
 def test_an_encoders_output_lies_with_the_layer_that_reads_it() -> None:

@@ -200,17 +200,19 @@ class ResidualTests(CacheCase):
         assert sorted(r.rows[0]) == [0, 1, 2, 3]
         r.read([(3, 0), (3, 1)])
 
-    def test_parts_that_are_put_are_read_as_what_they_say(self, residual: MakeRig) -> None:
+    @pytest.mark.parametrize("held", [0, 6])
+    def test_parts_that_are_put_are_read_as_what_they_say(self, residual: MakeRig, held: int) -> None:
         r = residual(ResidualWindow("Q4_0", 4))
-        r.extend(6)
-        new = r.start([(6, 0), (0, 1)])
+        if held:
+            r.extend(held)
+        new = r.start([(held, 0), (0, 1)])
         assert new is not None
         for token in new:
             token.exact = False
         key, value = (r.ctx.from_numpy(np.stack([t.put[part] for t in new])) for part in (0, 1))
         parts = *r.format.key.encode(r.ctx, key), *r.format.value.encode(r.ctx, value)
         r.cache.put_stored(r.ctx, parts, DType.F32)
-        r.check([(6, 0), (0, 1)])
+        r.check([(held, 0), (0, 1)])
         r.extend(1, 1)
 
     def test_a_window_stands_beside_codes_and_not_beside_fixed_shapes(
