@@ -62,10 +62,6 @@ class EvictionQueue(Generic[N]):
     def excess(self) -> int:
         return 0 if self.budget is None else max(0, self.nbytes - self.budget)
 
-    def is_full(self, nbytes: int) -> bool:
-        """Whether so many bytes more would be too many."""
-        return self.budget is not None and self.nbytes + nbytes > self.budget
-
     def first(self) -> N | None:
         """The entry that goes first; it stays counted."""
         return next(self.in_order(), None)

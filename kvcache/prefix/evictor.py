@@ -9,6 +9,7 @@ from kvcache.cache import SequenceLostError
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retainer import Retainer
+from kvcache.prefix.retention import DEFAULT_PRIORITY
 from kvcache.prefix.tree_entry import TreeEntry, tenant_of
 
 __all__ = ["Evictor"]
@@ -39,10 +40,10 @@ class Evictor:
         self.retainer.expire()
         while (over := self._tree.device.over()) is not None:
             self._tree.over_budget += 1
-            if self._absorbed(tenant_of(over[0])) is None:
+            if self._absorbed(over[0], tenant_of(over[0])) is None:
                 self._tree.offload(self._end_of(over[0], _tokens(*over)), ages=False)
         while (excess := self._tree.device.excess) and (node := self._tree.device.first()) is not None:
-            if self._absorbed() is None:
+            if self._absorbed(node) is None:
                 self._tree.offload(self._end_of(node, _tokens(node, excess)))
         self._tree.shrink_host()
         self._tree.tell()
@@ -53,7 +54,7 @@ class Evictor:
         device, count = self._tree.device, 0
         goal = 0 if nbytes is None else max(0, device.nbytes - nbytes)
         while (device.nbytes > goal or nbytes is None) and (node := device.first()) is not None:
-            if not goal or self._absorbed() is None:
+            if not goal or self._absorbed(node) is None:
                 excess = device.nbytes - goal
                 self._tree.offload(node if not goal else self._end_of(node, _tokens(node, excess)))
             count += 1
@@ -61,11 +62,17 @@ class Evictor:
             self._tree.worker.drain()
         return count
 
-    def relieve(self, missing: int) -> bool:
-        """The cache needs cells: offload what was least recently used of all that would free some."""
+    def relieve(self, missing: int, windows: bool = True) -> bool:
+        """The cache needs cells: offload what was least recently used of all that would free some.
+
+        ``windows``: those of a window, which snapshots inside conversations hold too.
+        """
         self._tree.usage.tick()
         self.retainer.expire()
-        while (held_cells := self._absorbed()) is not None:
+        while windows and (first := self._tree.device.first()) is not None:
+            held_cells = self._absorbed(first)
+            if held_cells is None:
+                break
             if held_cells:
                 return True
         while (node := self._next_freeing()) is not None:
@@ -80,17 +87,21 @@ class Evictor:
             self._tree.offload(shared)
         return shared is not None
 
-    def _absorbed(self, tenant: str | None = None) -> bool | None:
+    def _absorbed(self, first: Node[TreeEntry], tenant: str | None = None) -> bool | None:
         """Let the next interior snapshot go, of a tenant or of all: whether it held cells.
 
-        None: there is none, or the next tier has room for what goes first.
+        None: there is none, the next tier has room for ``first``, which goes first, or its priority is low.
         """
         tree = self._tree
-        node = None if tree.store is not None else tree.interior.first(tenant)
-        if node is None or (tree.host is not None and not tree.host.is_full(_nbytes(tree.device.first()))):
+        room = tree.host is not None and not tree.host.is_full(_nbytes(first), first)
+        if tree.store is not None or room or (first.data and first.data.rank < DEFAULT_PRIORITY):
             return None
-        held_cells = _holds_cells(node)
-        return held_cells if tree.absorb(node) else None
+        while (node := tree.interior.first(tenant)) is not None:
+            held_cells = _holds_cells(node)
+            if tree.absorb(node):
+                return held_cells
+            tree.interior.forget(node)
+        return None
 
     def _next_freeing(self) -> Node[TreeEntry] | None:
         """The least recently used snapshot that alone holds a cell.
@@ -139,7 +150,7 @@ def _tokens(node: Node[TreeEntry], nbytes: int) -> int:
     return -(-nbytes * (node.end - node.begin) // max(1, _nbytes(node)))
 
 
-def _nbytes(node: Node[TreeEntry] | None) -> int:
+def _nbytes(node: Node[TreeEntry]) -> int:
     """Of what it has on the device."""
-    held = None if node is None else node.data
+    held = node.data
     return 0 if held is None or held.snapshot is None else held.snapshot.nbytes

@@ -9,59 +9,89 @@ that part in between::
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
+from collections.abc import Iterable, Iterator
 
 from kvcache.prefix.radix_tree import Node
-from kvcache.prefix.retention import DEFAULT_PRIORITY
+from kvcache.prefix.retention import DEFAULT, DEFAULT_PRIORITY
 from kvcache.prefix.tree_entry import TreeEntry, tenant_of
 
 __all__ = ["InteriorSnapshots"]
+
+Heap = list[tuple[int, int, Node[TreeEntry]]]
 
 
 class InteriorSnapshots:
     """The nodes of a tree whose snapshots on the device lie inside conversations.
 
     In the order of how many tokens lie between their neighbours, the fewest first: so that those that are
-    left lie at even distances, and what is joined is joined in few steps.
+    left lie at even distances, and what is joined is joined in few steps. ``useful``: somebody asks for them.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Node[TreeEntry]]] = []
+    def __init__(self, useful: bool) -> None:
+        self._useful = useful
+        self._heap: Heap = []
+        self._of: dict[str, Heap] = {}
+        """By tenant."""
         self._spans: dict[Node[TreeEntry], int] = {}
-        """What each node in the heap counts for; what else the heap has of it is out of date."""
+        """What each node in the heaps counts for; what else they have of it is out of date."""
         self._count = itertools.count()
+        self._pushed, self._most = 0, 64
 
     def note(self, node: Node[TreeEntry]) -> None:
-        """A node has content now: that may make one of the two before it interior."""
+        """A node changed: that may make it, or one of the two before it, interior."""
         one: Node[TreeEntry] | None = node
-        for _ in range(3):
+        for _ in range(3 if self._useful else 0):
             if one is None:
-                return
+                break
             span = _span(one)
             if span is not None and self._spans.get(one) != span:
-                self._spans[one] = span
-                heapq.heappush(self._heap, (span, next(self._count), one))
+                self._push(one, span)
             one = one.parent
-        if len(self._heap) > 64 + 2 * len(self._spans):
-            self._spans = {one: span for one in self._spans if (span := _span(one)) is not None}
-            self._heap = [(span, next(self._count), one) for one, span in self._spans.items()]
-            heapq.heapify(self._heap)
+        if self._pushed > self._most:  # some of them are gone by now
+            known, self._heap, self._of, self._spans, self._pushed = [*self._spans], [], {}, {}, 0
+            for one in known:
+                if (span := _span(one)) is not None:
+                    self._push(one, span)
+            self._most = max(64, 2 * self._pushed)
+
+    def _push(self, node: Node[TreeEntry], span: int) -> None:
+        self._spans[node] = span
+        self._pushed += 1
+        for heap in (self._heap, self._of.setdefault(tenant_of(node), [])):
+            heapq.heappush(heap, (span, next(self._count), node))
 
     def first(self, tenant: str | None = None) -> Node[TreeEntry] | None:
         """The one that goes first, of a tenant or of all; None: there is none."""
-        if tenant is not None:
-            own = [one for one in self._spans if tenant_of(one) == tenant and _span(one) is not None]
-            return min(own, key=self._spans.__getitem__, default=None)
-        while self._heap:
-            span, _, node = self._heap[0]
+        heap = self._heap if tenant is None else self._of.get(tenant, [])
+        while heap:
+            span, _, node = heap[0]
             if self._spans.get(node) == span == _span(node):
                 return node
-            heapq.heappop(self._heap)
+            heapq.heappop(heap)
             if self._spans.get(node) == span:
-                del self._spans[node]
+                self.forget(node)
                 self.note(node)
         return None
+
+    def forget(self, node: Node[TreeEntry]) -> None:
+        """Let it not be the first before it changes."""
+        self._spans.pop(node, None)
+
+    @contextlib.contextmanager
+    def in_use(self, nodes: Iterable[Node[TreeEntry]]) -> Iterator[None]:
+        """None of these goes meanwhile."""
+        entries = [(node, node.data) for node in nodes if node.data is not None]
+        for _, held in entries:
+            held.users += 1
+        try:
+            yield
+        finally:
+            for node, held in entries:
+                held.users -= 1
+                self.note(node)
 
 
 def _span(node: Node[TreeEntry]) -> int | None:
@@ -71,7 +101,8 @@ def _span(node: Node[TreeEntry]) -> int | None:
         return None
     (child,) = node.children.values()
     below = child.data
-    if below is None or not child.children or held.pins or held.grants or held.rank != DEFAULT_PRIORITY:
+    asked_for = held.pins or held.users or held.grants not in ((), DEFAULT) or held.rank != DEFAULT_PRIORITY
+    if below is None or not child.children or asked_for:
         return None
     on_device = held.snapshot is not None and below.snapshot is not None
     elsewhere = held.host or held.leaving or below.host or below.leaving

@@ -84,8 +84,9 @@ class PrefixMatcher:
                     with self.matching:
                         stored, self.spared = self._lookup.longest(ids, reached, reach)
             else:
-                if self.from_source(seq, ids, source):
-                    return source.length
+                with self._tree.interior.in_use(source.nodes):
+                    if self.from_source(seq, ids, source):
+                        return source.length
 
     def prefetch(self, ids: np.ndarray) -> Prefetch | None:
         """Read ahead what ``fill`` would have to ask stores for."""

@@ -58,6 +58,7 @@ class OpenSessions:
         self.free.remove(seq)
         session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
         session.spared, session.lookup = self.matcher.spared, lookup
+        self._follow(session)
         self._stats.add(int(ids.size), {**origins, "spared": session.spared})
         return session
 
@@ -111,6 +112,15 @@ class OpenSessions:
             session.kept = pieces[-1].end
             with self._evictor.within_budgets():
                 self._insert(session, ids[: pieces[-1].end], pieces)
+                self._follow(session)
+
+    def _follow(self, session: Session) -> None:
+        """What the next snapshot of a session follows stays where it is, as long as the session does."""
+        session.following.close()
+        if session.kept and not self._tree.divisible:
+            nodes = self._tree.radix_tree.match(session.encoded()[: session.kept]).nodes
+            if nodes and nodes[-1].end == session.kept:
+                session.following.enter_context(self._tree.interior.in_use(nodes[-1:]))
 
     def _insert(self, session: Session, ids: np.ndarray, pieces: Sequence[Snapshot]) -> None:
         """Keep what a session holds of ``ids``, for as long as it asks for."""
@@ -144,6 +154,7 @@ class OpenSessions:
             except SequenceLostError:
                 pass  # there is nothing to keep
             finally:
+                session.following.close()
                 del self.sessions[seq]
                 self.free.append(seq)  # emptied now, or when it is used next
                 self._cache.cancel_snapshots(seq)
@@ -168,6 +179,7 @@ class OpenSessions:
                     self._cache.remove(seq, 0)
                     raise
                 session.kept = reached
+                self._follow(session)
                 self.rolled_back(seq)
                 return reached
         self._cache.remove(seq, point)

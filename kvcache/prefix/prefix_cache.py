@@ -16,6 +16,7 @@ session has::
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -151,6 +152,10 @@ class PrefixCache(Closing):
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
         cache.on_pressure = self.evictor.relieve
+        for part in unwrapped(cache):
+            cells = getattr(part, "attention", part)
+            if hasattr(cells, "on_pressure") and cells.snapshot(0, 0, 0).divisible:
+                cells.on_pressure = functools.partial(self.evictor.relieve, windows=False)
         _OWNERS.update(dict.fromkeys(unwrapped(cache), weakref.ref(self._open)))
 
     def __repr__(self) -> str:

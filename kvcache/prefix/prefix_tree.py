@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-import ml
-from kvcache.cache import InvalidRangeError, OrderError, SequenceLostError, SnapshotCache
+from kvcache.cache import InvalidRangeError, SequenceLostError, SnapshotCache
 from kvcache.offload.direct_load import restore_serialized
 from kvcache.offload.eviction import Priority
 from kvcache.offload.tiers import HostTier, StoreTier
@@ -82,7 +81,7 @@ class PrefixTree:
         )
         self.usage = Usage(policy, self.device, self.host, store is not None)
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
-        self.interior = InteriorSnapshots()
+        self.interior = InteriorSnapshots(not self.divisible and store is None)
         self.writer = None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible)
         self._backend = cache.backend
         self._round = 0
@@ -292,8 +291,7 @@ class PrefixTree:
         assert node.data is not None
         node.data.snapshot, node.data.nbytes = snapshot, snapshot.nbytes
         self.device.add(node, snapshot.nbytes)
-        if not self.divisible:
-            self.interior.note(node)
+        self.interior.note(node)
         self._changed(node)
 
     def _off_device(self, node: Node[TreeEntry]) -> None:
@@ -332,6 +330,7 @@ class PrefixTree:
             assert node.data is not None
             node.data.pins = max(0, node.data.pins + change)
             self.usage.reorder(node)
+            self.interior.note(node)
         return nodes[-1].end if nodes else 0
 
     # From tier to tier.
@@ -373,7 +372,7 @@ class PrefixTree:
         if below.begin > held.begin:
             try:
                 joined = self.cache.join([held.snapshot, below.snapshot])
-            except (SequenceLostError, OrderError, ml.DeviceError):
+            except Exception:  # no memory for it, or lost with its device: it goes in its turn
                 return False
         else:
             held.snapshot.drop()
@@ -401,6 +400,8 @@ class PrefixTree:
             if self.host is not None and self.host.fits(held.leaving.serialized_nbytes, node):
                 # Counted at once: what goes first then depends on no thread.
                 self.host.add(node, held.leaving.serialized_nbytes)
+            elif self.store is None:
+                held.leaving = None  # nobody has room for it; that it is still found depends on no thread
 
     def _write(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         """Have a serialized snapshot written that host memory has no place for, unless the stores have it."""
@@ -458,6 +459,7 @@ class PrefixTree:
         self.host.discard(node)
         held.serialized = None
         self._changed(node)
+        self.interior.note(node)
         self._prune(node)
 
     def drop(self, node: Node[TreeEntry]) -> None:
@@ -475,6 +477,7 @@ class PrefixTree:
         while node is not None and node.parent is not None:
             if node.data is not None:
                 if node.data.present:
+                    self.interior.note(node)
                     return
                 self.evicted += not node.data.stored
                 node.data = None
@@ -498,6 +501,7 @@ class PrefixTree:
                 self.host.discard(node)
             node.data = None
         self.radix_tree = RadixTree()
+        self.interior = InteriorSnapshots(not self.divisible and self.store is None)
         if self._events is not None and self.store is None:
             self._events.cleared()
         self.tell()

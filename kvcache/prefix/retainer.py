@@ -89,6 +89,7 @@ class Retainer:
         node.data.grants = tuple(grant for grant in grants if now < grant[1])
         node.data.rank = rank_of(grants, now)
         self._tree.usage.reorder(node)
+        self._tree.interior.note(node)
         self._watch(node)
 
     def _watch(self, node: Node[TreeEntry]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -110,6 +111,8 @@ class Session:
         self._prompt = int(tokens.size)
         self.kept = cached
         """Up to here others have it too: what was shared at first, and what ``keep`` left."""
+        self.following = contextlib.ExitStack()
+        """Keeps what its next snapshot follows where it is."""
         self._sure = cached
         self._certain: int | None = None
         self._replaced = False

@@ -82,6 +82,13 @@ class TenantQueue(EvictionQueue[N]):
         limit = self._limit(tenant) if tenant else None
         return (self.budget is None or nbytes <= self.budget) and (limit is None or nbytes <= limit)
 
+    def is_full(self, nbytes: int, entry: N) -> bool:
+        """Whether so many bytes more, of this entry, would be too many."""
+        tenant = self._tenant_of(entry)
+        limit, own = self._limit(tenant) if tenant else None, self._queues.get(tenant)
+        too_many = limit is not None and (0 if own is None else own.nbytes) + nbytes > limit
+        return too_many or (self.budget is not None and self.nbytes + nbytes > self.budget)
+
     def over(self) -> tuple[N, int] | None:
         """Of a tenant that has too much what goes first, and how many bytes are too much; None: none has."""
         while self._over:

@@ -52,6 +52,8 @@ class TreeEntry:
     tried: int = -1
     """The last round of ``PrefixTree.write_through`` that was to write it."""
     pins: int = 0
+    users: int = 0
+    """Sessions that go on from its end, and restorations of it under way."""
     rank: int = DEFAULT_PRIORITY
     grants: Grants = ()
     watched: float = math.inf

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+import ml
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.stores import MemoryStore
+from kvcache.testing.rigs.protocol import only_protocol
 
-from .rigs.conversing import LONG, STATEFUL, WHOLE, Rig, Talk
+from .rigs.conversing import LONG, STATEFUL, WHOLE, ConversationSetup, Rig, Talk
+from .rigs.stores import Way
 
 every_whole = pytest.mark.parametrize("cache", WHOLE)
 
@@ -126,18 +129,119 @@ def test_with_full_host_memory_points_inside_go_before_what_it_has(talk: Talk, c
 
 
 @pytest.mark.parametrize("cache", STATEFUL)
-def test_what_cannot_be_joined_goes_in_its_turn(talk: Talk, cache: str) -> None:
-    r = talk(cache)
-    r.keep(LONG)
-    node = r.prefix.tree.interior.first()
-    held: Any = node.data.snapshot
-    inner = getattr(held, "parts", [held])[0]
-    inner.attention.source.pin.lost = True
-    assert not r.prefix.tree.absorb(node)
-    before = r.prefix.nbytes["device"]
-    assert r.prefix.evict(1) == 1
-    assert r.prefix.nbytes["device"] < before
+def test_what_cannot_be_joined_stays_and_the_next_one_goes(
+    talk: Talk, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = talk(cache, capacity=100)
+    r.keep(line(100, 40))
+    join, failed = r.cache.join, []
+
+    def fails_once(parts: Any) -> Any:
+        failed.append(parts)
+        if len(failed) == 1:
+            raise MemoryError
+        return join(parts)
+
+    monkeypatch.setattr(r.cache, "join", fails_once)
+    r.prefix.evict(1)
+    assert ends(r) == [16, 24, 32, 39, 40]
     r.check_books()
+
+
+# What stays.
+
+
+def test_cells_for_all_of_the_past_come_from_no_point_inside(talk: Talk) -> None:
+    """They stay with what follows: an end frees some."""
+    r = talk("recurrent", max_sequences=1, capacity=90)
+    r.keep(line(100, 40), 8)
+    assert r.keep(line(200, 60), 8) == 0
+    assert ends(r)[:3] == [8, 8, 16]
+    assert r.prefix.longest([*line(100, 24), 1]) == 24
+    r.check_books()
+
+
+def test_after_one_request_with_a_priority_the_others_are_as_before(talk: Talk) -> None:
+    r = talk("recurrent", capacity=200)
+    r.keep(line(500, 4), retention=Retention([TokenRange(0, 2, 80)]))
+    r.keep(line(100, 40))
+    r.prefix.evict(1)
+    assert r.prefix.longest([*line(100, 40), 1]) == 40
+    assert r.prefix.longest([*line(100, 32), 1]) == 24
+
+
+def test_what_has_a_low_priority_goes_before_points_inside_others(talk: Talk) -> None:
+    r = talk("recurrent", capacity=200)
+    r.keep(line(100, 40), retention=Retention([TokenRange(0, None, 0)]))
+    r.keep(line(200, 40))
+    for _ in range(5):
+        r.prefix.evict(1)
+    assert [r.prefix.longest([*line(200, at), 1]) for at in (8, 16, 24, 32, 40)] == [8, 16, 24, 32, 40]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@every_whole
+def test_what_an_open_session_goes_on_from_stays(talk: Talk, cache: str, keep: bool) -> None:
+    r = talk(cache, capacity=200, max_sequences=3)
+    r.keep(line(100, 40))
+    new = [*line(100, 24), *line(800, 30)]
+    chat = r.begin(new)
+    assert chat.cached == 24
+    while (node := r.prefix.tree.interior.first()) is not None:
+        assert node.end != 24
+        r.prefix.tree.absorb(node)
+    for part in chat.session.chunks(8):
+        chat._evaluate(part)
+        if keep:
+            chat.session.keep()
+    chat.close()
+    tree = r.prefix.tree
+    assert all(tree.along(node.prefix())[0] == node.end for node in tree.radix_tree if node.data is not None)
+    assert r.prefix.longest([*new, 1]) == 54
+    assert not any(node.data.users for node in tree.radix_tree if node.data is not None)
+
+
+def test_what_is_unpinned_goes_like_the_others(talk: Talk) -> None:
+    r = talk("recurrent", capacity=200)
+    r.keep(line(100, 40))
+    r.prefix.pin(line(100, 40)[:32])
+    r.prefix.evict(1)
+    assert ends(r) == [8, 16, 24, 32, 39]
+    r.prefix.unpin(line(100, 40)[:32])
+    r.prefix.evict(1)
+    assert ends(r) != [8, 16, 24, 32]
+
+
+@pytest.mark.parametrize("tiers", ["none", "host", "store"])
+def test_nothing_is_remembered_of_conversations_that_are_gone(talk: Talk, tiers: str) -> None:
+    kept: dict[str, list[Any]] = {"none": [], "host": [HostTier(4000)], "store": [MemoryStore()]}
+    r = talk("wrapper", 4000, kept[tiers])
+    for first in range(0, 4000, 40):
+        r.keep(line(first, 30))
+    interior = r.prefix.tree.interior
+    for heap in (interior._heap, *interior._of.values()):
+        assert len(heap) <= 64 + 2 * len(r.prefix.tree.radix_tree)
+    r.prefix.clear()
+    assert r.prefix.tree.interior is not interior
+    assert not r.prefix.tree.interior._spans
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_what_host_memory_has_no_room_for_is_found_by_no_luck(
+    backend: ml.Backend, way: Way, quick: bool
+) -> None:
+    """It fits as it lies on the device, and serialized it does not."""
+    r = Rig(ConversationSetup("wrapper"), only_protocol(backend, way), tiers=[HostTier(1500)])
+    r.keep(line(100, 7))
+    if not quick:
+        way.gate.clear()
+    tree = r.prefix.tree
+    while (node := tree.device.first()) is not None:
+        tree.offload(node)
+    if quick:
+        r.prefix.flush()
+    assert r.prefix.longest([*line(100, 6), 1]) == 0
+    way.gate.set()
 
 
 @every_whole
