@@ -16,7 +16,7 @@ cells, checkpoints and slots that such a one holds. What can be exact depends on
     sliding window    ``memory - window`` tokens back (see window_memory), or what one pass has just added
     recurrent         to a checkpoint, to the ``mark`` that was taken before, or to what ``want_states``
                       had the model deliver inside the last pass
-    encoder           any position, but none that sees an item which a later one replaced
+    encoder           any position
 
 The pass under way ends, views that ``get`` gave go stale, and a sequence that becomes a branch or the
 kept one loses its scheduled snapshots: as with ``copy_prefix`` and ``remove``, which do the work.
@@ -223,8 +223,8 @@ def _end(op: str, cache: Cache, seq: int) -> int:
 
 def _reached(part: Any, seq: int, position: int, to: Mark | None, i: int) -> int:
     """The last position up to ``position`` from which one cache can go on exactly."""
-    if hasattr(part, "resume_point"):
-        found: int = part.resume_point(seq, position)
+    if isinstance(part, SupportsOffset):
+        found = part.resume_point(seq, position)
     else:
         found = position if part.can_resume(seq, position) else 0
     if to is not None and to.states[i] is not None and to.position <= position:

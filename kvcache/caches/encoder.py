@@ -47,7 +47,7 @@ class _Entry:
     length: int
     layers: dict[int, tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
     before: _Entry | None = None
-    """The item before. What it gave is kept for a pass that fails, until all layers have this one."""
+    """What an earlier item gave, for a pass that fails: kept until all layers have this one."""
 
 
 @dataclass(slots=True)
@@ -147,13 +147,9 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         receivers, first = _receivers(batch), not self._used
         self._pass = _Pass(groups, receivers, len(batch), reserve, dict(self._entries), first, read_only)
         self._used = True
-        if reserve or read_only or not batch.multimodal:
-            return
-        held = self._entries
-        again = {seq for seq, position in receivers if seq in held and held[seq].position == position}
-        for index, *_ in batch.multimodal:
-            if (seq := int(batch.sequences[index])) not in again:
-                self._begin(seq, int(batch.positions[index]), 0)
+        for seq, position in () if reserve or read_only or not batch.multimodal else receivers:
+            if seq not in self._entries or self._entries[seq].position != position:
+                self._begin(seq, position, 0)
 
     def _begin(self, seq: int, position: int, length: int) -> _Entry:
         before = _without(self._entries.get(seq), position)
@@ -184,9 +180,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         return seq in self._entries and bool(self._entries[seq].layers)
 
     def lacking(self, seq: int) -> int | None:
-        """The position of the last item, if not all layers have its output: after a pass that failed, or a
-        ``remove`` of the item that replaced it.
-        """
+        """The position of an item whose output not all layers were given, as in a pass that failed."""
         self._check_sequence("lacking", seq)
         entry = self._entries.get(seq)
         return None if entry is None or entry.layers.keys() >= self._layers else entry.position
@@ -247,7 +241,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
             entry = self._begin(seq, position, size)
         entry.layers[self._layer] = tensors
         if self.lacking(seq) is None:
-            entry.before = _bare(entry.before)
+            entry.before = None
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         """K (history, kv_heads, head_dim), V likewise, and a mask; None where all rows see all.
@@ -335,7 +329,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     def can_resume(self, seq: int, position: int) -> bool:
         self._check_sequence("can_resume", seq)
         check_whole("can_resume", "position", position)
-        return self.resume_point(seq, position) == position
+        return True
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
         self._check_remove(seq, begin, end)
@@ -352,13 +346,8 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
             self._entries[seq] = entry
 
     def resume_point(self, seq: int, position: int) -> int:
-        """``position``, or if it sees an item that a later one replaced, the position of that item."""
-        self._check_sequence("resume_point", seq)
-        check_whole("resume_point", "position", position)
-        newest = self._entries.get(seq)
-        entry = _without(newest, position)
-        while entry is not None and entry is not newest and not entry.layers.keys() >= self._layers:
-            position, entry = entry.position, entry.before
+        """``position``: an encoder's output serves every later token."""
+        self.can_resume(seq, position)
         return position
 
     # Snapshots.
@@ -397,9 +386,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
             self._layers |= snapshot.layers.keys()
             self._set(seq, _without(self._entries.get(seq), snapshot.begin))
             if snapshot.position is not None and snapshot.position < end:
-                before = _bare(self._entries.get(seq))
-                layers = dict(snapshot.layers)
-                self._entries[seq] = _Entry(snapshot.position, snapshot.length, layers, before)
+                self._entries[seq] = _Entry(snapshot.position, snapshot.length, dict(snapshot.layers))
 
         return commit
 
@@ -439,37 +426,22 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
     @property
     def nbytes(self) -> int:
         """Bytes of all that is stored; what sequences share counts once."""
-        items = (entry for newest in self._entries.values() for entry in _items(newest))
-        tensors = (t for entry in items for pair in entry.layers.values() for t in pair)
-        return sum({id(t): t.nbytes for t in tensors}.values())
-
-
-def _items(entry: _Entry | None) -> list[_Entry]:
-    """A sequence's items, the first first."""
-    found = []
-    while entry is not None:
-        found.append(entry)
-        entry = entry.before
-    return found[::-1]
-
-
-def _bare(entry: _Entry | None) -> _Entry | None:
-    """A sequence's items without what they gave; others may share the entries."""
-    bare = None
-    for item in _items(entry):
-        bare = _Entry(item.position, 0, before=bare)
-    return bare
+        entries, tensors = list(self._entries.values()), dict[int, int]()
+        for entry in entries:
+            tensors |= {id(t): t.nbytes for pair in entry.layers.values() for t in pair}
+            if entry.before is not None:
+                entries.append(entry.before)
+        return sum(tensors.values())
 
 
 def _without(entry: _Entry | None, begin: int, end: int | None = None) -> _Entry | None:
     """What stays of a sequence's outputs without the tokens ``[begin, end)``; others may share the entry."""
-    kept = None
-    for item in _items(entry):
-        if item.position < begin:
-            kept = item
-        elif end is not None and item.position >= end:
-            kept = replace(item, position=item.position - (end - begin), before=kept)
-    return kept
+    if entry is None or entry.position < begin:
+        return entry
+    before = _without(entry.before, begin, end)
+    if end is None or entry.position < end:
+        return before
+    return replace(entry, position=entry.position - (end - begin), before=before)
 
 
 def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]:

@@ -11,7 +11,6 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.caches import branches
 from kvcache.testing.models import values
 from kvcache.testing.rigs.attention import outcome
 from kvcache.testing.rigs.encoder import EncoderRig
@@ -212,44 +211,6 @@ def test_an_earlier_items_output_is_not_read_for_a_later_item(backend: ml.Backen
     r.check(computes=False)
     r.start([4], [0], items=[0])  # the same item once more
     r.check(computes=False)
-
-
-def test_a_sequence_goes_on_from_no_token_that_sees_a_replaced_item(
-    backend: ml.Backend, ctx: ml.Context
-) -> None:
-    r = EncoderRig(backend, ctx)
-
-    def points(seq: int) -> list[int]:
-        found = [r.cache.resume_point(seq, position) for position in range(8)]
-        assert [r.cache.can_resume(seq, p) for p in range(8)] == [p == at for p, at in enumerate(found)]
-        return found
-
-    r.start([2], [0], items=[0])
-    r.put(3)
-    r.snapshot(0, 0, 3)
-    r.start([5], [0], items=[0])
-    assert points(0) == [*range(8)], "not all layers have the later one"
-    r.put(4)
-    r.snapshot(0, 3, 6)
-    assert points(0) == [0, 1, 2, 2, 2, 2, 6, 7]
-    for at in (3, 5):
-        with pytest.raises(kvcache.NotSupportedError, match=r"continue exactly .* can at 2"):
-            branches.rollback(r.cache, 0, at)
-        with pytest.raises(kvcache.NotSupportedError, match=r"continue exactly .* can at 2"):
-            branches.fork(r.cache, 0, [1], at)
-    r.copy_prefix(0, 1, 6)
-    r.remove(1, 0, 1)
-    assert points(1) == [0, 1, 1, 1, 1, 5, 6, 7]
-    for which in (0, 1):
-        assert r.restore(2, which, r.copies[which][0].end)
-    assert points(2) == points(0)
-    r.start([0, 1, 2, 3], [3] * 4, items=[1, 3])
-    r.put(2)
-    assert points(3) == [0, 1, 1, 1, 4, 5, 6, 7]
-    r.look(computes=False)
-    r.remove(0, 4)  # by hand
-    assert r.cache.lacking(0) == 2
-    assert not r.cache.encoder_cached(0)
 
 
 def _zeros(ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor]:
