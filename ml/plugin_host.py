@@ -80,7 +80,7 @@ class _Found(Generic[R]):
 def misfit(open: Callable[..., Any], /, *arguments: Any, **options: Any) -> str | None:
     """Why its signature does not take these; None where it does, or cannot tell."""
     try:
-        signature = inspect.signature(open)
+        signature = inspect.signature(open, follow_wrapped=False)
     except ValueError:  # written in C
         return None
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 import threading
@@ -232,6 +233,18 @@ def test_an_option_that_open_does_not_have_is_refused_with_those_that_it_has(ins
         with pytest.raises(ml.OptionError, match=refused):
             found.open(name, {"device": "cpu", "x": 1})
     assert found.open("a", {"pace": 2}).name == "a"
+
+
+def test_an_option_that_a_decorator_adds_is_one_that_open_has(install: Any) -> None:
+    def opens(device: str | None = None) -> Any:
+        return Opened("a")
+
+    @functools.wraps(opens)
+    def told(*arguments: Any, verbose: bool = False, **options: Any) -> Any:
+        return opens(*arguments, **options)
+
+    found = Registry([install("a", spec("a", open=told))])
+    assert found.open("a", {"verbose": True}).name == "a"
 
 
 # Fields of other types.

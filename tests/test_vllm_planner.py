@@ -224,11 +224,30 @@ def test_what_is_not_sure_yet_is_stored_later_and_not_if_it_was_computed_in_vain
     planner = make().planner
     planner.match(Request("r", PROMPT, 0), 0)
 
-    def due(computed: int, unsure: int = 0) -> list[int]:
-        step = planner.plan([("r", computed)], lambda name: [*range(1, 9)], unsure)
+    def due(computed: int, unsure: int = 0, admitted: tuple[str, ...] = ()) -> list[int]:
+        step = planner.plan([("r", computed)], lambda name: [*range(1, 9)], unsure, admitted)
         return [page.begin for page in step.saves]
 
-    assert [due(24, unsure=2), due(30), due(17), due(24)] == [[], [], [0, 8], [16]]
+    assert [due(24, 2, ("r",)), due(30), due(17), due(24)] == [[], [], [0, 8], [16]]
+
+
+@pytest.mark.parametrize("admitted", ["before", "at once", "in the next step"])
+def test_loads_of_others_hold_up_only_requests_that_are_admitted_meanwhile(make: Any, admitted: str) -> None:
+    planner = make().planner
+    planner.match(Request("r", PROMPT, 0), 0)
+    saved = []
+    for step, computed in enumerate((8, 16, 24)):
+        now = ("r",) if (admitted, step) in {("at once", 0), ("in the next step", 1)} else ()
+        planned = planner.plan([("r", computed)], lambda name: [*range(1, 9)], 2 if not step else 0, now)
+        saved.append([page.begin for page in planned.saves])
+    assert (
+        saved
+        == {
+            "before": [[0], [8], [16]],
+            "at once": [[], [], [0, 8, 16]],
+            "in the next step": [[0], [], [8, 16]],
+        }[admitted]
+    )
 
 
 def test_windows_that_have_passed_a_block_leave_its_page_alone(make: Any) -> None:

@@ -16,7 +16,7 @@ cells, checkpoints and slots that such a one holds. What can be exact depends on
     sliding window    ``memory - window`` tokens back (see window_memory), or what one pass has just added
     recurrent         to a checkpoint, to the ``mark`` that was taken before, or to what ``want_states``
                       had the model deliver inside the last pass
-    encoder           any position
+    encoder           any position behind the token that its last item came with
 
 The pass under way ends, views that ``get`` gave go stale, and a sequence that becomes a branch or the
 kept one loses its scheduled snapshots: as with ``copy_prefix`` and ``remove``, which do the work.

@@ -212,6 +212,8 @@ class AttentionSnapshot:
     @property
     def backend(self) -> ml.Backend | None:
         """Whose memory it lies in; None where it has nothing, or what it has does not tell."""
+        if not self.positions.size:
+            return None
         return _owner(tensors_of(self._layers)) if self.source is None else self.source.backend
 
     @property
@@ -281,7 +283,7 @@ class RecurrentSnapshot:
     @property
     def backend(self) -> ml.Backend | None:
         """As AttentionSnapshot.backend, of the states."""
-        return _owner(self.state.held.values())
+        return _owner(self.state.held.values()) if self.end else None
 
     @property
     def begin(self) -> int:

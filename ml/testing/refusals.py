@@ -224,6 +224,8 @@ class RefusalTests(BackendCase):
     def test_a_backend_has_the_name_that_it_is_opened_by(
         self, request: pytest.FixtureRequest, open_backend: Callable[[], Backend]
     ) -> None:
+        if type(self).open_backend is not BackendCase.open_backend:
+            pytest.skip("needs the name of a plugin")
         assert open_backend().name == (self._name(request) or pytest.skip("needs the name of a plugin"))
 
     # Closed.

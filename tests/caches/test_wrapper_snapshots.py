@@ -186,6 +186,7 @@ def test_a_snapshot_on_another_backend_is_refused_and_nothing_is_touched(
             with pytest.raises(kvcache.InvalidRangeError, match=r"restore: the snapshot lies on .*serialize"):
                 cache.restore(0, part)  # type: ignore[attr-defined]
         r.check()
+        assert r.cache.restore(2, other.cache.snapshot(1)), "what holds nothing lies nowhere"
         moved = kvcache.deserialize(r.backend, kvcache.serialize(backend, snapshot))
         r.restore(1, moved, *other.saved(0))  # type: ignore[arg-type]
 

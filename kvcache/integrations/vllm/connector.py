@@ -138,9 +138,12 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         after = [(name, computed + scheduled[name]) for name, computed in before]
         # Ours go on between steps, so that this is a load of another connector. Whether it failed is known
-        # when the step has ended, and by then vLLM has scheduled as many as it runs at once.
+        # when the step has ended, and by then vLLM has scheduled as many as it runs at once. A request that
+        # ran before stands on none of its blocks.
         unsure = self._vllm_config.max_concurrent_batches if scheduler_output.has_sync_kv_loads else 0
-        return StepMetadata(self._planner.plan(after, lambda name: state.get_block_ids(name)[0], unsure))
+        admitted = {new.req_id for new in scheduler_output.scheduled_new_reqs} | cached.resumed_req_ids
+        held = lambda name: state.get_block_ids(name)[0]  # noqa: E731
+        return StepMetadata(self._planner.plan(after, held, unsure, admitted))
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = connector_output.kv_connector_worker_meta

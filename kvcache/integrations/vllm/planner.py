@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcache.cache import NotSupportedError
@@ -43,6 +43,8 @@ class _Tracked:
     """Its pages before this one are stored, or on their way, or somebody else's to store."""
     computed: int = 0
     """What vLLM itself had when it was matched."""
+    sure_at: int = 0
+    """The step from which on what it has counts as computed."""
     given_up: bool = False
     """A page of it could not be loaded: it is computed now, whatever the stores say."""
 
@@ -68,7 +70,7 @@ class Planner:
         self._writing: dict[str, tuple[str, int]] = {}
         """By a page's first key the request that writes it, and which of its pages it is."""
         self._written: OrderedDict[str, None] = OrderedDict()
-        self._unsure = 0
+        self._step = self._sure_at = 0
         self._said: set[str] = set()
 
     # One request.
@@ -135,18 +137,30 @@ class Planner:
 
     # One step.
 
-    def plan(self, scheduled: Sequence[tuple[str, int]], blocks: BlockIds, unsure: int = 0) -> Step:
+    def plan(
+        self,
+        scheduled: Sequence[tuple[str, int]],
+        blocks: BlockIds,
+        unsure: int = 0,
+        admitted: Collection[str] = (),
+    ) -> Step:
         """``scheduled``: requests of this step, and how many of their tokens are computed when it ends.
 
-        For the next ``unsure`` steps, this one included, it is not known yet whether that is so: what they
-        make whole is stored later, if vLLM still has it as computed.
+        For the next ``unsure`` steps, this one included, it is not known yet whether that is so of those that
+        are ``admitted`` in them: what they make whole is stored later, if vLLM still has it as computed.
         """
         loads, self._loads = self._loads, {}
-        self._unsure = max(self._unsure - 1, unsure)
+        self._step += 1
+        if unsure:
+            self._sure_at = max(self._sure_at, self._step + unsure)
         saves: list[PageSave] = []
         for request, computed in scheduled:
             tracked = self._tracked.get(request)
-            if tracked is not None and tracked.keys is not None and self._writes and not self._unsure:
+            if tracked is None or tracked.keys is None or not self._writes:
+                continue
+            if request in admitted:
+                tracked.sure_at = self._sure_at
+            if tracked.sure_at <= self._step:
                 saves += self._due(tracked, tracked.keys, computed, blocks)
         return Step(loads, saves, idle=not scheduled)
 
