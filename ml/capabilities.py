@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
 from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
-from ml.records import (
-    INTEGER,
-    TRUTH,
-    check,
-)  # fmt: skip
+from ml.records import INTEGER, TRUTH, check
 
 if TYPE_CHECKING:
     import numpy as np

@@ -47,6 +47,13 @@ def test_points_inside_go_first_where_the_fewest_tokens_lie_between_their_neighb
     assert r.keep([*line(100, 20), 1]) == 0
 
 
+def test_what_is_divisible_has_no_points_inside(talk: Talk) -> None:
+    r = talk("causal")
+    for count in (8, 12, 16, 20):
+        r.keep(LONG[:count])
+    assert r.prefix.tree.interior.first() is None
+
+
 @every_whole
 def test_the_end_of_every_conversation_outlasts_what_lies_inside_any(talk: Talk, cache: str) -> None:
     one = talk(cache)
