@@ -45,13 +45,15 @@ class TorchKVStore:
     """See :class:`ml.KVRowStore`; over two tensors (rows, heads, dim) of one backend."""
 
     __slots__ = (
-        "_backend", "_dtype", "_key", "_key_base", "_key_high", "_key_low", "_key_shape", "_key_strides",
-        "_rows", "_value", "_value_base", "_value_high", "_value_low", "_value_shape", "_value_strides",
+        "_backend", "_dtype", "_float", "_key", "_key_base", "_key_high", "_key_low", "_key_shape",
+        "_key_strides", "_rows", "_value", "_value_base", "_value_high", "_value_low", "_value_shape",
+        "_value_strides",
     )  # fmt: skip
 
     def __init__(self, backend: BaseBackend, key: TorchTensor, value: TorchTensor) -> None:
         self._backend = backend
         self._dtype = key.dtype
+        self._float = key.dtype if key.dtype.is_float else None
         self._key, self._value = key.storage, value.storage
         self._key_base, self._value_base = key.native, value.native
         self._rows = key.shape[0]
@@ -62,25 +64,25 @@ class TorchKVStore:
         self._key_low, self._key_high = _addresses(key.native)
         self._value_low, self._value_high = _addresses(value.native)
 
-    def _takes(self, ctx: Any, count: int, key: Any, value: Any) -> bool:
-        """Whether these are of this backend, floats of ``count`` rows, and lie elsewhere."""
+    def _takes(self, ctx: Any, key_size: Shape, value_size: Shape, key: Any, value: Any) -> bool:
+        """Whether these are of this backend, floats of these sizes, and lie elsewhere."""
         backend = self._backend
         if (
             type(key) is not TorchTensor
             or type(value) is not TorchTensor
             or not key.backend is value.backend is ctx.active_backend is backend
             or backend.closed
+            or not (key.dtype is value.dtype is self._float or (key.dtype.is_float and value.dtype.is_float))
         ):
             return False
         new_key, new_value = key.native, value.native
+        if new_key.size() != key_size or new_value.size() != value_size:
+            return False
+        key_at, value_at = new_key.data_ptr(), new_value.data_ptr()
         return (
-            new_key.shape == (count, *self._key_shape)
-            and new_value.shape == (count, *self._value_shape)
-            and new_key.is_floating_point()
-            and new_value.is_floating_point()
-            and not self._key_low <= new_key.data_ptr() < self._key_high
-            and not self._value_low <= new_value.data_ptr() < self._value_high
-            and not self._key_low <= new_value.data_ptr() < self._key_high  # keys are written first
+            not self._key_low <= key_at < self._key_high
+            and not self._value_low <= value_at < self._value_high
+            and not self._key_low <= value_at < self._key_high  # keys are written first
         )
 
     def write_rows(self, ctx: Any, rows: Any, key: Any, value: Any) -> bool:
@@ -90,7 +92,7 @@ class TorchKVStore:
         new_key, new_value = key.native, value.native
         if (
             more
-            or not self._takes(ctx, count, key, value)
+            or not self._takes(ctx, (count, *self._key_shape), (count, *self._value_shape), key, value)
             or not new_key.dtype is new_value.dtype is base.dtype
             or not new_key.device == new_value.device == base.device
         ):
@@ -104,15 +106,16 @@ class TorchKVStore:
         return True
 
     def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
-        if not 0 <= start <= self._rows - count or count < 1 or not self._takes(ctx, count, key, value):
+        if not 0 <= start <= self._rows - count or count < 1:
             return False
-        new_key, new_value = key.native, value.native
         key_size, value_size = (count, *self._key_shape), (count, *self._value_shape)
+        if not self._takes(ctx, key_size, value_size, key, value):
+            return False
         try:
             steps = self._key_strides
-            _alias(self._key_base, key_size, steps, start * steps[0]).copy_(new_key)
+            _alias(self._key_base, key_size, steps, start * steps[0]).copy_(key.native)
             steps = self._value_strides
-            _alias(self._value_base, value_size, steps, start * steps[0]).copy_(new_value)
+            _alias(self._value_base, value_size, steps, start * steps[0]).copy_(value.native)
         except RuntimeError:
             return False
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,31 +126,31 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
         raise InvalidBatchError(
             f"start_forward: batch={batch!r:.60}; it must be a kvcache.Batch(positions, sequences)"
         )
-    for name in ("positions", "sequences"):
-        if not isinstance(getattr(batch, name), Sized):
-            raise InvalidBatchError(
-                f"start_forward: {name}={getattr(batch, name)!r:.40}; they must be a sequence of integers, "
-                "one for each token"
-            )
-    count = len(batch.positions)
-    if count != len(batch.sequences):
+    positions, sequences = batch.positions, batch.sequences
+    try:
+        count, owned = len(positions), len(sequences)
+    except TypeError as error:
         raise InvalidBatchError(
-            f"start_forward: {count} positions and {len(batch.sequences)} sequences; every token must "
-            "have one of each"
+            f"start_forward: positions={positions!r:.40} and sequences={sequences!r:.40}; they must be "
+            "sequences of integers, one for each token"
+        ) from error
+    if count != owned:
+        raise InvalidBatchError(
+            f"start_forward: {count} positions and {owned} sequences; every token must have one of each"
         )
     if count == 0:
         raise InvalidBatchError("start_forward: the batch is empty; it must contain at least one token")
-    positions = _integers("positions", batch.positions)
-    sequences = _integers("sequences", batch.sequences)
-    if count > 1:
-        low, high = int(sequences.min()), int(sequences.max())
-    else:
-        low = high = int(sequences[0])
+    ordered = _integers("positions", positions)
+    if count == 1 and isinstance(sequences, (list, tuple)) and type(owner := sequences[0]) is int:
+        check_sequence("start_forward", owner, max_sequences)
+        return [_one_sequence(owner, ordered)]
+    owners = _integers("sequences", sequences)
+    low, high = int(owners.min()), int(owners.max())
     check_sequence("start_forward", low, max_sequences)
     check_sequence("start_forward", high, max_sequences)
     if low == high:
-        return [_one_sequence(low, positions)]
-    return _one_each(positions, sequences) or _several(positions, sequences)
+        return [_one_sequence(low, ordered)]
+    return _one_each(ordered, owners) or _several(ordered, owners)
 
 
 def _integers(name: str, values: object) -> np.ndarray:
@@ -163,7 +162,7 @@ def _integers(name: str, values: object) -> np.ndarray:
         raise InvalidBatchError(
             f"start_forward: {name} are {found.dtype} {found.shape}; they must be integers"
         )
-    return found.astype(np.int64, copy=False)
+    return found if found.dtype == np.int64 else found.astype(np.int64)
 
 
 def _one_sequence(seq: int, positions: np.ndarray) -> SequenceTokens:

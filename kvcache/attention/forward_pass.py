@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,7 @@ from kvcache.storage.overlay import Overlay
 Packers = Mapping[str, Callable[[ml.RaggedPlan], tuple[Any, np.ndarray]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Reads:
+class Reads(NamedTuple):
     """How a pass was read: the next, likely read so too, is planned before its first indices are uploaded."""
 
     worth: int | None
@@ -115,6 +114,9 @@ class ForwardPass:
     _targets: HostArray | None = None
     _reading: ReadPlan | None = None
     _seen: tuple[HostArray, HostArray | None] | None = None
+    ready: tuple[ReadPlan, Mask] = field(init=False, repr=False, compare=False)
+    ready_for: ml.Context | None = None
+    """The context that ``shared`` was last called with, and what it gave; None: it has to be called."""
     _shared: tuple[ReadPlan, Mask | OnDevices | HostArray] | None = None
     _loaded: bool = False
     """Whether the tensors of fixed shapes were given what is this pass's."""
@@ -409,7 +411,8 @@ class ForwardPass:
 
     def lift(self, indices: frozenset[int]) -> None:
         self.lifted, self._loaded = indices, False
-        self._shared = self._seen = self.segmented = self._levels = self._plan = self._observed = None
+        self.ready_for = self._shared = self._seen = self.segmented = self._levels = self._plan = None
+        self._observed = None
 
     def shared(self, ctx: ml.Context) -> tuple[ReadPlan, Mask]:
         """What ``get`` reads: all groups together, arranged as the config says."""
@@ -420,7 +423,10 @@ class ForwardPass:
             return reading, self.fixed.on(ctx)[1]
         if self._unfit:
             self._blank(ctx)
-        return reading, near(ctx, mask)
+        found = reading, near(ctx, mask)
+        if self.fixed is None:
+            self.ready_for, self.ready = ctx, found
+        return found
 
     def _share(self) -> tuple[ReadPlan, Mask | OnDevices | HostArray]:
         reading = self._plan_rows()

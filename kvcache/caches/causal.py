@@ -258,7 +258,7 @@ class CausalCache(
         return forward
 
     def _go_on_to(self, forward: ForwardPass) -> None:
-        if self._pass is not None:
+        if self._pass is not None and forward.read_only:  # else it has ended, for room
             self._pass.end()
         self._pass = forward
         forward.begin()
@@ -447,7 +447,7 @@ class CausalCache(
             if forward.reserve:
                 key, value = buffers.read_as_configured(ctx, 0, self._table.cells)
                 return key, value, forward.reserved_mask(ctx)
-        reading, mask = forward.shared(ctx)
+        reading, mask = forward.ready if forward.ready_for is ctx else forward.shared(ctx)
         if reading.index is None and (store := buffers.store) is not None and buffers.exact is None:
             found = store.read(ctx, reading.start, reading.length)
             if found is not None:

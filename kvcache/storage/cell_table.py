@@ -405,12 +405,15 @@ class CellTable:
     def append(self, seq: int, position: int) -> int | None:
         """Store one token behind the last one of its sequence, in the cell behind; None if that is taken."""
         row = self.rows[seq]
-        if row.last >= position or not len(row):
+        last, cell = row.end()
+        cell += 1
+        if not 0 <= last < position or cell >= self.cells or self.references[cell]:
             return None
-        cell = row.last_cell + 1
-        if cell >= self.cells or self.references[cell]:
-            return None
-        self.take_run(seq, position, cell, 1)
+        row.append_behind(position, cell)
+        self.references[cell] = 1
+        self._number(cell)
+        self.free -= 1
+        self.appended += 1
         return cell
 
     def append_each(self, seqs: Sequence[int], positions: Array) -> Array:
