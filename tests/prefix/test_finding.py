@@ -275,3 +275,17 @@ def test_reuse_does_not_double_peak_memory(backend: ml.Backend) -> None:
     assert [session.cached for session in sessions] == [tokens] * 4
     assert peak < content / 4
     assert cache.nbytes == allocated
+
+
+@some_caches
+def test_forks_that_hold_nothing_go_with_the_last_branch(talk: Talk, cache: str) -> None:
+    r = talk(cache)
+    for tail in (1, 2):
+        r.keep([*LONG[:8], tail, *LONG[9:16]])
+    tree = r.prefix.tree
+    for _ in range(2):
+        for node in sorted(tree.radix_tree, key=lambda node: (node.end, node.prefix().tolist())):
+            if node.parent is not None and node.data is not None:
+                tree.drop(node)
+        r.check_books()
+    assert not len(tree.radix_tree)

@@ -11,6 +11,7 @@ import pytest
 
 from kvcache import HostTier, InvalidRangeError
 from kvcache.prefix import alphabet
+from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.stores import MemoryStore
 
 from .models.digests import shared as common
@@ -116,3 +117,12 @@ def test_a_salt_is_a_string_and_shared_a_count(talk: Talk, whose: Whose) -> None
         with pytest.raises(InvalidRangeError, match=r"salt=.*must be (a string|valid Unicode)|shared=-1"):
             call([1, 2], **whose)
     assert not r.prefix.sessions
+
+
+def test_what_all_may_share_counts_for_nobody_after_it_was_lost_and_computed_again(talk: Talk) -> None:
+    r = talk(options={"block_size": 4, "tenant_budget": TenantBudget("1GiB")})
+    for _ in range(2):
+        r.keep(LONG, salt="a", shared=8)
+        nodes = {node.end: node for node in r.prefix.tree.radix_tree}
+        assert {end: node.data and node.data.tenant for end, node in nodes.items()} == {8: "", 20: "a"}
+        r.prefix.tree.drop(nodes[8])  # what follows it holds its place in the tree
