@@ -19,11 +19,11 @@ import ml
 from benchmarks.pages import show
 from kvcache.runner.checkpoints.weights import open_weights
 from kvcache.runner.drafts import Draft, ModelDraft, prompt_lookup
+from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model, load_config, load_model
 from kvcache.runner.models.llama import Llama
 from kvcache.runner.options import Acceptance, SpeculativeOptions
 from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.speculative import SpeculativeGenerator
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.runner.verification import Speculation
 from kvcache.testing.bench.timing import machine
@@ -45,7 +45,7 @@ def measured(
     """Sums over all prompts and seeds."""
     options = SpeculativeOptions(max_sequences=4, capacity=256, tokens=count, acceptance=acceptance)
     total = Speculation()
-    with SpeculativeGenerator(model, tokenizer, draft, options=options) as generator:
+    with Generator(model, tokenizer, draft=draft, options=options) as generator:
         for seed in seeds if temperature else seeds[:1]:
             generator.complete(PROMPTS, GenerationOptions(length, temperature=temperature, seed=seed))
             found = generator.speculation

@@ -24,7 +24,6 @@ from kvcache.runner.models.mtp import TAIL
 from kvcache.runner.mtp import MTPDraft
 from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.speculative import SpeculativeGenerator
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch")
@@ -167,9 +166,7 @@ def test_answers_are_those_without_it(models: Any, name: str) -> None:
     with Generator(plain, None, options=EngineOptions(**options)) as generator:
         expected = [answer.tokens for answer in generator.complete(prompts, GenerationOptions(12))]
     model = models(name)
-    with SpeculativeGenerator(
-        model, None, MTPDraft(model), options=SpeculativeOptions(**options)
-    ) as generator:
+    with Generator(model, None, draft=MTPDraft(model), options=SpeculativeOptions(**options)) as generator:
         assert [each.tokens for each in generator.complete(prompts, GenerationOptions(12))] == expected
         assert generator.speculation.drafted > 30
         cache: Any = generator.cache
@@ -212,7 +209,7 @@ def test_a_layer_that_says_what_the_model_says_is_always_right(folders: Any, tmp
     with ml.open_backend("numpy") as backend:
         model = load_model(tmp_path, backend, mtp=True)
         options = SpeculativeOptions(max_sequences=2, capacity=64, tokens=3)
-        with SpeculativeGenerator(model, None, MTPDraft(model), options=options) as generator:
+        with Generator(model, None, draft=MTPDraft(model), options=options) as generator:
             for settings in (GenerationOptions(13), GenerationOptions(13, temperature=1.0, seed=2)):
                 generator.complete([prompt(6, 7), prompt(5, 8)], settings)
         counts = generator.speculation

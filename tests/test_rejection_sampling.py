@@ -25,7 +25,6 @@ from kvcache.runner.loading import bundled_model, load_config
 from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import Finished, GenerationOptions
 from kvcache.runner.sampling import Choice, Proposed, Sampler
-from kvcache.runner.speculative import SpeculativeGenerator
 from ml import nn
 
 from .each_backend import host_and_tensors, runnable
@@ -197,7 +196,7 @@ def chains() -> Iterator[tuple[Chain, Chain]]:
 
 def answers(
     chains: tuple[Chain, Chain], count: int, settings: dict[str, Any], tokens: int, **options: Any
-) -> tuple[np.ndarray, SpeculativeGenerator]:
+) -> tuple[np.ndarray, Generator]:
     """(texts, length) of ``count`` texts that begin alike."""
     target, small = chains
     length = tokens + 2
@@ -205,8 +204,8 @@ def answers(
     asked = GenerationOptions(length, seed=1, **settings)
     with (
         ModelDraft(small, sequences=64, capacity=16) as draft,
-        SpeculativeGenerator(
-            target, None, draft, options=SpeculativeOptions(**sizes, tokens=tokens, **options)
+        Generator(
+            target, None, draft=draft, options=SpeculativeOptions(**sizes, tokens=tokens, **options)
         ) as generator,
     ):
         found = generator.complete([[0]] * count, asked)
@@ -223,7 +222,7 @@ def joint(table: np.ndarray, length: int, settings: dict[str, Any]) -> np.ndarra
 
 
 @pytest.fixture(scope="module")
-def drafted(chains: tuple[Chain, Chain]) -> Callable[[str, int], tuple[np.ndarray, SpeculativeGenerator]]:
+def drafted(chains: tuple[Chain, Chain]) -> Callable[[str, int], tuple[np.ndarray, Generator]]:
     """``drafted(name, tokens)``: TEXTS by SETTINGS[name], with ``tokens`` drafted in each pass."""
     return functools.cache(lambda name, tokens: answers(chains, TEXTS, SETTINGS[name], tokens))
 
@@ -316,7 +315,7 @@ def test_what_a_draft_says_it_drew_from_is_checked(
             return Proposal(tokens, given)
 
     options = SpeculativeOptions(max_sequences=1, capacity=16)
-    with SpeculativeGenerator(chains[0], None, Wrong(), options=options) as generator:
+    with Generator(chains[0], None, draft=Wrong(), options=options) as generator:
         with pytest.raises(RequestError, match=f"draft.*{message}"):
             generator.complete([[0]], GenerationOptions(8, temperature=1.0))
         cache: Any = generator.cache

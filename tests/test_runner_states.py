@@ -16,9 +16,9 @@ import ml
 from kvcache import Batch
 from kvcache.caches import branches
 from kvcache.runner.engine import Engine
+from kvcache.runner.generate import Generator
 from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.speculative import SpeculativeGenerator
 
 from .model_passes import close, prompt, run
 from .test_runner_models import (
@@ -129,7 +129,7 @@ def test_a_model_that_delivers_nothing_evaluates_accepted_tokens_again(
     )
     options = SpeculativeOptions(max_sequences=1, capacity=64)
     draft = Oracle(prompts, expected, 97).partly
-    with SpeculativeGenerator(model, None, draft, cache, options) as generator:
+    with Generator(model, None, cache, options, draft) as generator:
         (answer,) = generator.complete(prompts, GenerationOptions(12))
         assert answer.tokens == expected[0]
         assert generator.speculation.repeated > 0

@@ -25,7 +25,6 @@ from kvcache.runner.generate import Generator
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import Finished, GenerationOptions
-from kvcache.runner.speculative import SpeculativeGenerator
 from kvcache.runner.tokenizer import Tokenizer
 
 COUNT = 20
@@ -110,7 +109,7 @@ class Oracle:
 KINDS = ("right", "wrong", "partly", "random")
 
 
-def leftover(generator: SpeculativeGenerator) -> None:
+def leftover(generator: Generator) -> None:
     """No sequence holds more than its text has, and branches hold nothing."""
     held = dict.fromkeys(range(generator.cache.max_sequences), 0)
     for request in generator.engine.running:
@@ -125,10 +124,10 @@ def leftover(generator: SpeculativeGenerator) -> None:
 
 def speculate(
     model: Any, prompts: Sequence[Any], draft: Draft, settings: GenerationOptions, **options: Any
-) -> tuple[list[tuple[int, ...]], SpeculativeGenerator]:
+) -> tuple[list[tuple[int, ...]], Generator]:
     options = {"max_sequences": 2, "capacity": 64, "prefill_chunk": 7, **options}
     found: dict[int, tuple[int, ...]] = {}
-    with SpeculativeGenerator(model, None, draft, options=SpeculativeOptions(**options)) as generator:
+    with Generator(model, None, draft=draft, options=SpeculativeOptions(**options)) as generator:
         for event in generator.generate(prompts, settings):
             leftover(generator)
             if isinstance(event, Finished):
@@ -170,7 +169,7 @@ def test_the_tokens_are_those_of_transformers_past_the_wrap(
     check_counts(generator, kind, len(prompts))
 
 
-def check_counts(generator: SpeculativeGenerator, kind: str, texts: int) -> None:
+def check_counts(generator: Generator, kind: str, texts: int) -> None:
     """What drafts were worth is what their kind says."""
     counts, total = generator.speculation, texts * (COUNT - 1)
     assert generator.statistics.generated_tokens == texts * COUNT
@@ -207,7 +206,7 @@ def test_stories_says_what_its_authors_check(
     options = SpeculativeOptions(max_sequences=2, capacity=256, width=3 if "branches" in draft else 1)
     with ModelDraft(model, sequences=2, width=3) as same:
         guess: Draft = prompt_lookup if "lookup" in draft else same
-        with SpeculativeGenerator(model, tokenizer, guess, options=options) as generator:
+        with Generator(model, tokenizer, draft=guess, options=options) as generator:
             answers = generator.complete(["", "Tim had a big dog. The dog"], GenerationOptions(count))
             counts = generator.speculation
     assert len(answers[0].tokens) == count
@@ -262,7 +261,7 @@ def test_one_sequence_alone_and_the_bytes_that_its_cache_takes(hybrids: Any, nam
     found, _ = speculate(hybrids(name), prompts, draft, GenerationOptions(COUNT), **sizes)
     assert found == expected
     options = SpeculativeOptions(prefill_chunk=7, **sizes)
-    with SpeculativeGenerator(hybrids(name), None, draft, options=options) as generator:
+    with Generator(hybrids(name), None, draft=draft, options=options) as generator:
         generator.complete(prompts, GenerationOptions(COUNT))
         cache: Any = generator.cache
         assert cache.nbytes == generator.cache_bytes
@@ -282,7 +281,7 @@ def test_an_answer_ends_in_the_middle_of_a_draft_and_is_gone_on_from(
     turns = [prompt, [*prompt, *whole[:9]], [*prompt, *whole[:12]]]
     draft = Oracle([prompt], [whole], 97).right
     options = SpeculativeOptions(max_sequences=1, capacity=64, width=width)
-    with SpeculativeGenerator(model, None, draft, options=options) as generator:
+    with Generator(model, None, draft=draft, options=options) as generator:
         for count in (1, 2, 7):
             answers = generator.complete(turns, GenerationOptions(count))
             assert [answer.tokens for answer in answers] == [
@@ -302,7 +301,7 @@ def test_a_full_sequence_ends_an_answer_where_plain_decoding_does(
     assert expected.reason == "capacity"
     draft = Oracle(prompts, plain(tiny, prompts, settings), tiny.config.vocab_size).right
     options = SpeculativeOptions(max_sequences=1, capacity=capacity, width=width)
-    with SpeculativeGenerator(tiny, None, draft, options=options) as generator:
+    with Generator(tiny, None, draft=draft, options=options) as generator:
         assert generator.complete(prompts, settings) == [expected]
 
 
@@ -317,7 +316,7 @@ def test_stop_strings_and_end_tokens_inside_a_draft(stories: Path, backend: ml.B
     )
     for width in (1, 2):
         options = SpeculativeOptions(width=width, tokens=7)
-        with SpeculativeGenerator(model, tokenizer, draft.right, options=options) as generator:
+        with Generator(model, tokenizer, draft=draft.right, options=options) as generator:
             assert generator.complete([""], settings) == [expected]
 
 
@@ -346,7 +345,7 @@ def test_drafts_of_another_vocabulary_are_refused_and_nothing_stays(tiny: Any) -
         def draft(seq: int, tokens: Sequence[int], count: int, width: int, t: int = token) -> list[list[int]]:
             return [[t]]
 
-        with SpeculativeGenerator(tiny, None, draft, options=options) as generator:
+        with Generator(tiny, None, draft=draft, options=options) as generator:
             with pytest.raises(RequestError, match=f"draft: token {token}"):
                 generator.complete([[1, 5]])
             cache: Any = generator.cache
@@ -361,7 +360,7 @@ def test_a_pass_that_fails_leaves_the_cache_empty(
     expected = plain(tiny, prompts, GenerationOptions(COUNT))
     draft = Oracle(prompts, expected, tiny.config.vocab_size).wrong  # as many branches as there may be
     options = SpeculativeOptions(max_sequences=1, capacity=64, width=width)
-    with SpeculativeGenerator(tiny, None, draft, options=options) as generator:
+    with Generator(tiny, None, draft=draft, options=options) as generator:
         forward, calls = tiny.forward, []
 
         def failing(*args: Any) -> Any:

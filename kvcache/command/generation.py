@@ -11,15 +11,13 @@ import ml
 from kvcache.command.answers import tell_full
 from kvcache.command.drafting import Drafting
 from kvcache.command.screen import Screen
-from kvcache.runner.drafts import Draft
 from kvcache.runner.generate import Generator
-from kvcache.runner.language_model import LanguageModel, encode_prompt
+from kvcache.runner.language_model import encode_prompt
 from kvcache.runner.loading import load_config, load_model
 from kvcache.runner.memory import check_memory
 from kvcache.runner.models.families import family_of, parameter_count
-from kvcache.runner.options import EngineOptions, SpeculativeOptions
+from kvcache.runner.options import EngineOptions
 from kvcache.runner.requests import Finished, GenerationOptions
-from kvcache.runner.speculative import SpeculativeGenerator
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.runner.warm_up import warm_up
 from kvcache.views.words import counted
@@ -52,7 +50,7 @@ def continue_prompts(
         warm_up(backend)
         with (
             drafting.opened(model, dtype, options) as draft,
-            _generator(model, tokenizer, options, draft) as generator,
+            Generator(model, tokenizer, options=options, draft=draft) as generator,
             contextlib.closing(generator.generate(prompts, settings)) as events,
             _abandoned(screen, generator),
         ):
@@ -73,14 +71,6 @@ def continue_prompts(
     screen.finish(totals, cache_bytes, drafts)
     if group is None or group.rank == 0:
         tell_full(answers, generator.limit, model.config.max_positions)
-
-
-def _generator(
-    model: LanguageModel, tokenizer: Tokenizer, options: EngineOptions, draft: Draft | None
-) -> Generator:
-    if isinstance(options, SpeculativeOptions) and draft is not None:
-        return SpeculativeGenerator(model, tokenizer, draft, options=options)
-    return Generator(model, tokenizer, options=options)
 
 
 @contextlib.contextmanager

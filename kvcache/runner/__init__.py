@@ -23,6 +23,7 @@ from kvcache.runner.loading import bundled_model, check_weights, load_config, lo
 from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.models.families import SUPPORTED_ARCHITECTURES, expected_shapes, parse_config
 from kvcache.runner.models.llama import Llama
+from kvcache.runner.options import SpeculativeOptions
 from kvcache.runner.requests import (
     Event,
     Finished,
@@ -65,6 +66,7 @@ __all__ = [
     "RunnerError",
     "Sampler",
     "SavedConversation",
+    "SpeculativeOptions",
     "Started",
     "Statistics",
     "StreamDecoder",

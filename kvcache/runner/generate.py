@@ -12,10 +12,11 @@ from kvcache.runner.drafts import Draft
 from kvcache.runner.engine import Engine, EngineEvent
 from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.language_model import LanguageModel, Prompt, settings_for
-from kvcache.runner.options import EngineOptions
+from kvcache.runner.options import EngineOptions, SpeculativeOptions
 from kvcache.runner.requests import Event, Finished, GenerationOptions, Statistics
 from kvcache.runner.scheduler import Failed
 from kvcache.runner.tokenizer import Tokenizer
+from kvcache.runner.verification import Speculation
 from kvcache.stores.closing import Closing
 
 __all__ = ["Generator"]
@@ -27,11 +28,11 @@ class Generator(Closing):
     ``cache`` is a fresh one, which the generator binds and closes (None: what ``model.make_cache()``
     gives, a ``CausalCache`` where the model has no such method).
     ``tokenizer`` may be None where prompts are token ids and texts are not wanted.
+    With ``draft``, whose tokens are verified, there are fewer passes and the same answers; it is the caller's
+    to close.
 
     Raises CapacityError, before anything is allocated, where the cache does not fit in memory.
     """
-
-    draft: Draft | None = None
 
     def __init__(
         self,
@@ -39,8 +40,11 @@ class Generator(Closing):
         tokenizer: Tokenizer | None,
         cache: SnapshotCache | None = None,
         options: EngineOptions | None = None,
+        draft: Draft | None = None,
     ) -> None:
-        self.engine = Engine(model, tokenizer, options, cache=cache)
+        if options is None and draft is not None:
+            options = SpeculativeOptions()
+        self.engine, self.draft = Engine(model, tokenizer, options, cache=cache), draft
         self.options = self.engine.options
 
     @property
@@ -51,6 +55,11 @@ class Generator(Closing):
     def statistics(self) -> Statistics:
         """Of the last ``generate``."""
         return self.engine.statistics
+
+    @property
+    def speculation(self) -> Speculation:
+        """What the drafts of the last ``generate`` were worth."""
+        return self.engine.speculation
 
     @property
     def limit(self) -> int:
