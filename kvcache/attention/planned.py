@@ -59,49 +59,46 @@ class PlannedCall:
 
     def queries(self, ctx: ml.Context, query: ml.Tensor) -> ml.Tensor:
         """This call's of query (tokens, heads, head_dim), segment by segment."""
-        tokens = self.call.tokens
+        tokens = self.on(ctx).tokens
         if not isinstance(tokens, slice):
-            assert self._tokens is not None
-            return query.rows(ctx, near(ctx, self._tokens))
+            return query.rows(ctx, tokens)
         if tokens.stop - tokens.start == query.shape[0]:
             return query
         return query.slice(ctx, 0, tokens.start, tokens.stop)
 
     def store(self, ctx: ml.Context, found: ml.Tensor, whole: ml.Tensor) -> None:
         """Write what was found for this call's queries into (tokens, ...)."""
-        tokens = self.call.tokens
+        tokens = self.on(ctx).tokens
         if isinstance(tokens, slice):
             found.copy(ctx, whole.slice(ctx, 0, tokens.start, tokens.stop))
         else:
-            assert self._tokens is not None
-            whole.set_rows(ctx, found, near(ctx, self._tokens))
+            whole.set_rows(ctx, found, tokens)
 
     def attend(
         self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, scale: float, sinks: ml.Tensor | None
     ) -> ml.Tensor:
         """Attention where this call is all that its queries see; (queries, heads, v_dim)."""
-        call = self.call
+        call = self.on(ctx)
         if call.batch > 1 or buffers.is_quantized:
             return nn.merge_attention(ctx, [self.partial(ctx, buffers, query, scale)], sinks)
-        cells = call.start if self._cells is None else near(ctx, self._cells)
-        mask = near(ctx, self._mask)
+        mask = call.mask
         if mask is not None and mask is not ml.CAUSAL:
             mask = mask.reshape(ctx, *mask.shape[1:])
-        key, value = buffers.read(ctx, cells, call.length)
+        key, value = buffers.read(ctx, call.start if call.cells is None else call.cells, call.length)
         return nn.attention(ctx, query, key, value, mask, scale, sinks)
 
     def partial(self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, scale: float) -> nn.Part:
         """Attention over what this call reads: (queries, heads, v_dim), and its log-sum-exp."""
-        call = self.call
+        call = self.on(ctx)
         if buffers.is_quantized:
-            return attend_quantized(ctx, buffers, query, self.on(ctx), scale, self.block_bytes)
+            return attend_quantized(ctx, buffers, query, call, scale, self.block_bytes)
         count, heads, size = query.shape
         stacked = query.reshape(ctx, call.batch, count // call.batch, heads, size)
-        if self._cells is None:
+        if call.cells is None:
             key, value = buffers.read_batch(ctx, call.start, call.step, call.batch, call.length)
         else:
-            key, value = buffers.gather_batch(ctx, near(ctx, self._cells), call.batch, call.length)
-        out, lse = nn.partial_attention(ctx, stacked, key, value, near(ctx, self._mask), scale)
+            key, value = buffers.gather_batch(ctx, call.cells, call.batch, call.length)
+        out, lse = nn.partial_attention(ctx, stacked, key, value, call.mask, scale)
         return out.reshape(ctx, count, heads, out.shape[3]), lse.reshape(ctx, count, heads)
 
 
