@@ -247,10 +247,11 @@ class SupportsAttention(Protocol):
         """softmax(scale * query @ key.T + mask) @ value, per head.
 
         query (tokens, heads, head_dim), key (history, kv_heads, head_dim), value (history,
-        kv_heads, v_dim), heads a multiple of kv_heads (grouped queries); mask (rows >= tokens,
-        history), additive, of any float dtype (cast here, rows beyond tokens trimmed), CAUSAL or
-        None; sinks (heads,): a logit per head that takes part in the softmax and is dropped.
-        Returns (tokens, heads, v_dim).
+        kv_heads, v_dim), all of one float dtype, heads a multiple of kv_heads (grouped queries);
+        mask (rows >= tokens, history), additive, of any float dtype (cast here, rows beyond tokens
+        trimmed), CAUSAL or None; sinks (heads,): a logit per head that takes part in the softmax
+        and is dropped. Returns (tokens, heads, v_dim). What does not fit is refused before it is
+        read: ``ml.base.check_attention``.
         """
 
 

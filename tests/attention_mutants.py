@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import ml
+import ml.base
 from ml.nn import generic_attention, generic_partial_attention
 from ml.ragged import RaggedPlan
 from ml.testing.attention import AttentionTests
@@ -36,6 +37,16 @@ def causal_is_top_left_aligned(numpy: ModuleType) -> None:
 @mutant(AttentionTests)
 def sinks_are_ignored(numpy: ModuleType) -> None:
     numpy.NumpyBackend.attention = lambda self, ctx, *args: generic_attention(ctx, *args[:5])
+
+
+@mutant(AttentionTests)
+def a_mask_of_one_row_serves_every_query(numpy: ModuleType) -> None:
+    def attention(self: Any, ctx: Any, q: Any, k: Any, v: Any, mask: Any, *rest: Any) -> Any:
+        if isinstance(mask, ml.base.BaseTensor) and mask.shape[0] == 1:
+            mask = mask.repeat(ctx, 0, q.shape[0])
+        return generic_attention(ctx, q, k, v, mask, *rest)
+
+    numpy.NumpyBackend.attention = attention
 
 
 def partial_mutant(function: Any) -> Any:
@@ -92,6 +103,13 @@ def queries_are_scaled_in_place(ctx: Any, q: Any, *args: Any) -> Any:
     *rest, scale = args
     q.scale(ctx, scale).copy(ctx, q)
     return generic_partial_attention(ctx, q, *rest, 1.0)
+
+
+@partial_mutant
+def masks_of_integers_are_added(ctx: Any, q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
+    if isinstance(mask, ml.base.BaseTensor):
+        mask = mask.cast(ctx, ml.DType.F32)
+    return generic_partial_attention(ctx, q, k, v, mask, scale)
 
 
 @mutant(AttentionTests, "NumpyTensor._softmax")

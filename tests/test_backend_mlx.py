@@ -482,6 +482,18 @@ def test_attention_matches_float64(
         np.testing.assert_allclose(exact(result), expected, rtol=tolerance, atol=tolerance)
 
 
+def test_what_mlx_raises_in_attention_names_the_operation(
+    backend: MlxBackend, ctx: MlxContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no kernel")
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fail)
+    x = ctx.zeros((1, 1, 8), DType.F32)
+    with pytest.raises(ml.DeviceError, match="attention: MLX failed: no kernel"):
+        backend.attention(ctx, x, x, x, None, 1.0)
+
+
 def test_attention_of_no_queries_is_left_to_the_generic_body(backend: MlxBackend, ctx: MlxContext) -> None:
     query, key = ctx.zeros((0, 4, 8), DType.F32), ctx.zeros((5, 2, 8), DType.F32)
     assert backend.attention(ctx, query, key, key, None, 1.0).shape == (0, 4, 8)

@@ -379,6 +379,14 @@ def test_attention_refuses_shapes_that_do_not_fit(
         ctx.backend.attention(ctx, q, k, v, given, 1.0, logits)  # type: ignore[arg-type]
 
 
+def test_a_call_whose_mask_has_fewer_rows_than_queries_is_refused(ctx: TorchContext) -> None:
+    q, k = ctx.zeros((3, 2, 8), DType.F32), ctx.zeros((5, 2, 8), DType.F32)
+    for mask in (ctx.zeros((1, 1, 5), DType.F32), ctx.zeros((1, 3, 5), DType.BOOL)):
+        call = ml.AttentionCall(slice(0, 3), 1, 5, 0, 0, None, mask)
+        with pytest.raises((ml.ShapeError, ml.DTypeError), match="attention_calls: mask"):
+            ctx.backend.attention_calls(ctx, q, k, k, [[call]], 1.0)
+
+
 def test_the_cache_is_asked_for_head_major_and_masks_of_the_default_dtype() -> None:
     for dtype in FLOATS:
         with TorchBackend(device="cpu", dtype=dtype) as backend:

@@ -59,6 +59,7 @@ SAMPLE = {
         "copy_writes_what_the_destination_shows_and_nothing_else", "rows_gathers_along_any_axis",
         "set_rows_scatters_along_any_axis", "concat_and_repeat_read_strided_operands",
         "attention_matches_float64_with_and_without_a_mask", "sinks_take_part_in_the_softmax_and_are_dropped",
+        "attention_refuses_what_does_not_fit", "attention_refuses_tensors_of_other_backends",
     ],
     "TestCaches": [
         "every_token_is_found_again[token major-window]", "layers_keep_apart[elided and padded-causal]",

@@ -25,7 +25,7 @@ from backends.mlx.store import MlxKVStore, MlxQuantizedStore
 from backends.mlx.tensor import MlxTensor
 from backends.mlx.work import MlxWork
 from backends.placement import GPU_CALL_BYTES, only_device
-from ml.base import BaseBackend, BaseContext, BaseGroup, BaseTensor
+from ml.base import BaseBackend, BaseContext, BaseGroup, BaseTensor, check_attention
 from ml.capabilities import CacheConfig, CausalMask, Layout
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
@@ -116,7 +116,9 @@ class MlxBackend(BaseBackend):
         sinks: Tensor | None = None,
     ) -> Any:
         ctx.check("attention")
-        return fused.attention(ctx, query, key, value, mask, scale, sinks)
+        check_attention("attention", self, query, key, value, mask, sinks)
+        with device_errors("attention"):
+            return fused.attention(ctx, query, key, value, mask, scale, sinks)
 
     def quantize(self, ctx: Any, x: MlxTensor, format: str) -> tuple[MlxTensor, ...] | None:
         """See :class:`ml.SupportsBlockFormats`."""
@@ -135,6 +137,7 @@ class MlxBackend(BaseBackend):
     ) -> Any:
         """See :class:`ml.SupportsPartialAttention`."""
         ctx.check("partial_attention")
+        check_attention("partial_attention", self, query, key, value, mask, batched=True)
         with device_errors("partial_attention"):
             body = functools.partial(fused.partial_attention, scale)
             return partial_in_blocks(ctx, body, query, key, value, mask)

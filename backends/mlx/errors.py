@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from ml.errors import DeviceError, MLError
@@ -12,15 +11,20 @@ from ml.errors import DeviceError, MLError
 MLX_ERRORS = (RuntimeError, ValueError, TypeError, OverflowError, MemoryError)
 
 
-@contextmanager
-def device_errors(op: str) -> Iterator[None]:
-    """Turn what MLX raises in the block into DeviceError."""
-    try:
-        yield
-    except MLError:
-        raise
-    except MLX_ERRORS as error:
-        raise DeviceError(f"{op}: MLX failed: {error}") from error
+class device_errors:  # noqa: N801
+    """Turn what MLX raises in the block into DeviceError. A generator would take a microsecond more."""
+
+    __slots__ = ("op",)
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, MLX_ERRORS) and not isinstance(error, MLError):
+            raise DeviceError(f"{self.op}: MLX failed: {error}") from error
 
 
 def translated(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

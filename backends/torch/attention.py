@@ -10,15 +10,13 @@ from backends.torch.kernels import (
     attend_part,
     beside,
     causal_bias,
-    check_heads,
-    check_sinks,
     home,
     natives,
     with_sinks,
 )
 from backends.torch.tensor import Placement, TorchTensor
-from ml.capabilities import CAUSAL, CausalMask
-from ml.errors import DTypeError, ShapeError
+from ml.base import check_attention
+from ml.capabilities import CausalMask
 
 
 def attend(
@@ -32,13 +30,8 @@ def attend(
     sinks: TorchTensor | None,
 ) -> TorchTensor:
     """query (tokens, heads, D), key (history, kv_heads, D), value (history, kv_heads, v_dim)."""
-    for tensor in (key, value, mask, sinks):
-        if tensor is not None and tensor is not CAUSAL:
-            query.check_peer("attention", tensor)
+    check_attention("attention", ctx.backend, query, key, value, mask, sinks)
     k, q, v, logits = natives(ctx, key, query, value, sinks)
-    check_heads("attention", q, k, v)
-    if logits is not None:
-        check_sinks("attention", logits, q.shape[1])
     bias = _bias(ctx, masks, q, v, mask)
     if not (q.numel() and v.numel()):
         return home(ctx, q.new_zeros((*q.shape[:2], v.shape[2])), query.dtype)
@@ -58,12 +51,6 @@ def _bias(
     """The mask as (1, tokens, history) of the query's dtype; CAUSAL where the kernel says that itself."""
     if mask is None:
         return None
-    tokens, history = q.shape[0], v.shape[0]
     if isinstance(mask, CausalMask):
-        return causal_bias("attention", masks, q, v, 1, history)
-    native = beside(ctx, mask, q.device)
-    if native.dim() != 2 or native.shape[0] < tokens or native.shape[1] != history:
-        raise ShapeError(f"attention: mask {mask.shape}; it must be (rows >= {tokens}, {history})")
-    if not native.dtype.is_floating_point:
-        raise DTypeError(f"attention: mask {mask.dtype!r}; it must be additive: F32, F16 or BF16")
-    return native[:tokens].to(q.dtype).unsqueeze(0)
+        return causal_bias(masks, q, v, 1, v.shape[0])
+    return beside(ctx, mask, q.device)[: q.shape[0]].to(q.dtype).unsqueeze(0)

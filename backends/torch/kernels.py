@@ -19,7 +19,6 @@ from torch.nn import functional
 from backends.torch.tensor import Placement, TorchTensor
 from ml.capabilities import CausalMask
 from ml.dtypes import DType
-from ml.errors import DTypeError, ShapeError
 
 STACKED_MASK_LIMIT = 16 << 20
 """Bytes of a mask that may be repeated for the query heads of a group."""
@@ -74,37 +73,13 @@ def home(ctx: Placement, found: torch.Tensor, dtype: DType) -> TorchTensor:
     return TorchTensor.own(ctx, found, dtype)
 
 
-def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise ShapeError or DTypeError unless these are heads of one attention."""
-    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    if not q.dim() == k.dim() == v.dim() == 3 or shapes[1][:2] != shapes[2][:2]:
-        raise ShapeError(f"{op}: query, key, value {shapes}; each must be (tokens, heads, size)")
-    if shapes[0][2] != shapes[1][2] or not shapes[1][1] or shapes[0][1] % shapes[1][1]:
-        raise ShapeError(
-            f"{op}: query {shapes[0]}, key {shapes[1]}; one head size, heads a multiple of KV heads"
-        )
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise DTypeError(f"{op}: query, key, value {q.dtype}, {k.dtype}, {v.dtype}; one float dtype")
-
-
-def check_sinks(op: str, sinks: torch.Tensor, heads: int) -> None:
-    if tuple(sinks.shape) != (heads,) or not sinks.dtype.is_floating_point:
-        raise ShapeError(f"{op}: sinks {sinks.dtype} {tuple(sinks.shape)}; they must be floats ({heads},)")
-
-
-def causal_bias(
-    op: str, masks: CausalMasks, q: torch.Tensor, v: torch.Tensor, batch: int, history: int
-) -> Bias:
+def causal_bias(masks: CausalMasks, q: torch.Tensor, v: torch.Tensor, batch: int, history: int) -> Bias:
     """What says ``ml.CAUSAL`` for q (tokens, heads, D) and v (..., v_dim).
 
     CAUSAL where the kernel says it itself: aligned bottom-right on CUDA, top-left on the CPU, which is the
     same for a whole prompt only; else a mask (1, tokens, history). None where there is one query.
     """
     tokens = q.shape[0]
-    if tokens > history:
-        raise ShapeError(
-            f"{op}: CAUSAL with {tokens} queries and {history} keys; some queries would see none"
-        )
     if tokens < 2:
         return None
     if batch == 1 and _fits(q, v) and (q.is_cuda or tokens == history):

@@ -9,9 +9,10 @@ import torch
 
 from backends.torch.kernels import Bias, CausalMasks, Pair, attend_grouped, beside, causal_bias, home, natives
 from backends.torch.tensor import Placement, TorchTensor
+from ml.base import check_attention
+from ml.base.checks import check_mask, check_peers
 from ml.capabilities import AttentionCall, CausalMask
 from ml.dtypes import DType
-from ml.errors import DTypeError, ShapeError
 
 
 def attend_partially(
@@ -24,18 +25,14 @@ def attend_partially(
     scale: float,
 ) -> tuple[TorchTensor, TorchTensor]:
     """See :class:`ml.SupportsPartialAttention`."""
-    for tensor in (key, value, mask):
-        if tensor is not None and not isinstance(tensor, CausalMask):
-            query.check_peer("partial_attention", tensor)
+    check_attention("partial_attention", ctx.backend, query, key, value, mask, batched=True)
     k, q, v = natives(ctx, key, query, value)
     batch, tokens, heads, head_dim = q.shape
     history, _, v_dim = v.shape[1:]
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise DTypeError(f"partial_attention: {q.dtype}, {k.dtype}, {v.dtype}; they are of one float dtype")
-    bias = _bias(ctx, masks, q, v, history, mask)
     if not q.numel():
         none = q.new_zeros((batch, tokens, heads, v_dim)), q.new_zeros(q.shape[:3], dtype=torch.float32)
         return home(ctx, none[0], query.dtype), home(ctx, none[1], DType.F32)
+    bias = _bias(ctx, masks, q, v, history, mask)
     rows = q.reshape(-1, heads, head_dim)
     out, lse = attend_grouped(rows, k.transpose(1, 2), v.transpose(1, 2), bias, scale)
     out, lse = out.reshape(batch, tokens, heads, v_dim), lse.reshape(batch, tokens, heads)
@@ -53,9 +50,7 @@ def attend_calls(
     sinks: TorchTensor | None,
 ) -> TorchTensor:
     """See :class:`ml.SupportsAttentionCalls`."""
-    for tensor in (key, value, sinks):
-        if tensor is not None:
-            query.check_peer("attention_calls", tensor)
+    check_peers("attention_calls", ctx.backend, query, key, value, sinks)
     k, q, v, logits = natives(ctx, key, query, value, sinks)
     parts = [_level(ctx, masks, q, k, v, calls, scale) for calls in levels]
     out, lse = parts[0]
@@ -96,6 +91,7 @@ def _level(
         bias: Bias = None
         if call.mask is not None:
             stacked = own.reshape(call.batch, -1, *own.shape[1:])
+            check_mask("attention_calls", call.mask, stacked.shape[1], call.length, call.batch)
             bias = _bias(ctx, masks, stacked, v, call.length, cast("Any", call.mask))
         found = attend_grouped(own, _read(ctx, k, call), _read(ctx, v, call), bias, scale)
         if whole:
@@ -128,12 +124,6 @@ def _bias(
     """The mask as (batch or 1, tokens, history) of the query's dtype, or what the kernel says itself."""
     if mask is None:
         return None
-    batch, tokens = q.shape[:2]
     if isinstance(mask, CausalMask):
-        return causal_bias("partial_attention", masks, q[0], v, batch, history)
-    native = beside(ctx, mask, q.device)
-    if native.dim() != 3 or native.shape[0] not in (1, batch) or native.shape[2] != history:
-        raise ShapeError(
-            f"partial_attention: mask {mask.shape}; it must be ({batch} or 1, rows >= {tokens}, {history})"
-        )
-    return native[:, :tokens].to(q.dtype)
+        return causal_bias(masks, q[0], v, q.shape[0], history)
+    return beside(ctx, mask, q.device)[:, : q.shape[1]].to(q.dtype)

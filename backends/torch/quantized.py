@@ -14,6 +14,7 @@ from backends.cpu_store import Codes, CodesStore, encoded, floats
 from backends.torch import ragged
 from backends.torch.tensor import Placement, TorchTensor
 from ml.base import BaseBackend
+from ml.base.checks import check_peers
 from ml.dtypes import DType
 from ml.ragged import RaggedPlan
 
@@ -29,9 +30,7 @@ def attend_quantized(
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
     """See :class:`ml.SupportsQuantizedAttention`. On the CPU on as many threads as torch has."""
-    for tensor in (*key, *value, sinks):
-        if tensor is not None:
-            query.check_peer("quantized_attention", tensor)
+    check_peers("quantized_attention", ctx.backend, query, *key, *value, sinks)
     if ctx.torch_device.type != "cpu":
         return attend_codes_on(ctx, query, key, value, formats, plan, scale, sinks)
     if not BITS.keys() >= set(formats):

@@ -18,10 +18,10 @@ import torch
 from backends import cpu_attention
 from backends.cpu_attention import Array, Stored
 from backends.torch.convert import FROM_TORCH
-from backends.torch.kernels import check_heads, check_sinks
 from backends.torch.ragged_work import Work, choose_tile, divide
 from backends.torch.tensor import Placement, TorchTensor
-from ml.errors import BoundsError, ShapeError
+from ml.base.checks import check_peers
+from ml.errors import BoundsError, DTypeError, ShapeError
 from ml.ragged import RaggedPlan
 
 PROGRAMS = 2
@@ -40,9 +40,7 @@ def attend_ragged(
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
     """See :class:`ml.SupportsRaggedAttention`. None where there are no kernels for the device."""
-    for tensor in (key, value, sinks):
-        if tensor is not None:
-            query.check_peer("ragged_attention", tensor)
+    check_peers("ragged_attention", ctx.backend, query, key, value, sinks)
     kernels = kernels_on(ctx.torch_device)
     if kernels is None:
         if ctx.torch_device.type != "cpu" or not query.dtype is key.dtype is value.dtype:
@@ -53,6 +51,24 @@ def attend_ragged(
     logits = None if sinks is None else sinks.native_on(ctx)
     check_heads("ragged_attention", q, k, v)
     return launch("ragged_attention", ctx, kernels.attend, (q, k, v), v.shape, logits, scale, plan)
+
+
+def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ShapeError or DTypeError unless these are heads of one attention."""
+    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    if not q.dim() == k.dim() == v.dim() == 3 or shapes[1][:2] != shapes[2][:2]:
+        raise ShapeError(f"{op}: query, key, value {shapes}; each must be (tokens, heads, size)")
+    if shapes[0][2] != shapes[1][2] or not shapes[1][1] or shapes[0][1] % shapes[1][1]:
+        raise ShapeError(
+            f"{op}: query {shapes[0]}, key {shapes[1]}; one head size, heads a multiple of KV heads"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise DTypeError(f"{op}: query, key, value {q.dtype}, {k.dtype}, {v.dtype}; one float dtype")
+
+
+def check_sinks(op: str, sinks: torch.Tensor, heads: int) -> None:
+    if tuple(sinks.shape) != (heads,) or not sinks.dtype.is_floating_point:
+        raise ShapeError(f"{op}: sinks {sinks.dtype} {tuple(sinks.shape)}; they must be floats ({heads},)")
 
 
 def stored_of(parts: Sequence[TorchTensor], kind: str) -> Stored | None:

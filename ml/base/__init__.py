@@ -8,6 +8,7 @@ NotSupportedError. docs/writing-a-backend.md walks through a whole one.
 """
 
 from ml.base.backend import BaseBackend, Storage
+from ml.base.checks import check_attention
 from ml.base.context import BaseContext
 from ml.base.group import BaseGroup, SoloGroup
 from ml.base.tensor import BaseTensor, StorageView, StridedTensor
@@ -21,4 +22,5 @@ __all__ = [
     "Storage",
     "StorageView",
     "StridedTensor",
+    "check_attention",
 ]

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ml.capabilities import CAUSAL, CausalMask
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, MLError, ShapeError
-from ml.protocols import Backend
+from ml.protocols import Backend, Tensor
 from ml.strided import Shape, broadcast_shapes
 
 _BOUNDS: dict[DType, tuple[int, int]] = {
@@ -78,6 +79,100 @@ def check_matmul(a: Shape, b: Shape) -> None:
         )
     if len(a) > 2 or len(b) > 2:
         broadcast_shapes("matmul", a[:-2], b[:-2])
+
+
+def check_attention_fit(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | CausalMask | None,
+    sinks: Tensor | None = None,
+    *,
+    batched: bool = False,
+) -> None:
+    """Raise ShapeError or DTypeError unless these fit each other as :func:`ml.nn.attention` says.
+
+    ``batched``: as :func:`ml.nn.partial_attention` says, with an axis of batches before the others.
+    """
+    asked, keys, values = query.shape, key.shape, value.shape
+    if not len(asked) == len(keys) == len(values) == 3 + batched:
+        wanted = "(batch, tokens, heads, size)" if batched else "(tokens, heads, size)"
+        raise ShapeError(f"{op}: query, key, value {asked}, {keys}, {values}; each must be {wanted}")
+    tokens, heads, head_dim = asked[-3:]
+    history, kv_heads = keys[-3:-1]
+    if keys[-1] != head_dim or values[:-1] != keys[:-1] or (batched and keys[0] != asked[0]):
+        batch = f"{asked[0]}, " if batched else ""
+        raise ShapeError(
+            f"{op}: query {asked}, key {keys}, value {values}; key has to be "
+            f"({batch}history, kv_heads, {head_dim}) and value ({batch}history, kv_heads, v_dim)"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(
+            f"{op}: {heads} heads over {kv_heads} KV heads; heads must be a multiple of the KV heads"
+        )
+    if history == 0:
+        raise ShapeError(f"{op}: the history has no keys; put keys before attending")
+    if not query.dtype.is_float or not key.dtype.is_float or value.dtype is not key.dtype:
+        raise DTypeError(
+            f"{op}: query {query.dtype!r}, key {key.dtype!r}, value {value.dtype!r}; "
+            "they must be floats, and key and value must have the same dtype"
+        )
+    if mask is not None:
+        check_mask(op, mask, tokens, history, asked[0] if batched else None)
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.dtype.is_float):
+        raise ShapeError(f"{op}: sinks {sinks.dtype!r} {sinks.shape}; they must be floats ({heads},)")
+
+
+def check_mask(
+    op: str, mask: Tensor | CausalMask, tokens: int, history: int, batch: int | None = None
+) -> None:
+    """Raise ShapeError or DTypeError unless ``mask`` is one for so many queries and keys, of each batch."""
+    if mask is CAUSAL:
+        if history < tokens:
+            raise ShapeError(
+                f"{op}: CAUSAL with {tokens} queries and {history} keys; some queries would see none"
+            )
+        return
+    shape = mask.shape
+    batches = shape[:-2] in ((1,), (batch,)) if batch is not None else len(shape) == 2
+    if not batches or shape[-2] < tokens or shape[-1] != history:
+        some = "" if batch is None else f"{batch} or 1, "
+        raise ShapeError(f"{op}: mask {shape}; it must be ({some}rows >= {tokens}, {history})")
+    if not mask.dtype.is_float:
+        raise DTypeError(f"{op}: mask {mask.dtype!r}; it must be additive: F32, F16 or BF16")
+
+
+def check_attention(
+    op: str,
+    backend: Backend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | CausalMask | None,
+    sinks: Tensor | None = None,
+    *,
+    batched: bool = False,
+) -> None:
+    """What a backend's own attention has to check first, whoever calls it.
+
+    Raises DeviceError for tensors of other backends, ShapeError or DTypeError unless the others are of one
+    dtype and fit each other as :class:`ml.SupportsAttention` says; ``batched``:
+    :class:`ml.SupportsPartialAttention`.
+    """
+    check_peers(op, backend, query, key, value, None if mask is CAUSAL else mask, sinks)
+    check_attention_fit(op, query, key, value, mask, sinks, batched=batched)
+    if query.dtype is not key.dtype:
+        raise DTypeError(
+            f"{op}: query {query.dtype!r}, key {key.dtype!r}; they must have one dtype, cast the query"
+        )
+
+
+def check_peers(op: str, backend: Backend, *tensors: object) -> None:
+    """Raise DeviceError or DTypeError unless all but None are tensors of ``backend``."""
+    for tensor in tensors:
+        if tensor is not None and getattr(tensor, "backend", None) is not backend:
+            raise foreign(op, tensor, backend)
 
 
 def foreign(op: str, tensor: object, backend: Backend) -> MLError:

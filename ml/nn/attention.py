@@ -6,9 +6,9 @@ import functools
 import math
 from typing import TypeGuard
 
+from ml.base.checks import check_attention_fit
 from ml.capabilities import CAUSAL, CausalMask, SupportsAttention
 from ml.dtypes import DType
-from ml.errors import DTypeError, ShapeError
 from ml.protocols import Backend, Context, Tensor
 
 SCORES_LIMIT = 1 << 24
@@ -38,7 +38,7 @@ def attention(
     Returns (tokens, heads, v_dim) in the query's dtype. Where the cache stores another float dtype
     than the query's, the query is converted to it: the history is the larger.
     """
-    _check(query, key, value, mask, sinks)
+    check_attention_fit("attention", query, key, value, mask, sinks)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[2])
     if mask is CAUSAL and query.shape[0] == 1:
@@ -47,7 +47,7 @@ def attention(
     if wanted is not stored:
         query = query.cast(ctx, stored)
     backend: Backend | None = getattr(ctx, "backend", None)  # a context need not tell
-    body = backend.attention if has_attention(backend) else generic_attention
+    body = backend.attention if has_attention(backend) else _generic
     result = body(ctx, query, key, value, mask, scale, sinks)
     return result if wanted is stored else result.cast(ctx, wanted)
 
@@ -80,6 +80,20 @@ def generic_attention(
 
     Products in that dtype (accumulated in F32 by contract), the softmax in F32.
     """
+    check_attention_fit("attention", query, key, value, mask, sinks)
+    return _generic(ctx, query, key, value, mask, scale, sinks)
+
+
+def _generic(
+    ctx: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | CausalMask | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """A block of queries at a time, where scores are many."""
     tokens, heads, _ = query.shape
     history = key.shape[0]
     block = max(1, SCORES_LIMIT // max(1, heads * history))
@@ -172,47 +186,3 @@ def _softmax_with_sinks(ctx: Context, scores: Tensor, sinks: Tensor) -> Tensor:
 def widened(ctx: Context, x: Tensor) -> Tensor:
     """``x`` in F32."""
     return x if x.dtype is DType.F32 else x.cast(ctx, DType.F32)
-
-
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | CausalMask | None, sinks: Tensor | None
-) -> None:
-    shapes = query.shape, key.shape, value.shape
-    if any(len(shape) != 3 for shape in shapes):
-        raise ShapeError(f"attention: query, key, value {shapes}; each must be (tokens, heads, size)")
-    (tokens, heads, head_dim), (history, kv_heads, key_dim), _ = shapes
-    if key_dim != head_dim or shapes[2][:2] != (history, kv_heads):
-        raise ShapeError(
-            f"attention: query {shapes[0]}, key {shapes[1]}, value {shapes[2]}; key has to be "
-            f"(history, kv_heads, {head_dim}) and value (history, kv_heads, v_dim)"
-        )
-    if kv_heads == 0 or heads % kv_heads:
-        raise ShapeError(
-            f"attention: {heads} heads over {kv_heads} KV heads; heads must be a multiple of the KV heads"
-        )
-    if history == 0:
-        raise ShapeError("attention: the history has no keys; put keys before attending")
-    if not query.dtype.is_float or not key.dtype.is_float or value.dtype is not key.dtype:
-        raise DTypeError(
-            f"attention: query {query.dtype!r}, key {key.dtype!r}, value {value.dtype!r}; "
-            "they must be floats, and key and value must have the same dtype"
-        )
-    _check_mask(mask, tokens, history)
-    if sinks is not None and (sinks.shape != (heads,) or not sinks.dtype.is_float):
-        raise ShapeError(f"attention: sinks {sinks.dtype!r} {sinks.shape}; they must be floats ({heads},)")
-
-
-def _check_mask(mask: Tensor | CausalMask | None, tokens: int, history: int) -> None:
-    if mask is None:
-        return
-    if mask is CAUSAL:
-        if history < tokens:
-            raise ShapeError(
-                f"attention: CAUSAL with {tokens} queries and {history} keys; some queries would see none"
-            )
-        return
-    shape = mask.shape
-    if len(shape) != 2 or shape[0] < tokens or shape[1] != history:
-        raise ShapeError(f"attention: mask {shape}; it must be (rows >= {tokens}, {history})")
-    if not mask.dtype.is_float:
-        raise DTypeError(f"attention: mask {mask.dtype!r}; it must be additive: F32, F16 or BF16")

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
+from ml.base.checks import check_attention_fit
 from ml.capabilities import (
     CAUSAL,
     CausalMask,
@@ -41,13 +42,13 @@ def partial_attention(
 
     A query of another float dtype than the keys' is converted to theirs; the result has their dtype.
     """
-    _check(query, key, value)
+    check_attention_fit("partial_attention", query, key, value, mask, batched=True)
     if query.dtype is not key.dtype:
         query = query.cast(ctx, key.dtype)
     if mask is CAUSAL and query.shape[1] == 1:
         mask = None
     backend: Backend | None = getattr(ctx, "backend", None)
-    body = backend.partial_attention if _has_kernel(backend) else generic_partial_attention
+    body = backend.partial_attention if _has_kernel(backend) else _generic
     return body(ctx, query, key, value, mask, scale)
 
 
@@ -78,8 +79,19 @@ def generic_partial_attention(
     mask: Tensor | CausalMask | None,
     scale: float,
 ) -> Part:
-    """:func:`partial_attention` on the required core only."""
+    """:func:`partial_attention` on the required core only, for tensors of one dtype."""
+    check_attention_fit("partial_attention", query, key, value, mask, batched=True)
+    return _generic(ctx, query, key, value, mask, scale)
 
+
+def _generic(
+    ctx: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | CausalMask | None,
+    scale: float,
+) -> Part:
     body = functools.partial(_attend_to_part, ctx, scale)
     return partial_in_blocks(ctx, body, query, key, value, mask)
 
@@ -200,23 +212,3 @@ def merge_attention(ctx: Context, parts: Sequence[Part], sinks: Tensor | None = 
 
 def _weighed(ctx: Context, out: Tensor, weights: Tensor, number: int) -> Tensor:
     return widened(ctx, out).mul(ctx, weights.slice(ctx, 2, number, number + 1))
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
-    shapes = query.shape, key.shape, value.shape
-    if any(len(shape) != 4 for shape in shapes):
-        raise ShapeError(
-            f"partial_attention: query, key, value {shapes}; each must be (batch, tokens, heads, size)"
-        )
-    (batch, _, heads, head_dim), (_, history, kv_heads, _), _ = shapes
-    wanted = (batch, history, kv_heads)
-    if shapes[1] != (*wanted, head_dim) or shapes[2][:3] != wanted or not history:
-        raise ShapeError(
-            f"partial_attention: query {shapes[0]}, key {shapes[1]}, value {shapes[2]}; key has to be "
-            f"({batch}, history >= 1, kv_heads, {head_dim}) and value ({batch}, history, kv_heads, v_dim)"
-        )
-    if kv_heads == 0 or heads % kv_heads:
-        raise ShapeError(
-            f"partial_attention: {heads} heads over {kv_heads} KV heads; heads must be a multiple of "
-            "the KV heads"
-        )

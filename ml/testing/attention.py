@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from ml.nn import generic_attention, generic_partial_attention, latent_attention
 from ml.nn.partial import Part
 from ml.protocols import Backend, Context, Tensor
 from ml.ragged import RaggedPlan
-from ml.testing.harness import BackendCase, each, needs
+from ml.testing.harness import BackendCase, each, needs, refused, unchanged
 from ml.testing.ragged import ragged_reference, random_plan
 from ml.testing.samples import FLOATS, exact, normal
 
@@ -34,6 +34,26 @@ Partial = Callable[..., Part]
 """partial(query, key, value, mask, scale), of tensors or host arrays."""
 HEADS = {"one": (1, 1), "each its own": (4, 4), "grouped": (4, 2), "one for all": (6, 1)}
 """Of queries, and of keys and values."""
+Misfit = tuple[tuple[str, tuple[int, ...], DType], ...]
+"""Names, shapes and dtypes of tensors."""
+MISFITS: Mapping[str, Misfit] = {
+    "a mask of one row": (("mask", (1, 5), DType.F32),),
+    "a mask of a row less": (("mask", (2, 5), DType.F32),),
+    "a mask of one column": (("mask", (3, 1), DType.F32),),
+    "a mask for fewer keys": (("mask", (3, 4), DType.F32),),
+    "a mask for more keys": (("mask", (3, 6), DType.F32),),
+    "a mask of BOOL": (("mask", (3, 5), DType.BOOL),),
+    "a mask of integers": (("mask", (3, 5), DType.I32),),
+    "heads that are no multiple of the KV heads": (("query", (3, 3, 8), DType.F32),),
+    "keys of another size": (("key", (5, 2, 4), DType.F32),),
+    "more keys than values": (("key", (6, 2, 8), DType.F32),),
+    "no keys": (("key", (0, 2, 8), DType.F32), ("value", (0, 2, 6), DType.F32), ("mask", (3, 0), DType.F32)),
+    "values of another dtype": (("value", (5, 2, 6), DType.F16),),
+    "keys and values of another dtype": (("key", (5, 2, 8), DType.F16), ("value", (5, 2, 6), DType.F16)),
+    "queries of another dtype": (("query", (3, 4, 8), DType.F16),),
+    "queries of integers": (("query", (3, 4, 8), DType.I32),),
+}
+"""What is given in place of that of a call of 3 queries over 5 keys."""
 TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
 
 
@@ -181,6 +201,33 @@ class AttentionTests(BackendCase):
         for tensor, before in zip(tensors, (q, k, v, causal_matrix(3, 6)), strict=True):
             np.testing.assert_array_equal(tensor.to_numpy(), before)
 
+    @each(misfit=MISFITS)
+    def test_attention_refuses_what_does_not_fit(self, ctx: Context, attend: Attend, misfit: Misfit) -> None:
+        given = _call(ctx, misfit)
+        refused(lambda: attend(*given, 0.3), keep=given)
+
+    def test_attention_refuses_causal_queries_that_see_no_key_and_sinks_of_other_heads(
+        self, ctx: Context, attend: Attend
+    ) -> None:
+        query, key, value, mask = _call(ctx)
+        more = ctx.zeros((6, 4, 8), DType.F32)
+        refused(
+            lambda: attend(more, key, value, CAUSAL, 0.3),
+            lambda: attend(query, key, value, mask, 0.3, ctx.zeros((1,), DType.F32)),
+            lambda: attend(query, key, value, mask, 0.3, ctx.zeros((4, 1), DType.F32)),
+            lambda: attend(query, key, value, mask, 0.3, ctx.zeros((4,), DType.I32)),
+            keep=(more, query, key, value, mask),
+        )
+
+    def test_attention_refuses_tensors_of_other_backends(
+        self, ctx: Context, foreign: Context, open_backend: Callable[[], Backend], attend: Attend
+    ) -> None:
+        own = [*_call(ctx), ctx.zeros((4,), DType.F32)]
+        for other in (foreign, open_backend().new_context()):
+            for given in _partly_of(other, own):
+                with unchanged(*given):
+                    attend(*given[:4], 0.3, given[4])
+
     # Over latents.
 
     @needs("matmul")
@@ -292,6 +339,36 @@ class AttentionTests(BackendCase):
             ctx.zeros(result.shape, result.dtype).copy(ctx, result)
         for tensor, before in zip(tensors, hosts, strict=True):
             np.testing.assert_array_equal(tensor.to_numpy(), before)
+
+    @each(misfit=MISFITS)
+    def test_partial_attention_refuses_what_does_not_fit(
+        self, ctx: Context, partial: Partial, misfit: Misfit
+    ) -> None:
+        given = _call(ctx, misfit, (2,))
+        refused(lambda: partial(*given, 0.3), keep=given)
+
+    def test_partial_attention_refuses_other_batches_and_causal_queries_that_see_no_key(
+        self, ctx: Context, partial: Partial
+    ) -> None:
+        query, key, value, mask = _call(ctx, batch=(2,))
+        _, *three = _call(ctx, batch=(3,))
+        more = ctx.zeros((2, 6, 4, 8), DType.F32)
+        refused(
+            lambda: partial(more, key, value, CAUSAL, 0.3),
+            lambda: partial(query, key, value, three[2], 0.3),
+            lambda: partial(query, *three[:2], None, 0.3),
+            lambda: partial(query, key, value, ctx.zeros((3, 5), DType.F32), 0.3),
+            keep=(query, key, value, mask, more, *three),
+        )
+
+    def test_partial_attention_refuses_tensors_of_other_backends(
+        self, ctx: Context, foreign: Context, open_backend: Callable[[], Backend], partial: Partial
+    ) -> None:
+        own = _call(ctx, batch=(1,))
+        for other in (foreign, open_backend().new_context()):
+            for given in _partly_of(other, own):
+                with unchanged(*given):
+                    partial(*given, 0.3)
 
     def _batches(
         self, batch: int, tokens: int, heads: int, history: int, kv_heads: int, dtype: DType, v_dim: int = 8
@@ -407,6 +484,22 @@ class AttentionTests(BackendCase):
         found = backend.attention_calls(ctx, ctx.from_numpy(query), keys, values, levels, 0.3, given)
         expected = ragged_reference(query, key, value, plan, 0.3, sinks)
         assert_attention(found, expected, dtype)
+
+
+def _call(ctx: Context, misfit: Misfit = (), batch: tuple[int, ...] = ()) -> list[Tensor]:
+    """Query, key, value and mask of a call, all 0, but for what a row of MISFITS gives in place of them."""
+    shapes = {"query": (3, 4, 8), "key": (5, 2, 8), "value": (5, 2, 6), "mask": (3, 5)}
+    given = {name: (shape, DType.F32) for name, shape in shapes.items()}
+    given |= {name: (shape, dtype) for name, shape, dtype in misfit}
+    return [ctx.zeros((*batch, *shape), dtype) for shape, dtype in given.values()]
+
+
+def _partly_of(other: Context, given: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors as ``given``, one of them made by ``other``, or all."""
+    theirs = [other.zeros(x.shape, x.dtype) for x in given]
+    yield theirs
+    for number, foreign in enumerate(theirs):
+        yield [*given[:number], foreign, *given[number + 1 :]]
 
 
 def _tensors(ctx: Context, *values: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ml import CAUSAL, CacheConfig, DeviceError, DeviceInfo, DeviceMemory, DType, DTypeError
-from ml.base import BaseBackend, BaseContext
+from ml.base import BaseBackend, BaseContext, check_attention
 from ml_backend_jax.kernels import KERNELS
 from ml_backend_jax.tensor import Box, JaxTensor
 
@@ -74,6 +74,7 @@ class JaxBackend(BaseBackend):
         self, ctx: Any, query: Any, key: Any, value: Any, mask: Any, scale: float, sinks: Any = None
     ) -> Any:
         ctx.check("attention")
+        check_attention("attention", self, query, key, value, mask, sinks)
         matrix = None if mask is CAUSAL else mask
         return self.run("attention", query, key, value, matrix, sinks, scale, mask is CAUSAL)
 
