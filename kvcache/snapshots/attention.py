@@ -47,8 +47,8 @@ class Window:
     """Positions below this stay stored for good, and every later query sees them."""
 
     def held(self, stored: np.ndarray, end: int) -> np.ndarray:
-        """Which entries of ``stored`` (ascending) a snapshot at ``end`` holds."""
-        low, kept, stop = np.searchsorted(stored, (end - self.memory, self.keep, end))
+        """Which entries of ``stored`` (ascending) a snapshot at ``end`` holds: the last one always."""
+        low, kept, stop = np.searchsorted(stored, (end - max(self.memory, 1), self.keep, end))
         return np.concatenate((np.arange(min(kept, stop)), np.arange(max(kept, low), stop)))
 
     def reaches(self, stored: np.ndarray, position: int, kept: int | None = None) -> bool:

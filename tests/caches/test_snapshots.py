@@ -549,6 +549,24 @@ def test_a_window_that_sees_only_the_token_itself_lacks_nothing_when_cut(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("keep", [0, 2])
+@pytest.mark.parametrize("copied_out", [False, True])
+def test_a_window_that_sees_only_the_token_itself_is_resumed_by_the_last_one(
+    rig: MakeRig, keep: int, copied_out: bool
+) -> None:
+    r = rig(window=0, keep=keep, max_sequences=1, max_batch=4)
+    r.forward(range(4), 0)
+    r.forward([4], 0)
+    r.snapshot(0, 0, None)
+    snapshot, _ = r.copies[0]
+    assert snapshot.positions.tolist() == [*range(keep), 4]
+    if copied_out:
+        r.detach(0)
+    r.remove(0, 0)
+    assert r.restore(0, 0, None)
+    r.forward(range(5, 9), 0)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -282,7 +282,7 @@ class Model:
 
     def _is_held(self, position: int, end: int) -> bool:
         """Whether a snapshot at ``end`` has what is stored at ``position``."""
-        return position >= end - self.setup.reach or position < self.setup.keep
+        return position >= end - max(self.setup.reach, 1) or position < self.setup.keep
 
     def _finds(self, content: dict[int, int], end: int, of: tuple[int, int] | None) -> bool:
         """Whether a token at ``end`` finds all that it sees, but for what was evicted on purpose."""
