@@ -108,6 +108,38 @@ def test_put_of_what_get_returned_reads_before_it_writes(backend: ml.Backend, ct
     np.testing.assert_array_equal(value.to_numpy(), numbers(3, DIM))
 
 
+@pytest.fixture(params=["numpy", "torch", "mlx"])
+def every_backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:
+    pytest.importorskip({"numpy": "numpy", "torch": "torch", "mlx": "mlx.core"}[request.param])
+    with ml.open_backend(request.param, device="cpu") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("batch", [Batch([0, 1], [0, 0]), Batch([0, 0], [0, 2])], ids=["a run", "apart"])
+@pytest.mark.parametrize("layout", list(ml.Layout))
+@pytest.mark.parametrize("dtype", [DType.F32, ("F32", "Q8_0")], ids=["plain", "keys beside codes"])
+def test_keys_and_values_of_get_may_be_put_the_other_way_round(
+    every_backend: ml.Backend, batch: Batch, layout: ml.Layout, dtype: Any
+) -> None:
+    """Each lies in the memory that the other is written to."""
+    cache = CausalCache()
+    cache.set_config(ml.CacheConfig(layout=layout))
+    cache.init(every_backend, dtype, 3, 8, 4)
+    with every_backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch([0], [1]))  # between the two sequences of the other pass
+        cache.put(ctx, *[ctx.zeros((1, HEADS, 32), DType.F32)] * 2)
+        cache.start_forward(ctx, batch)
+        one, two = (ctx.full((2, HEADS, 32), number, DType.F32) for number in (127, 254))
+        cache.put(ctx, one, two)
+        key, value, _ = cache.get(ctx)
+        rows = [x.slice(ctx, 0, x.shape[0] - 2, x.shape[0]) for x in (value, key)]
+        before = [x.to_numpy() for x in rows]
+        cache.put(ctx, *rows)
+        key, value, _ = cache.get(ctx)
+        for found, wanted in zip((key, value), before, strict=True):
+            np.testing.assert_allclose(found.to_numpy()[-2:], wanted, rtol=1e-5)
+
+
 def test_without_the_faster_view_torch_uses_as_strided(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from backends.torch import store

@@ -41,7 +41,7 @@ def put_layer(
         buffers = buffers or storage.allocate(ctx, layer, shape, key.dtype)
         buffers.check(layer, shape, forward.tokens)
     if not forward.reserve:
-        new = (key,) if value is None else (key, value)
+        new = buffers.apart(ctx, (key,) if value is None else (key, value))
         if extra:
             new = *new, *_flat(ctx, buffers.shape, extra)
         forward.write(ctx, buffers, new)

@@ -25,8 +25,8 @@ class LayerBuffers:
 
     __slots__ = (
         "absent", "activations", "bytes_per_cell", "cells", "exact", "extra", "key", "no_kernel",
-        "permuted_v", "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored", "value",
-        "whole",
+        "permuted_v", "places", "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored",
+        "value", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +75,8 @@ class LayerBuffers:
         """
         self.whole = _whole_of(ctx, self.key, self.value)
         """Where all of K lies, and all of V, in parts (cells, heads, ...)."""
+        self.places = frozenset(id(_storage_of(part)) for half in self.whole for part in half)
+        """The storages of K and V."""
         self.rotated = None if slots else self._as_rotated(ctx)
         """These buffers as ``attend`` reads them where a format rotates: without turning back. Else None.
 
@@ -178,6 +180,14 @@ class LayerBuffers:
         found = self.absent[cells] == taken[cells]
         return found if found.any() else None
 
+    def apart(self, ctx: ml.Context, new: Sequence[ml.Tensor]) -> Sequence[ml.Tensor]:
+        """``new``, with copies of what lies in K or V, and would change while they are written."""
+        places = self.places
+        for tensor in new:  # _storage_of in line
+            if id(getattr(tensor, "storage", tensor)) in places:
+                return [one.contiguous(ctx) if id(_storage_of(one)) in places else one for one in new]
+        return new
+
     def write(self, ctx: ml.Context, cells: Cells, new: Sequence[ml.Tensor]) -> None:
         """Store (count, heads, dim) each, in the order of ``stored``; what comes after these stays."""
         rows = self.row_store if len(new) == 2 else None
@@ -259,6 +269,11 @@ class LayerBuffers:
     def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
         """Where a run of cells lies, in the parts of ``read_stored``."""
         return tuple(part for one in self.stored for part in one.stored_views(ctx, start, count))
+
+
+def _storage_of(tensor: ml.Tensor) -> object:
+    """What views of the same memory share, where a backend tells."""
+    return getattr(tensor, "storage", tensor)
 
 
 def _whole_of(
