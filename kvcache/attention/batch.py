@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.cache import Batch, InvalidBatchError, InvalidRangeError, InvalidSequenceError
+from kvcache.cache import (
+    Batch,
+    InvalidBatchError,
+    InvalidRangeError,
+    InvalidSequenceError,
+    check_context,
+)
 
 _LIMIT = 2**31 - 1
 """Positions are I32 on the device."""
@@ -75,14 +81,16 @@ def check_tensors(op: str, backend: ml.Backend | None = None, /, **tensors: obje
 
 
 def check_query(
-    backend: ml.Backend | None, query: ml.Tensor, tokens: int, key: tuple[int, ...], scale: float | None,
-    sinks: ml.Tensor | None,
+    ctx: ml.Context, backend: ml.Backend | None, query: ml.Tensor, tokens: int, key: tuple[int, ...],
+    scale: float | None, sinks: ml.Tensor | None,
 ) -> float:  # fmt: skip
     """The scale (None: 1/sqrt(head_dim)).
 
-    Raises unless ``query`` is floats of a batch of ``tokens``, on the cache's backend, and fits its keys, and
-    ``sinks`` one float for each of its heads.
+    Raises unless ``ctx`` and ``query`` are of the cache's backend, ``query`` floats of a batch of ``tokens``
+    that fit its keys, and ``sinks`` one float for each of its heads.
     """
+    if backend is not None and getattr(ctx, "backend", backend) is not backend:
+        check_context("attend", ctx, backend)
     check_tensors("attend", backend, query=query)
     if not query.dtype.is_float:
         raise ml.DTypeError(f"attend: query in {query.dtype.name}; it must be a float dtype")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import ml
 from kvcache.attention.batch import check_tensors
 from kvcache.attention.forward_pass import ForwardPass
-from kvcache.cache import InvalidRangeError
+from kvcache.cache import InvalidRangeError, check_context
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.layer_shape import ExtraSpec, LayerShape, latent_dim
 
@@ -27,9 +27,11 @@ def put_layer(
 ) -> None:
     """What ``CausalCache.put`` does where the backend has no store of its own for it."""
     buffers = fresh = storage.buffers.get(layer)
-    check_tensors("put", storage.backend, key=key)
-    if value is not None:
-        check_tensors("put", storage.backend, value=value)
+    if value is None:
+        check_tensors("put", storage.backend, key=key)
+    else:
+        check_tensors("put", storage.backend, key=key, value=value)
+    check_context("put", ctx, storage.backend)
     if not (key.dtype.is_float and (value is None or value.dtype.is_float)):
         told = key.dtype.name if value is None else f"{key.dtype.name} and {value.dtype.name}"
         raise ml.DTypeError(f"put: keys and values in {told}; they must be of float dtypes")
@@ -61,6 +63,7 @@ def put_stored_layer(
     activations: ml.DType,
     v_dim: int | None,
 ) -> None:
+    check_context("put_stored", ctx, storage.backend)
     told = [(part.shape, part.dtype) for part in parts]
     if any(shape[:1] != (forward.tokens,) for shape, _ in told):
         raise InvalidRangeError(

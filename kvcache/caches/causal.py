@@ -441,6 +441,8 @@ class CausalCache(
         by ``set_layer`` of that one.
         """
         forward = self._pass or self._started("get")
+        if forward.ready_for is not ctx:
+            check_context("get", ctx, self._bound("get"))
         buffers = self._buffers.get(self._layer)
         if buffers is None or buffers.stamp != forward.stamp or buffers.absent is not None:
             buffers = forward.readable("get", self._layer)
@@ -460,6 +462,7 @@ class CausalCache(
         A view of the cache where the cells lie close together, else a gathered copy.
         """
         forward = self._started("get_extra")
+        check_context("get_extra", ctx, self._bound("get_extra"))
         return forward.read_extra(ctx, self._layer, name)
 
     def attend(
@@ -482,7 +485,7 @@ class CausalCache(
         """
         forward = self._pass or self._started("attend")
         buffers = forward.readable("attend", self._layer)
-        scale = check_query(self._backend, query, forward.tokens, buffers.shape.key, scale, sinks)
+        scale = check_query(ctx, self._backend, query, forward.tokens, buffers.shape.key, scale, sinks)
         if select is not None:
             check_select(forward.tokens, select)
         if forward.reserve:

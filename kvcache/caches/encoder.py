@@ -197,6 +197,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         current = self._started("put")
         if current.read_only:
             raise OrderError("put: this pass is read-only; call start_forward without read_only to store")
+        check_context("put", ctx, self._bound("put"))
         check_tensors("put", self._bound("put"), key=key, value=value)
         if len(key.shape) != 3 or len(value.shape) != 3 or key.shape[:2] != value.shape[:2]:
             raise InvalidRangeError(
@@ -251,6 +252,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         this layer.
         """
         current = self._started("get")
+        check_context("get", ctx, self._bound("get"))
         held = [self._held(current, group.seq) for group in current.groups]
         key, value = held[0]
         for other_key, other_value in held[1:]:
@@ -274,7 +276,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         readers: dict[int, list[int]] = {}
         held = [self._held(current, group.seq) for group in current.groups]
         key_shape = held[0][0].shape[1:]
-        scale = check_query(self._bound("attend"), query, current.tokens, key_shape, scale, sinks)
+        scale = check_query(ctx, self._bound("attend"), query, current.tokens, key_shape, scale, sinks)
         for i, (key, _) in enumerate(held):
             readers.setdefault(id(key), []).append(i)
         if len(readers) == 1:

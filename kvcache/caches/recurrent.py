@@ -309,6 +309,7 @@ class RecurrentCache(
         buffers, count = self._states.buffers, len(current.tokens)
         buffer = buffers.tensors.get(key)
         if buffer is None:
+            check_context(op, ctx, self._bound(op))
             buffer = self._states.buffer(ctx, key, current, shape, dtype)
         if current.reserve:  # allocated and touched, but what sequences hold is not at hand
             return ctx.layer(layer).zeros((count, *shape), dtype)

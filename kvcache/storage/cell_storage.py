@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import ml
-from kvcache.cache import OrderError, check_context
+from kvcache.cache import OrderError
 from kvcache.storage.cell_table import CellTable, Row
 from kvcache.storage.exact_slots import ExactSlots
 from kvcache.storage.formats import CacheFormat
@@ -39,7 +39,6 @@ class CellStorage:
 
     def allocate(self, ctx: ml.Context, layer: int, shape: LayerShape, activations: ml.DType) -> LayerBuffers:
         """Buffers for what is put as ``activations``; not yet in ``buffers``. Tokens there are lack in it."""
-        check_context("put", ctx, self.backend)
         cells, exact, taken = self.table.cells, self.table.exact, self.table.taken
         slots = 0 if exact is None else exact.slots
         made = LayerBuffers(ctx.layer(layer), self.dtype, self.config, cells, shape, activations, slots)

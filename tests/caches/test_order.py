@@ -346,6 +346,51 @@ def test_a_context_that_is_not_of_the_caches_backend_or_closed_is_refused(
     r.check_seen()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        kvcache.CausalCache,
+        kvcache.EncoderCache,
+        lambda: kvcache.WrapperCache(kvcache.CausalCache(), SlidingWindowCache(4)),
+    ],
+    ids=["causal", "encoder", "wrapper"],
+)
+@pytest.mark.parametrize("seen", [False, True], ids=["at first", "after its own context"])
+def test_what_is_put_and_read_goes_by_a_context_of_the_caches_backend(
+    backend: ml.Backend, ctx: ml.Context, make: Callable[[], Any], seen: bool
+) -> None:
+    cache = bound(make(), backend, 1, 8, 8)
+    cache.start_forward(ctx, Batch([0, 1], [0, 0], multimodal=[(0, "item")]))
+    rows = ctx.full((2, 1, 4), 1.0, ml.DType.F32)
+    cache.put(ctx, rows, rows)
+    if seen:
+        cache.get(ctx)
+        cache.attend(ctx, rows, 1.0)
+    with ml.open_backend("numpy") as other, other.new_context() as foreign:
+        for name, call in {
+            "put": lambda: cache.put(foreign, rows, rows),
+            "get": lambda: cache.get(foreign),
+            "attend": lambda: cache.attend(foreign, rows, 1.0),
+        }.items():
+            with pytest.raises(ml.DeviceError, match=rf"^{name}: ctx=.* is not of .*, where the cache is"):
+                call()
+    assert (cache.get(ctx)[0].to_numpy() == 1).all()
+    assert (cache.attend(ctx, rows, 1.0).to_numpy() == 1).all()
+
+
+def test_states_are_made_by_a_context_of_the_caches_backend(backend: ml.Backend, ctx: ml.Context) -> None:
+    cache = bound(kvcache.RecurrentCache((2,), (2,)), backend, 1, 8, 8)
+    cache.start_forward(ctx, Batch([0], [0]))
+    says = r"conv_state: ctx=.* is not of .*, where the cache is"
+    with (
+        ml.open_backend("numpy") as other,
+        other.new_context() as foreign,
+        pytest.raises(ml.DeviceError, match=says),
+    ):
+        cache.conv_state(foreign, 0)
+    assert cache.conv_state(ctx, 0).to_numpy().tolist() == [[0, 0]]
+
+
 def test_a_position_that_is_held_is_named(rig: MakeRig) -> None:
     r = rig()
     r.forward(range(5), 0)
