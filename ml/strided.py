@@ -39,7 +39,8 @@ __all__ = [
 
 Shape = tuple[int, ...]
 
-LARGEST_COUNT = 2**63 - 1
+LARGEST_COUNT = (2**63 - 1) // 8
+"""Elements of the widest dtype whose bytes a 64-bit integer counts."""
 
 
 def integers(op: str, *values: object) -> Shape:
@@ -51,10 +52,15 @@ def integers(op: str, *values: object) -> Shape:
 
 
 def check_count(op: str, shape: Shape) -> None:
-    """ShapeError for more elements than a 64-bit integer counts: no framework says that well."""
-    if math.prod(shape) > LARGEST_COUNT:
+    """ShapeError for more elements than ``LARGEST_COUNT``: no framework says that well.
+
+    The sizes of an empty shape that are not 0 are bounded too: frameworks multiply them.
+    """
+    count = math.prod(shape) or math.prod(size or 1 for size in shape)
+    if count > LARGEST_COUNT:
         raise ShapeError(
-            f"{op}: shape {shape} holds {math.prod(shape)} elements; the maximum is {LARGEST_COUNT}"
+            f"{op}: the sizes other than 0 of shape {shape} come to {count} elements; the maximum is "
+            f"{LARGEST_COUNT}"
         )
 
 
@@ -137,7 +143,7 @@ def view_geometry(
             f"view: offset {offset}, shape {sizes}, strides {steps} covers elements "
             f"[{start}, {start + count}) of a storage of {storage_size}"
         )
-    if 0 in steps:  # a repeated element may be shown more often than can be counted
+    if not count or 0 in steps:  # a repeated element may be shown more often than can be counted
         check_count("view", sizes)
     return start, sizes, steps
 
@@ -185,6 +191,8 @@ def resolve_shape(op: str, count: int, shape: Sequence[int]) -> Shape:
     sizes = as_shape(op, sizes)
     if math.prod(sizes) != count:
         raise ShapeError(f"{op}: shape {tuple(shape)} does not hold {count} elements")
+    if not count:
+        check_count(op, sizes)
     return sizes
 
 

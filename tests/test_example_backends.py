@@ -60,6 +60,7 @@ SAMPLE = {
         "set_rows_scatters_along_any_axis", "concat_and_repeat_read_strided_operands",
         "attention_matches_float64_with_and_without_a_mask", "sinks_take_part_in_the_softmax_and_are_dropped",
         "attention_refuses_what_does_not_fit", "attention_refuses_tensors_of_other_backends",
+        "native_of_one_tensor_becomes_another_through_from_native",
     ],
     "TestCaches": [
         "every_token_is_found_again[token major-window]", "layers_keep_apart[elided and padded-causal]",

@@ -155,7 +155,9 @@ def test_broadcast_shapes_is_numpys(a: tuple[int, ...], b: tuple[int, ...]) -> N
         assert strided.broadcast_shapes("add", a, b) == expected
 
 
-@pytest.mark.parametrize("shape", [(2**62, 2), (2**40, 2**40), (2**32,) * 3])
+@pytest.mark.parametrize(
+    "shape", [(2**62, 2), (2**40, 2**40), (2**32,) * 3, (2**60,), (0, 2**62), (2**40, 0, 2**40)]
+)
 def test_more_elements_than_can_be_counted_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ml.ShapeError):
         strided.check_count("zeros", shape)
@@ -164,8 +166,14 @@ def test_more_elements_than_can_be_counted_are_refused(shape: tuple[int, ...]) -
 
 
 def test_no_more_than_can_be_counted_is_fine() -> None:
-    strided.check_count("zeros", (2**62,))
-    strided.check_count("zeros", (2**62, 2**62, 0))
+    strided.check_count("zeros", (2**60 - 1,))
+    strided.check_count("zeros", (2**30, 2**29, 0))
+
+
+def test_an_empty_tensor_is_not_reshaped_to_sizes_that_cannot_be_counted() -> None:
+    assert strided.resolve_shape("reshape", 0, (0, 2**59)) == (0, 2**59)
+    with pytest.raises(ml.ShapeError, match="reshape"):
+        strided.resolve_shape("reshape", 0, (0, 2**62))
 
 
 @fast

@@ -262,6 +262,7 @@ class TorchContext(PlacedContext):
             and array.dtype in FROM_TORCH
             and array.layout is torch.strided
             and not array.requires_grad
+            and not array.is_nested
         ):
             return TorchTensor(array, FROM_TORCH[array.dtype], self._foreign)
         return self._from_native(array)
@@ -269,6 +270,8 @@ class TorchContext(PlacedContext):
     def _from_native(self, array: Any) -> TorchTensor:
         if not isinstance(array, torch.Tensor):
             raise DTypeError(f"from_native: {type(array).__name__} is not a torch.Tensor; use from_numpy")
+        if array.is_nested:
+            raise DTypeError("from_native: a nested tensor; it must have one shape: call to_padded_tensor(0)")
         if array.layout is not torch.strided:
             raise DTypeError(
                 f"from_native: layout {array.layout}; the tensor must be strided; call to_dense()"

@@ -218,10 +218,13 @@ class TorchTensor(BaseTensor):
     def reshape(self, ctx: Any, *shape: int) -> Self:
         if ctx.active_backend is not self.backend or self.backend.closed:
             ctx.check("reshape", self)
+        sizes = flat(shape)
         try:
-            return type(self)(self.native.view(flat(shape)), self.dtype, self.storage)
+            if 0 not in sizes:  # torch leaves empty shapes unchecked
+                return type(self)(self.native.view(sizes), self.dtype, self.storage)
         except Exception:
-            return super().reshape(ctx, *shape)
+            pass
+        return super().reshape(ctx, *shape)
 
     # Writes.
 

@@ -72,10 +72,12 @@ class Alphabet:
             raise InvalidRangeError(
                 f"tokens: {type(tokens).__name__} of shape {tuple(shape)}; tokens must be one sequence of ids"
             )
-        if shape is not None and not isinstance(tokens, np.ndarray):  # a framework's
-            given: Any = tokens
+        if shape is not None and not isinstance(tokens, np.ndarray) and hasattr(tokens, "tolist"):
+            given: Any = tokens  # a framework's
             tokens = np.asarray(given.tolist())
         if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
+            if tokens.dtype.kind == "u" and tokens.size and int(tokens.max()) >= 2**63:
+                raise InvalidRangeError(f"tokens: {int(tokens.max())}; ids must be below 2**63")
             found = tokens.astype(np.int64, copy=True).reshape(-1)
         elif isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Sized):
             raise InvalidRangeError(

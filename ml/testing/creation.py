@@ -166,6 +166,7 @@ class CreationTests(BackendCase):
             tensor.permute(ctx, 1, 0),
             tensor.slice(ctx, 1, 1, 3),
             ctx.zeros((2, 0), dtype),
+            tensor.slice(ctx, 0, 1, 1).permute(ctx, 1, 0),
         ):
             assert_same(ctx.from_native(shown.native), shown.to_numpy())
         assert_same(ctx.from_native(tensor.reshape(ctx, 12).slice(ctx, 0, 4, 5).native), values.ravel()[4:5])

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+import ml
 from kvcache import InvalidRangeError
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.radix_tree import Node, RadixTree
@@ -92,6 +93,16 @@ def test_what_is_no_token_is_refused(tokens: object) -> None:
     alphabet = Alphabet()
     with pytest.raises(InvalidRangeError, match="tokens: "):
         alphabet.encode(tokens)  # type: ignore[arg-type]
+
+
+def test_an_id_that_is_too_large_and_a_tensor_are_named(numpy_backend: ml.Backend) -> None:
+    alphabet = Alphabet()
+    for tokens in ([7, 2**63], np.array([7, 2**63], np.uint64), np.array([[7, 2**63]], np.uint64)):
+        with pytest.raises(InvalidRangeError, match=r"tokens: .*2\*\*63"):
+            alphabet.encode(tokens)
+    assert alphabet.encode(np.array([2**63 - 1], np.uint64)).tolist() == [2**63 - 1]
+    with pytest.raises(InvalidRangeError, match=r"tokens: <NumpyTensor .*; tokens must be a sequence of ids"):
+        alphabet.encode(numpy_backend.new_context().from_numpy([1, 2]))  # type: ignore[arg-type]
 
 
 def test_a_path_of_many_nodes_is_walked_whole() -> None:

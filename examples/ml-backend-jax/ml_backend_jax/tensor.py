@@ -74,7 +74,7 @@ class JaxTensor(StridedTensor):
         if shape == array.shape and self.strides == contiguous_strides(shape):
             return array
         if 0 in shape:
-            return np.zeros(shape, array.dtype)
+            return jax.device_put(np.zeros(shape, array.dtype), self.backend.device)
         if box := self.box():
             return read_box(array, *box, shape)
         return read_any(array, self.at(), shape)
