@@ -21,12 +21,7 @@ import numpy as np
 
 import ml
 from kvcache.attention import attend as attending
-from kvcache.attention.batch import (
-    SequenceTokens,
-    check_modes,
-    check_query,
-    split_batch,
-)
+from kvcache.attention.batch import SequenceTokens, check_modes, check_query, split_batch
 from kvcache.attention.fixed_shapes import FixedPass, GraphRows, GraphTensors, check_window
 from kvcache.attention.forward_pass import ForwardPass, Reads, Uploads
 from kvcache.attention.layer_input import put_layer, put_stored_layer
