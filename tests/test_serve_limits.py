@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,16 +72,32 @@ def test_a_request_that_takes_too_long_is_given_up_and_not_tried_again(hurried: 
     assert (error["code"], error["message"]) == ("timeout", "the request was not answered within 0.2 seconds")
 
 
-def test_answers_of_a_request_that_is_refused_are_counted_as_refused() -> None:
+@pytest.mark.parametrize("running", [1, 2])
+def test_all_answers_of_a_request_that_is_refused_are_counted_as_refused(running: int) -> None:
+    """Whether the first of them or the second finds no room."""
     with served(OPTIONS, ServeOptions(max_waiting=0)) as serving, gated(serving) as gate:
-        stream = serving.complete(prompt=PROMPT, max_tokens=100, stream=True)
+        ask = functools.partial(serving.complete, prompt=PROMPT, max_tokens=100, stream=True)
+        streams = [ask() for _ in range(running)]
         reply = serving.post({**ENDLESS, "n": 2})
         assert reply.status_code == 429
         assert reply.json()["error"]["message"] == "no sequence is free; try again later"
         until(lambda: serving.worker.dropped["refused"] == 2)
         gate.open()
-        stream.close()
-        until(lambda: serving.worker.dropped == {"refused": 2, "timeout": 0, "cancelled": 1})
+        for stream in streams:
+            stream.close()
+        until(lambda: serving.worker.dropped == {"refused": 2, "timeout": 0, "cancelled": running})
+
+
+def test_all_answers_of_a_request_that_is_taken_too_late_are_counted_as_timeouts() -> None:
+    """The engine is busy until nobody waits for it any more."""
+    busy = threading.Event()
+    with Worker(lambda: opened(OPTIONS)) as worker:
+        held = worker.post(lambda engine: busy.wait(60))
+        reply = asked_in_process(app_of(worker, request_timeout=0.1), "/v1/completions", {**ENDLESS, "n": 3})
+        busy.set()
+        assert held.result(60)
+        until(lambda: worker.dropped == {"refused": 0, "timeout": 3, "cancelled": 0})
+    assert reply.status_code == 504
 
 
 def test_a_stream_that_takes_too_long_ends_with_the_error(hurried: Serving) -> None:

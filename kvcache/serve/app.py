@@ -196,8 +196,9 @@ class _Service:
     ) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
-            for tokens, settings in calls:
-                call = self._worker.submit(tokens, settings, inbox, len(tickets), asked.salt, asked.retention)
+            for at, (tokens, settings) in enumerate(calls):
+                left = len(calls) - at
+                call = self._worker.submit(tokens, settings, inbox, at, asked.salt, asked.retention, left)
                 tickets.append(await call)
         except BaseException as error:
             cancel(tickets, "timeout" if isinstance(error, asyncio.CancelledError) else "refused")
