@@ -128,6 +128,7 @@ def test_drafts_of_all_requests_are_counted() -> None:
     with Worker(drafting) as worker:
         app = app_of(worker)
         complete(app, max_tokens=11)
+        complete(app, max_tokens=2)  # which leaves no room for a draft
         found = samples(app)
     names = ("drafts", "draft_tokens", "accepted_tokens")
     drafts, drafted, accepted = (found[f"spec_decode_num_{name}_total",] for name in names)

@@ -179,6 +179,7 @@ def check_counts(generator: Generator, kind: str, texts: int) -> None:
         assert counts.passes == -(-(COUNT - 1) // 5) * texts  # four drafted tokens, and one more
     elif kind == "wrong":
         assert (counts.accepted, counts.passes) == (0, total)
+        assert counts.drafts == total - texts  # the last token leaves room for none
     elif kind == "partly":
         assert 0 < counts.acceptance < 1
     assert counts.repeated == 0

@@ -54,15 +54,16 @@ _ROUNDING = 1e-3
 class Speculation:
     """What drafts were worth: sums over the requests that had one.
 
-    ``passes`` of a text, the tokens ``drafted`` for them in the branch that won, and how many of these
-    were ``accepted``; ``repeated`` tokens had to be evaluated again, on recurrent layers whose model does not
-    deliver their states.
+    ``passes`` of a text, how many of them had ``drafts``, the tokens ``drafted`` for them in the branch that
+    won, and how many of these were ``accepted``; ``repeated`` tokens had to be evaluated again, on recurrent
+    layers whose model does not deliver their states.
     """
 
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
     repeated: int = 0
+    drafts: int = 0
 
     @property
     def acceptance(self) -> float:
@@ -176,6 +177,7 @@ class Verifier:
                 branches.rollback(cache, winner.seq, stands)
                 branches.keep(cache, winner.seq, seq, others)
         cache.rolled_back(seq)  # which is not news to the session: its tokens are those that are left
+        self.speculation.drafts += 1
         self.speculation.drafted += len(winner.draft)
         self.speculation.accepted += right - known
         self.speculation.repeated += right - stands

@@ -96,7 +96,7 @@ def _always(engine: Engine) -> Iterator[Family]:
     yield _counter("prompt_tokens", "Tokens of all prompts.", statistics.prompt_tokens)
     yield _counter("generation_tokens", "Tokens that were generated.", statistics.generated_tokens)
     if (drafts := engine.speculation).passes:
-        yield _counter("spec_decode_num_drafts", "Passes of answers that had drafts.", drafts.passes)
+        yield _counter("spec_decode_num_drafts", "Passes of answers that had drafts.", drafts.drafts)
         yield _counter("spec_decode_num_draft_tokens", "Drafted tokens.", drafts.drafted)
         yield _counter("spec_decode_num_accepted_tokens", "Those that were accepted.", drafts.accepted)
 
