@@ -153,8 +153,9 @@ class _Service:
         tickets = await self._submit(calls, inbox, asked)
         trace.asked(asked, tickets)
         if asked.stream:
-            events = stream(form, asked, inbox, len(tickets), deadline, self._options.request_timeout)
-            return EventStream(tickets, events, deadline, trace)
+            late = too_late(self._options.request_timeout)
+            events = stream(form, asked, inbox, len(tickets), deadline, late)
+            return EventStream(tickets, events, deadline, late, trace)
         try:
             answers = await while_there(request, collect(inbox, len(tickets)))
         finally:
