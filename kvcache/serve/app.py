@@ -146,10 +146,9 @@ class _Service:
         # In a thread: parsing, rendering and tokenizing eight megabytes would keep all others waiting.
         asked, calls = await asyncio.to_thread(self._prepared, body, parse)
         inbox: Inbox = asyncio.Queue()
-        tokenizer = self._worker.engine.tokenizer
-        assert tokenizer is not None
-        texts = None if asked.settings.logprobs is None else tokenizer.token_bytes
-        form = Form(self._name, chat, asked.choices, self._options.show_cached, texts)
+        tokenizer = None if asked.settings.logprobs is None else self._worker.engine.tokenizer
+        prompts = [tokens for tokens, _ in calls]
+        form = Form(self._name, chat, asked.choices, self._options.show_cached, tokenizer, prompts)
         tickets = await self._submit(calls, inbox, asked)
         trace.asked(asked, tickets)
         if asked.stream:

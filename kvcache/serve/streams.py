@@ -72,7 +72,7 @@ async def _parts(form: Form, asked: Asked, inbox: Inbox, count: int, deadline: f
         if (first := form.first(choice)) is not None:
             yield first
     answers: dict[int, Finished] = {}
-    likely = [form.logprobs() for _ in range(count)]
+    likely = [form.logprobs(choice) for choice in range(count)]
     async for choice, event in _events(inbox, count, deadline):
         if isinstance(event, Token):
             part = likely[choice]
