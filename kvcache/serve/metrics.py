@@ -125,7 +125,8 @@ def _of_reuse(engine: Engine) -> Iterator[Family]:
     yield _counter("prefix_cache_queries", "Tokens that were looked up.", reused.tokens)
     yield _counter("prefix_cache_hits", "Tokens that were in the cache or in host memory.", local)
     if has_stores(engine):
-        asked = reused.tokens - local - reused.spared
+        # The last token of a prompt is computed whatever there is.
+        asked = reused.tokens - reused.sessions - local - reused.spared
         yield _counter("external_prefix_cache_queries", "Tokens that memory lacked, asked of stores.", asked)
         yield _counter("external_prefix_cache_hits", "Tokens that stores had.", reused.store)
         yield _counter(
