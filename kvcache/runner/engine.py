@@ -24,7 +24,6 @@ from typing import Any
 
 import ml
 from kvcache.cache import (
-    Batch,
     CacheFullError,
     ClosedError,
     InvalidRangeError,
@@ -38,7 +37,7 @@ from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.retention import Retention, check_retention
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft, DraftsInCache
-from kvcache.runner.errors import RequestError
+from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.fingerprint import model_identity
 from kvcache.runner.language_model import LanguageModel, Prompt, cache_for, encode_prompt, settings_for
 from kvcache.runner.memory import cache_bytes, check_memory
@@ -292,8 +291,9 @@ class Engine(Closing):
         """Start requests while there is room, as ``step`` does before its pass; returns the events."""
         self._check("admit")
         events = self._events
-        self._read_again()
-        self._admit(events)
+        with self.ranks.together():
+            self._read_again()
+            self._admit(events)
         self._events = []
         return events
 
@@ -302,28 +302,30 @@ class Engine(Closing):
 
         A request that cannot continue even alone ends with ``Failed``, or with "capacity" if it has part of
         an answer. Any other error of a pass is raised here: the pass has not happened then, its requests
-        remain, and the next ``step`` tries again. Where ranks share the model, one that fails in the
-        middle of a pass ends their group: from then on ``step`` raises GroupError on all of them.
+        remain, and the next ``step`` tries again. Where ranks share the model, that holds if one fails
+        before the pass: the others raise GroupError. One that fails later, or is interrupted, ends their
+        group: from then on ``step`` raises GroupError on all of them.
         """
         self._check("step")
-        events = self._events = self.admit()
-        drafting = self._verifier.enabled
-        while parts := self._plan(drafting, events):
-            began = time.perf_counter()
-            prefill = parts[0].request.prefilling
-            try:
-                chosen = self.forward(parts)
-            except CacheFullError as error:
-                self._agree_on(parts)
-                if any(part.branches for part in parts):
-                    drafting = False
-                else:
-                    self._make_room(error, events)
-                continue
-            self._take(parts, chosen, prefill, events)
-            self._count(parts, prefill, time.perf_counter() - began)
-            self._prefilled_last = prefill
-            break
+        with self.ranks.together():
+            events = self._events = self.admit()
+            drafting = self._verifier.enabled
+            while parts := self._plan(drafting, events):
+                began = time.perf_counter()
+                prefill = parts[0].request.prefilling
+                try:
+                    chosen = self.forward(parts)
+                except CacheFullError as error:
+                    self._agree_on(parts)
+                    if any(part.branches for part in parts):
+                        drafting = False
+                    else:
+                        self._make_room(error, events)
+                    continue
+                self._take(parts, chosen, prefill, events)
+                self._count(parts, prefill, time.perf_counter() - began)
+                self._prefilled_last = prefill
+                break
         self._events = []
         return events
 
@@ -334,28 +336,23 @@ class Engine(Closing):
         A pass that fails takes its tokens out of the cache again. Where that takes more with it (a
         state that nothing of before is left of), that is computed again.
         """
-        batch = batch_of(parts)
         try:
-            with self.model.backend.new_context() as ctx:
-                here = ctx.input()
+            with self.ranks.telling() as telling, self.model.backend.new_context() as ctx:
+                here, batch = ctx.input(), batch_of(parts)
                 vocabulary = self.model.config.vocab_size
                 wanted, proposed = logprobs_of(parts), proposed_in(parts)
                 choice = Choice(here, draws_of(parts), vocabulary, wanted, proposed)
-                self._start_forward(ctx, batch)
-                chosen = choice(here, self.model.forward(ctx, batch, self.cache))
+                self.cache.start_forward(ctx, batch)
+                telling.how = None  # the model tells them
+                logits = self.model.forward(ctx, batch, self.cache)
+                telling.how = self.ranks.abandon
+                chosen = choice(here, logits)
         except BaseException as error:
             self._take_back(parts, isinstance(error, SequenceLostError))
             raise
         for part in parts:
             part.request.run.stored += part.count
         return chosen
-
-    def _start_forward(self, ctx: ml.Context, batch: Batch) -> None:
-        try:
-            self.cache.start_forward(ctx, batch)
-        except Exception as error:
-            self.ranks.refuse(ctx, error)
-            raise
 
     def _admit(self, events: list[EngineEvent]) -> None:
         """In their order; while others compute, those go first that nothing is being read for."""
@@ -436,6 +433,8 @@ class Engine(Closing):
                 if request.done:
                     log.warning("request %d: its last pass could not be taken in", request.id, exc_info=True)
                 else:
+                    if not isinstance(error, RunnerError):  # which is of the logits, and so on all ranks
+                        self.ranks.abandon(error)
                     self._over(request, events, [Failed(request.id, error)], keep=not part.branches)
 
     def _keep(self, session: Session) -> None:
