@@ -17,7 +17,7 @@ from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
-from kvcache.integrations.transformers.cache import HFCache, cache_argument
+from kvcache.integrations.transformers.cache import HFCache, cache_argument, generating
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.places import layer_devices
 from kvcache.integrations.transformers.rope import check_rotation, rotation_limit
@@ -78,7 +78,7 @@ def _one_token(model: Any) -> dict[str, Any]:
 
 _patching = threading.Lock()
 _patched: dict[int, tuple[list[HFCache], Any]] = {}
-"""By a model's id, the caches of conversations that are generating, and what the model had of its own."""
+"""By the id of a model that generates, the caches of conversations that do, and what it had of its own."""
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def _given_the_rest(model: Any, cache: HFCache) -> Iterator[None]:
 
     Calls of ``generate`` with another cache, from other threads or a streamer, are left alone.
     """
-    name = "prepare_inputs_for_generation"
+    name, model = "prepare_inputs_for_generation", generating(model)
     with _patching:
         caches, own = _patched.setdefault(id(model), ([], vars(model).get(name)))
         if not caches:
@@ -113,6 +113,8 @@ def _preparing(prepare: Any, caches: list[HFCache]) -> Any:
         if next_sequence_length is None and lacking > 0:  # chunks of a prefill come without what is cached
             next_sequence_length = lacking
         prepared: dict[str, Any] = prepare(input_ids, next_sequence_length=next_sequence_length, **options)
+        if ours:  # drafts stand behind the prompt, however many
+            ours[0].rows.drafts = max(0, input_ids.shape[1] - ours[0].rows.prompt)
         return prepared
 
     return prepare_rest
@@ -234,9 +236,10 @@ class HFPrefixCache(SharedPrefixes):
                 "HFPrefixCache: only decoders are supported, since a prefix of an encoder-decoder "
                 "depends on the encoder's input"
             )
-        if "mamba" in type(model).__name__.lower():
+        name = type(generating(model)).__name__
+        if "mamba" in name.lower():
             raise NotSupportedError(
-                f"HFPrefixCache: {type(model).__name__}.generate() starts again whatever states it is given"
+                f"HFPrefixCache: {name}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
         ranks = getattr(model, "tp_size", None) or 1
@@ -328,7 +331,7 @@ class HFPrefixCache(SharedPrefixes):
         prompt = input_ids[0].tolist()
         with self.begin(prompt, salt, shared) as session:
             session.prefill(prefill_size)
-            session.cache.rows.prompt = 0  # what assistants draft behind it may be of any length
+            session.cache.rows.drafts = 0  # but for those that prepare_inputs_for_generation is given
             with _given_the_rest(self.model, session.cache):
                 out = self.model.generate(
                     input_ids,
