@@ -47,6 +47,7 @@ class HFSession(Conversation):
         ``generate`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
         """
         tokens, owner = self._session.tokens, self._owner
+        owner.forget_images()
         ids = torch.tensor([tokens[:-1]], device=owner.model.device)
         options = {**_one_token(owner.model), **owner.named(self.cache)}
         for chunk in self._session.chunks(min(size, owner.longest_pass)):
@@ -271,7 +272,8 @@ class HFPrefixCache(SharedPrefixes):
     def __dir__(self) -> list[str]:
         """What a user calls."""
         return sorted(
-            set(super().__dir__()) - {"by_one", "is_compileable", "limit", "longest_pass", "named", "room"}
+            set(super().__dir__())
+            - {"by_one", "forget_images", "is_compileable", "limit", "longest_pass", "named", "room"}
         )
 
     @property
@@ -313,6 +315,7 @@ class HFPrefixCache(SharedPrefixes):
         return HFSession(self, session)
 
     def generate(
+        self._placing = [part for part in model.modules() if "rope_deltas" in vars(part)]
         self,
         input_ids: torch.Tensor,
         *,
@@ -334,6 +337,11 @@ class HFPrefixCache(SharedPrefixes):
             session.cache.rows.drafts = 0  # but for those that prepare_inputs_for_generation is given
             with _given_the_rest(self.model, session.cache):
                 out = self.model.generate(
+    def forget_images(self) -> None:
+        """Have the model count positions as in a text, whatever images or padding it was last given."""
+        for part in self._placing:
+            part.rope_deltas = None
+
                     input_ids,
                     attention_mask=torch.ones_like(input_ids),
                     **self.named(session.cache),
@@ -346,3 +354,4 @@ class HFPrefixCache(SharedPrefixes):
             else:
                 session.extend(tokens[len(prompt) :])
         return out
+        self.forget_images()
