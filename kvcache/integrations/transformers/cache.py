@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.generation.utils import ALL_CACHE_NAMES
+from transformers.generation.utils import ALL_CACHE_NAMES, GenerationMixin
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import ml
@@ -42,14 +42,19 @@ from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, 
 from kvcache.integrations.transformers.states import States
 from kvcache.stores import SnapshotStore, get_snapshot
 
-__all__ = ["HFCache", "HFEncoderDecoderCache", "cache_argument"]
+__all__ = ["HFCache", "HFEncoderDecoderCache", "cache_argument", "generating"]
+
+
+def generating(model: Any) -> Any:
+    """The model whose own ``generate`` runs: PEFT and torch.compile wrap it, and hand the call on."""
+    return next((part for part in model.modules() if isinstance(part, GenerationMixin)), model)
 
 
 def cache_argument(model: Any) -> str:
     """By which name ``generate`` gives a model its cache: ``cache`` from transformers 5.24 on."""
     if ALL_CACHE_NAMES[0] == "cache":
         return "cache"
-    return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+    return "cache_params" if "mamba" in type(generating(model)).__name__.lower() else "past_key_values"
 
 
 class HFCache(RowsCache):
