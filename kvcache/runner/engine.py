@@ -141,15 +141,18 @@ class Engine(Closing):
         """Of requests that bring none."""
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._events: list[EngineEvent] = []
-        """What happened before a pass that failed: the next ``step`` tells."""
         self._full = False
         self._prefilled_last = False
         self.closed = False
         self.reset()
 
     def reset(self) -> None:
-        """Reset all counts, including the request numbers. Call it only while the engine is not busy."""
+        """Reset all counts, including the request numbers, and forget events that were not told.
+
+        Call it only while the engine is not busy.
+        """
+        self._events: list[EngineEvent] = []
+        """What happened before a pass that failed: the next ``step`` or ``take_events`` tells."""
         self.statistics = Statistics()
         self.preemptions = 0
         """How often a request had to make room for others."""
@@ -294,7 +297,11 @@ class Engine(Closing):
         with self.ranks.together():
             self._read_again()
             self._admit(events)
-        self._events = []
+        return self.take_events()
+
+    def take_events(self) -> list[EngineEvent]:
+        """What happened before a pass that failed, which the next ``step`` would tell: there may be none."""
+        events, self._events = self._events, []
         return events
 
     def step(self) -> list[EngineEvent]:
@@ -302,9 +309,10 @@ class Engine(Closing):
 
         A request that cannot continue even alone ends with ``Failed``, or with "capacity" if it has part of
         an answer. Any other error of a pass is raised here: the pass has not happened then, its requests
-        remain, and the next ``step`` tries again. Where ranks share the model, that holds if one fails
-        before the pass: the others raise GroupError. One that fails later, or is interrupted, ends their
-        group: from then on ``step`` raises GroupError on all of them.
+        remain, and the next ``step`` tries again. It also tells what happened before the pass; who makes none
+        calls ``take_events``. Where ranks share the model, that holds if one fails before the pass: the others
+        raise GroupError. One that fails later, or is interrupted, ends their group: from then on ``step``
+        raises GroupError on all of them.
         """
         self._check("step")
         with self.ranks.together():
@@ -326,8 +334,7 @@ class Engine(Closing):
                 self._count(parts, prefill, time.perf_counter() - began)
                 self._prefilled_last = prefill
                 break
-        self._events = []
-        return events
+        return self.take_events()
 
     def forward(self, parts: Sequence[Part]) -> Chosen:
         """One pass over the next tokens of some sessions; what follows the parts that end there.

@@ -275,7 +275,8 @@ class Worker:
                     "a pass failed, and its requests are given up: %s: %s", type(error).__name__, error
                 )
                 # A model that fails once would fail them again and again.
-                events = self._fail(engine, engine.running or engine.waiting, error)
+                before = engine.take_events()
+                events = before + self._fail(engine, engine.running or engine.waiting, error)
             for event in events:
                 self._dispatch(event)
 
