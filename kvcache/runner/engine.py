@@ -468,9 +468,10 @@ class Engine(Closing):
         try:
             winner = accept(run, chosen, tried, self.model.config.eos_ids, self.limit, told)
             right = run.stored
-            statistics.generated_tokens += sum(map(has_token, told))
+            new = sum(map(has_token, told))
+            statistics.generated_tokens += new
+            statistics.decoded_tokens += new - (run.generated == new > 0)  # the first comes of its prefill
             if not prefill:
-                statistics.decoded_tokens += right - known + 1
                 self.speculation.passes += request.draft is not None
             if part.branches:
                 run.stored = self._verifier.settle(part, winner, known, right)
