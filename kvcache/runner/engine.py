@@ -147,10 +147,7 @@ class Engine(Closing):
         self.reset()
 
     def reset(self) -> None:
-        """Reset all counts, including the request numbers, and forget events that were not told.
-
-        Call it only while the engine is not busy.
-        """
+        """Reset counts and request numbers, forget events not told yet. Only while the engine is not busy."""
         self._events: list[EngineEvent] = []
         """What happened before a pass that failed: the next ``step`` or ``take_events`` tells."""
         self.statistics = Statistics()
@@ -293,10 +290,9 @@ class Engine(Closing):
     def admit(self) -> list[EngineEvent]:
         """Start requests while there is room, as ``step`` does before its pass; returns the events."""
         self._check("admit")
-        events = self._events
         with self.ranks.together():
             self._read_again()
-            self._admit(events)
+            self._admit(self._events)
         return self.take_events()
 
     def take_events(self) -> list[EngineEvent]:
@@ -307,12 +303,12 @@ class Engine(Closing):
     def step(self) -> list[EngineEvent]:
         """Start requests while there is room, then make one forward pass; returns the events in order.
 
-        A request that cannot continue even alone ends with ``Failed``, or with "capacity" if it has part of
-        an answer. Any other error of a pass is raised here: the pass has not happened then, its requests
-        remain, and the next ``step`` tries again. It also tells what happened before the pass; who makes none
-        calls ``take_events``. Where ranks share the model, that holds if one fails before the pass: the others
-        raise GroupError. One that fails later, or is interrupted, ends their group: from then on ``step``
-        raises GroupError on all of them.
+        A request that cannot start, or continue even alone, ends with ``Failed``, or with "capacity" if it
+        has part of an answer. Any other error of a pass is raised here: the pass has not happened then, its
+        requests remain, and the next ``step`` tries again. It also tells what happened before the pass; who
+        makes none calls ``take_events``. Where ranks share the model, that holds if one fails before the pass:
+        the others raise GroupError. One that fails later, or is interrupted, ends their group: from then on
+        ``step`` raises GroupError on all of them.
         """
         self._check("step")
         with self.ranks.together():
@@ -373,10 +369,13 @@ class Engine(Closing):
                 continue
             try:
                 session = self.ranks.begin(self.prefix, request.run.tokens, request.tenant)
-            except CacheFullError as error:
-                if self._running:
+            except Exception as error:
+                full = isinstance(error, CacheFullError)
+                if full and self._running:
                     self._full = True
                     return
+                if not (full or self.ranks.alone):  # other ranks may have begun it
+                    raise
                 self._over(request, events, [Failed(request.id, error)])
                 continue
             self._start(request, session, events)
