@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,9 @@ def test_save_and_load_give_another_conversation(talk: Conversations, tmp_path: 
     with pytest.raises(ConversationError, match="save: main is empty, so there is nothing to save"):
         talk.save(tmp_path / "c.kv")
     say(talk, "In the beginning")
+    counted = replace(talk.engine.prefix.stats)
     talk.save(tmp_path / "c.kv")
+    assert talk.engine.prefix.stats == counted
     talk.load(tmp_path / "c.kv", "copy")
     assert talk.current.name == "copy"
     answer = say(talk, "was")
