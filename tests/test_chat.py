@@ -145,6 +145,15 @@ def test_a_stopped_answer_is_kept_as_far_as_it_came(talk: Conversations) -> None
     assert talk.current.tokens == []
 
 
+def test_a_turn_that_is_closed_before_its_first_event_was_none(talk: Conversations) -> None:
+    talk.say("abc", FEW).close()
+    talk.say("abc", FEW)
+    assert not talk.engine.busy
+    assert talk.current.tokens == []
+    answer = say(talk, "abc")
+    assert talk.engine.statistics.generated_tokens == len(answer.tokens)
+
+
 def test_a_turn_that_is_refused_or_fails_was_none(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
