@@ -29,7 +29,6 @@ import openai
 import ml
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.loading import bundled_model
-from kvcache.runner.options import SpeculativeOptions
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
@@ -530,30 +529,6 @@ def test_a_pass_that_fails_is_a_500_and_the_server_goes_on(serving: Serving, gre
     finally:
         serving.ask(lambda engine: delattr(engine.model, "forward"))
     assert serving.complete(**asked).choices[0].text == greedy(PROMPT, 5)
-
-
-def test_what_failed_before_a_pass_that_fails_too_is_told_at_once() -> None:
-    options = ServeOptions(request_timeout=20)
-    with served(SpeculativeOptions(max_sequences=2, capacity=64), options) as serving:
-        engine = serving.ask(lambda engine: engine)
-
-        def draft(seq: int, *_: object) -> list[list[int]]:
-            if seq == 0:
-                engine.model.forward = broken
-                raise ValueError("no idea")
-            return []
-
-        def broken(*_: object) -> Any:
-            raise RuntimeError("the device failed")
-
-        engine.draft = draft
-        with gated(serving) as gate, ThreadPoolExecutor(2) as pool:
-            asked = {"prompt": PROMPT, "max_tokens": 9, "ignore_eos": True}
-            answers = [pool.submit(serving.post, asked) for _ in range(2)]
-            until(lambda: serving.health()["waiting"] == 2)
-            gate.open()
-            found = sorted(each.result().json()["error"]["message"] for each in answers)
-        assert found == ["RuntimeError: the device failed", "ValueError: no idea"]
 
 
 def test_an_error_of_our_own_is_a_500_in_openais_words_too(running: Serving) -> None:

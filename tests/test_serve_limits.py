@@ -9,6 +9,7 @@ import math
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ pytest.importorskip("starlette")
 import httpx
 
 from kvcache.runner.engine import EngineOptions
+from kvcache.runner.options import SpeculativeOptions
 from kvcache.serve import ServeOptions, Worker
 from kvcache.serve.worker import Stopped
 from kvcache.stores import MemoryStore
@@ -169,6 +171,29 @@ def test_requests_wait_as_long_as_the_last_ones_took_to_end() -> None:
             ends.extend(times)
             found.append(worker._pause())
     assert found == [1, 1, 1, math.ceil(3.5), 60]
+
+
+def test_what_failed_before_a_pass_that_fails_too_is_told_at_once() -> None:
+    options = ServeOptions(request_timeout=20)
+    with served(SpeculativeOptions(max_sequences=2, capacity=128), options) as serving:
+        engine = serving.ask(lambda engine: engine)
+
+        def draft(seq: int, *_: object) -> list[list[int]]:
+            if seq == 0:
+                engine.model.forward = broken
+                raise ValueError("no idea")
+            return []
+
+        def broken(*_: object) -> Any:
+            raise RuntimeError("the device failed")
+
+        engine.draft = draft
+        with gated(serving) as gate, ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(serving.post, ENDLESS) for _ in range(2)]
+            until(lambda: serving.health()["waiting"] == 2)
+            gate.open()
+            found = sorted(each.result().json()["error"]["message"] for each in answers)
+        assert found == ["RuntimeError: the device failed", "ValueError: no idea"]
 
 
 def test_a_server_whose_engine_has_stopped_says_503() -> None:

@@ -306,9 +306,9 @@ class Engine(Closing):
         A request that cannot start, or continue even alone, ends with ``Failed``, or with "capacity" if it
         has part of an answer. Any other error of a pass is raised here: the pass has not happened then, its
         requests remain, and the next ``step`` tries again. It also tells what happened before the pass; who
-        makes none calls ``take_events``. Where ranks share the model, that holds if one fails before the pass:
-        the others raise GroupError. One that fails later, or is interrupted, ends their group: from then on
-        ``step`` raises GroupError on all of them.
+        makes none calls ``take_events``. Where ranks share the model, that holds if one fails before the
+        pass: the others raise GroupError. One that fails later, or is interrupted, ends their group: from
+        then on ``step`` raises GroupError on all of them.
         """
         self._check("step")
         with self.ranks.together():
