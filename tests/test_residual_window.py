@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import ResidualWindow
+from kvcache import Batch, CausalCache, ResidualWindow
 from kvcache.attention.residual import split_exact
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.exact_slots import ExactSlots
+from kvcache.storage.relocation import copy_exact
 from kvcache.testing.rigs.residual import ResidualRig
 
 
@@ -53,3 +54,34 @@ def test_cells_held_for_what_is_to_come_have_no_slots() -> None:
     table.adopt(0, cells, cells)
     table.unpin(pin)
     assert table.exact_slots(cells) is None
+
+
+@pytest.mark.parametrize("max_batch", [12, 3], ids=["slots for all", "slots for what is retained"])
+def test_what_is_copied_to_another_cache_with_its_slots_goes_on_as_the_first(
+    backend: ml.Backend, max_batch: int
+) -> None:
+    window, ctx, rng = ResidualWindow("Q4_0", 3, 1), backend.new_context(), np.random.default_rng(0)
+    caches = first, second = CausalCache(), CausalCache()
+    first.init(backend, window, 3, 16, 16)
+    second.init(backend, window, 3, 32, max_batch)
+
+    def attended(cache: CausalCache, positions: list[int], sequences: list[int], x: np.ndarray) -> np.ndarray:
+        tensor = ctx.from_numpy(x)
+        cache.start_forward(ctx, Batch(positions, sequences))
+        for layer in range(2):
+            cache.set_layer(layer)
+            cache.put(ctx, tensor, tensor.neg(ctx) if layer else tensor)
+        return cache.attend(ctx, tensor, 0.5).to_numpy()
+
+    attended(first, [*range(8)] * 2, [0] * 8 + [2] * 8, rng.standard_normal((16, 1, 32)).astype(np.float32))
+    first.copy_prefix(2, 1, 8)
+    for seq, other in ((0, 1), (1, 0), (2, 2)):
+        snapshot = first.snapshot(seq)
+        snapshot.detach()
+        assert second.restore(other, snapshot)
+    copy_exact(first.storage, second.storage, [(0, 1), (1, 0), (2, 2)])
+    x = rng.standard_normal((3, 1, 32)).astype(np.float32)
+    found = [
+        attended(cache, [8] * 3, seqs, x) for cache, seqs in zip(caches, ([0, 1, 2], [1, 0, 2]), strict=True)
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
