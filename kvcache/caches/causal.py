@@ -280,8 +280,8 @@ class CausalCache(
         Aliases of the cache, the same ones in every pass of as many tokens: capture once, then call
         ``start_forward`` before each replay. Asking for them stands for the layer's ``put`` in this pass:
         where ``get``, ``attend`` or a pass that only reads follows a replay, ask in its pass again. Raises
-        NotSupportedError without ``fixed_shapes``, OrderError before the first ``put`` of the layer (a
-        reserve pass will do), outside a pass, or in one that only reads.
+        NotSupportedError without ``fixed_shapes`` or plain storage, OrderError before the first ``put`` of
+        the layer (a reserve pass will do), outside a pass, or in one that only reads.
         """
         return self._started("graph_tensors").graph_tensors(ctx, layer)
 

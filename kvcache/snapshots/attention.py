@@ -60,7 +60,7 @@ class Window:
             kept 2                 0 1 . . . 5 6 7      a token at 8 may see back to 5, and may keep 2
         """
         kept = self.keep if kept is None else kept
-        if not stored.size or position > int(stored[-1]) + 1 or (kept and stored[0]):
+        if not stored.size or position > int(stored[-1]) + 1:
             return False
         sliding = stored[np.searchsorted(stored, kept) :]
         lost_below = int(sliding[0]) if sliding.size else kept
