@@ -246,6 +246,29 @@ def test_a_prefix_cache_keeps_what_lies_before_the_first_evicted_token() -> None
             assert cache.positions(session.seq).tolist() == list(range(5))
 
 
+def test_a_prefix_cache_keeps_no_window_that_lacks_an_evicted_token() -> None:
+    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+        cache = kvcache.SlidingWindowCache(4)
+        cache.init(backend, ml.DType.F32, 2, 32, 32)
+        prefix = kvcache.PrefixCache(cache)
+        tokens = list(range(100, 112))
+        with prefix.begin(tokens) as session:
+            some = ctx.zeros((12, 1, 4), ml.DType.F32)
+            cache.start_forward(ctx, kvcache.Batch(range(12), [session.seq] * 12))
+            cache.put(ctx, some, some)
+            whole = cache.snapshot(session.seq)
+            cache.evict(session.seq, [10])
+            assert cache.computed(session.seq) == 10
+            shortened = cache.snapshot(session.seq)
+        assert not prefix.adopt(tokens, shortened)
+        with prefix.begin([*tokens, 1]) as session:
+            assert session.cached == 10
+            assert cache.positions(session.seq).tolist() == [5, 6, 7, 8, 9]
+        assert prefix.adopt(tokens, whole)
+        with prefix.begin([*tokens, 1]) as session:
+            assert session.cached == 12
+
+
 def test_the_policies_of_the_example_keep_their_budget_and_change_nothing_below_it() -> None:
     example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "eviction.py"))
     recent, heavy = example["Recent"], example["HeavyHitters"]

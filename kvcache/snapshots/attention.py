@@ -32,7 +32,7 @@ from kvcache.snapshots.snapshot import (
 )
 from kvcache.storage.cell_storage import CellStorage
 
-__all__ = ["AttentionSnapshots", "Window"]
+__all__ = ["AttentionSnapshots", "Window", "first_missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,17 @@ class Window:
         if lost_below <= kept or (kept and position <= kept):
             return True
         return max(0, position - self.size) >= lost_below and min(position, self.keep) <= kept
+
+
+def first_missing(stored: np.ndarray, window: Window | None) -> int:
+    """The first position that ``stored`` (ascending, not empty) lacks; else the one behind the last.
+
+    What a window has let go of is not missing, nor are the first tokens that it keeps.
+    """
+    rest = stored if window is None else stored[np.searchsorted(stored, window.keep) :]
+    begin = int(rest[0]) if window is not None and rest.size else 0
+    gap = rest != np.arange(begin, begin + rest.size)
+    return begin + int(gap.argmax()) if gap.any() else int(stored[-1]) + 1
 
 
 class AttentionSnapshots:
