@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.cache import CacheFullError
+from kvcache.cache import CacheFullError, SequenceLostError
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
 from kvcache.runner.errors import RunnerError
@@ -278,6 +278,7 @@ def test_where_one_rank_fails_on_its_way_to_a_pass_the_next_step_computes_it_on_
 ENDING = {
     "the check of a pass": ("all_gather", MemoryError),
     "a layer": ("put", MemoryError),
+    "a sequence that is lost": ("start_forward", SequenceLostError),
     "reading what was drawn": ("to_numpy", MemoryError),
     "closing the context": ("close", MemoryError),
     "taking in what was drawn": ("advance", MemoryError),
@@ -300,6 +301,7 @@ def test_a_rank_that_fails_where_the_others_go_on_ends_the_group(
         with Engine(model, None, SpeculativeOptions(capacity=40)) as engine:
             request = engine.submit([5, 6, 7], SETTINGS)
             owners = {"all_gather": group, "put": engine.cache, "part": engine._verifier}
+            owners |= {"start_forward": engine.cache}
             owners |= {"settings": request.run.sampler, "advance": request.run}
             real = model.forward
 
@@ -319,7 +321,7 @@ def test_a_rank_that_fails_where_the_others_go_on_ends_the_group(
                         monkeypatch.setattr(model, "forward", forward)
                 try:
                     engine.step()
-                except (MemoryError, KeyboardInterrupt, ml.GroupError) as raised:
+                except (MemoryError, SequenceLostError, KeyboardInterrupt, ml.GroupError) as raised:
                     told.append(str(raised))
             return told if request.error is None else [str(request.error)]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.cache import CacheFullError
+from kvcache.cache import CacheFullError, SequenceLostError
 from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.runner.parallel import FAILED, NO_ROOM, Share, failed_elsewhere, of_all
@@ -92,11 +92,11 @@ class Agreement:
         """Tell the others, who are about to check the pass, that it is not computed here.
 
         Raises GroupError where it fails for another reason on another rank. An interruption does not wait
-        for them, and ends the group.
+        for them, and ends the group, as does a lost sequence: the others still hold theirs.
         """
         if self._group is None:
             return
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or isinstance(error, SequenceLostError):
             self.abandon(error)
             return
         own = NO_ROOM if isinstance(error, CacheFullError) else FAILED
