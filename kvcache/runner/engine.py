@@ -296,7 +296,7 @@ class Engine(Closing):
         return self.take_events()
 
     def take_events(self) -> list[EngineEvent]:
-        """What happened before a pass that failed, which the next ``step`` would tell: there may be none."""
+        """The events from before a pass that failed, which the next ``step`` would return; none as a rule."""
         events, self._events = self._events, []
         return events
 
@@ -305,10 +305,10 @@ class Engine(Closing):
 
         A request that cannot start, or continue even alone, ends with ``Failed``, or with "capacity" if it
         has part of an answer. Any other error of a pass is raised here: the pass has not happened then, its
-        requests remain, and the next ``step`` tries again. It also tells what happened before the pass; who
-        makes none calls ``take_events``. Where ranks share the model, that holds if one fails before the
-        pass: the others raise GroupError. One that fails later, or is interrupted, ends their group: from
-        then on ``step`` raises GroupError on all of them.
+        requests remain, and the next ``step`` tries again. It then also returns the events from before the
+        failed pass; ``take_events`` returns them without a pass. Where ranks share the model and one of them
+        fails while it begins a pass, the others raise GroupError and can try again too. One that fails
+        later, or is interrupted, ends the group: from then on ``step`` raises GroupError on all of them.
         """
         self._check("step")
         with self.ranks.together():
