@@ -367,8 +367,8 @@ class SupportsRaggedAttention(Protocol):
         (heads,) as in ``SupportsAttention``. Rows that the plan does not name are not read: NaN there
         reaches no result. Returns (tokens, heads, v_dim).
 
-        None where the kernel does not do this: the device, the dtype or the sizes. The caller then goes by
-        partial attention, and need not ask again for these buffers.
+        None where the kernel does not do this: the device, the dtype, the sizes or so many segments. The
+        caller then goes by partial attention, and asks again for these buffers only with fewer segments.
         """
 
 
@@ -395,8 +395,8 @@ class SupportsQuantizedAttention(Protocol):
         name are not read: NaN there reaches no result. Of K and V no more than a few blocks are there as
         floats at a time. Returns (tokens, heads, v_dim) of the query's dtype.
 
-        None where the kernel does not do this: the device, the formats or the sizes. The caller then reads
-        blocks back and attends to them, and need not ask again for these buffers.
+        None where the kernel does not do this: the device, the formats, the sizes or so many segments. The
+        caller then reads blocks back and attends to them, and asks again only with fewer segments.
         """
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import ml
 from backends import cpu_attention, cpu_store
+from backends.numpy.backend import NumpyBackend
 from kvcache import Batch, CausalCache, SlidingWindowCache
 from kvcache.attention import planned, quantized_calls
 from kvcache.storage.quantized import QuantizedBuffer
@@ -113,6 +114,21 @@ def test_sequences_of_one_length_are_one_call_in_as_many_blocks_as_they_need(
     pair = Pair(backend, ml.DType.Q8_0)
     pair.step(dict.fromkeys(range(4), length))
     assert pair.step(dict.fromkeys(range(4), 1)) < 1e-5
+
+
+def test_a_kernel_that_declines_is_asked_again_with_fewer_segments_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        NumpyBackend, "quantized_attention", lambda *given: asked.append(len(given[6].segments))
+    )
+    with ml.open_backend("numpy") as opened:
+        pair = Pair(opened, ml.DType.Q8_0)
+        steps = {0: 20, 1: 20, 2: 20}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 1}, {0: 1, 1: 1, 2: 1}, {0: 1}, {1: 1}
+        for lengths in steps:
+            assert pair.step(lengths) < 1e-5
+    assert asked == [3, 2, 1]
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch", "mlx"], indirect=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,15 @@ def test_a_stopped_answer_is_kept_as_far_as_it_came(talk: Conversations) -> None
     assert talk.current.tokens == []
 
 
+def test_a_turn_that_is_closed_before_its_first_event_was_none(talk: Conversations) -> None:
+    talk.say("abc", FEW).close()
+    talk.say("abc", FEW)
+    assert not talk.engine.busy
+    assert talk.current.tokens == []
+    answer = say(talk, "abc")
+    assert talk.engine.statistics.generated_tokens == len(answer.tokens)
+
+
 def test_a_turn_that_is_refused_or_fails_was_none(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +199,9 @@ def test_save_and_load_give_another_conversation(talk: Conversations, tmp_path: 
     with pytest.raises(ConversationError, match="save: main is empty, so there is nothing to save"):
         talk.save(tmp_path / "c.kv")
     say(talk, "In the beginning")
+    counted = replace(talk.engine.prefix.stats)
     talk.save(tmp_path / "c.kv")
+    assert talk.engine.prefix.stats == counted
     talk.load(tmp_path / "c.kv", "copy")
     assert talk.current.name == "copy"
     answer = say(talk, "was")

@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import ml
-from kvcache.cache import CacheFullError
+from kvcache.cache import CacheFullError, SequenceLostError
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
+from kvcache.runner.errors import RunnerError
 from kvcache.runner.options import SpeculativeOptions
 from kvcache.runner.saved import ConversationError, adopt, capture, read, write
 from kvcache.stores import FileStore
@@ -246,25 +248,103 @@ def test_where_one_rank_fails_the_others_are_told_which_before_they_wait(
     assert "look for its own error" in first
 
 
-def test_a_rank_that_fails_in_the_middle_of_a_pass_ends_the_group(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["new_context", "settings", "start_forward"])
+def test_where_one_rank_fails_on_its_way_to_a_pass_the_next_step_computes_it_on_all(
+    divided: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next exchange would be taken for one of those that the others are in."""
+    prompts = prompts_of(8, 1)
 
     def work(model: Any, group: Any) -> Any:
         with Engine(model, None, OPTIONS) as engine:
+            request = engine.submit(prompts[0], SETTINGS)
+            while request.prefilling:
+                engine.step()
+            owner = {"new_context": model.backend, "settings": request.run.sampler}.get(place, engine.cache)
             if group.rank == 1:
-                failing_once(engine.cache, "put", MemoryError("no memory"), monkeypatch)
-            engine.submit([5, 6, 7], SETTINGS)
-            told: list[str] = []
-            while len(told) < 2:
+                failing_once(owner, place, MemoryError("no memory"), monkeypatch, 0)
+            told = []
+            while engine.busy:
                 try:
                     engine.step()
                 except (MemoryError, ml.GroupError) as error:
                     told.append(str(error))
-            return told
+            return told, [request.tokens[len(prompts[0]) :]]
 
-    assert on_ranks(model, work) == [["another rank has ended"] * 2, ["no memory", "another rank has ended"]]
+    answer = alone(divided, prompts)
+    elsewhere = "forward: rank 1 of 2 failed before this; look for its own error"
+    assert on_ranks(divided, work) == [([elsewhere], answer), (["no memory"], answer)]
+
+
+ENDING = {
+    "the check of a pass": ("all_gather", MemoryError),
+    "a layer": ("put", MemoryError),
+    "a sequence that is lost": ("start_forward", SequenceLostError),
+    "reading what was drawn": ("to_numpy", MemoryError),
+    "closing the context": ("close", MemoryError),
+    "taking in what was drawn": ("advance", MemoryError),
+    "interrupted before a pass": ("settings", KeyboardInterrupt),
+    "interrupted before its draft": ("part", KeyboardInterrupt),
+    "interrupted after a pass": ("advance", KeyboardInterrupt),
+}
+"""Where a rank fails while the others go on: what raises, and with what."""
+
+
+@pytest.mark.parametrize("place", ENDING)
+def test_a_rank_that_fails_where_the_others_go_on_ends_the_group(
+    model: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next exchange would be taken for one of those that the others are in, or they wait in vain."""
+    name, kind = ENDING[place]
+    error = kind("no memory")
+
+    def work(model: Any, group: Any) -> Any:
+        with Engine(model, None, SpeculativeOptions(capacity=40)) as engine:
+            request = engine.submit([5, 6, 7], SETTINGS)
+            owners = {"all_gather": group, "put": engine.cache, "part": engine._verifier}
+            owners |= {"start_forward": engine.cache}
+            owners |= {"settings": request.run.sampler, "advance": request.run}
+            real = model.forward
+
+            def forward(ctx: ml.Context, *given: Any) -> Any:
+                logits = real(ctx, *given)
+                if name == "close":
+                    failing_once(ctx, name, error, monkeypatch, 0)
+                return logits if name == "close" else Mock(to_numpy=Mock(side_effect=error))
+
+            told: list[str] = []
+            failing = iter([False, group.rank == 1])
+            while len(told) < 2 and request.error is None:
+                if next(failing, False):
+                    if name in owners:
+                        failing_once(owners[name], name, error, monkeypatch, 0)
+                    else:
+                        monkeypatch.setattr(model, "forward", forward)
+                try:
+                    engine.step()
+                except (MemoryError, SequenceLostError, KeyboardInterrupt, ml.GroupError) as raised:
+                    told.append(str(raised))
+            return told if request.error is None else [str(request.error)]
+
+    first, second = on_ranks(model, work)
+    assert first == ["another rank has ended"] * 2
+    assert second[0] == "no memory"
+    assert second[1:] in ([], ["another rank has ended"])
+
+
+def test_logits_that_hold_nothing_to_draw_end_their_request_on_all_ranks_and_the_others_go_on(
+    divided: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(8, 2)
+
+    def work(model: Any, group: Any) -> Any:
+        with Engine(model, None, OPTIONS) as engine:
+            first, second = [engine.submit(prompt, SETTINGS) for prompt in prompts]
+            failing_once(first.run, "advance", RunnerError("sampling: nan"), monkeypatch)
+            while engine.busy:
+                engine.step()
+            return str(first.error), second.tokens[len(prompts[1]) :]
+
+    assert on_ranks(divided, work) == [("sampling: nan", alone(divided, prompts)[1])] * 2
 
 
 @pytest.mark.parametrize("everywhere", [True, False])

@@ -17,6 +17,7 @@ from kvcache import AttentionMass, NotSupportedError
 from kvcache.runner import bundled_model, load_model
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.attention import Rig
+from kvcache.testing.rigs.snapshots import CopyRig
 from kvcache.testing.traces import random_setup
 
 from .each_backend import each_backend
@@ -212,6 +213,21 @@ def test_a_wrapper_evicts_in_all_caches_and_refuses_where_one_has_states() -> No
             mixed.evict(0, [])
 
 
+@pytest.mark.parametrize("gone", [[0], [1], [0, 1]], ids=str)
+def test_a_window_goes_on_from_a_snapshot_whichever_of_its_first_tokens_were_evicted(gone: list[int]) -> None:
+    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+        r = CopyRig(Setup(window=2, keep=2, max_sequences=2, capacity=40), backend, ctx)
+        r.forward(range(8), 0)
+        r.evict(0, gone)
+        r.snapshot(0, 0, None)
+        r.forward([8], 0)
+        assert r.restore(0, 1, None)
+        assert r.cache.positions(1).tolist() == [*({0, 1} - {*gone}), 5, 6, 7]
+        assert r.cache.resume_point(1, 8) == 8
+        r.forward([9, 8], [0, 1])
+        r.drain()
+
+
 def test_a_prefix_cache_keeps_what_lies_before_the_first_evicted_token() -> None:
     with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
         cache = kvcache.CausalCache()
@@ -228,6 +244,29 @@ def test_a_prefix_cache_keeps_what_lies_before_the_first_evicted_token() -> None
         with prefix.begin(tokens) as session:
             assert session.cached == 5
             assert cache.positions(session.seq).tolist() == list(range(5))
+
+
+def test_a_prefix_cache_keeps_no_window_that_lacks_an_evicted_token() -> None:
+    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+        cache = kvcache.SlidingWindowCache(4)
+        cache.init(backend, ml.DType.F32, 2, 32, 32)
+        prefix = kvcache.PrefixCache(cache)
+        tokens = list(range(100, 112))
+        with prefix.begin(tokens) as session:
+            some = ctx.zeros((12, 1, 4), ml.DType.F32)
+            cache.start_forward(ctx, kvcache.Batch(range(12), [session.seq] * 12))
+            cache.put(ctx, some, some)
+            whole = cache.snapshot(session.seq)
+            cache.evict(session.seq, [10])
+            assert cache.computed(session.seq) == 10
+            shortened = cache.snapshot(session.seq)
+        assert not prefix.adopt(tokens, shortened)
+        with prefix.begin([*tokens, 1]) as session:
+            assert session.cached == 10
+            assert cache.positions(session.seq).tolist() == [5, 6, 7, 8, 9]
+        assert prefix.adopt(tokens, whole)
+        with prefix.begin([*tokens, 1]) as session:
+            assert session.cached == 12
 
 
 def test_the_policies_of_the_example_keep_their_budget_and_change_nothing_below_it() -> None:

@@ -253,8 +253,11 @@ def test_the_two_kinds_of_graph_are_told_apart(backend: ml.Backend) -> None:
             cache = bound(backend, CausalCache, config)
             cache.start_forward(ctx, Batch([0], [0]))
             cache.put(ctx, one, one)
+            cache.start_forward(ctx, Batch([1], [0]))
             with pytest.raises(errors.NotSupportedError, match="fixed_context"):
                 getattr(cache, wrong)(ctx, 0)
+            with pytest.raises(errors.OrderError, match="not put in this pass"):  # nor counts as put
+                cache.attend(ctx, one, 1.0)
     for bad in ({"fixed_context": 4}, {"fixed_context": -1, "fixed_shapes": True}):
         with pytest.raises(ml.ShapeError, match="fixed_context"):
             ml.CacheConfig(**bad)
@@ -334,6 +337,29 @@ def test_graph_tensors_are_refused_where_there_are_none(backend: ml.Backend) -> 
         cache.start_forward(ctx, Batch([0], [0]))
         with pytest.raises(errors.OrderError, match="layer 0"):
             cache.graph_tensors(ctx, 0)
+
+
+@pytest.mark.parametrize("config", [FIXED, TABLES], ids=["whole", "tables"])
+@pytest.mark.parametrize("stored", [ml.DType.Q8_0, "F8_E4M3", ("F16", "F32")], ids=str)
+def test_a_graph_is_refused_what_is_read_as_copies_and_its_pass_goes_on(
+    backend: ml.Backend, config: ml.CacheConfig, stored: Any
+) -> None:
+    """It would write into the copies, and what it wrote would be lost."""
+    cache = CausalCache()
+    cache.set_config(config)
+    cache.init(backend, stored, 1, 16, 8)
+    with backend.new_context() as ctx:
+        one = ctx.full((1, HEADS, 32), 1.0, ml.DType.F32)
+        cache.start_forward(ctx, Batch([0], [0]), reserve=True)
+        cache.put(ctx, one, one)
+        cache.start_forward(ctx, Batch([0], [0]))
+        graph = cache.graph_rows if config.fixed_context else cache.graph_tensors
+        with pytest.raises(errors.NotSupportedError, match=r"layer 0 stores \w+/\w+ .* put and attend"):
+            graph(ctx, 0)
+        with pytest.raises(errors.OrderError, match="not put in this pass"):
+            cache.get(ctx)
+        cache.put(ctx, one, one)
+        np.testing.assert_allclose(cache.attend(ctx, one, 1.0).to_numpy(), 1.0, rtol=1e-2)
 
 
 def test_what_is_read_behind_a_replay_is_asked_for_in_its_pass(backend: ml.Backend) -> None:

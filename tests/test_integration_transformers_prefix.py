@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +16,7 @@ import transformers
 
 from kvcache import CacheFullError, InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError
 from kvcache.integrations.transformers import HFCache, HFPrefixCache
+from kvcache.integrations.transformers import cache as cache_module
 from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
 
@@ -263,6 +263,31 @@ def test_inputs_beside_the_tokens_are_refused_and_those_that_say_nothing_are_not
         assert torch.equal(found, plain(made, ids))
 
 
+def test_types_of_tokens_that_the_model_embeds_are_refused_even_where_all_are_zero() -> None:
+    config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)
+    made, ids = transformers.GPT2LMHeadModel(config).eval(), hf.tokens(1, 9)
+    with HFPrefixCache(made, capacity=64) as prefix:
+        with pytest.raises(NotSupportedError, match="token_type_ids is given beside the tokens"):
+            prefix.generate(ids, token_type_ids=torch.zeros_like(ids), **OPTIONS)
+        assert not prefix.stats.sessions
+
+
+@pytest.mark.parametrize("by", ["option", "config", "model"])
+@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
+def test_several_rows_are_refused_whoever_asks_for_them(by: str, name: str) -> None:
+    made, ids, options = llama(1), hf.tokens(1, 9), dict[str, Any](OPTIONS)
+    if by == "option":
+        options[name] = 3
+    elif by == "config":
+        options["generation_config"] = transformers.GenerationConfig(**{name: 3}, do_sample=True)
+    else:
+        made.generation_config.update(**{name: 3}, do_sample=True)
+    with HFPrefixCache(made, capacity=64) as prefix:
+        with pytest.raises(NotSupportedError, match=f"{name}=3; a conversation is one row: pass {name}=1"):
+            prefix.generate(ids, **options)
+        assert prefix.generate(ids, **{**options, name: 1}).shape == (1, 17)
+
+
 @pytest.mark.parametrize("by", ["option", "config", "model"])
 @pytest.mark.parametrize(
     ("name", "value", "why"),
@@ -305,6 +330,14 @@ def test_nothing_is_kept_of_an_answer_to_another_prompt() -> None:
         made.generate = generate
         longer = torch.cat((ids, ids), 1)
         assert torch.equal(prefix.generate(longer, **OPTIONS), plain(made, longer))
+
+
+def test_a_pass_that_repeats_what_the_cache_has_is_refused_however_short_the_prompt_is() -> None:
+    made, other, ids = llama(1), llama(1), hf.tokens(1, 12)
+    with HFPrefixCache(made, capacity=64) as prefix:
+        made.generate = other.generate  # another module, which is given all tokens and 3 drafts
+        with pytest.raises(OrderError, match="27 tokens from position 23 on, in a conversation of 24"):
+            prefix.generate(torch.cat((ids, ids), 1), prompt_lookup_num_tokens=3, **OPTIONS)
 
 
 def test_models_are_left_as_they_are_found_and_others_may_generate_meanwhile() -> None:
@@ -387,29 +420,72 @@ def test_a_session_that_cannot_be_kept_lets_go_of_its_sequence(monkeypatch: pyte
             made(hf.tokens(1, 3), past_key_values=session.cache)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of what PEFT asks transformers
-def test_prefixes_are_found_for_the_adapters_that_computed_them() -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("wrapped", ["peft", "compile"])
+def test_mamba_is_refused_behind_a_wrapper_too(wrapped: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
-    made, ids = peft.get_peft_model(llama(2), lora, adapter_name="one"), hf.tokens(1, 14)
-    made.add_adapter("two", lora)
-    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
-        for adapter, reused in [("one", 0), ("two", 0), (None, 0), ("one", 13), ("two", 13), (None, 13)]:
-            made.set_adapter(adapter or "one")
-            with contextlib.nullcontext() if adapter else made.disable_adapter():
-                before, expected = prefix.stats.reused, plain(made, ids)
-                assert torch.equal(prefix.generate(ids, shared=5, **OPTIONS), expected)
-                assert prefix.stats.reused - before == reused, adapter
-        made.base_model.model.model.layers[0].self_attn.v_proj.scale_layer(3.0)
-        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
-        with pytest.raises(NotSupportedError, match=r"adapter_names is given.*set_adapter"):
-            prefix.generate(ids, adapter_names=["two"], **OPTIONS)
-    tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
-    with (
-        HFPrefixCache(peft.get_peft_model(llama(2), tuned), max_sequences=2, capacity=64) as prefix,
-        pytest.raises(NotSupportedError, match="PROMPT_TUNING puts virtual tokens before the prompt"),
-    ):
-        prefix.generate(ids, **OPTIONS)
+    config = transformers.Mamba2Config(
+        vocab_size=97, hidden_size=32, num_hidden_layers=1, num_heads=8, head_dim=8, state_size=8, n_groups=1
+    )
+    made: Any = transformers.Mamba2ForCausalLM(config)
+    if wrapped == "peft":
+        made = peft.get_peft_model(made, peft.LoraConfig(target_modules=["in_proj"], task_type="CAUSAL_LM"))
+    else:
+        made = torch.compile(made, backend="eager")
+    with pytest.raises(NotSupportedError, match=r"Mamba2ForCausalLM\.generate\(\) starts again"):
+        HFPrefixCache(made, capacity=64)
+    monkeypatch.setattr(cache_module, "ALL_CACHE_NAMES", ["past_key_values"])  # before transformers 5.24
+    assert cache_module.cache_argument(made) == "cache_params"
+
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": None,
+}  # fmt: skip
+
+
+def test_models_whose_prompts_attend_to_later_tokens_are_refused() -> None:
+    config = transformers.PaliGemmaConfig(
+        text_config={"model_type": "gemma", "head_dim": 8, **_TEXT},
+        vision_config={"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16,
+                       "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 8,
+                       "projection_dim": 32},
+        image_token_id=96, projection_dim=32, hidden_size=32,
+    )  # fmt: skip
+    with pytest.raises(NotSupportedError, match=r"PaliGemma\w+ .* \(use_bidirectional_attention\)"):
+        HFPrefixCache(transformers.PaliGemmaForConditionalGeneration(config), capacity=64)
+
+
+@pytest.mark.parametrize("left", [[[-12]], [[0], [0]]], ids=["image", "two rows"])
+def test_what_other_calls_have_left_in_a_model_of_images_does_not_move_the_positions_of_a_text(
+    left: list[list[int]],
+) -> None:
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}
+    config = transformers.Qwen2VLConfig(
+        text_config={**_TEXT, "rope_parameters": rope, "bos_token_id": 1, "pad_token_id": 0},
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4},
+    )
+    torch.manual_seed(0)
+    made, ids = transformers.Qwen2VLForConditionalGeneration(config).eval(), hf.tokens(1, 20)
+    expected, first = plain(made, ids), made(ids).logits[:, -1]
+
+    def leave() -> None:
+        made.model.rope_deltas = torch.tensor(left)
+
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix, torch.no_grad():
+        prefix.generate(ids[:, :14], **OPTIONS)
+        leave()
+        assert torch.equal(prefix.generate(ids, **OPTIONS), expected)
+        leave()
+        with prefix.begin(ids[0].tolist()) as session:
+            rest = torch.tensor([session.remaining])
+            torch.testing.assert_close(made(rest, past_key_values=session.cache).logits[:, -1], first)
+        with prefix.begin([5, *ids[0].tolist()]) as session:
+            leave()
+            session.prefill(8)
+            rest = torch.tensor([session.remaining])
+            found = made(rest, past_key_values=session.cache).logits[:, -1]
+            torch.testing.assert_close(found, made(torch.tensor([[5, *ids[0].tolist()]])).logits[:, -1])
 
 
 def test_an_exception_that_leaves_the_block_keeps_nothing_of_a_pass_that_failed() -> None:

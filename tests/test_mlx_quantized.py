@@ -68,6 +68,16 @@ def test_batches_forks_and_windows(
     assert layer.step({2: 1, 3: 1, 0: 1, 1: 1}, sinks=True) < 2e-5
 
 
+def test_a_pass_of_many_segments_leaves_later_passes_their_products(
+    backend: ml.Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_quantized, "MOST", 1)
+    layer = Layer(backend, "AFFINE4_32", None, None)
+    assert layer.step({0: 5, 1: 6}) < 2e-5
+    monkeypatch.setattr(planned, "attend_quantized", lambda *_: pytest.fail("a block was read back"))
+    assert layer.step({0: 1}) < 2e-5
+
+
 def test_many_segments_and_other_formats_go_block_by_block(
     backend: ml.Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

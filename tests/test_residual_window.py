@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 import ml
-from kvcache import ResidualWindow
+from kvcache import Batch, CausalCache, ResidualWindow
 from kvcache.attention.residual import split_exact
+from kvcache.caches import branches
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.exact_slots import ExactSlots
+from kvcache.storage.relocation import copy_exact
 from kvcache.testing.rigs.residual import ResidualRig
 
 
@@ -53,3 +57,59 @@ def test_cells_held_for_what_is_to_come_have_no_slots() -> None:
     table.adopt(0, cells, cells)
     table.unpin(pin)
     assert table.exact_slots(cells) is None
+
+
+def attended(
+    cache: CausalCache, ctx: ml.Context, positions: Sequence[int], sequences: Sequence[int], x: np.ndarray
+) -> np.ndarray:
+    """What two layers that are given ``x`` attend to, of the second."""
+    tensor = ctx.from_numpy(x)
+    cache.start_forward(ctx, Batch(positions, sequences))
+    for layer in range(2):
+        cache.set_layer(layer)
+        cache.put(ctx, tensor, tensor.neg(ctx) if layer else tensor)
+    return cache.attend(ctx, tensor, 0.5).to_numpy()
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_after_drafts_of_the_last_pass_are_taken_back_what_is_unquantized_is_as_without_them(
+    backend: ml.Backend, accepted: int
+) -> None:
+    x, found = np.random.default_rng(0).standard_normal((20, 1, 32)).astype(np.float32), []
+    end, ctx = 10 + accepted, backend.new_context()
+    for drafts in (4, accepted):
+        cache = CausalCache()
+        cache.init(backend, ResidualWindow("Q4_0", 3, 1), 1, 20, 8)
+        for at in range(10):
+            attended(cache, ctx, [at], [0], x[at : at + 1])
+        if drafts:
+            attended(cache, ctx, range(10, 10 + drafts), [0] * drafts, x[10 : 10 + drafts])
+        branches.rollback(cache, 0, end)
+        found.append(attended(cache, ctx, [end], [0], x[end : end + 1]))
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("max_batch", [12, 3], ids=["slots for all", "slots for what is retained"])
+def test_what_is_copied_to_another_cache_with_its_slots_goes_on_as_the_first(
+    backend: ml.Backend, max_batch: int
+) -> None:
+    window, ctx, rng = ResidualWindow("Q4_0", 3, 1), backend.new_context(), np.random.default_rng(0)
+    caches = first, second = CausalCache(), CausalCache()
+    first.init(backend, window, 3, 16, 16)
+    second.init(backend, window, 3, 32, max_batch)
+
+    attended(
+        first, ctx, [*range(8)] * 2, [0] * 8 + [2] * 8, rng.standard_normal((16, 1, 32)).astype(np.float32)
+    )
+    first.copy_prefix(2, 1, 8)
+    for seq, other in ((0, 1), (1, 0), (2, 2)):
+        snapshot = first.snapshot(seq)
+        snapshot.detach()
+        assert second.restore(other, snapshot)
+    copy_exact(first.storage, second.storage, [(0, 1), (1, 0), (2, 2)])
+    x = rng.standard_normal((3, 1, 32)).astype(np.float32)
+    found = [
+        attended(cache, ctx, [8] * 3, seqs, x)
+        for cache, seqs in zip(caches, ([0, 1, 2], [1, 0, 2]), strict=True)
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)

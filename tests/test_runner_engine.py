@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ml
-from kvcache import CacheFullError, ClosedError, HostTier, Session
+from kvcache import CacheFullError, ClosedError, HostTier, PrefixCache, Session
 from kvcache.caches import branches
 from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.runner.drafts import prompt_lookup
@@ -358,20 +358,21 @@ def _interrupted_at_times(run: RequestState) -> Any:
     return interrupted
 
 
-def test_a_request_that_fails_between_two_passes_fails_alone(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owner", "name"), [(PrefixCache, "begin"), (Session, "keep")])
+def test_a_request_that_fails_outside_of_passes_fails_alone(
+    model: Any, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [tokens_of(1, 10), tokens_of(2, 10), tokens_of(3, 10)]
     with engine_of(model) as engine:
         requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
-        keep = Session.keep
+        whole = getattr(owner, name)
 
-        def failing(session: Session) -> None:
-            if session is requests[1].session:
+        def failing(self: Any, *args: Any) -> Any:
+            if self is requests[1].session or args[:1] == (prompts[1],):
                 raise RuntimeError("the device failed")
-            keep(session)
+            return whole(self, *args)
 
-        monkeypatch.setattr(Session, "keep", failing)
+        monkeypatch.setattr(owner, name, failing)
         (failed,) = [event for event in run(engine) if isinstance(event, Failed)]
         assert failed.request == requests[1].id
         assert requests[1].error is failed.error

@@ -116,6 +116,15 @@ def test_a_common_prefix_is_computed_once(small: Any) -> None:
         assert answer.tokens == reference(small, prompt, 8)
 
 
+def test_of_a_request_that_is_prefilled_again_all_but_the_first_token_are_decoded(small: Any) -> None:
+    prompts = [[1, *range(seed, seed + 11)] for seed in (10, 30, 50, 70)]
+    with generator_of(small, budget=0, max_sequences=4, capacity=14, context=50) as generator:
+        generator.complete(prompts, GenerationOptions(14, ignore_eos=True))
+        assert generator.engine.preemptions > 0
+        counts = generator.statistics
+    assert (counts.generated_tokens, counts.decoded_tokens) == (14 * 4, 13 * 4)
+
+
 # Events, sampling and stopping.
 
 
@@ -154,9 +163,11 @@ def test_an_eos_token_ends_the_text_and_is_no_part_of_it(make_model: Make, numpy
     model.config = replace(model.config, eos_ids=(tokens[3],))
     with generator_of(model) as generator:
         stopped = generator.complete([[1, 9]], GenerationOptions(6))[0]
+        counted = generator.statistics
         whole = generator.complete([[1, 9]], GenerationOptions(6, ignore_eos=True))[0]
     first = tokens.index(tokens[3])
     assert (stopped.tokens, stopped.reason) == (tokens[:first], "stop")
+    assert (counted.generated_tokens, counted.decoded_tokens) == (first, max(first - 1, 0))
     assert (whole.tokens, whole.reason) == (tokens, "length")
 
 

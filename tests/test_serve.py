@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import html
+import itertools
 import json
 import math
 import re
@@ -25,7 +27,7 @@ import httpx
 import openai
 
 import ml
-from kvcache.runner.engine import EngineOptions, Failed
+from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
@@ -186,6 +188,50 @@ def test_a_completion_tells_log_probabilities_of_its_tokens(serving: Serving, st
         assert values == [top[token] for top, token in zip(tops, tokens, strict=True)]
         assert all(sum(map(math.exp, top.values())) <= 1 for top in tops)
     assert serving.complete(**asked).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tokens_offset_is_its_place_in_the_text_that_is_shown(stream: bool) -> None:
+    """As SentencePiece's decoder shows it: without special tokens, and a first word without its blank."""
+
+    @contextlib.contextmanager
+    def speaking() -> Iterator[Engine]:
+        with opened(EngineOptions(max_sequences=4, capacity=LIMIT)) as engine:
+            engine.tokenizer = sentencepiece(engine.model.config.vocab_size)
+            yield engine
+
+    asked = {"prompt": [[0], [0, 1]], "n": 2, "max_tokens": 16, "ignore_eos": True, "stream": stream}
+    sampled = {"temperature": 2, "seed": 0, "logprobs": 0}
+    with Worker(speaking) as worker:
+        reply = asked_in_process(app_of(worker), "/v1/completions", {**asked, **sampled}).text
+    events = [line.removeprefix("data: ") for line in reply.split("\n\n") if line not in ("", "data: [DONE]")]
+    choices = [one for event in events for one in json.loads(event)["choices"]]
+    for index in range(4):
+        mine = [one for one in choices if one["index"] == index]
+        text, parts = "".join(one["text"] for one in mine), [one["logprobs"] for one in mine]
+        tokens, offsets = (
+            [each for part in parts if part for each in part[name]] for name in ("tokens", "text_offset")
+        )
+        assert any(token.startswith("<") for token in tokens)
+        shown = ["" if token.startswith("<") else token for token in tokens]
+        if index < 2:  # behind nothing that is shown
+            first = next(i for i, token in enumerate(shown) if token)
+            shown[first] = shown[first].removeprefix(" ")
+        assert [text[i:j] for i, j in itertools.pairwise([*offsets, len(text)])] == shown
+
+
+def sentencepiece(size: int) -> Tokenizer:
+    """A word for each id, a special token for each third."""
+    tokenizers = pytest.importorskip("tokenizers")
+    names = [f"<{i}>" if i % 3 == 0 else f"▁{i}" for i in range(size)]
+    words = tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0])
+    backend = tokenizers.Tokenizer(words)
+    backend.add_special_tokens(names[::3])
+    decoders = tokenizers.decoders
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(backend, [])
 
 
 @pytest.mark.parametrize("stream", [False, True])

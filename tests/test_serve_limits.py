@@ -7,7 +7,9 @@ import functools
 import json
 import math
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ pytest.importorskip("starlette")
 import httpx
 
 from kvcache.runner.engine import EngineOptions
+from kvcache.runner.options import SpeculativeOptions
 from kvcache.serve import ServeOptions, Worker
 from kvcache.serve.worker import Stopped
 from kvcache.stores import MemoryStore
@@ -71,16 +74,32 @@ def test_a_request_that_takes_too_long_is_given_up_and_not_tried_again(hurried: 
     assert (error["code"], error["message"]) == ("timeout", "the request was not answered within 0.2 seconds")
 
 
-def test_answers_of_a_request_that_is_refused_are_counted_as_refused() -> None:
+@pytest.mark.parametrize("running", [1, 2])
+def test_all_answers_of_a_request_that_is_refused_are_counted_as_refused(running: int) -> None:
+    """Whether the first of them or the second finds no room."""
     with served(OPTIONS, ServeOptions(max_waiting=0)) as serving, gated(serving) as gate:
-        stream = serving.complete(prompt=PROMPT, max_tokens=100, stream=True)
+        ask = functools.partial(serving.complete, prompt=PROMPT, max_tokens=100, stream=True)
+        streams = [ask() for _ in range(running)]
         reply = serving.post({**ENDLESS, "n": 2})
         assert reply.status_code == 429
         assert reply.json()["error"]["message"] == "no sequence is free; try again later"
         until(lambda: serving.worker.dropped["refused"] == 2)
         gate.open()
-        stream.close()
-        until(lambda: serving.worker.dropped == {"refused": 2, "timeout": 0, "cancelled": 1})
+        for stream in streams:
+            stream.close()
+        until(lambda: serving.worker.dropped == {"refused": 2, "timeout": 0, "cancelled": running})
+
+
+def test_all_answers_of_a_request_that_is_taken_too_late_are_counted_as_timeouts() -> None:
+    """The engine is busy until nobody waits for it any more."""
+    busy = threading.Event()
+    with Worker(lambda: opened(OPTIONS)) as worker:
+        held = worker.post(lambda engine: busy.wait(60))
+        reply = asked_in_process(app_of(worker, request_timeout=0.1), "/v1/completions", {**ENDLESS, "n": 3})
+        busy.set()
+        assert held.result(60)
+        until(lambda: worker.dropped == {"refused": 0, "timeout": 3, "cancelled": 0})
+    assert reply.status_code == 504
 
 
 def test_a_stream_that_takes_too_long_ends_with_the_error(hurried: Serving) -> None:
@@ -152,6 +171,29 @@ def test_requests_wait_as_long_as_the_last_ones_took_to_end() -> None:
             ends.extend(times)
             found.append(worker._pause())
     assert found == [1, 1, 1, math.ceil(3.5), 60]
+
+
+def test_what_failed_before_a_pass_that_fails_too_is_told_at_once() -> None:
+    options = ServeOptions(request_timeout=20)
+    with served(SpeculativeOptions(max_sequences=2, capacity=128), options) as serving:
+        engine = serving.ask(lambda engine: engine)
+
+        def draft(seq: int, *_: object) -> list[list[int]]:
+            if seq == 0:
+                engine.model.forward = broken
+                raise ValueError("no idea")
+            return []
+
+        def broken(*_: object) -> Any:
+            raise RuntimeError("the device failed")
+
+        engine.draft = draft
+        with gated(serving) as gate, ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(serving.post, ENDLESS) for _ in range(2)]
+            until(lambda: serving.health()["waiting"] == 2)
+            gate.open()
+            found = sorted(each.result().json()["error"]["message"] for each in answers)
+        assert found == ["RuntimeError: the device failed", "ValueError: no idea"]
 
 
 def test_a_server_whose_engine_has_stopped_says_503() -> None:

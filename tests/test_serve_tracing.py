@@ -23,7 +23,7 @@ from kvcache.offload.tiers import HostTier
 from kvcache.runner.engine import EngineOptions
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.tokenizer import Tokenizer
-from kvcache.serve import Worker
+from kvcache.serve import ServeOptions, Worker
 from kvcache.stores import MemoryStore
 
 from .serve_rig import NAME, PROMPT, app_of, asked_in_process, gated, opened, served, until
@@ -196,6 +196,21 @@ def test_a_request_whose_client_leaves_while_it_waits_ends_in_the_queue(
     assert request.attributes["error.type"] == "cancelled"
     assert list(stages) == ["queue"]
     check_order(request, list(stages.values()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_not_answered_in_time_is_an_error_of_the_server(
+    exporter: InMemorySpanExporter, stream: bool
+) -> None:
+    with served(OPTIONS, ServeOptions(request_timeout=0.5)) as serving, gated(serving):
+        serving.post({"prompt": PROMPT, "max_tokens": 4, "n": 2, "stream": stream})
+        until(lambda: sum(serving.worker.dropped.values()) == 2)
+        until(lambda: any(span.kind is trace.SpanKind.SERVER for span in exporter.get_finished_spans()))
+    request = exporter.get_finished_spans()[-1]
+    assert serving.worker.dropped["timeout"] == 2
+    assert request.attributes["error.type"] == "504"
+    assert request.status.status_code is trace.StatusCode.ERROR
+    assert request.status.description == "the request was not answered within 0.5 seconds"
 
 
 def test_a_trace_that_is_not_sampled_has_no_spans_and_the_answer_is_the_same(

@@ -179,6 +179,7 @@ def check_counts(generator: Generator, kind: str, texts: int) -> None:
         assert counts.passes == -(-(COUNT - 1) // 5) * texts  # four drafted tokens, and one more
     elif kind == "wrong":
         assert (counts.accepted, counts.passes) == (0, total)
+        assert counts.drafts == total - texts  # the last token leaves room for none
     elif kind == "partly":
         assert 0 < counts.acceptance < 1
     assert counts.repeated == 0
@@ -375,6 +376,39 @@ def test_a_pass_that_fails_leaves_the_cache_empty(
         cache: Any = generator.cache
         assert cache.free_cells == cache.cells
         assert [generator.complete(prompts, GenerationOptions(COUNT))[0].tokens] == expected
+
+
+def test_what_happened_before_a_pass_that_failed_is_not_told_to_the_next_generate(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[1, 9, 8], [1, 7]]
+    settings = GenerationOptions(COUNT, ignore_eos=True)
+    expected = plain(tiny, prompts, settings)
+
+    def draft(seq: int, *_: object) -> list[list[int]]:
+        if broken and seq == 0:  # and so does the other one's pass, in the same step
+            monkeypatch.setattr(generator.engine, "forward", failing)
+            raise ValueError("no idea")
+        return []
+
+    def failing(*_: object) -> Any:
+        raise MemoryError("the device is full")
+
+    broken = True
+    options = SpeculativeOptions(max_sequences=2, capacity=64)
+    with Generator(tiny, None, draft=draft, options=options) as generator:
+        with pytest.raises(MemoryError):
+            generator.complete(prompts, settings)
+        monkeypatch.undo()
+        broken = False
+        assert [answer.tokens for answer in generator.complete(prompts, settings)] == expected
+
+
+def test_a_draft_needs_options_for_it_or_none(tiny: Any) -> None:
+    with pytest.raises(RequestError, match="draft= needs options=SpeculativeOptions"):
+        Generator(tiny, None, options=EngineOptions(), draft=prompt_lookup)
+    with Generator(tiny, None, draft=prompt_lookup) as generator:
+        assert isinstance(generator.options, SpeculativeOptions)
 
 
 def test_a_model_drafts_for_the_sequences_that_it_was_made_for(tiny: Any) -> None:

@@ -50,6 +50,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=SECONDS)
         self._given: list[Any] = [None] * size
+        self._left = False
 
     def exchange(self, rank: int, kind: tuple[Any, ...], value: Any) -> list[Any]:
         self._given[rank] = (kind, value)
@@ -58,13 +59,14 @@ class Meeting:
             given = list(self._given)
             self._barrier.wait()
         except threading.BrokenBarrierError:
-            raise ml.GroupError("another rank has ended") from None
+            raise ml.GroupError("another rank has ended" if self._left else "no other rank came") from None
         kinds = [kind for kind, _ in given]
         if any(other != kinds[0] for other in kinds):
             raise ml.GroupError(f"the ranks are in different exchanges: {kinds}")
         return [value for _, value in given]
 
     def leave(self) -> None:
+        self._left = True
         self._barrier.abort()
 
 

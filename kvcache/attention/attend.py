@@ -6,6 +6,8 @@ one call. On others the pass is the few calls that ``calls`` has planned, and th
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.planned import BLOCK_CALLS, PlannedLevel
@@ -57,7 +59,8 @@ def _in_dtype(
     if tables is not None:
         most = BLOCK_CALLS * forward.config.call_bytes
         return _by_tables(ctx, buffers, query, *tables, scale, sinks, most)
-    alone = not buffers.no_kernel and buffers.exact is None  # a kernel does not say what to merge by
+    asked = len(forward.read_groups) < buffers.declined  # each has a segment of its own, as a rule
+    alone = asked and buffers.exact is None  # a kernel does not say what to merge by
     result = None if not alone else _by_kernel(ctx, forward, buffers, query, scale, sinks)
     if result is not None:
         return result
@@ -130,19 +133,26 @@ def _by_kernel(
     scale: float,
     sinks: ml.Tensor | None,
 ) -> ml.Tensor | None:
-    """By the backend's kernel for a whole batch; None where it has none for this layer, noted for good."""
-    backend, plain = getattr(ctx, "backend", None), not buffers.is_quantized
-    result = None
+    """By the backend's kernel for a whole batch; None where it declines, or declined one no larger."""
+    backend: Any = getattr(ctx, "backend", None)
+    plain = not buffers.is_quantized
+    if not (nn.has_ragged_attention(backend) if plain else nn.has_quantized_attention(backend)):
+        buffers.declined = 0
+        return None
     worth = min(KERNEL_WORTH, max(1, forward.config.call_bytes // buffers.bytes_per_cell))
-    if plain and nn.has_ragged_attention(backend):
+    plan = forward.plan(worth)
+    if len(plan.segments) >= buffers.declined:
+        return None
+    result: ml.Tensor | None
+    if plain:
         (keys,), (values,) = buffers.whole
-        result = backend.ragged_attention(ctx, query, keys, values, forward.plan(worth), scale, sinks)
-    elif not plain and nn.has_quantized_attention(backend):
-        plan = forward.plan(worth)
+        result = backend.ragged_attention(ctx, query, keys, values, plan, scale, sinks)
+    else:
         result = backend.quantized_attention(ctx, query, *buffers.whole, buffers.formats, plan, scale, sinks)
         if result is not None:
             result = _cut(ctx, result, buffers.value.dim)
-    buffers.no_kernel = result is None
+    if result is None:
+        buffers.declined = len(plan.segments)
     return result
 
 

@@ -44,6 +44,7 @@ from kvcache.cache import NotSupportedError
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.device_copies import HostArray, device_of
 from kvcache.storage.formats import CacheFormat
+from kvcache.storage.layer_buffers import LayerBuffers
 
 
 class GraphTensors(NamedTuple):
@@ -124,6 +125,19 @@ def check_window(op: str, config: ml.CacheConfig, stored: CacheFormat) -> None:
         raise NotSupportedError(
             f"{op}: {stored} with fixed_shapes=True; a graph of fixed shapes has no residual window: "
             f"store {stored.name} alone, or init without fixed_shapes"
+        )
+
+
+def check_graph(op: str, fixed: FixedPass, layer: int, buffers: LayerBuffers) -> None:
+    """Raise NotSupportedError where a graph needs the other call, or what is stored is read as copies."""
+    if fixed.tables is None and op == "graph_rows":
+        raise NotSupportedError("graph_rows: set_config with fixed_context, or call graph_tensors")
+    if fixed.tables is not None and op == "graph_tensors":
+        raise NotSupportedError("graph_tensors: fixed_context gives each token a table; call graph_rows")
+    if buffers.is_quantized:
+        raise NotSupportedError(
+            f"{op}: layer {layer} stores {'/'.join(buffers.formats)} and is read as copies, in which what a "
+            "graph writes would be lost; call put and attend, or init with plain F32, F16 or BF16"
         )
 
 

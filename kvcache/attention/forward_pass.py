@@ -18,6 +18,7 @@ from kvcache.attention.fixed_shapes import (
     FixedPass,
     GraphRows,
     GraphTensors,
+    check_graph,
     read_everything,
     read_own,
     tables_of,
@@ -258,16 +259,12 @@ class ForwardPass:
             fixed.bring([ctx.input(), *map(ctx.layer, self.layers)])
 
     def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
-        key, value, (slots, mask, *cells) = self._graph("graph_tensors", ctx, layer)
-        if cells:
-            raise NotSupportedError("graph_tensors: fixed_context gives each token a table; call graph_rows")
+        key, value, (slots, mask) = self._graph("graph_tensors", ctx, layer)
         return GraphTensors(key, value, slots, mask)
 
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
-        key, value, (slots, mask, *cells) = self._graph("graph_rows", ctx, layer)
-        if not cells:
-            raise NotSupportedError("graph_rows: set_config with fixed_context, or call graph_tensors")
-        return GraphRows(key, value, slots, cells[0], mask)
+        key, value, (slots, mask, cells) = self._graph("graph_rows", ctx, layer)
+        return GraphRows(key, value, slots, cells, mask)
 
     def _graph(self, op: str, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor, list[ml.Tensor]]:
         if self.read_only:
@@ -278,6 +275,7 @@ class ForwardPass:
                 "a pass without reserve"
             )
         buffers = self._stored(op, layer)
+        check_graph(op, self.fixed, layer, buffers)
         self.fill(ctx)
         self.note_put(buffers)
         return *buffers.read_as_configured(ctx, 0, self.table.cells), self.fixed.on(ctx.layer(layer))

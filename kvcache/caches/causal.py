@@ -47,7 +47,7 @@ from kvcache.caches.editing import EditsTokens
 from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
 from kvcache.caches.sequences import SequenceEditor, check_groups
 from kvcache.caches.undo_log import UndoLog
-from kvcache.snapshots.attention import AttentionSnapshots, Window
+from kvcache.snapshots.attention import AttentionSnapshots, Window, first_missing
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.storage.cell_storage import CellStorage, exact_slots
@@ -275,8 +275,8 @@ class CausalCache(
         Aliases of the cache, the same ones in every pass of as many tokens: capture once, then call
         ``start_forward`` before each replay. Asking for them stands for the layer's ``put`` in this pass:
         where ``get``, ``attend`` or a pass that only reads follows a replay, ask in its pass again. Raises
-        NotSupportedError without ``fixed_shapes``, OrderError before the first ``put`` of the layer (a
-        reserve pass will do), outside a pass, or in one that only reads.
+        NotSupportedError without ``fixed_shapes`` or plain storage, OrderError before the first ``put`` of
+        the layer (a reserve pass will do), outside a pass, or in one that only reads.
         """
         return self._started("graph_tensors").graph_tensors(ctx, layer)
 
@@ -502,14 +502,14 @@ class CausalCache(
         """How many tokens of a sequence, from position 0 on, every layer stores: ``offset(seq)`` as a rule.
 
         Less where a pass put only some layers, as one that failed: the tokens of the pass under way count
-        when the last layer was put. Less where positions are missing; a window's own are not.
+        when the last layer was put. Less where positions are missing, other than before a window.
         """
         end = self.offset(seq)
         row, forward = self._table.rows[seq], self._pass
         if not end or not self._buffers:
             return 0
-        if self._window() is None and len(row) < end:
-            end = int((row.positions != np.arange(len(row))).argmax())
+        if len(row) < end:
+            end = first_missing(row.positions, self._window())
         if forward is not None and not forward.whole:
             end = min([end, *(group.lowest for group in forward.groups if group.seq == seq)])
         for _, lacking in self.snapshots.storage.missing(row.cells):

@@ -12,7 +12,7 @@ from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError
 from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
 from kvcache.stores.closing import Closing
 
-__all__ = ["Conversation", "SharedPrefixes", "check_known", "check_missing", "names_of"]
+__all__ = ["MOST_DRAFTS", "Conversation", "SharedPrefixes", "check_known", "check_missing", "names_of"]
 
 MOST_DRAFTS = 64
 """Drafted tokens behind the last one of a prompt that are taken for drafts."""
@@ -39,13 +39,13 @@ def check_known(
             raise error(f"{op}: no option {name!r}; {remedy}")
 
 
-def check_missing(op: str, prompt: int, held: int, count: int) -> None:
+def check_missing(op: str, prompt: int, held: int, count: int, drafts: int = MOST_DRAFTS) -> None:
     """Refuse a pass over tokens that a conversation's cache has already: OrderError.
 
     The conversation was begun with ``prompt`` tokens (0: not known), of which the cache has ``held``. A pass
-    may end the prompt, and drafts may follow its last token.
+    may end the prompt, and ``drafts`` tokens may follow its last one.
     """
-    most = MOST_DRAFTS + 1 if held == prompt - 1 else prompt - held
+    most = drafts + 1 if held == prompt - 1 else prompt - held
     if held < prompt and count > most:
         raise OrderError(
             f"{op}: {count} tokens from position {held} on, in a conversation of {prompt} tokens; give the "

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -81,8 +82,9 @@ class _Ratio:
 
 @dataclass(slots=True)
 class _Meter:
-    """What is measured of one store."""
+    """What is measured of one store. ``of``: a weak reference to it, the store itself where it takes none."""
 
+    of: object
     speed: _Ratio
     latency: _Ratio
     asked: bool = False
@@ -107,6 +109,8 @@ class BreakEven:
     ``always``: every store is asked. ``link`` and ``bytes_per_token``, ``tokens_per_second`` (of prompts)
     are what is assumed until it has been measured. Computing has to be ``slack`` seconds faster before a
     store is not asked; one that is not is probed in the background, at most every ``probe_every`` seconds.
+
+    What was measured of a store goes with it.
 
     Raises InvalidRangeError for values that are not above 0 (``slack``: below 0).
     """
@@ -215,12 +219,15 @@ class BreakEven:
                     meter.speed.add(meter.nbytes, max(seconds - (meter.latency.value or 0.0), seconds / 10))
 
     def _meter(self, store: object) -> _Meter:
-        found = self._meters.get(id(store))
+        meters, number = self._meters, id(store)
+        found = meters.get(number)
         if found is None:
             given = self._given
             speed, latency = (None, None) if given is None else (given.bytes_per_second, given.latency)
-            found = _Meter(_Ratio(speed), _Ratio(latency), probed=self._clock())
-            self._meters[id(store)] = found
+            of: object = store
+            with contextlib.suppress(TypeError):  # while it is held, no other store has its number
+                of = weakref.ref(store, lambda _: meters.pop(number, None))
+            found = meters[number] = _Meter(of, _Ratio(speed), _Ratio(latency), probed=self._clock())
         return found
 
     # What follows from it.

@@ -1,12 +1,14 @@
 """The longest prefix of some tokens that can be had, and a sequence made to hold it.
 
 It comes from another session, from the cache's own snapshots, from host memory, and the rest from stores
-(store_lookup.py). Where one of them fails, what it was to give is dropped, and the search begins again.
+(store_lookup.py). Where what one of them was to give is damaged or lost, it is dropped, and the search begins
+again. Where the device fails, everything stays where it is, and nothing is restored.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvcache.cache import CacheFullError
 from kvcache.offload.prefetch import Prefetch
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
@@ -23,6 +26,8 @@ from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.prefix.tree_entry import TreeEntry, span_of
 
 __all__ = ["PrefixMatcher", "Source"]
+
+log = logging.getLogger("kvcache")
 
 
 @dataclass(slots=True)
@@ -63,7 +68,22 @@ class PrefixMatcher:
         self.on_restore: Callable[[int, int], None] | None = None
 
     def fill(self, seq: int, ids: np.ndarray) -> int:
-        """Make the sequence hold the longest prefix of ``ids`` that can be had; returns its length."""
+        """Make the sequence hold the longest prefix of ``ids`` that can be had; returns its length.
+
+        0, and nothing is held, where that fails, as on a device without memory for it. Raises CacheFullError.
+        """
+        try:
+            return self._find_and_restore(seq, ids)
+        except CacheFullError:
+            raise
+        except Exception:
+            log.warning("a prefix could not be restored; it is computed again", exc_info=True)
+            self._cache.remove(seq, 0)
+            self.origins.clear()
+            self.spared = 0
+            return 0
+
+    def _find_and_restore(self, seq: int, ids: np.ndarray) -> int:
         limit = reach = int(ids.size) - 1
         self.matching = Stopwatch()
         while True:

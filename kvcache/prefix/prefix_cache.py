@@ -178,7 +178,8 @@ class PrefixCache(Closing):
         ``retention`` says in which order ranges of it are evicted, and for how long that holds from when the
         session closes; what is pinned (``pin``) goes after all of that.
 
-        At least one token is left to evaluate. Raises SessionLimitError if all sequences are in use,
+        At least one token is left to evaluate. Where the device fails to restore the prefix, all are, with a
+        warning, and the prefix stays kept. Raises SessionLimitError if all sequences are in use,
         CacheFullError if the prefix does not fit beside the open sessions, and InvalidRangeError for an empty
         prompt. If it raises, no session has been started.
         """

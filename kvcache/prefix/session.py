@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -67,6 +67,16 @@ class PrefixStats:
         self.tokens += tokens
         for origin, count in origins.items():
             setattr(self, origin, getattr(self, origin) + count)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing meanwhile: of a session that no prompt asks for, as to save what is kept."""
+        before = asdict(self)
+        try:
+            yield
+        finally:
+            for name, count in before.items():
+                setattr(self, name, count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ class ZmqPublisher(Closing):
     """Publishes what it is called with: ``prefix.publish_events(ZmqPublisher("tcp://*:5557"))``.
 
     A message is topic, number (8 bytes, big-endian, from 0) and batch in msgpack. ``endpoint`` is bound where
-    it has a ``*`` or ``::``, or is of ipc or inproc, else connected to. A DEALER or REQ socket that sends a
-    number to ``replay_endpoint`` (always bound) gets number and batch of each that is kept from there on,
-    ``replayed`` of them at most, then the number -1 with nothing.
+    it has a ``*`` or ``::``, or is of ipc or inproc, else connected to. A DEALER socket that sends a number
+    to ``replay_endpoint`` (always bound) gets number and batch of each that is kept from there on,
+    ``replayed`` of them at most, then the number -1 with nothing. They wait in memory until it reads them.
 
     A thread encodes and sends. While ``waiting`` batches wait for it further ones are left out, their numbers
     too: ``lost`` counts them, and a subscriber that sees a gap that no replay fills must start anew. What is
@@ -69,6 +69,7 @@ class ZmqPublisher(Closing):
             (self._pub.bind if bound else self._pub.connect)(endpoint)
             if replay_endpoint is not None:
                 self._replay = context.socket(zmq.ROUTER)
+                self._replay.sndhwm = 0  # a ROUTER drops silently what is above it
                 self._replay.bind(replay_endpoint)
         except BaseException:
             self._close_sockets()

@@ -8,16 +8,27 @@ the same order, since all else is the same on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 import ml
-from kvcache.cache import CacheFullError
+from kvcache.cache import CacheFullError, SequenceLostError
 from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.runner.parallel import FAILED, NO_ROOM, Share, failed_elsewhere, of_all
 
 __all__ = ["Agreement"]
+
+
+@dataclass(slots=True)
+class Telling:
+    """How the other ranks hear of an error here; None: somebody else tells them."""
+
+    how: Callable[[BaseException], None] | None
 
 
 class Agreement:
@@ -36,9 +47,7 @@ class Agreement:
         """Of each value, the least that any rank has."""
         if self._group is None or not values:
             return list(values)
-        with self._backend.new_context() as ctx:
-            own = ctx.from_numpy(list(values), ml.DType.I64).reshape(ctx, 1, len(values))
-            found: list[int] = self._group.all_gather(ctx, own).to_numpy().min(0).tolist()
+        found: list[int] = np.reshape(self._of_all(*values), (-1, len(values))).min(0).tolist()
         return found
 
     def begin(self, prefix: PrefixCache, tokens: Sequence[int], tenant: Tenant = EVERYONE) -> Session:
@@ -58,8 +67,7 @@ class Agreement:
                 error = found
             while True:
                 own = _outcome(session, error)
-                with self._backend.new_context() as ctx:
-                    cached = of_all(ctx, self._group, own)
+                cached = self._of_all(own)
                 if min(cached) < 0:
                     if error is None or min(cached) < own:
                         raise failed_elsewhere("begin", cached) from error
@@ -78,21 +86,58 @@ class Agreement:
 
         Else the others, who are about to check the pass, raise GroupError.
         """
-        if self._group is None:
-            return True
-        with self._backend.new_context() as ctx:
-            return set(of_all(ctx, self._group, FAILED)) == {FAILED}
+        return self._group is None or set(self._of_all(FAILED)) == {FAILED}
 
-    def refuse(self, ctx: ml.Context, error: Exception) -> None:
+    def refuse(self, error: BaseException) -> None:
         """Tell the others, who are about to check the pass, that it is not computed here.
 
-        Raises GroupError where it fails for another reason on another rank.
+        Raises GroupError where it fails for another reason on another rank. An interruption does not wait
+        for them, and ends the group, as does a lost sequence: the others still hold theirs.
         """
         if self._group is None:
             return
+        if not isinstance(error, Exception) or isinstance(error, SequenceLostError):
+            self.abandon(error)
+            return
         own = NO_ROOM if isinstance(error, CacheFullError) else FAILED
-        if min(found := of_all(ctx, self._group, own)) < own:
+        if min(found := self._of_all(own)) < own:
             raise failed_elsewhere("forward", found) from error
+
+    def abandon(self, error: BaseException) -> None:
+        """End the group: the others go on with what has failed here."""
+        if self._group is not None:
+            self._group.abandon("step", error)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What all ranks do alike: one that is interrupted in it (Ctrl-C) ends the group."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.abandon(error)
+            raise
+
+    @contextmanager
+    def telling(self) -> Iterator[Telling]:
+        """Around a pass: the others, who are about to check it, are told of an error, or as ``how`` says."""
+        telling = Telling(self.refuse)
+        try:
+            yield telling
+        except BaseException as error:
+            if telling.how is not None:
+                telling.how(error)
+            raise
+
+    def _of_all(self, *values: int) -> list[int]:
+        """Those of each rank, in their order. Where that fails here, the others do not wait for it."""
+        assert self._group is not None
+        try:
+            with self._backend.new_context() as ctx:
+                return of_all(ctx, self._group, *values)
+        except BaseException as error:
+            self.abandon(error)
+            raise
 
 
 def _outcome(session: Session | None, error: Exception | None) -> int:

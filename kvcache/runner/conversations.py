@@ -6,9 +6,10 @@ import os
 import unicodedata
 from collections.abc import Callable, Generator, Iterator
 
-from kvcache.runner.engine import Engine, EngineEvent, Request
+from kvcache.runner.engine import Engine, EngineEvent
 from kvcache.runner.errors import RequestError, TextTooLongError
 from kvcache.runner.kept import Conversation, KeptConversations
+from kvcache.runner.language_model import settings_for
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.saved import ConversationError, adopt, capture, read, write
 from kvcache.runner.tokenizer import Tokenizer
@@ -82,9 +83,9 @@ class Conversations:
     def say(self, text: str, settings: GenerationOptions | None = None) -> Turn:
         """A turn: the text, and the model's answer to it. Events come as the iterator is drawn from.
 
-        Where it is closed early, what was generated until then is the answer; where it fails, there was
-        no turn. A text that begins with a letter or digit follows what was said before after a blank.
-        Raises RequestError for one that does not fit.
+        It begins with the first event. Where it is closed early, what was generated until then is the answer;
+        where it is closed before it began, or fails, there was no turn. A text that begins with a letter or
+        digit follows what was said before after a blank. Raises RequestError for one that does not fit.
         """
         conversation = self.current
         blank, limit = " " if text[:1].isalnum() else "", self.engine.limit
@@ -99,10 +100,11 @@ class Conversations:
             raise ConversationFullError(
                 f"{conversation.name} has {said} tokens and the text {count}: more than the {limit} that fit"
             )
-        request = self.engine.submit([*conversation.tokens, *more], settings)
-        return self._answer(conversation, request)
+        settings = settings_for(self.engine.tokenizer, settings)
+        return self._answer(conversation, self.engine.encode([*conversation.tokens, *more]), settings)
 
-    def _answer(self, conversation: Conversation, request: Request) -> Turn:
+    def _answer(self, conversation: Conversation, prompt: list[int], settings: GenerationOptions) -> Turn:
+        request = self.engine.submit(prompt, settings)
         whole = False
         before = conversation.tokens, conversation.turns
         try:

@@ -24,7 +24,6 @@ from typing import Any
 
 import ml
 from kvcache.cache import (
-    Batch,
     CacheFullError,
     ClosedError,
     InvalidRangeError,
@@ -38,7 +37,7 @@ from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.retention import Retention, check_retention
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft, DraftsInCache
-from kvcache.runner.errors import RequestError
+from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.fingerprint import model_identity
 from kvcache.runner.language_model import LanguageModel, Prompt, cache_for, encode_prompt, settings_for
 from kvcache.runner.memory import cache_bytes, check_memory
@@ -142,15 +141,15 @@ class Engine(Closing):
         """Of requests that bring none."""
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._events: list[EngineEvent] = []
-        """What happened before a pass that failed: the next ``step`` tells."""
         self._full = False
         self._prefilled_last = False
         self.closed = False
         self.reset()
 
     def reset(self) -> None:
-        """Reset all counts, including the request numbers. Call it only while the engine is not busy."""
+        """Reset counts and request numbers, forget events not told yet. Only while the engine is not busy."""
+        self._events: list[EngineEvent] = []
+        """What happened before a pass that failed: the next ``step`` or ``take_events`` tells."""
         self.statistics = Statistics()
         self.preemptions = 0
         """How often a request had to make room for others."""
@@ -291,41 +290,47 @@ class Engine(Closing):
     def admit(self) -> list[EngineEvent]:
         """Start requests while there is room, as ``step`` does before its pass; returns the events."""
         self._check("admit")
-        events = self._events
-        self._read_again()
-        self._admit(events)
-        self._events = []
+        with self.ranks.together():
+            self._read_again()
+            self._admit(self._events)
+        return self.take_events()
+
+    def take_events(self) -> list[EngineEvent]:
+        """The events from before a pass that failed, which the next ``step`` would return; none as a rule."""
+        events, self._events = self._events, []
         return events
 
     def step(self) -> list[EngineEvent]:
         """Start requests while there is room, then make one forward pass; returns the events in order.
 
-        A request that cannot continue even alone ends with ``Failed``, or with "capacity" if it has part of
-        an answer. Any other error of a pass is raised here: the pass has not happened then, its requests
-        remain, and the next ``step`` tries again. Where ranks share the model, one that fails in the
-        middle of a pass ends their group: from then on ``step`` raises GroupError on all of them.
+        A request that cannot start, or continue even alone, ends with ``Failed``, or with "capacity" if it
+        has part of an answer. Any other error of a pass is raised here: the pass has not happened then, its
+        requests remain, and the next ``step`` tries again. It then also returns the events from before the
+        failed pass; ``take_events`` returns them without a pass. Where ranks share the model and one of them
+        fails while it begins a pass, the others raise GroupError and can try again too. One that fails
+        later, or is interrupted, ends the group: from then on ``step`` raises GroupError on all of them.
         """
         self._check("step")
-        events = self._events = self.admit()
-        drafting = self._verifier.enabled
-        while parts := self._plan(drafting, events):
-            began = time.perf_counter()
-            prefill = parts[0].request.prefilling
-            try:
-                chosen = self.forward(parts)
-            except CacheFullError as error:
-                self._agree_on(parts)
-                if any(part.branches for part in parts):
-                    drafting = False
-                else:
-                    self._make_room(error, events)
-                continue
-            self._take(parts, chosen, prefill, events)
-            self._count(parts, prefill, time.perf_counter() - began)
-            self._prefilled_last = prefill
-            break
-        self._events = []
-        return events
+        with self.ranks.together():
+            events = self._events = self.admit()
+            drafting = self._verifier.enabled
+            while parts := self._plan(drafting, events):
+                began = time.perf_counter()
+                prefill = parts[0].request.prefilling
+                try:
+                    chosen = self.forward(parts)
+                except CacheFullError as error:
+                    self._agree_on(parts)
+                    if any(part.branches for part in parts):
+                        drafting = False
+                    else:
+                        self._make_room(error, events)
+                    continue
+                self._take(parts, chosen, prefill, events)
+                self._count(parts, prefill, time.perf_counter() - began)
+                self._prefilled_last = prefill
+                break
+        return self.take_events()
 
     def forward(self, parts: Sequence[Part]) -> Chosen:
         """One pass over the next tokens of some sessions; what follows the parts that end there.
@@ -334,28 +339,23 @@ class Engine(Closing):
         A pass that fails takes its tokens out of the cache again. Where that takes more with it (a
         state that nothing of before is left of), that is computed again.
         """
-        batch = batch_of(parts)
         try:
-            with self.model.backend.new_context() as ctx:
-                here = ctx.input()
+            with self.ranks.telling() as telling, self.model.backend.new_context() as ctx:
+                here, batch = ctx.input(), batch_of(parts)
                 vocabulary = self.model.config.vocab_size
                 wanted, proposed = logprobs_of(parts), proposed_in(parts)
                 choice = Choice(here, draws_of(parts), vocabulary, wanted, proposed)
-                self._start_forward(ctx, batch)
-                chosen = choice(here, self.model.forward(ctx, batch, self.cache))
+                self.cache.start_forward(ctx, batch)
+                telling.how = None  # the model tells them
+                logits = self.model.forward(ctx, batch, self.cache)
+                telling.how = self.ranks.abandon
+                chosen = choice(here, logits)
         except BaseException as error:
             self._take_back(parts, isinstance(error, SequenceLostError))
             raise
         for part in parts:
             part.request.run.stored += part.count
         return chosen
-
-    def _start_forward(self, ctx: ml.Context, batch: Batch) -> None:
-        try:
-            self.cache.start_forward(ctx, batch)
-        except Exception as error:
-            self.ranks.refuse(ctx, error)
-            raise
 
     def _admit(self, events: list[EngineEvent]) -> None:
         """In their order; while others compute, those go first that nothing is being read for."""
@@ -369,10 +369,13 @@ class Engine(Closing):
                 continue
             try:
                 session = self.ranks.begin(self.prefix, request.run.tokens, request.tenant)
-            except CacheFullError as error:
-                if self._running:
+            except Exception as error:
+                full = isinstance(error, CacheFullError)
+                if full and self._running:
                     self._full = True
                     return
+                if not (full or self.ranks.alone):  # other ranks may have begun it
+                    raise
                 self._over(request, events, [Failed(request.id, error)])
                 continue
             self._start(request, session, events)
@@ -436,6 +439,8 @@ class Engine(Closing):
                 if request.done:
                     log.warning("request %d: its last pass could not be taken in", request.id, exc_info=True)
                 else:
+                    if not isinstance(error, RunnerError):  # which is of the logits, and so on all ranks
+                        self.ranks.abandon(error)
                     self._over(request, events, [Failed(request.id, error)], keep=not part.branches)
 
     def _keep(self, session: Session) -> None:
@@ -462,9 +467,10 @@ class Engine(Closing):
         try:
             winner = accept(run, chosen, tried, self.model.config.eos_ids, self.limit, told)
             right = run.stored
-            statistics.generated_tokens += sum(map(has_token, told))
+            new = sum(map(has_token, told))
+            statistics.generated_tokens += new
+            statistics.decoded_tokens += new - (run.generated == new > 0)  # the first comes of its prefill
             if not prefill:
-                statistics.decoded_tokens += right - known + 1
                 self.speculation.passes += request.draft is not None
             if part.branches:
                 run.stored = self._verifier.settle(part, winner, known, right)

@@ -31,7 +31,8 @@ class Generator(Closing):
     With ``draft``, whose tokens are verified, there are fewer passes and the same answers; it is the caller's
     to close.
 
-    Raises CapacityError, before anything is allocated, where the cache does not fit in memory.
+    Raises CapacityError, before anything is allocated, where the cache does not fit in memory, RequestError
+    for a draft with other options than SpeculativeOptions.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class Generator(Closing):
         options: EngineOptions | None = None,
         draft: Draft | None = None,
     ) -> None:
-        if options is None and draft is not None:
+        if draft is not None and not isinstance(options, SpeculativeOptions):
+            if options is not None:
+                raise RequestError("Generator: draft= needs options=SpeculativeOptions(...), or none")
             options = SpeculativeOptions()
         self.engine, self.draft = Engine(model, tokenizer, options, cache=cache), draft
         self.options = self.engine.options

@@ -116,7 +116,11 @@ class Share:
 
         Where another has no room (``kvcache.runner.consensus``), raise CacheFullError as that one does.
         """
-        found = of_all(ctx, self.group, _digest(batch))
+        try:
+            found = of_all(ctx, self.group, _digest(batch))
+        except BaseException as error:  # the others wait for it
+            self.group.abandon("forward", error)
+            raise
         if min(found) < 0:
             raise failed_elsewhere("forward", found)
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]
@@ -170,9 +174,9 @@ def sizes_of(config: ModelConfig) -> list[int]:
     return [size for size in divisors + multiples if size <= config.intermediate_size]
 
 
-def of_all(ctx: ml.Context, group: ml.Group, value: int) -> list[int]:
-    """Each rank's ``value``, an I64."""
-    gathered = group.all_gather(ctx, ctx.from_numpy([value], ml.DType.I64))
+def of_all(ctx: ml.Context, group: ml.Group, *values: int) -> list[int]:
+    """Each rank's ``values``, I64, in the order of ranks."""
+    gathered = group.all_gather(ctx, ctx.from_numpy(list(values), ml.DType.I64))
     return [int(found) for found in gathered.to_numpy()]
 
 

@@ -79,7 +79,7 @@ class SavedConversation:
 
 
 def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
-    """What the engine's cache holds of ``tokens``; what it no longer does is computed.
+    """What the engine's cache holds of ``tokens``; what it no longer does is computed. Nothing is counted.
 
     Raises CacheFullError or SessionLimitError where the engine's requests leave no room for that.
     """
@@ -88,7 +88,7 @@ def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
     if evaluated < 1:
         raise ConversationError("save: the conversation has only one token, so there is nothing to save")
     asked = [*tokens[:evaluated], 0]  # one token more: a session always leaves one to evaluate
-    with engine.ranks.begin(engine.prefix, asked) as session:
+    with engine.prefix.stats.paused(), engine.ranks.begin(engine.prefix, asked) as session:
         request = Request(RequestState(-1, asked[:-1], GenerationOptions(), Sampler()))
         request.session, request.run.stored = session, session.cached
         while request.run.stored < evaluated:

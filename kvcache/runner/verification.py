@@ -9,7 +9,8 @@ would have there, and the draft is right as long as it says the same. What it go
                                                                  d3 and d4 leave the cache
 
 So the answers are those of plain decoding, whatever the draft: greedy ones, and sampled ones of the same
-seed. (As in any batched pass, logits may differ in their last bits from those of a pass over one token.)
+seed. (As in any batched pass, logits may differ in their last bits from those of a pass over one token, and
+by more with a residual window, whose passes read all of their own tokens as they were put.)
 
 A draft that draws its tokens (``SamplingDraft``) is right more often with rejection sampling
 (``ml.nn.RejectionSampler``): a drawn token is accepted with the probability that keeps the distribution, and
@@ -54,15 +55,16 @@ _ROUNDING = 1e-3
 class Speculation:
     """What drafts were worth: sums over the requests that had one.
 
-    ``passes`` of a text, the tokens ``drafted`` for them in the branch that won, and how many of these
-    were ``accepted``; ``repeated`` tokens had to be evaluated again, on recurrent layers whose model does not
-    deliver their states.
+    ``passes`` of a text, how many of them had ``drafts``, the tokens ``drafted`` for them in the branch that
+    won, and how many of these were ``accepted``; ``repeated`` tokens had to be evaluated again, on recurrent
+    layers whose model does not deliver their states.
     """
 
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
     repeated: int = 0
+    drafts: int = 0
 
     @property
     def acceptance(self) -> float:
@@ -176,6 +178,7 @@ class Verifier:
                 branches.rollback(cache, winner.seq, stands)
                 branches.keep(cache, winner.seq, seq, others)
         cache.rolled_back(seq)  # which is not news to the session: its tokens are those that are left
+        self.speculation.drafts += 1
         self.speculation.drafted += len(winner.draft)
         self.speculation.accepted += right - known
         self.speculation.repeated += right - stands

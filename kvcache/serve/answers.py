@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import secrets
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 from kvcache.runner.requests import Finished
 from kvcache.runner.sampling import Logprobs
-from kvcache.runner.tokenizer import TokenBytes
+from kvcache.runner.tokenizer import Tokenizer
 
 __all__ = ["DONE", "Form", "sse"]
 
@@ -31,8 +30,10 @@ class Form:
     choices: int = 1
     """Answers to each prompt."""
     show_cached: bool = True
-    token_bytes: TokenBytes | None = None
-    """Of the tokenizer, where log probabilities are wanted."""
+    tokenizer: Tokenizer | None = None
+    """Where log probabilities are wanted."""
+    prompts: Sequence[Sequence[int]] = ()
+    """Of each answer, likewise."""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -43,14 +44,16 @@ class Form:
             said: dict[str, Any] = {"text": answer.text}
             if self.chat:
                 said = {"message": {"role": "assistant", "content": answer.text}}
-            form = self.logprobs()
+            form = self.logprobs(i)
             likely = form and form.record(answer.tokens, answer.logprobs)
             choices.append({"index": i, **said, "logprobs": likely, "finish_reason": reason})
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(answers)}
 
-    def logprobs(self) -> LogprobsForm | None:
+    def logprobs(self, choice: int) -> LogprobsForm | None:
         """For one answer; None where they are not wanted."""
-        return None if self.token_bytes is None else LogprobsForm(self.token_bytes, self.chat)
+        if self.tokenizer is None:
+            return None
+        return LogprobsForm(self.tokenizer, self.prompts[choice], self.chat)
 
     def first(self, choice: int) -> bytes | None:
         """A chat begins with who speaks."""
@@ -97,11 +100,11 @@ def sse(record: dict[str, Any]) -> bytes:
 
 
 class LogprobsForm:
-    """Log probabilities of one answer, whole or part after part; ``texts`` has the bytes of each token."""
+    """Log probabilities of one answer to ``prompt``, whole or part after part."""
 
-    def __init__(self, texts: TokenBytes, chat: bool) -> None:
-        self._texts, self._chat = texts, chat
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], chat: bool) -> None:
+        self._texts, self._chat = tokenizer.token_bytes, chat
+        self._decoder = tokenizer.stream(prompt)
         self._offset = 0
 
     def record(self, tokens: Sequence[int], logprobs: Iterable[Logprobs]) -> dict[str, Any]:
@@ -135,7 +138,7 @@ class LogprobsForm:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def _pass(self, token: int) -> int:
-        """Where in the answer a token begins, in characters."""
+        """Where in the answer's text a token begins, in characters."""
         before = self._offset
-        self._offset += len(self._decoder.decode(self._texts[token]))
+        self._offset += len(self._decoder.push(token))
         return before

@@ -146,15 +146,15 @@ class _Service:
         # In a thread: parsing, rendering and tokenizing eight megabytes would keep all others waiting.
         asked, calls = await asyncio.to_thread(self._prepared, body, parse)
         inbox: Inbox = asyncio.Queue()
-        tokenizer = self._worker.engine.tokenizer
-        assert tokenizer is not None
-        texts = None if asked.settings.logprobs is None else tokenizer.token_bytes
-        form = Form(self._name, chat, asked.choices, self._options.show_cached, texts)
+        tokenizer = None if asked.settings.logprobs is None else self._worker.engine.tokenizer
+        prompts = [tokens for tokens, _ in calls]
+        form = Form(self._name, chat, asked.choices, self._options.show_cached, tokenizer, prompts)
         tickets = await self._submit(calls, inbox, asked)
         trace.asked(asked, tickets)
         if asked.stream:
-            events = stream(form, asked, inbox, len(tickets), deadline, self._options.request_timeout)
-            return EventStream(tickets, events, deadline, trace)
+            late = too_late(self._options.request_timeout)
+            events = stream(form, asked, inbox, len(tickets), deadline, late)
+            return EventStream(tickets, events, deadline, late, trace)
         try:
             answers = await while_there(request, collect(inbox, len(tickets)))
         finally:
@@ -196,8 +196,9 @@ class _Service:
     ) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
-            for tokens, settings in calls:
-                call = self._worker.submit(tokens, settings, inbox, len(tickets), asked.salt, asked.retention)
+            for at, (tokens, settings) in enumerate(calls):
+                left = len(calls) - at
+                call = self._worker.submit(tokens, settings, inbox, at, asked.salt, asked.retention, left)
                 tickets.append(await call)
         except BaseException as error:
             cancel(tickets, "timeout" if isinstance(error, asyncio.CancelledError) else "refused")

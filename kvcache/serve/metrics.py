@@ -96,7 +96,7 @@ def _always(engine: Engine) -> Iterator[Family]:
     yield _counter("prompt_tokens", "Tokens of all prompts.", statistics.prompt_tokens)
     yield _counter("generation_tokens", "Tokens that were generated.", statistics.generated_tokens)
     if (drafts := engine.speculation).passes:
-        yield _counter("spec_decode_num_drafts", "Passes of answers that had drafts.", drafts.passes)
+        yield _counter("spec_decode_num_drafts", "Passes of answers that had drafts.", drafts.drafts)
         yield _counter("spec_decode_num_draft_tokens", "Drafted tokens.", drafts.drafted)
         yield _counter("spec_decode_num_accepted_tokens", "Those that were accepted.", drafts.accepted)
 
@@ -125,7 +125,8 @@ def _of_reuse(engine: Engine) -> Iterator[Family]:
     yield _counter("prefix_cache_queries", "Tokens that were looked up.", reused.tokens)
     yield _counter("prefix_cache_hits", "Tokens that were in the cache or in host memory.", local)
     if has_stores(engine):
-        asked = reused.tokens - local - reused.spared
+        # The last token of a prompt is computed whatever there is.
+        asked = reused.tokens - reused.sessions - local - reused.spared
         yield _counter("external_prefix_cache_queries", "Tokens that memory lacked, asked of stores.", asked)
         yield _counter("external_prefix_cache_hits", "Tokens that stores had.", reused.store)
         yield _counter(

@@ -29,14 +29,20 @@ LAST_WORDS = 1.0
 class EventStream(StreamingResponse):
     """Server-sent events; however it ends, and if nobody has read the first, its requests are over.
 
-    Who has not read them a while after ``deadline`` is cut off. ``trace`` ends with it.
+    Who has not read them a while after ``deadline`` is cut off. ``trace`` ends with it, and by the error
+    ``late`` where not all was answered in time.
     """
 
     def __init__(
-        self, tickets: Sequence[Ticket], events: AsyncIterator[bytes], deadline: float, trace: Trace
+        self,
+        tickets: Sequence[Ticket],
+        events: AsyncIterator[bytes],
+        deadline: float,
+        late: ApiError,
+        trace: Trace,
     ) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._tickets, self._deadline, self._trace = tickets, deadline, trace
+        self._tickets, self._deadline, self._late, self._trace = tickets, deadline, late, trace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -44,22 +50,21 @@ class EventStream(StreamingResponse):
                 async with asyncio.timeout_at(self._deadline + LAST_WORDS):
                     await super().__call__(scope, receive, send)
         finally:
-            cancel(self._tickets, why_over(self._deadline))
-            self._trace.end()
+            why = why_over(self._deadline)
+            late = why == "timeout" and any(ticket.outcome is None for ticket in self._tickets)
+            cancel(self._tickets, why)
+            self._trace.end(self._late if late else None)
 
 
 async def stream(
-    form: Form, asked: Asked, inbox: Inbox, count: int, deadline: float, within: float
+    form: Form, asked: Asked, inbox: Inbox, count: int, deadline: float, late: ApiError
 ) -> AsyncIterator[bytes]:
-    """The events of ``count`` answers as they come; what is not there by ``deadline`` is an error.
-
-    ``within``: how many seconds that were.
-    """
+    """The events of ``count`` answers as they come; ``late`` where one is not there by ``deadline``."""
     try:
         async for part in _parts(form, asked, inbox, count, deadline):
             yield part
     except TimeoutError:
-        yield sse(too_late(within).body())
+        yield sse(late.body())
 
 
 async def _parts(form: Form, asked: Asked, inbox: Inbox, count: int, deadline: float) -> AsyncIterator[bytes]:
@@ -67,7 +72,7 @@ async def _parts(form: Form, asked: Asked, inbox: Inbox, count: int, deadline: f
         if (first := form.first(choice)) is not None:
             yield first
     answers: dict[int, Finished] = {}
-    likely = [form.logprobs() for _ in range(count)]
+    likely = [form.logprobs(choice) for choice in range(count)]
     async for choice, event in _events(inbox, count, deadline):
         if isinstance(event, Token):
             part = likely[choice]

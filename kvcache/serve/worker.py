@@ -190,15 +190,19 @@ class Worker:
         choice: int = 0,
         salt: str = "",
         retention: Retention | None = None,
+        answers: int = 1,
     ) -> Ticket:
-        """Raises RequestError for what cannot be served, Overloaded for what has to come later."""
+        """Raises RequestError for what cannot be served, Overloaded for what has to come later.
+
+        ``answers``: with this one, those that its call still has to submit. They are dropped with it.
+        """
         ticket = Ticket(self, inbox, choice)
 
         def call(engine: Engine) -> None:
             if self._ending:
                 raise Stopped("the server is about to end")
             if len(engine.waiting) + len(engine.running) >= self.room:
-                self.dropped["refused"] += 1
+                self.dropped["refused"] += answers
                 waiting = self._options.max_waiting
                 found = f"{waiting} requests are waiting" if waiting else "no sequence is free"
                 raise Overloaded(f"{found}; try again later", self._pause())
@@ -209,7 +213,8 @@ class Worker:
         try:
             await asyncio.shield(pending)
         except asyncio.CancelledError:
-            ticket.cancel("timeout")  # the call is made all the same, and then taken back
+            # The call is made all the same, and then taken back.
+            self.post(lambda engine: self.forget(ticket, "timeout", answers))
             raise
         return ticket
 
@@ -225,11 +230,11 @@ class Worker:
 
         self.post(call)
 
-    def forget(self, ticket: Ticket, why: str) -> None:
-        """End a request; in the worker's thread."""
+    def forget(self, ticket: Ticket, why: str, answers: int = 1) -> None:
+        """End a request, and count it as so many; in the worker's thread."""
         request = ticket.request
         if request is not None and self._tickets.pop(request.id, None) is not None:
-            self.dropped[why] += self.engine.cancel(request)
+            self.dropped[why] += answers * self.engine.cancel(request)
 
     # The thread.
 
@@ -270,7 +275,8 @@ class Worker:
                     "a pass failed, and its requests are given up: %s: %s", type(error).__name__, error
                 )
                 # A model that fails once would fail them again and again.
-                events = self._fail(engine, engine.running or engine.waiting, error)
+                before = engine.take_events()
+                events = before + self._fail(engine, engine.running or engine.waiting, error)
             for event in events:
                 self._dispatch(event)
 

@@ -32,7 +32,7 @@ from kvcache.snapshots.snapshot import (
 )
 from kvcache.storage.cell_storage import CellStorage
 
-__all__ = ["AttentionSnapshots", "Window"]
+__all__ = ["AttentionSnapshots", "Window", "first_missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,24 @@ class Window:
             kept 2                 0 1 . . . 5 6 7      a token at 8 may see back to 5, and may keep 2
         """
         kept = self.keep if kept is None else kept
-        if not stored.size or position > int(stored[-1]) + 1 or (kept and stored[0]):
+        if not stored.size or position > int(stored[-1]) + 1:
             return False
         sliding = stored[np.searchsorted(stored, kept) :]
         lost_below = int(sliding[0]) if sliding.size else kept
         if lost_below <= kept or (kept and position <= kept):
             return True
         return max(0, position - self.size) >= lost_below and min(position, self.keep) <= kept
+
+
+def first_missing(stored: np.ndarray, window: Window | None) -> int:
+    """The first position that ``stored`` (ascending, not empty) lacks; else the one behind the last.
+
+    What a window has let go of is not missing, nor are the first tokens that it keeps.
+    """
+    rest = stored if window is None else stored[np.searchsorted(stored, window.keep) :]
+    begin = int(rest[0]) if window is not None and rest.size else 0
+    gap = rest != np.arange(begin, begin + rest.size)
+    return begin + int(gap.argmax()) if gap.any() else int(stored[-1]) + 1
 
 
 class AttentionSnapshots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +25,7 @@ class LayerBuffers:
     """
 
     __slots__ = (
-        "absent", "activations", "bytes_per_cell", "cells", "exact", "extra", "key", "no_kernel",
+        "absent", "activations", "bytes_per_cell", "cells", "declined", "exact", "extra", "key",
         "permuted_v", "places", "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored",
         "value", "whole",
     )  # fmt: skip
@@ -58,8 +59,8 @@ class LayerBuffers:
         numbers = key[0] * key[1] + (0 if shape.is_latent else value[0] * value[1])
         self.bytes_per_cell = max(1, numbers * self.read_dtype.itemsize)
         """Of what ``read`` gives, K and V together."""
-        self.no_kernel = False
-        """Whether the backend is known to have no kernel for ragged batches that reads these buffers."""
+        self.declined = sys.maxsize
+        """The fewest segments that the backend's kernel for ragged batches declined; 0: it has none."""
         self.exact: LayerBuffers | None = None
         """The slots of a residual window: plain, in the dtype of the activations."""
         if slots:

@@ -6,7 +6,7 @@ then marked lost. Everything that can be refused is refused before the first wri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -186,3 +186,33 @@ def defragment(storage: CellStorage) -> np.ndarray | None:
             held.absent[target[owned]] = kept
     table.move(target)
     return target
+
+
+def copy_exact(source: CellStorage, target: CellStorage, pairs: Iterable[tuple[int, int]]) -> None:
+    """Have what lies in slots of a residual window lie in slots of ``target`` too, as far as it has some.
+
+    ``pairs`` are sequences of ``source`` and of ``target``, which hold the same tokens in cells of their own.
+    """
+    exact, buffers = target.table.exact, target.buffers
+    if exact is None:
+        return
+    none = np.zeros(0, np.int64)
+    cells, slots = [none], [none]
+    for one, other in pairs:
+        row, own = source.table.rows[one], target.table.rows[other]
+        _, held, at = np.intersect1d(row.positions, own.positions, assume_unique=True, return_indices=True)
+        found = source.table.exact_slots(row.cells[held])
+        if found is not None:
+            cells.append(own.cells[at[found >= 0]])
+            slots.append(found[found >= 0])
+    given = exact.renew(none, np.concatenate(cells), target.table.rows)
+    some = given >= 0
+    if not some.any():
+        return
+    with target.backend.new_context() as ctx:
+        read, write = (ctx.from_numpy(x[some], ml.DType.I32) for x in (np.concatenate(slots), given))
+        for layer, kept in source.buffers.items():
+            place, window = ctx.layer(layer), buffers[layer].exact
+            if window is not None and kept.exact is not None:
+                window.write_stored(place, write, kept.exact.read_stored(place, read, int(some.sum())))
+        ctx.compute()

@@ -16,7 +16,7 @@ from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType
 
-from .small_passes import bound
+from .small_passes import bound, evaluate
 
 MakeRig = Callable[..., CopyRig]
 Call = Callable[[CausalCache, ml.Context], object]
@@ -71,6 +71,19 @@ def test_what_changes_sequences_ends_the_pass(rig: MakeRig, end: Callable[[Causa
     end(r.cache)
     with pytest.raises(kvcache.OrderError):
         r.cache.get(r.ctx)
+
+
+def test_what_a_pass_did_not_put_is_lacking_after_one_that_only_reads(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache = bound(CausalCache(), backend, 1, 16, 16)
+    evaluate(cache, ctx, [0, 1], layers=2)
+    evaluate(cache, ctx, [2])
+    cache.start_forward(ctx, Batch([2], [0]), read_only=True)
+    evaluate(cache, ctx, [3], layers=2)
+    assert cache.computed(0) == 2
+    with pytest.raises(kvcache.OrderError, match="layer 1 lacks position 2 of sequence 0"):
+        cache.get(ctx)
 
 
 @pytest.mark.parametrize("read_only", [False, True])

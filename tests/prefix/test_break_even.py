@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 from unittest.mock import Mock
@@ -100,6 +101,35 @@ def test_reads_at_the_same_time_share_the_link(clock: Clock) -> None:
         one.nbytes = other.nbytes = 500
         clock.now += 1.0
     assert found.link(STORE) == Link(1000.0)
+
+
+class Store:
+    pass
+
+
+def test_what_was_measured_of_a_store_goes_with_it(clock: Clock) -> None:
+    """Another one may be at its address."""
+    found = BreakEven(clock=clock)
+    for _ in range(3):
+        store = Store()
+        with found.reading(store) as read:
+            assert found.link(store) is None
+            read.nbytes = 500
+            clock.now += 1.0
+        assert found.link(store) == Link(500.0)
+        assert "stores measured: 1" in repr(found)
+        del store
+        gc.collect()
+    assert "stores measured: 0" in repr(found)
+
+
+def test_a_store_that_takes_no_weak_reference_keeps_its_measurements_to_itself(clock: Clock) -> None:
+    found = BreakEven(clock=clock)
+    for _ in range(3):
+        with found.reading(object()) as read:
+            read.nbytes = 500
+            clock.now += 1.0
+        assert found.link(object()) is None
 
 
 def test_short_passes_say_how_fast_tokens_are_computed_at_least() -> None:

@@ -307,17 +307,51 @@ def test_over_zmq_a_subscriber_gets_topic_number_and_batch_and_replays_what_it_m
     assert publisher.lost == 0
 
 
+def test_over_zmq_a_replay_is_whole_for_who_reads_it_late(addresses: tuple[str, str]) -> None:
+    """Of more messages than ZeroMQ queues by default."""
+    import zmq
+
+    from kvcache.prefix.zmq_publisher import ZmqPublisher
+
+    context, count = zmq.Context.instance(), 3000
+    with (
+        ZmqPublisher(*addresses) as publisher,
+        context.socket(zmq.SUB) as sub,
+        context.socket(zmq.DEALER) as asking,
+    ):
+        sub.rcvhwm, sub.rcvtimeo, asking.rcvtimeo = 0, 20000, 20000
+        sub.connect(addresses[0])
+        sub.subscribe("")
+        asking.connect(addresses[1])
+
+        def publish(batches: int) -> None:
+            for _ in range(batches):
+                publisher(EventBatch(0.0, []))
+            for _ in range(batches):
+                sub.recv_multipart()
+
+        publish(count)
+        asking.send_multipart((b"", bytes(8)))
+        publish(2)  # between the two it has answered
+        assert [number for number, _ in answered(asking)][:count] == [*range(count)]
+
+
 def replay(context: Any, address: str, start: int) -> list[tuple[int, bytes]]:
     import zmq
 
-    found = []
     with context.socket(zmq.DEALER) as asking:  # a REQ socket takes one answer alone
         asking.connect(address)
         asking.rcvtimeo = 20000
         asking.send_multipart((b"", start.to_bytes(8, "big")))
-        while True:
-            _, number, payload = asking.recv_multipart()
-            if not payload:
-                assert int.from_bytes(number, "big", signed=True) == -1
-                return found
-            found.append((int.from_bytes(number, "big"), payload))
+        return answered(asking)
+
+
+def answered(asking: Any) -> list[tuple[int, bytes]]:
+    """What comes of a replay until its end."""
+    found = []
+    while True:
+        _, number, payload = asking.recv_multipart()
+        if not payload:
+            assert int.from_bytes(number, "big", signed=True) == -1
+            return found
+        found.append((int.from_bytes(number, "big"), payload))

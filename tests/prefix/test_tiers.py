@@ -14,6 +14,7 @@ from kvcache import CausalCache, InvalidRangeError, PrefixCache
 from kvcache.offload.tiers import HostTier
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.stores import FileStore, MemoryStore, SnapshotCorruptError
+from kvcache.testing.rigs.protocol import Plan, only_protocol
 
 from .rigs.conversing import (
     DIVISIBLE,
@@ -333,7 +334,34 @@ def test_an_edge_that_cannot_be_parted_stays_as_it_is(talk: Talk) -> None:
     r.check_books()
 
 
-# Stores that fail, or are slow.
+# Devices and stores that fail, or are slow.
+
+
+@pytest.mark.parametrize("tier", [HostTier, MemoryStore])
+@some_caches
+def test_a_device_that_fails_while_a_prefix_is_restored_costs_a_recomputation_and_no_more(
+    backend: ml.Backend, cache: str, tier: Any
+) -> None:
+    plan = Plan()
+    r = Rig(ConversationSetup(cache), only_protocol(backend, plan), tiers=[tier()])
+    other = r.chat([5, 6, 7])
+    r.keep(LONG)
+    for fail_at in itertools.count(0, 11):
+        r.prefix.evict()
+        r.prefix.flush()
+        plan.arm(fail_at)
+        chat = r.begin([*LONG, 1])
+        calls = len(plan.calls)
+        plan.arm(None)
+        assert chat.cached == (0 if fail_at < calls else 20)
+        chat.prefill()
+        chat.close(keep=False)
+        assert r.peek([*LONG, 1]) == 20
+        r.check_books()
+        if fail_at >= calls:
+            break
+    assert fail_at > 0
+    other.say([8])
 
 
 @pytest.mark.parametrize("call", CALLS)

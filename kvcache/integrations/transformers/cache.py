@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.generation.utils import ALL_CACHE_NAMES
+from transformers.generation.utils import ALL_CACHE_NAMES, GenerationMixin
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import ml
@@ -36,20 +36,25 @@ from kvcache.integrations.transformers.layers import (
     each_layer,
 )
 from kvcache.integrations.transformers.places import layer_devices
-from kvcache.integrations.transformers.pool import CacheOptions, CachePool
+from kvcache.integrations.transformers.pool import CacheOptions, CachePool, copy_windows
 from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, save
 from kvcache.integrations.transformers.states import States
 from kvcache.stores import SnapshotStore, get_snapshot
 
-__all__ = ["HFCache", "HFEncoderDecoderCache", "cache_argument"]
+__all__ = ["HFCache", "HFEncoderDecoderCache", "cache_argument", "generating"]
+
+
+def generating(model: Any) -> Any:
+    """The model whose own ``generate`` runs: PEFT and torch.compile wrap it, and hand the call on."""
+    return next((part for part in model.modules() if isinstance(part, GenerationMixin)), model)
 
 
 def cache_argument(model: Any) -> str:
     """By which name ``generate`` gives a model its cache: ``cache`` from transformers 5.24 on."""
     if ALL_CACHE_NAMES[0] == "cache":
         return "cache"
-    return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+    return "cache_params" if "mamba" in type(generating(model)).__name__.lower() else "past_key_values"
 
 
 class HFCache(RowsCache):
@@ -228,6 +233,8 @@ class HFCache(RowsCache):
         memo[id(self)] = copy = self.of(BatchRows(CachePool(pool.plan, options)))
         if self.rows.length:
             copy.restore(self.snapshot())
+            pairs = zip(self.rows.sequences, copy.rows.sequences, strict=True)
+            copy_windows(pool.family, copy.rows.pool.family, pairs)
         return copy
 
     def checkpoint(self) -> None:

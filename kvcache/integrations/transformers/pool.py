@@ -29,8 +29,9 @@ from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.places import Places, opened
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.formats import CacheFormat
+from kvcache.storage.relocation import copy_exact
 
-__all__ = ["CacheOptions", "CachePool"]
+__all__ = ["CacheOptions", "CachePool", "copy_windows"]
 
 EXACT = 512
 """Tokens of a pass, for each sequence, that a residual window has room for besides what it retains."""
@@ -47,6 +48,13 @@ class CacheOptions:
     lookback: int
     shift: ShiftFunction | None
     grow: bool = False
+
+
+def copy_windows(source: ModelCaches, target: ModelCaches, pairs: Iterable[tuple[int, int]]) -> None:
+    """Copy residual windows, which snapshots leave out. ``pairs`` are sequences that hold the same tokens."""
+    sequences = [*pairs]
+    for kind, cache in target.caches.items():
+        copy_exact(source.caches[kind].storage, cache.storage, sequences)
 
 
 class CachePool:
@@ -175,6 +183,7 @@ class CachePool:
             try:
                 for seq in taken:
                     self.put_back(family, seq, self.family.all.snapshot(seq))
+                copy_windows(self.family, family, zip(taken, taken, strict=True))
             except OrderError as error:
                 raise OrderError(
                     f"HFCache: capacity={options.capacity} and lookback={options.lookback} need new buffers, "

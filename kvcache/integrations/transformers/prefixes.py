@@ -17,7 +17,7 @@ from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
-from kvcache.integrations.transformers.cache import HFCache, cache_argument
+from kvcache.integrations.transformers.cache import HFCache, cache_argument, generating
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.places import layer_devices
 from kvcache.integrations.transformers.rope import check_rotation, rotation_limit
@@ -47,6 +47,7 @@ class HFSession(Conversation):
         ``generate`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
         """
         tokens, owner = self._session.tokens, self._owner
+        owner.forget_images()
         ids = torch.tensor([tokens[:-1]], device=owner.model.device)
         options = {**_one_token(owner.model), **owner.named(self.cache)}
         for chunk in self._session.chunks(min(size, owner.longest_pass)):
@@ -78,7 +79,7 @@ def _one_token(model: Any) -> dict[str, Any]:
 
 _patching = threading.Lock()
 _patched: dict[int, tuple[list[HFCache], Any]] = {}
-"""By a model's id, the caches of conversations that are generating, and what the model had of its own."""
+"""By the id of a model that generates, the caches of conversations that do, and what it had of its own."""
 
 
 @contextlib.contextmanager
@@ -87,7 +88,7 @@ def _given_the_rest(model: Any, cache: HFCache) -> Iterator[None]:
 
     Calls of ``generate`` with another cache, from other threads or a streamer, are left alone.
     """
-    name = "prepare_inputs_for_generation"
+    name, model = "prepare_inputs_for_generation", generating(model)
     with _patching:
         caches, own = _patched.setdefault(id(model), ([], vars(model).get(name)))
         if not caches:
@@ -112,7 +113,11 @@ def _preparing(prepare: Any, caches: list[HFCache]) -> Any:
         lacking = input_ids.shape[1] - ours[0].get_seq_length() if ours else 0
         if next_sequence_length is None and lacking > 0:  # chunks of a prefill come without what is cached
             next_sequence_length = lacking
+        if ours:  # drafts stand behind the prompt, however many
+            ours[0].rows.drafts = max(0, input_ids.shape[1] - ours[0].rows.prompt)
         prepared: dict[str, Any] = prepare(input_ids, next_sequence_length=next_sequence_length, **options)
+        if ours:  # drafts stand behind the prompt, however many
+            ours[0].rows.drafts = max(0, input_ids.shape[1] - ours[0].rows.prompt)
         return prepared
 
     return prepare_rest
@@ -129,40 +134,60 @@ def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
     mask = options.pop("attention_mask", None)
     if mask is not None and (tuple(mask.shape) != shape or not bool(mask.all())):
         raise InvalidRangeError("generate: attention_mask hides tokens; a conversation must have no padding")
-    for name in ("num_beams", "num_return_sequences"):
-        if options.get(name, 1) != 1:
-            raise NotSupportedError(f"generate: {name}={options[name]}; a conversation is one row")
     if options.get("cache_implementation", "") is None:  # as it is passed below
         del options["cache_implementation"]
     for name in ("cache", "past_key_values", "cache_params", "cache_implementation"):
         if name in options:
             raise ArgumentError(f"generate: {name} is given; the HFPrefixCache passes a cache of its own")
-    for name in ("token_type_ids", "mm_token_type_ids"):  # a tokenizer's: all of one text
-        if isinstance(options.get(name), torch.Tensor) and not bool(options[name].any()):
-            del options[name]
+
+
+_TUNERS = {
+    "ADAPTION_PROMPT": "adds prompts inside the layers, which do not tell whether they are disabled",
+    "LILY": "weighs its experts by all tokens of a pass",
+    "SHADOW": "has a second network, whose keys and values are in no cache",
+    "XLORA": "evaluates each pass twice",
+}
+"""Kinds of PEFT whose keys and values cannot be shared, and why."""
+
+
+def _check_adapter(config: Any) -> None:
+    """Refuse an adapter whose keys and values depend on more than the tokens before, or cannot be told."""
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    why = _TUNERS.get(kind)
+    if config.is_prompt_learning:
+        why = "puts virtual tokens before the prompt, which no prefix has"
+    elif getattr(config, "alora_invocation_tokens", None):
+        why = "(alora_invocation_tokens) starts at the last invocation, which later tokens move"
+    if why is not None:
+        raise NotSupportedError(f"begin: {kind} {why}; call the model without HFPrefixCache")
 
 
 def _adapters(model: Any) -> str:
     """The adapters of PEFT that compute now, as a part of a salt; "" where there are none.
 
-    NotSupportedError for those that put virtual tokens before the prompt.
+    NotSupportedError for those whose keys and values cannot be shared.
     """
     if not hasattr(model, "peft_config"):
         return ""
     # PEFT's layers have a property; models have methods of the same name.
     layers = [part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool)]
-    config: Any = getattr(model, "active_peft_config", None)
-    if config is not None and config.is_prompt_learning:
-        raise NotSupportedError(
-            f"begin: {config.peft_type} puts virtual tokens before the prompt, which no prefix has; call the "
-            "model without HFPrefixCache"
-        )
-    scales = [getattr(part, "scaling", {}) for part in layers]
-    active = [
-        [] if part.disable_adapters else [(name, scale.get(name)) for name in part.active_adapters]
-        for part, scale in zip(layers, scales, strict=True)
-    ]
+    active = [_computing(part) for part in layers]
+    configs = [model.peft_config.get(name) for name in {name for each in active for name, _ in each}]
+    own: Any = getattr(model, "active_peft_config", None)
+    if own is not None and (any(active) or not layers or own.is_prompt_learning):
+        configs.append(own)
+    for config in configs:
+        if config is not None:
+            _check_adapter(config)
     return repr(active if any(one != active[0] for one in active) else active[0]) if any(active) else ""
+
+
+def _computing(layer: Any) -> list[tuple[str, Any]]:
+    """The adapters of a layer that compute now, and by how much each is scaled."""
+    if layer.disable_adapters:
+        return []
+    names = layer.merged_adapters if getattr(layer, "merged", False) else layer.active_adapters
+    return [(name, getattr(layer, "scaling", {}).get(name)) for name in names]
 
 
 _DRAFTS = "drafts from hidden states of the whole prompt, of which only the last token is computed"
@@ -172,30 +197,51 @@ _REFUSED = {
     "speculation_type": _DRAFTS,
 }
 """What a conversation cannot be generated with, and why."""
+_EMBEDDED = ("codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "paligemma")
+"""Types of models that give other results for ``token_type_ids`` of zeros than for none."""
+
+
+def _asked(model: Any, options: dict[str, Any], name: str) -> Any:
+    """What an option of ``generate`` is: given, or that of the given config, or of the model's own."""
+    if name in options:
+        return options[name]
+    configs = [options.get("generation_config"), model.generation_config]
+    found = [getattr(config, name, None) for config in configs]
+    return next((value for value in found if value is not None), None)
 
 
 def _check_inputs(model: Any, options: dict[str, Any]) -> None:
-    """Refuse what a model is given beside the tokens, or in place of some: prefixes are found by them.
+    """Refuse several rows, and what is given beside the tokens or replaces some: prefixes are found by them.
 
-    A kind of cache that a config names is left out of it: the cache of the conversation is passed.
+    Types of tokens that say nothing are taken out of the options. A kind of cache that a config names is left
+    out of it: the cache of the conversation is passed.
     """
     if options.get("adapter_names") is not None:
         raise NotSupportedError(
             "generate: adapter_names is given, and prefixes are kept for the adapters that are active; call "
             "model.set_adapter"
         )
-    configs = [options.get("generation_config"), model.generation_config]
+    for name in ("num_beams", "num_return_sequences"):
+        if (value := _asked(model, options, name) or 1) != 1:
+            raise NotSupportedError(
+                f"generate: {name}={value}; a conversation is one row: pass {name}=1, or call model.generate"
+            )
     for name, why in _REFUSED.items():
-        given = [getattr(config, name, None) for config in configs]
-        value = options[name] if name in options else next((one for one in given if one is not None), None)
+        value = _asked(model, options, name)
         if value and (name != "speculation_type" or options.get("assistant_model") is not None):
             raise NotSupportedError(
                 f"generate: {name}={value!r} {why}; pass {name}=None, or call model.generate with a new "
                 "HFCache"
             )
+    configs = [options.get("generation_config"), model.generation_config]
     if any(getattr(config, "cache_implementation", None) for config in configs):
         options["cache_implementation"] = None
-    known = inspect.signature(model.generate).parameters
+    for name in ("token_type_ids", "mm_token_type_ids"):  # a tokenizer's: all of one text
+        given = options.get(name)
+        embedded = name == "token_type_ids" and model.config.model_type in _EMBEDDED
+        if isinstance(given, torch.Tensor) and not bool(given.any()) and not embedded:
+            del options[name]
+    known = inspect.signature(generating(model).generate).parameters
     for name, value in options.items():
         parts = value if isinstance(value, list | tuple) else [value]
         if name not in known and any(isinstance(part, torch.Tensor) for part in parts):
@@ -234,11 +280,17 @@ class HFPrefixCache(SharedPrefixes):
                 "HFPrefixCache: only decoders are supported, since a prefix of an encoder-decoder "
                 "depends on the encoder's input"
             )
-        if "mamba" in type(model).__name__.lower():
+        name = type(generating(model)).__name__
+        if "mamba" in name.lower():
             raise NotSupportedError(
-                f"HFPrefixCache: {type(model).__name__}.generate() starts again whatever states it is given"
+                f"HFPrefixCache: {name}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
+        if getattr(plan.config, "use_bidirectional_attention", None) in (True, "all"):
+            raise NotSupportedError(
+                f"HFPrefixCache: in {name} the tokens of a prompt attend to later ones too "
+                "(use_bidirectional_attention), so prefixes cannot be shared; call model.generate"
+            )
         ranks = getattr(model, "tp_size", None) or 1
         self._check_options(HFPrefixCache, options, ranks, THEIRS, ArgumentError)
         for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED):
@@ -262,13 +314,15 @@ class HFPrefixCache(SharedPrefixes):
         """Tokens that all conversations may have together; infinity where only windows are kept."""
         self.limit = rotation_limit(model.config)
         """Tokens that a conversation may have, and why; None: as many as there is room for."""
+        self._placing = [part for part in model.modules() if "rope_deltas" in vars(part)]
         whole: Any = family.all
         self.prefix = PrefixCache(whole, **options)
 
     def __dir__(self) -> list[str]:
         """What a user calls."""
         return sorted(
-            set(super().__dir__()) - {"by_one", "is_compileable", "limit", "longest_pass", "named", "room"}
+            set(super().__dir__())
+            - {"by_one", "forget_images", "is_compileable", "limit", "longest_pass", "named", "room"}
         )
 
     @property
@@ -282,6 +336,11 @@ class HFPrefixCache(SharedPrefixes):
     def named(self, cache: HFCache) -> dict[str, HFCache]:
         """A cache by the name that ``generate`` has for it."""
         return {cache_argument(self.model): cache}
+
+    def forget_images(self) -> None:
+        """Have the model count positions as in a text, whatever images or padding it was last given."""
+        for part in self._placing:
+            part.rope_deltas = None
 
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.
@@ -307,6 +366,7 @@ class HFPrefixCache(SharedPrefixes):
                 f"begin: what is stored under this identity= has layers {strange}, and those of the model "
                 f"are below {self._layers}; it is another model's: give this one an identity of its own"
             )
+        self.forget_images()
         return HFSession(self, session)
 
     def generate(
@@ -328,7 +388,7 @@ class HFPrefixCache(SharedPrefixes):
         prompt = input_ids[0].tolist()
         with self.begin(prompt, salt, shared) as session:
             session.prefill(prefill_size)
-            session.cache.rows.prompt = 0  # what assistants draft behind it may be of any length
+            session.cache.rows.drafts = 0  # but for those that prepare_inputs_for_generation is given
             with _given_the_rest(self.model, session.cache):
                 out = self.model.generate(
                     input_ids,

@@ -27,7 +27,7 @@ from kvcache import (
     OrderError,
 )
 from kvcache.attention.dense_batch import DenseBatch, read_encoded
-from kvcache.integrations.conversations import check_missing
+from kvcache.integrations.conversations import MOST_DRAFTS, check_missing
 from kvcache.integrations.model_caches import SLIDING, Kind, batch_of_rows
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
@@ -67,8 +67,9 @@ class BatchRows:
         """Tokens of every row, those of the pass under way included."""
         self.seen = [0] * pool.plan.numbers
         """How many of them each layer has had; behind these, what is beside K and V (``Plan.part``)."""
-        self.prompt = 0
-        """Tokens of the prompt that one row was begun with (``HFSession``); 0: not known."""
+        self.prompt, self.drafts = 0, MOST_DRAFTS
+        """Tokens of the prompt that one row was begun with (``HFSession``; 0: not known), and how many may
+        follow the last of them in its pass."""
         self.limit: tuple[int, str] | None = None
         """Tokens that a row may have, and what would rotate keys otherwise behind them; None: any number."""
         self.settled: int | None = None
@@ -87,7 +88,7 @@ class BatchRows:
         """
         seen = self.seen[layer]
         if seen == self.length:
-            check_missing("HFCache", self.prompt, self.length, tokens)
+            check_missing("HFCache", self.prompt, self.length, tokens, self.drafts)
             current = self._begin(tokens, batch, like)
         else:
             current = self.current(layer)

@@ -147,7 +147,7 @@ class Model:
         if not keep:
             return lowest >= min(row)
         slid = min((p for p in row if p >= keep), default=keep)
-        return 0 in row and (position <= keep or max(lowest, keep) >= slid)
+        return position <= keep or max(lowest, keep) >= slid
 
     def visible(self, seq: int, position: int, lifted: bool = False) -> dict[int, int]:
         """position -> token of what a query attends to."""
