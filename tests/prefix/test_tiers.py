@@ -379,6 +379,8 @@ def test_a_store_that_fails_costs_a_recomputation_and_no_more(talk: Talk, call: 
         r.prefix.evict()
         r.prefix.flush()
         assert r.keep([*LONG, 1, 2]) == 21
+        store.failing = frozenset([call])
+        assert r.keep([*LONG, 1, 2, *LONG]) == 22  # what memory has
         r.prefix.close()
 
 
