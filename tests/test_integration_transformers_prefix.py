@@ -452,8 +452,12 @@ def test_models_whose_prompts_attend_to_later_tokens_are_refused() -> None:
                        "projection_dim": 32},
         image_token_id=96, projection_dim=32, hidden_size=32,
     )  # fmt: skip
-    with pytest.raises(NotSupportedError, match=r"PaliGemma\w+ .* \(use_bidirectional_attention\)"):
+    with pytest.raises(NotSupportedError, match=r"PaliGemma\w+ .* attend to later ones too"):
         HFPrefixCache(transformers.PaliGemmaForConditionalGeneration(config), capacity=64)
+    made = llama(1)
+    made.config.is_causal = False
+    with pytest.raises(NotSupportedError, match=r"LlamaForCausalLM .* attend to later ones too"):
+        HFPrefixCache(made, capacity=64)
 
 
 @pytest.mark.parametrize("left", [[[-12]], [[0], [0]]], ids=["image", "two rows"])
@@ -480,12 +484,14 @@ def test_what_other_calls_have_left_in_a_model_of_images_does_not_move_the_posit
         with prefix.begin(ids[0].tolist()) as session:
             rest = torch.tensor([session.remaining])
             torch.testing.assert_close(made(rest, past_key_values=session.cache).logits[:, -1], first)
-        with prefix.begin([5, *ids[0].tolist()]) as session:
+        longer = [*ids[0].tolist(), *range(5, 20)]
+        with prefix.begin(longer) as session:
+            assert session.cached
             leave()
             session.prefill(8)
             rest = torch.tensor([session.remaining])
             found = made(rest, past_key_values=session.cache).logits[:, -1]
-            torch.testing.assert_close(found, made(torch.tensor([[5, *ids[0].tolist()]])).logits[:, -1])
+            torch.testing.assert_close(found, made(torch.tensor([longer])).logits[:, -1])
 
 
 def test_an_exception_that_leaves_the_block_keeps_nothing_of_a_pass_that_failed() -> None:

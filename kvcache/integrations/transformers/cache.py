@@ -47,7 +47,8 @@ __all__ = ["HFCache", "HFEncoderDecoderCache", "cache_argument", "generating"]
 
 def generating(model: Any) -> Any:
     """The model whose own ``generate`` runs: PEFT and torch.compile wrap it, and hand the call on."""
-    return next((part for part in model.modules() if isinstance(part, GenerationMixin)), model)
+    parts = getattr(model, "modules", list)()  # of what is no module, none
+    return next((part for part in parts if isinstance(part, GenerationMixin)), model)
 
 
 def cache_argument(model: Any) -> str:

@@ -113,8 +113,6 @@ def _preparing(prepare: Any, caches: list[HFCache]) -> Any:
         lacking = input_ids.shape[1] - ours[0].get_seq_length() if ours else 0
         if next_sequence_length is None and lacking > 0:  # chunks of a prefill come without what is cached
             next_sequence_length = lacking
-        if ours:  # drafts stand behind the prompt, however many
-            ours[0].rows.drafts = max(0, input_ids.shape[1] - ours[0].rows.prompt)
         prepared: dict[str, Any] = prepare(input_ids, next_sequence_length=next_sequence_length, **options)
         if ours:  # drafts stand behind the prompt, however many
             ours[0].rows.drafts = max(0, input_ids.shape[1] - ours[0].rows.prompt)
@@ -187,7 +185,8 @@ def _computing(layer: Any) -> list[tuple[str, Any]]:
     if layer.disable_adapters:
         return []
     names = layer.merged_adapters if getattr(layer, "merged", False) else layer.active_adapters
-    return [(name, getattr(layer, "scaling", {}).get(name)) for name in names]
+    scaling = getattr(layer, "scaling", None)  # of attention that an adapter has saved whole, a number
+    return [(name, scaling.get(name) if isinstance(scaling, dict) else None) for name in names]
 
 
 _DRAFTS = "drafts from hidden states of the whole prompt, of which only the last token is computed"
@@ -197,7 +196,7 @@ _REFUSED = {
     "speculation_type": _DRAFTS,
 }
 """What a conversation cannot be generated with, and why."""
-_EMBEDDED = ("codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "paligemma")
+_EMBEDDED = ("codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "imagegpt", "paligemma")
 """Types of models that give other results for ``token_type_ids`` of zeros than for none."""
 
 
@@ -222,7 +221,8 @@ def _check_inputs(model: Any, options: dict[str, Any]) -> None:
             "model.set_adapter"
         )
     for name in ("num_beams", "num_return_sequences"):
-        if (value := _asked(model, options, name) or 1) != 1:
+        value = _asked(model, options, name)
+        if value != 1 and (value is not None or name in options):
             raise NotSupportedError(
                 f"generate: {name}={value}; a conversation is one row: pass {name}=1, or call model.generate"
             )
@@ -286,10 +286,11 @@ class HFPrefixCache(SharedPrefixes):
                 f"HFPrefixCache: {name}.generate() starts again whatever states it is given"
             )
         plan = layer_plan(model.config)
-        if getattr(plan.config, "use_bidirectional_attention", None) in (True, "all"):
+        both_ways = getattr(plan.config, "use_bidirectional_attention", None) in (True, "all")
+        if both_ways or getattr(plan.config, "is_causal", True) is False:
             raise NotSupportedError(
                 f"HFPrefixCache: in {name} the tokens of a prompt attend to later ones too "
-                "(use_bidirectional_attention), so prefixes cannot be shared; call model.generate"
+                "(use_bidirectional_attention, is_causal), so prefixes cannot be shared; call model.generate"
             )
         ranks = getattr(model, "tp_size", None) or 1
         self._check_options(HFPrefixCache, options, ranks, THEIRS, ArgumentError)
@@ -314,7 +315,7 @@ class HFPrefixCache(SharedPrefixes):
         """Tokens that all conversations may have together; infinity where only windows are kept."""
         self.limit = rotation_limit(model.config)
         """Tokens that a conversation may have, and why; None: as many as there is room for."""
-        self._placing = [part for part in model.modules() if "rope_deltas" in vars(part)]
+        self._placing = [part for part in getattr(model, "modules", list)() if "rope_deltas" in vars(part)]
         whole: Any = family.all
         self.prefix = PrefixCache(whole, **options)
 
@@ -388,7 +389,8 @@ class HFPrefixCache(SharedPrefixes):
         prompt = input_ids[0].tolist()
         with self.begin(prompt, salt, shared) as session:
             session.prefill(prefill_size)
-            session.cache.rows.drafts = 0  # but for those that prepare_inputs_for_generation is given
+            if options.get("custom_generate") is None:  # which may draft without telling
+                session.cache.rows.drafts = 0  # but for those that prepare_inputs_for_generation is given
             with _given_the_rest(self.model, session.cache):
                 out = self.model.generate(
                     input_ids,
