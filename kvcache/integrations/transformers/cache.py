@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, cast
 
@@ -47,7 +47,7 @@ __all__ = ["HFCache", "HFEncoderDecoderCache", "cache_argument", "generating"]
 
 def generating(model: Any) -> Any:
     """The model whose own ``generate`` runs: PEFT and torch.compile wrap it, and hand the call on."""
-    parts = getattr(model, "modules", list)()  # of what is no module, none
+    parts: Iterable[Any] = getattr(model, "modules", list)()  # of what is no module, none
     return next((part for part in parts if isinstance(part, GenerationMixin)), model)
 
 
