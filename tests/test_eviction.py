@@ -7,6 +7,7 @@ import runpy
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,27 +229,15 @@ def test_a_window_goes_on_from_a_snapshot_whichever_of_its_first_tokens_were_evi
         r.drain()
 
 
-def test_a_prefix_cache_keeps_what_lies_before_the_first_evicted_token() -> None:
+@pytest.mark.parametrize(
+    ("cache", "gone", "positions"),
+    [(kvcache.CausalCache(), [5, 7], range(5)), (kvcache.SlidingWindowCache(4), [10], range(5, 10))],
+    ids=["all of the past", "a window"],
+)
+def test_a_prefix_cache_keeps_what_lies_before_the_first_evicted_token(
+    cache: Any, gone: list[int], positions: range
+) -> None:
     with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
-        cache = kvcache.CausalCache()
-        cache.init(backend, ml.DType.F32, 2, 32, 32)
-        prefix = kvcache.PrefixCache(cache)
-        tokens = list(range(100, 112))
-        with prefix.begin(tokens) as session:
-            some = ctx.zeros((12, 1, 4), ml.DType.F32)
-            cache.start_forward(ctx, kvcache.Batch(range(12), [session.seq] * 12))
-            cache.put(ctx, some, some)
-            cache.evict(session.seq, [5, 7])
-            shortened = cache.snapshot(session.seq)
-        assert not prefix.adopt(tokens, shortened)
-        with prefix.begin(tokens) as session:
-            assert session.cached == 5
-            assert cache.positions(session.seq).tolist() == list(range(5))
-
-
-def test_a_prefix_cache_keeps_no_window_that_lacks_an_evicted_token() -> None:
-    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
-        cache = kvcache.SlidingWindowCache(4)
         cache.init(backend, ml.DType.F32, 2, 32, 32)
         prefix = kvcache.PrefixCache(cache)
         tokens = list(range(100, 112))
@@ -257,16 +246,17 @@ def test_a_prefix_cache_keeps_no_window_that_lacks_an_evicted_token() -> None:
             cache.start_forward(ctx, kvcache.Batch(range(12), [session.seq] * 12))
             cache.put(ctx, some, some)
             whole = cache.snapshot(session.seq)
-            cache.evict(session.seq, [10])
-            assert cache.computed(session.seq) == 10
+            cache.evict(session.seq, gone)
+            assert cache.computed(session.seq) == gone[0]
             shortened = cache.snapshot(session.seq)
         assert not prefix.adopt(tokens, shortened)
         with prefix.begin([*tokens, 1]) as session:
-            assert session.cached == 10
-            assert cache.positions(session.seq).tolist() == [5, 6, 7, 8, 9]
+            assert session.cached == gone[0]
+            assert cache.positions(session.seq).tolist() == [*positions]
         assert prefix.adopt(tokens, whole)
         with prefix.begin([*tokens, 1]) as session:
             assert session.cached == 12
+        cache.close()
 
 
 def test_the_policies_of_the_example_keep_their_budget_and_change_nothing_below_it() -> None:

@@ -27,10 +27,7 @@ def put_layer(
 ) -> None:
     """What ``CausalCache.put`` does where the backend has no store of its own for it."""
     buffers = fresh = storage.buffers.get(layer)
-    if value is None:
-        check_tensors("put", storage.backend, key=key)
-    else:
-        check_tensors("put", storage.backend, key=key, value=value)
+    check_tensors("put", storage.backend, key=key, **({} if value is None else {"value": value}))
     check_context("put", ctx, storage.backend)
     if not (key.dtype.is_float and (value is None or value.dtype.is_float)):
         told = key.dtype.name if value is None else f"{key.dtype.name} and {value.dtype.name}"
@@ -45,7 +42,7 @@ def put_layer(
     if not forward.reserve:
         new = buffers.apart(ctx, (key,) if value is None else (key, value))
         if extra:
-            new = *new, *_flat(ctx, buffers.shape, extra)
+            new += _flat(ctx, buffers.shape, extra)
         forward.write(ctx, buffers, new)
         forward.write_exact(ctx, buffers, new)
         forward.note_put(buffers)

@@ -76,8 +76,9 @@ def first_missing(stored: np.ndarray, window: Window | None) -> int:
     """
     rest = stored if window is None else stored[np.searchsorted(stored, window.keep) :]
     begin = int(rest[0]) if window is not None and rest.size else 0
-    gap = rest != np.arange(begin, begin + rest.size)
-    return begin + int(gap.argmax()) if gap.any() else int(stored[-1]) + 1
+    if not rest.size or int(rest[-1]) - begin == rest.size - 1:
+        return int(stored[-1]) + 1
+    return begin + int((rest != np.arange(begin, begin + rest.size)).argmax())
 
 
 class AttentionSnapshots:

@@ -181,13 +181,9 @@ class LayerBuffers:
         found = self.absent[cells] == taken[cells]
         return found if found.any() else None
 
-    def apart(self, ctx: ml.Context, new: Sequence[ml.Tensor]) -> Sequence[ml.Tensor]:
+    def apart(self, ctx: ml.Context, new: Sequence[ml.Tensor]) -> list[ml.Tensor]:
         """``new``, with copies of what lies in K or V, and would change while they are written."""
-        places = self.places
-        for tensor in new:  # _storage_of in line
-            if id(getattr(tensor, "storage", tensor)) in places:
-                return [one.contiguous(ctx) if id(_storage_of(one)) in places else one for one in new]
-        return new
+        return [one.contiguous(ctx) if id(_storage_of(one)) in self.places else one for one in new]
 
     def write(self, ctx: ml.Context, cells: Cells, new: Sequence[ml.Tensor]) -> None:
         """Store (count, heads, dim) each, in the order of ``stored``; what comes after these stays."""

@@ -81,8 +81,9 @@ def check_matmul(a: Shape, b: Shape) -> None:
         broadcast_shapes("matmul", a[:-2], b[:-2])
 
 
-def check_attention_fit(
+def check_attention(
     op: str,
+    backend: Backend | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -91,10 +92,15 @@ def check_attention_fit(
     *,
     batched: bool = False,
 ) -> None:
-    """Raise ShapeError or DTypeError unless these fit each other as :func:`ml.nn.attention` says.
+    """What a backend's own attention has to check first, whoever calls it.
 
-    ``batched``: as :func:`ml.nn.partial_attention` says, with an axis of batches before the others.
+    Raises DeviceError for tensors of other backends, ShapeError or DTypeError unless the others are of one
+    dtype and fit each other as :class:`ml.SupportsAttention` says; ``batched``: as
+    :class:`ml.SupportsPartialAttention`. ``backend`` None, for :func:`ml.nn.attention`: they may be of any
+    backend, and queries of any float dtype.
     """
+    if backend is not None:
+        check_peers(op, backend, query, key, value, None if mask is CAUSAL else mask, sinks)
     asked, keys, values = query.shape, key.shape, value.shape
     if not len(asked) == len(keys) == len(values) == 3 + batched:
         wanted = "(batch, tokens, heads, size)" if batched else "(tokens, heads, size)"
@@ -117,6 +123,10 @@ def check_attention_fit(
         raise DTypeError(
             f"{op}: query {query.dtype!r}, key {key.dtype!r}, value {value.dtype!r}; "
             "they must be floats, and key and value must have the same dtype"
+        )
+    if backend is not None and query.dtype is not key.dtype:
+        raise DTypeError(
+            f"{op}: query {query.dtype!r}, key {key.dtype!r}; they must have one dtype, cast the query"
         )
     if mask is not None:
         check_mask(op, mask, tokens, history, asked[0] if batched else None)
@@ -141,31 +151,6 @@ def check_mask(
         raise ShapeError(f"{op}: mask {shape}; it must be ({some}rows >= {tokens}, {history})")
     if not mask.dtype.is_float:
         raise DTypeError(f"{op}: mask {mask.dtype!r}; it must be additive: F32, F16 or BF16")
-
-
-def check_attention(
-    op: str,
-    backend: Backend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | CausalMask | None,
-    sinks: Tensor | None = None,
-    *,
-    batched: bool = False,
-) -> None:
-    """What a backend's own attention has to check first, whoever calls it.
-
-    Raises DeviceError for tensors of other backends, ShapeError or DTypeError unless the others are of one
-    dtype and fit each other as :class:`ml.SupportsAttention` says; ``batched``:
-    :class:`ml.SupportsPartialAttention`.
-    """
-    check_peers(op, backend, query, key, value, None if mask is CAUSAL else mask, sinks)
-    check_attention_fit(op, query, key, value, mask, sinks, batched=batched)
-    if query.dtype is not key.dtype:
-        raise DTypeError(
-            f"{op}: query {query.dtype!r}, key {key.dtype!r}; they must have one dtype, cast the query"
-        )
 
 
 def check_peers(op: str, backend: Backend, *tensors: object) -> None:

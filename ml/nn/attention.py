@@ -6,7 +6,7 @@ import functools
 import math
 from typing import TypeGuard
 
-from ml.base.checks import check_attention_fit
+from ml.base.checks import check_attention
 from ml.capabilities import CAUSAL, CausalMask, SupportsAttention
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
@@ -38,7 +38,7 @@ def attention(
     Returns (tokens, heads, v_dim) in the query's dtype. Where the cache stores another float dtype
     than the query's, the query is converted to it: the history is the larger.
     """
-    check_attention_fit("attention", query, key, value, mask, sinks)
+    check_attention("attention", None, query, key, value, mask, sinks)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[2])
     if mask is CAUSAL and query.shape[0] == 1:
@@ -47,7 +47,7 @@ def attention(
     if wanted is not stored:
         query = query.cast(ctx, stored)
     backend: Backend | None = getattr(ctx, "backend", None)  # a context need not tell
-    body = backend.attention if has_attention(backend) else _generic
+    body = backend.attention if has_attention(backend) else generic_attention
     result = body(ctx, query, key, value, mask, scale, sinks)
     return result if wanted is stored else result.cast(ctx, wanted)
 
@@ -80,20 +80,7 @@ def generic_attention(
 
     Products in that dtype (accumulated in F32 by contract), the softmax in F32.
     """
-    check_attention_fit("attention", query, key, value, mask, sinks)
-    return _generic(ctx, query, key, value, mask, scale, sinks)
-
-
-def _generic(
-    ctx: Context,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | CausalMask | None,
-    scale: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """A block of queries at a time, where scores are many."""
+    check_attention("attention", None, query, key, value, mask, sinks)
     tokens, heads, _ = query.shape
     history = key.shape[0]
     block = max(1, SCORES_LIMIT // max(1, heads * history))

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
-from ml.base.checks import check_attention_fit
+from ml.base.checks import check_attention
 from ml.capabilities import (
     CAUSAL,
     CausalMask,
@@ -42,13 +42,13 @@ def partial_attention(
 
     A query of another float dtype than the keys' is converted to theirs; the result has their dtype.
     """
-    check_attention_fit("partial_attention", query, key, value, mask, batched=True)
+    check_attention("partial_attention", None, query, key, value, mask, batched=True)
     if query.dtype is not key.dtype:
         query = query.cast(ctx, key.dtype)
     if mask is CAUSAL and query.shape[1] == 1:
         mask = None
     backend: Backend | None = getattr(ctx, "backend", None)
-    body = backend.partial_attention if _has_kernel(backend) else _generic
+    body = backend.partial_attention if _has_kernel(backend) else generic_partial_attention
     return body(ctx, query, key, value, mask, scale)
 
 
@@ -80,18 +80,7 @@ def generic_partial_attention(
     scale: float,
 ) -> Part:
     """:func:`partial_attention` on the required core only, for tensors of one dtype."""
-    check_attention_fit("partial_attention", query, key, value, mask, batched=True)
-    return _generic(ctx, query, key, value, mask, scale)
-
-
-def _generic(
-    ctx: Context,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | CausalMask | None,
-    scale: float,
-) -> Part:
+    check_attention("partial_attention", None, query, key, value, mask, batched=True)
     body = functools.partial(_attend_to_part, ctx, scale)
     return partial_in_blocks(ctx, body, query, key, value, mask)
 
