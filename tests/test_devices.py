@@ -141,6 +141,21 @@ def test_passes_of_fixed_shapes_read_each_layer_on_its_device(context: int) -> N
     assert said[:4] == said[4:]
 
 
+def test_get_reads_each_layer_and_its_mask_on_the_device_of_the_layer() -> None:
+    with open_torch(TWO, 2) as backend, backend.new_context() as ctx:
+        cache = CausalCache()
+        cache.set_config(ml.CacheConfig(elide_mask=False))
+        cache.init(backend, ml.DType.F32, 1, 8, 4)
+        cache.start_forward(ctx, Batch([0, 1], [0, 0]))
+        for _ in range(2):
+            for layer, device in enumerate(TWO):
+                own = ctx.layer(layer)
+                new = own.zeros((2, 1, 4), ml.DType.F32)
+                cache.set_layer(layer)
+                cache.put(own, new, new)
+                assert devices_of(cache.get(own)) == [device] * 3
+
+
 def test_an_encoders_output_lies_with_the_layer_that_reads_it() -> None:
     raw = {
         "architectures": ["WhisperForConditionalGeneration"], "vocab_size": 31, "d_model": 16,
