@@ -252,12 +252,13 @@ class NumpyContext(BaseContext):
         return tensor
 
     def _allocate(self, make: Callable[..., Any], shape: Sequence[int], dtype: DType) -> NumpyTensor:
-        nbytes = math.prod(shape) * dtype.itemsize
+        size = math.prod(shape)
+        nbytes = size * dtype.itemsize
         try:
             raw = make(nbytes, np.uint8) if nbytes < ALIGNED else _aligned(make, nbytes)
         except (MemoryError, ValueError) as error:  # NumPy's ValueError: more than it can index
             raise DeviceError(f"allocate: {nbytes} bytes for {tuple(shape)} of {dtype!r}: {error}") from error
-        storage = Storage(self.backend, raw, math.prod(shape), nbytes)
+        storage = Storage(self.backend, raw, size, nbytes)
         return NumpyTensor.whole(storage, dtype, tuple(shape))
 
     def _from_array(self, array: np.ndarray, dtype: DType) -> NumpyTensor:

@@ -28,10 +28,8 @@ class SequenceTokens:
     positions: np.ndarray
     rows: slice | np.ndarray
     """Which tokens of the batch these are: a slice where they lie side by side in order."""
-
-    @property
-    def lowest(self) -> int:
-        return int(self.positions[0])
+    lowest: int
+    """The first of the positions."""
 
     @property
     def first_token(self) -> int:
@@ -135,6 +133,10 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
             f"start_forward: batch={batch!r:.60}; it must be a kvcache.Batch(positions, sequences)"
         )
     positions, sequences = batch.positions, batch.sequences
+    if type(positions) is list and type(sequences) is list and len(positions) == len(sequences) == 1:
+        position, seq = positions[0], sequences[0]
+        if type(position) is int is type(seq) and 0 <= position <= _LIMIT and 0 <= seq < max_sequences:
+            return [SequenceTokens(seq, np.array(positions), slice(0, 1), position)]
     try:
         count, owned = len(positions), len(sequences)
     except TypeError as error:
@@ -148,11 +150,7 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
         )
     if count == 0:
         raise InvalidBatchError("start_forward: the batch is empty; it must contain at least one token")
-    ordered = _integers("positions", positions)
-    if count == 1 and isinstance(sequences, (list, tuple)) and type(owner := sequences[0]) is int:
-        check_sequence("start_forward", owner, max_sequences)
-        return [_one_sequence(owner, ordered)]
-    owners = _integers("sequences", sequences)
+    ordered, owners = _integers("positions", positions), _integers("sequences", sequences)
     low, high = int(owners.min()), int(owners.max())
     check_sequence("start_forward", low, max_sequences)
     check_sequence("start_forward", high, max_sequences)
@@ -178,7 +176,7 @@ def _one_sequence(seq: int, positions: np.ndarray) -> SequenceTokens:
     if positions.size > 1 and not (positions[1:] > positions[:-1]).all():
         rows = np.argsort(positions, kind="stable")
         positions = positions[rows]
-    group = SequenceTokens(seq, positions, rows)
+    group = SequenceTokens(seq, positions, rows, int(positions[0]))
     _check_positions(group)
     return group
 
@@ -190,8 +188,8 @@ def _one_each(positions: np.ndarray, sequences: np.ndarray) -> list[SequenceToke
     if (ascending[1:] == ascending[:-1]).any() or positions.min() < 0 or positions.max() > _LIMIT:
         return None
     return [
-        SequenceTokens(seq, positions[i : i + 1], slice(i, i + 1))
-        for seq, i in zip(ascending.tolist(), order.tolist(), strict=True)
+        SequenceTokens(seq, positions[i : i + 1], slice(i, i + 1), lowest)
+        for seq, i, lowest in zip(ascending.tolist(), order.tolist(), positions[order].tolist(), strict=True)
     ]
 
 
@@ -209,6 +207,7 @@ def _several(positions: np.ndarray, sequences: np.ndarray) -> list[SequenceToken
             int(sorted_sequences[start]),
             positions[rows],
             slice(first, first + stop - start) if side_by_side else rows,
+            int(positions[first]),
         )
         _check_positions(group)
         groups.append(group)
@@ -217,9 +216,9 @@ def _several(positions: np.ndarray, sequences: np.ndarray) -> list[SequenceToken
 
 def _check_positions(group: SequenceTokens) -> None:
     positions = group.positions
-    if positions[0] < 0:
+    if group.lowest < 0:
         raise InvalidBatchError(
-            f"start_forward: position {positions[0]} of sequence {group.seq}; it must be at least 0"
+            f"start_forward: position {group.lowest} of sequence {group.seq}; it must be at least 0"
         )
     if positions[-1] > _LIMIT:
         raise InvalidBatchError(

@@ -246,7 +246,7 @@ def step_reads(table: CellTable, config: ml.CacheConfig, lower: LowerBound | Non
     """The report on how sequences lie now; nothing is changed."""
     occupied = [(seq, row.last) for seq, row in table.occupied()]
     groups = [
-        SequenceTokens(seq, np.array([last]), slice(i, i + 1)) for i, (seq, last) in enumerate(occupied)
+        SequenceTokens(seq, np.array([last]), slice(i, i + 1), last) for i, (seq, last) in enumerate(occupied)
     ]
     segments = find_segments(table, groups, lower, frozenset(), worth)
     levels, _ = plan_calls(segments, len(groups), table, config, worth)

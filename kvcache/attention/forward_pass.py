@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,15 +38,20 @@ from kvcache.storage.overlay import Overlay
 Packers = Mapping[str, Callable[[ml.RaggedPlan], tuple[Any, np.ndarray]]]
 
 
-class Reads(NamedTuple):
+@dataclass(slots=True)
+class Reads:
     """How a pass was read: the next, likely read so too, is planned before its first indices are uploaded."""
 
-    worth: int | None
-    levels: bool
-    shared: bool
-    rows: bool
-    packers: Packers
-    """What a backend's kernel uploads of a plan; empty: no kernel was asked."""
+    shared: bool = False
+    rows: bool = False
+    levels: bool = False
+    worth: int | None = None
+    """What levels or a plan were asked for with; None: neither was."""
+    packers: Packers | None = None
+    """What a backend's kernel uploads of a plan; None: no plan was asked for."""
+
+    def __bool__(self) -> bool:
+        return self.shared or self.rows or self.worth is not None
 
 
 class Uploads(HostArrays):
@@ -67,10 +72,9 @@ class Uploads(HostArrays):
 
     def gather(self) -> None:
         passes = [forward for ref in self._passes if (forward := ref()) is not None]
-        known = (reads for forward in passes if (reads := forward.reads()) is not None)
-        beside = next((r for r in known if r.shared or r.rows or r.worth is not None), None)
+        beside = next((reads for forward in passes if (reads := forward.reads())), None)
         for forward in passes:
-            forward.foresee(forward.expected or beside)
+            forward.foresee(beside if forward.expected is None else forward.expected)
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -111,7 +115,7 @@ class ForwardPass:
     """How the pass before was read; None: there was none."""
     slots: np.ndarray | None = None
     """Of a residual window: where each token of the batch is written too, -1 nowhere; None: there is none."""
-    uploads: Uploads = field(default_factory=Uploads)
+    _uploads: Uploads | None = None
     _targets: HostArray | None = None
     _reading: ReadPlan | None = None
     _seen: tuple[HostArray, HostArray | None] | None = None
@@ -124,8 +128,8 @@ class ForwardPass:
     _worth: int | None = None
     _levels: list[PlannedLevel] | None = None
     _plan: ml.RaggedPlan | None = None
-    _asked: set[str] = field(default_factory=set)
-    """Of "shared", "rows", "levels" and "plan" those that were asked for, not merely foreseen."""
+    _asked: Reads = field(default_factory=Reads)
+    """What was asked for, not merely foreseen."""
     _unfit: list[tuple[np.ndarray, HostArray | None]] = field(default_factory=list)
     """Free cells that are going to be read, and have to be blanked before."""
     _slots: tuple[HostArray | None, int | HostArray] | None = None
@@ -137,6 +141,19 @@ class ForwardPass:
         alone = self.fixed is None and self.slots is None
         self.run = self.cells if isinstance(self.cells, int) and alone else -1
         self.read_table, self.read_groups = self.table, self.groups
+
+    @property
+    def uploads(self) -> Uploads:
+        """What the host makes for the pass, on its way to devices."""
+        if self._uploads is None:
+            self.upload_with(Uploads())
+            assert self._uploads is not None
+        return self._uploads
+
+    def upload_with(self, uploads: Uploads) -> None:
+        """Let it go with what ``uploads`` has; nothing was made for the pass yet."""
+        self._uploads = uploads
+        uploads.serve(self)
 
     def begin(self) -> None:
         self.table.placed = None
@@ -161,7 +178,9 @@ class ForwardPass:
         if found is None:
             mask = self._rows(), self.table.cells if tables is None else tables[1]
             found = known[key] = FixedPass(self.tokens, mask, self.config.mask_dtype, tables)
-        fixed = replace(self, fixed=found)
+        fixed = replace(self, fixed=found, _uploads=None)
+        if self._uploads is not None:
+            fixed.upload_with(self._uploads)
         fixed.load()
         return fixed
 
@@ -384,11 +403,8 @@ class ForwardPass:
 
     def reads(self) -> Reads | None:
         """How this pass was read so far; one that was not, or reserves, as it was expected."""
-        if self.reserve or (self.expected is not None and not self._asked):
-            return self.expected
-        packers = {} if self._plan is None or "plan" not in self._asked else self._plan.packers
-        asked = self._asked
-        return Reads(self._worth, "levels" in asked, "shared" in asked, "rows" in asked, packers)
+        expected = self.expected
+        return expected if self.reserve or (expected is not None and not self._asked) else self._asked
 
     def foresee(self, reads: Reads | None) -> None:
         """Plan what ``reads`` says, so that all arrays go to a device together."""
@@ -400,9 +416,11 @@ class ForwardPass:
             self._share()
         if reads.rows:
             self._make_seen()
-        if reads.worth is not None and reads.levels and self._levels is None:
+        if reads.worth is None:
+            return
+        if reads.levels and self._levels is None:
             self._make_levels(reads.worth)
-        if reads.worth is not None and reads.packers and self._plan is None:
+        if reads.packers and self._plan is None:
             plan = self._make_plan(reads.worth)
             for kind, pack in reads.packers.items():
                 plan.lay(kind, pack)
@@ -414,7 +432,7 @@ class ForwardPass:
 
     def shared(self, ctx: ml.Context) -> tuple[ReadPlan, Mask]:
         """What ``get`` reads: all groups together, arranged as the config says."""
-        self._asked.add("shared")
+        self._asked.shared = True
         self.fill(ctx)
         reading, mask = self._shared or self._share()
         if self.fixed is not None and self.reads_all:
@@ -433,7 +451,7 @@ class ForwardPass:
 
     def rows(self, ctx: ml.Context) -> ReadPlan:
         """The rows of ``get``, without their mask."""
-        self._asked.add("rows")
+        self._asked.rows = True
         self.fill(ctx)
         found = self._plan_rows()
         self._make_seen()  # goes to devices with the rows themselves
@@ -444,8 +462,10 @@ class ForwardPass:
     def _plan_rows(self) -> ReadPlan:
         if self._reading is None:
             self._reading = plan_read(self.read_table, self.read_groups, self.config.cache_padding)
-            self._reading.gather(self.uploads)
-            self._note_view(self._reading)
+            if self._reading.index is None:
+                self._note_view(self._reading)
+            else:
+                self._reading.gather(self.uploads)
         return self._reading
 
     def seen_rows(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor | None]:
@@ -523,7 +543,7 @@ class ForwardPass:
 
     def levels(self, ctx: ml.Context, worth: int) -> list[PlannedLevel]:
         """The calls of attention of this pass; reading ``worth`` cells costs as much as a call does."""
-        self._asked.add("levels")
+        self._asked.levels, self._asked.worth = True, worth
         found = self._make_levels(worth) if self._levels is None else self._levels
         if self._unfit:
             self._blank(ctx)
@@ -542,8 +562,9 @@ class ForwardPass:
 
     def plan(self, worth: int) -> ml.RaggedPlan:
         """What the queries read, for a backend with one kernel for all."""
-        self._asked.add("plan")
-        return self._make_plan(worth)
+        plan = self._make_plan(worth)
+        self._asked.worth, self._asked.packers = worth, plan.packers
+        return plan
 
     def _make_plan(self, worth: int) -> ml.RaggedPlan:
         if self._plan is None:
@@ -554,8 +575,6 @@ class ForwardPass:
 
     def _note_view(self, reading: ReadPlan) -> None:
         """The free cells of a view. And a little more: the next tokens' are to be blanked, too."""
-        if reading.index is not None:
-            return
         start, stop = reading.start, reading.start + reading.length
         if len(reading.rows) == 1 and isinstance(reading.columns[0], int) and not reading.columns[0]:
             start += len(reading.rows[0])
@@ -583,15 +602,16 @@ class ForwardPass:
         config, elided = self.config, reading.elided(self.lower, self.lifted)
         if config.elide_mask and not isinstance(elided, bool):
             return elided
-        shape, dtype, host = (self._rows(), reading.length), config.mask_dtype, self.uploads
+        shape, dtype = (self._rows(), reading.length), config.mask_dtype
         if shape[0] == 1 and elided is None:
             return OnDevices(lambda ctx: ctx.zeros(shape, dtype))  # a decoded token that sees everything
         if self.lower is None and not self.lifted:
-            if self.kept is None or not self.kept.follow(host, reading):
+            if self.kept is None or not self.kept.follow(self.uploads, reading):
                 self.kept = KeptMask.build(reading, shape[0], dtype)
             if self.kept is not None:
                 return OnDevices(partial(self.kept.shown, length=reading.length))
-        large = build_mask(host, reading, shape, self.lower, self.lifted, dtype)
+        large = build_mask(self.uploads, reading, shape, self.lower, self.lifted, dtype)
         if large is not None:
             return large
-        return host.add(reading.mask(self.tokens, self.lower, self.lifted, config.mask_batch_padding), dtype)
+        mask = reading.mask(self.tokens, self.lower, self.lifted, config.mask_batch_padding)
+        return self.uploads.add(mask, dtype)

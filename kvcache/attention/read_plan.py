@@ -136,7 +136,7 @@ def _gathered(table: CellTable, groups: list[SequenceTokens], rows: list[Row], p
 
 def is_behind(group: SequenceTokens, row: Row) -> bool:
     """Whether the group is one token behind all others of its sequence."""
-    return len(group) == 1 and group.lowest == row.last
+    return group.lowest == row.last and len(group) == 1
 
 
 def sees_all(group: SequenceTokens, row: Row, lower: LowerBound | None) -> bool:

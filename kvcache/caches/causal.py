@@ -244,16 +244,16 @@ class CausalCache(
             if before is not None:
                 forward.kept, forward.segmented = before.kept, before.segmented
         forward.expected = self._reads if before is None else before.reads()
-        forward.uploads = together or forward.uploads
+        if together is not None:
+            forward.upload_with(together)
         if config.fixed_shapes:
             forward = forward.on_fixed_shapes(self._fixed)
             if together is None:
                 forward.fill(ctx)
-        forward.uploads.serve(forward)
         return forward
 
     def _go_on_to(self, forward: ForwardPass) -> None:
-        if self._pass is not None and forward.read_only:  # else it has ended, for room
+        if forward.cells is None and self._pass is not None:  # else it has ended, for room
             self._pass.end()
         self._pass = forward
         forward.begin()

@@ -111,8 +111,8 @@ class BaseBackend(ABC):
         """Raise DTypeError for what no tensor has, NotSupportedError for what this backend lacks."""
         if not isinstance(dtype, DType):
             raise DTypeError(f"{op}: dtype {dtype!r} is not an ml.DType")
-        _ = dtype.numpy  # refuses the block formats
         if dtype not in self.features.dtypes:
+            _ = dtype.numpy  # refuses the block formats
             raise NotSupportedError(f"{op}: backend {self._name!r} does not support {dtype!r}")
 
     def __enter__(self) -> Self:

@@ -155,13 +155,14 @@ def _hide(forward: Reading, shown: np.ndarray, blind: np.ndarray | None) -> None
             unseeing.append(tokens[blind[i]])
             if not seeing.any():
                 continue
-            group = SequenceTokens(group.seq, group.positions[seeing], tokens[seeing])
+            positions = group.positions[seeing]
+            group = SequenceTokens(group.seq, positions, tokens[seeing], int(positions[0]))
         groups.append(group)
     if unseeing:
         queries, one = np.concatenate(unseeing), Row()
         cell = forward.table.rows[forward.groups[0].seq].last_cell
         one.assign(np.zeros(1, np.int64), np.array([cell]))
-        groups.append(SequenceTokens(len(table.rows), np.zeros(queries.size, np.int64), queries))
+        groups.append(SequenceTokens(len(table.rows), np.zeros(queries.size, np.int64), queries, 0))
         table.rows.append(one)
     forward.read_table, forward.read_groups = table, groups
 
