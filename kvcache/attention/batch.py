@@ -133,10 +133,6 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
             f"start_forward: batch={batch!r:.60}; it must be a kvcache.Batch(positions, sequences)"
         )
     positions, sequences = batch.positions, batch.sequences
-    if type(positions) is list and type(sequences) is list and len(positions) == len(sequences) == 1:
-        position, seq = positions[0], sequences[0]
-        if type(position) is int is type(seq) and 0 <= position <= _LIMIT and 0 <= seq < max_sequences:
-            return [SequenceTokens(seq, np.array(positions), slice(0, 1), position)]
     try:
         count, owned = len(positions), len(sequences)
     except TypeError as error:
@@ -150,6 +146,10 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
         )
     if count == 0:
         raise InvalidBatchError("start_forward: the batch is empty; it must contain at least one token")
+    if count == 1 and isinstance(positions, (list, tuple, range)) and isinstance(sequences, (list, tuple)):
+        position, seq = positions[0], sequences[0]
+        if type(position) is int is type(seq) and 0 <= position <= _LIMIT and 0 <= seq < max_sequences:
+            return [SequenceTokens(seq, np.array((position,)), slice(0, 1), position)]
     ordered, owners = _integers("positions", positions), _integers("sequences", sequences)
     low, high = int(owners.min()), int(owners.max())
     check_sequence("start_forward", low, max_sequences)

@@ -158,13 +158,13 @@ def visible(
     if is_behind(group, row):
         stop = np.array([stored.size])
     else:
-        stop = np.searchsorted(stored, group.positions, side="right")
+        stop = stored.searchsorted(group.positions, side="right")
         if lifted:
             indices = np.arange(group.rows.stop)[group.rows] if isinstance(group.rows, slice) else group.rows
             stop[np.isin(indices, list(lifted))] = stored.size
     if lower is None:
         return np.zeros_like(stop), stop
-    first = np.searchsorted(stored, lower(group.positions))
+    first = stored.searchsorted(lower(group.positions))
     if lower.keep:
         first[first <= kept_entries(row, lower)] = 0
     return first, stop

@@ -46,6 +46,7 @@ from kvcache.cache import (
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import unwrapped
 from kvcache.storage.state_slots import Checkpoint
+from ml import nn
 
 __all__ = [
     "Mark", "check_reach", "drop", "fork", "keep", "mark", "offset", "resume_point", "rollback",
@@ -126,7 +127,7 @@ def mark(cache: Cache, seq: int) -> Mark:
     position = _end("mark", cache, seq)
     _prepare(cache, "remove", seq, position)  # refuses a sequence that a device failure took
     _check_exact("mark", cache, seq, position)
-    return Mark(seq, position, tuple(p.mark(seq) if isinstance(p, SupportsMark) else None for p in parts))
+    return Mark(seq, position, tuple(p.mark(seq) if nn.offers(p, SupportsMark) else None for p in parts))
 
 
 def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
@@ -136,12 +137,11 @@ def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
     (``RecurrentCache(delivers=True)``), and those that have none.
     """
     parts = unwrapped(cache)
-    for part in parts:
-        if isinstance(part, SupportsStates):
-            part.want_states(seq, positions)
-    return all(part.delivers for part in parts if isinstance(part, SupportsStates)) and all(
-        isinstance(part, SupportsStates) for part in parts if isinstance(part, SupportsMark)
-    )
+    able = [part for part in parts if isinstance(part, SupportsStates)]
+    for part in able:
+        part.want_states(seq, positions)
+    marked = (part for part in parts if nn.offers(part, SupportsMark))
+    return all(part.delivers for part in able) and all(part in able for part in marked)
 
 
 def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> None:
@@ -157,7 +157,7 @@ def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> N
     if marked is None:
         commits = [_prepare(cache, "remove", seq, position)]
     else:  # what may yet refuse goes first
-        parts = sorted(enumerate(unwrapped(cache)), key=lambda pair: isinstance(pair[1], SupportsPrepare))
+        parts = sorted(enumerate(unwrapped(cache)), key=lambda pair: nn.offers(pair[1], SupportsPrepare))
         commits = [_return(part, marked, i) for i, part in parts]
     _check_exact("rollback", cache, seq, position, marked)
     _commit(commits)
@@ -211,7 +211,7 @@ def check_reach(cache: Cache, tokens: int) -> None:
 
 def _offsets(cache: Cache, seq: int) -> list[int]:
     """Where the next token of a sequence belongs, by each of the caches that know."""
-    return [part.offset(seq) for part in unwrapped(cache) if isinstance(part, SupportsOffset)]
+    return [part.offset(seq) for part in unwrapped(cache) if nn.offers(part, SupportsOffset)]
 
 
 def _end(op: str, cache: Cache, seq: int) -> int:
@@ -226,8 +226,8 @@ def _end(op: str, cache: Cache, seq: int) -> int:
 
 def _reached(part: Any, seq: int, position: int, to: Mark | None, i: int) -> int:
     """The last position up to ``position`` from which one cache can go on exactly."""
-    if isinstance(part, SupportsOffset):
-        found = part.resume_point(seq, position)
+    if nn.offers(part, SupportsOffset):
+        found: int = part.resume_point(seq, position)
     else:
         found = position if part.can_resume(seq, position) else 0
     if to is not None and to.states[i] is not None and to.position <= position:
@@ -255,7 +255,7 @@ def _check_exact(op: str, cache: Cache, seq: int, position: int, to: Mark | None
 def _remedy(part: Any) -> str:
     if isinstance(part, SlidingWindowCache):
         return "keep more of the past with memory= (window_memory says how much)"
-    if isinstance(part, SupportsMark):
+    if nn.offers(part, SupportsMark):
         return "take a mark (or a checkpoint) there before continuing, or evaluate the tokens between again"
     return "remove the sequence and evaluate it again"
 
@@ -279,7 +279,7 @@ def _check_mark(op: str, cache: Cache, seq: int, to: Mark | None) -> None:
 
 def _prepare(cache: Cache, op: str, *arguments: int) -> Commit:
     """Ask first where the cache can be asked; another one is asked when it is done."""
-    if isinstance(cache, SupportsPrepare):
+    if nn.offers(cache, SupportsPrepare):
         commit: Commit = getattr(cache, f"prepare_{op}")(*arguments)
         return commit
     return functools.partial(getattr(cache, op), *arguments)

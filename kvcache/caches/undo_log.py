@@ -28,19 +28,22 @@ class UndoLog:
             rows[seq] = table.save_row(seq)
         if not evictions:
             return
-        for seq, begin, _ in evictions:
+        heads, middles, parts = {}, [], []
+        for seq, begin, end in evictions:
+            row = table.rows[seq]
             # Where not the head goes the row's own buffers may be written: a copy is safe from that.
-            rows[seq] = table.rows[seq].save_copy() if begin else table.save_row(seq)
-        gone = {
-            seq: (table.rows[seq].index(begin) if begin else 0, table.rows[seq].index(end))
-            for seq, begin, end in evictions
-        }
-        cells = np.concatenate([table.rows[seq].cells[slice(*span)] for seq, span in gone.items()])
-        self._evicted = cells, table.taken[cells]
-        table.drop_heads({seq: stop for seq, (first, stop) in gone.items() if not first})
-        for seq, (first, stop) in gone.items():
+            rows[seq] = row.save_copy() if begin else row.save()
+            first, stop = row.index(begin) if begin else 0, row.index(end)
+            parts.append(row.cells[first:stop])
             if first:
-                table.drop(seq, first, stop)
+                middles.append((seq, first, stop))
+            else:
+                heads[seq] = stop
+        cells = np.concatenate(parts)
+        self._evicted = cells, table.taken[cells]
+        table.drop_heads(heads)
+        for seq, first, stop in middles:
+            table.drop(seq, first, stop)
 
     @property
     def evicts(self) -> bool:

@@ -44,6 +44,7 @@ from kvcache.cache import (
 from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind
+from ml import nn
 
 
 @runtime_checkable
@@ -85,6 +86,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         # What the others offer, by their place in the constructor.
         self._positioned = [cache for cache in caches if isinstance(cache, SupportsOffset)]
         self._in_cells = [cache for cache in caches if isinstance(cache, SupportsCells)]
+        self._returning = [cache for cache in caches if isinstance(cache, SupportsPrepareRestore)]
         self._masked = [cache for cache in caches if isinstance(cache, SupportsSetCausal)]
         self._uploading = [cache for cache in caches if isinstance(cache, _SupportsUploads)]
         self._uploads: Uploads | None = None
@@ -225,9 +227,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def _with_extras(self, op: str) -> SupportsExtras:
         """The current cache, which stores other things than K and V; NotSupportedError where it does not."""
-        if not isinstance(self.current, SupportsExtras):
-            raise NotSupportedError(f"{op}: {type(self.current).__name__} stores keys and values only")
-        return self.current
+        current: Any = self.current
+        if not nn.offers(current, SupportsExtras):
+            raise NotSupportedError(f"{op}: {type(current).__name__} stores keys and values only")
+        return current  # type: ignore[no-any-return]
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         """Where one of the caches goes back to a checkpoint, the others go there with it."""
@@ -277,9 +280,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         last = None
         while position != last:
             last = position
-            for cache in self.caches:
-                if isinstance(cache, SupportsPrepareRestore):
-                    position = min(position, cache.prepare_restore(seq, position) or 0)
+            for cache in self._returning:
+                position = min(position, cache.prepare_restore(seq, position) or 0)
         return position
 
     def evict(self, seq: int, positions: Iterable[int]) -> None:

@@ -94,7 +94,7 @@ class Row:
         """How many stored positions are below ``position``."""
         if self._tail == self._head or position > self.last:
             return self._tail - self._head
-        return int(np.searchsorted(self.positions, position))
+        return int(self.positions.searchsorted(position))
 
     def first_held(self, positions: Array) -> int | None:
         """The first of these ascending positions that is stored; None: none is."""
@@ -485,8 +485,10 @@ class CellTable:
     def drop_heads(self, counts: Mapping[int, int]) -> None:
         """Forget the first entries of several rows, as many of each as ``counts`` says of its sequence."""
         rows = [(self.rows[seq], count) for seq, count in counts.items() if count]
-        if rows:
-            self._release(np.concatenate([row.cells[:count] for row, count in rows]), distinct=len(rows) == 1)
+        if len(rows) == 1:
+            self._release(rows[0][0].cells[: rows[0][1]])
+        elif rows:
+            self._release(np.concatenate([row.cells[:count] for row, count in rows]), distinct=False)
         for row, count in rows:
             row.cut_head(count)
 
@@ -514,12 +516,13 @@ class CellTable:
     def _release(self, cells: Array, distinct: bool = True) -> None:
         self.changes += 1
         self.blank[cells] = False
+        times: int | Array = 1
         if not distinct:
-            cells, times = np.unique(cells, return_counts=True)
-            self.references[cells] -= times.astype(self.references.dtype)
-        else:
-            self.references[cells] -= 1
-        self.free += int((self.references[cells] == 0).sum())
+            cells, counts = np.unique(cells, return_counts=True)
+            times = counts.astype(self.references.dtype)
+        left = self.references[cells] - times
+        self.references[cells] = left
+        self.free += left.size - int(np.count_nonzero(left))
 
     def save_row(self, seq: int) -> SavedRow:
         return self.rows[seq].save()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import ml
+from ml import nn
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class HostArrays:
 
     def pending(self, ctx: ml.Context) -> bool:
         """Whether a transfer to the device of ``ctx`` has a price, and was not made yet."""
-        priced = isinstance(getattr(ctx, "backend", None), ml.SupportsUpload)
+        priced = nn.offers(getattr(ctx, "backend", None), ml.SupportsUpload)
         return priced and not self._near.get(device_of(ctx))
 
     def gather(self) -> None:
@@ -55,8 +56,8 @@ class HostArrays:
 
 def _upload(ctx: ml.Context, arrays: list[tuple[np.ndarray, ml.DType]]) -> list[ml.Tensor]:
     backend: Any = getattr(ctx, "backend", None)
-    if isinstance(backend, ml.SupportsUpload):
-        return backend.upload(ctx, arrays)
+    if nn.offers(backend, ml.SupportsUpload):
+        return backend.upload(ctx, arrays)  # type: ignore[no-any-return]
     return [ctx.from_numpy(array, dtype) for array, dtype in arrays]
 
 

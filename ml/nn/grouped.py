@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ml.capabilities import SupportsGroupedMatmul
 from ml.dtypes import DType
 from ml.errors import DTypeError, ShapeError
+from ml.nn.attention import offers
 from ml.protocols import Context, Tensor
 
 _DENSE_ROWS = 256
@@ -79,9 +81,9 @@ def grouped_matmul(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> T
         raise DTypeError(
             f"grouped_matmul: x {x.dtype!r} by weight {weight.dtype!r}; they must have the same dtype"
         )
-    backend = ctx.backend
-    if isinstance(backend, SupportsGroupedMatmul):
-        found = backend.grouped_matmul(ctx, x, weight, groups.tensor)
+    backend: Any = ctx.backend
+    if offers(backend, SupportsGroupedMatmul):
+        found: Tensor | None = backend.grouped_matmul(ctx, x, weight, groups.tensor)
         if found is not None:
             return found
     return generic_grouped_matmul(ctx, x, weight, groups)
