@@ -288,9 +288,10 @@ class CausalCache(
         """End the pass, and evict what windows no longer see: ``tokens`` cells are free then; or neither."""
         if self._pass is not None:
             self._pass.end()  # noted before snapshots are copied out
-        undo = UndoLog(self._table)
+        undo = UndoLog(self._table, [group.seq for group in groups])
         try:
-            undo.evict(self._evictions(groups), [group.seq for group in groups])
+            if evictions := self._evictions(groups):
+                undo.evict(evictions)
             if tokens > self._table.free:
                 self.snapshots.reclaim(tokens)
                 if tokens > self._table.free:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -14,20 +14,16 @@ class UndoLog:
 
     __slots__ = ("_evicted", "rows", "table")
 
-    def __init__(self, table: CellTable) -> None:
+    def __init__(self, table: CellTable, sequences: Iterable[int]) -> None:
         self.table = table
-        self.rows: dict[int, SavedRow] = {}
+        self.rows: dict[int, SavedRow] = {seq: table.rows[seq].save() for seq in sequences}
         """By sequence: its row before the pass."""
         self._evicted: tuple[np.ndarray, np.ndarray] | None = None
         """Cells, and the numbers (``CellTable.taken``) of what lay there."""
 
-    def evict(self, evictions: list[tuple[int, int, int]], sequences: Iterable[int]) -> None:
-        """Note the rows of ``sequences``; drop positions ``[begin, end)`` of each (sequence, begin, end)."""
+    def evict(self, evictions: Sequence[tuple[int, int, int]]) -> None:
+        """Drop positions ``[begin, end)`` of each (sequence, begin, end); there are some."""
         table, rows = self.table, self.rows
-        for seq in sequences:
-            rows[seq] = table.save_row(seq)
-        if not evictions:
-            return
         heads, middles, parts = {}, [], []
         for seq, begin, end in evictions:
             row = table.rows[seq]
