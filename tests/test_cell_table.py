@@ -273,6 +273,18 @@ def test_sequences_start_in_shares_of_their_own_and_grow_in_runs() -> None:
     assert all(row.contiguous for row in table.rows)
 
 
+def test_a_row_that_lost_its_head_goes_on_right_before_its_first_cell() -> None:
+    """What a window lets go of next lies behind that: no free cell comes to lie among those in use."""
+    table = CellTable(24, 2)
+    row = table.rows[1]
+    table.take_run(1, 0, 12, 12)
+    for position in range(12, 40):
+        table.drop(1, 0, len(row) - 5)
+        if table.append(1, position) is None:
+            table.take(1, np.array([position]), np.array([table.choose(1, 1)]))
+        assert row.span() == (18, 24)
+
+
 def test_scattered_cells_are_chosen_where_no_run_is_free() -> None:
     table = CellTable(6, 1)
     table.take(0, np.arange(3), np.array([1, 3, 5]))

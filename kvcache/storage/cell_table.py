@@ -73,6 +73,10 @@ class Row:
         return int(self._positions[self._tail - 1]) if self._tail > self._head else -1
 
     @property
+    def first_cell(self) -> int:
+        return int(self._cells[self._head])
+
+    @property
     def last_cell(self) -> int:
         return int(self._cells[self._tail - 1])
 
@@ -349,15 +353,20 @@ class CellTable:
     def choose(self, seq: int, count: int) -> int | Array:
         """Free cells for ``count`` further tokens: the first of a run, or scattered ones.
 
-        The caller has checked that ``count`` cells are free. A run right behind the sequence's last
-        cell comes first; then the sequence's home (its equal share of the table); then a hole.
+        The caller has checked that ``count`` cells are free. A run right behind the sequence's last cell comes
+        first. Then one in its home (its equal share of the table), right before its first cell if a window
+        has let go of what lay there: the next tokens follow in the cells that the window lets go of next, and
+        no free cell comes to lie between those in use. Then a hole.
         """
-        row = self.rows[seq]
-        start = row.last_cell + 1 if len(row) else seq * self._home
+        row, home = self.rows[seq], seq * self._home
+        start = row.last_cell + 1 if len(row) else home
         if self._is_free(start, count):
             return start
-        if len(row) and self._is_free(seq * self._home, count):
-            return seq * self._home
+        if len(row):
+            before = row.first_cell - count
+            for start in (before, home) if before > home else (home,):
+                if self._is_free(start, count):
+                    return start
         hole = self._largest_hole(seq, count)
         return hole if hole is not None else np.flatnonzero(self.references == 0)[:count]
 

@@ -150,6 +150,13 @@ class LayerBuffers:
             self.exact.touch(ctx)
 
     def blank(self, ctx: ml.Context, cells: Cells, count: int) -> None:
+        """Write zeros."""
+        if isinstance(cells, int) and self.store is not None and not self.is_quantized:
+            key, value = self.shape.key, self.shape.value
+            zeros = ctx.zeros((count, *key), self.read_dtype)
+            beside = zeros if key == value else ctx.zeros((count, *value), self.read_dtype)
+            if self.store.write(ctx, cells, count, zeros, beside):
+                return
         for buffer in self.stored:
             buffer.blank(ctx, cells, count)
 
