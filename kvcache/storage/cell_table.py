@@ -353,10 +353,10 @@ class CellTable:
     def choose(self, seq: int, count: int) -> int | Array:
         """Free cells for ``count`` further tokens: the first of a run, or scattered ones.
 
-        The caller has checked that ``count`` cells are free. A run right behind the sequence's last cell comes
-        first. Then one in its home (its equal share of the table), right before its first cell if a window
-        has let go of what lay there: the next tokens follow in the cells that the window lets go of next, and
-        no free cell comes to lie between those in use. Then a hole.
+        The caller has checked that ``count`` cells are free. A run right behind the sequence's last cell
+        comes first. Then one in its home (its equal share of the table): right before its first cell where a
+        window has let go of what lay there, so that the next tokens follow in the cells that it lets go of
+        next, with no free cell between those in use. Then a hole.
         """
         row, home = self.rows[seq], seq * self._home
         start = row.last_cell + 1 if len(row) else home
