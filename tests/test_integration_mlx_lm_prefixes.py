@@ -15,6 +15,7 @@ pytest.importorskip("mlx_lm")
 import mlx.core as mx
 from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
 
 import ml
 from kvcache import HostTier, InvalidRangeError, NotSupportedError, OrderError
@@ -51,6 +52,18 @@ def test_turns_and_branches_say_what_they_say_without_it(name: str) -> None:
             before = cache.prefix.stats.reused
             assert said(cache, prompt, 7) == plain(name, prompt, 7)
             assert cache.prefix.stats.reused - before >= least
+
+
+def test_logits_processors_see_the_whole_prompt_whatever_of_it_is_reused() -> None:
+    model = models.shared("llama")
+    processors = make_logits_processors(repetition_penalty=1.5, repetition_context_size=64)
+    steps = generate_step(mx.array(FIRST), model, max_tokens=9, logits_processors=processors)
+    expected = [int(token) for token, _ in steps]
+    assert expected != plain("llama", FIRST, 9)
+    with MLXPrefixCache(model, capacity=128, **OPTIONS) as cache:
+        assert said(cache, FIRST, 9, logits_processors=processors) == expected
+        assert said(cache, FIRST, 9, logits_processors=processors) == expected
+        assert cache.prefix.stats.reused
 
 
 def test_what_was_evicted_and_what_a_store_has_comes_back(name: str) -> None:

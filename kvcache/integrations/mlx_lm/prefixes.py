@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -134,6 +134,8 @@ class MLXPrefixCache(SharedPrefixes):
         for name, remedy in _OF_CACHES.items():
             if options.get(name) is not None:
                 raise InvalidRangeError(f"generate: {name}={options[name]!r:.40}; {remedy}")
+        if processors := options.get("logits_processors"):
+            options["logits_processors"] = [_of_whole_prompt(tokens, one) for one in processors]
         said: list[int] = []
         with self.begin(tokens, salt, shared) as session:
             last = session.prefill(prefill_step_size)
@@ -151,6 +153,12 @@ class MLXPrefixCache(SharedPrefixes):
         """Close all conversations, write what is kept to the stores, and drop the caches."""
         super().close()
         self.pool.close()
+
+
+def _of_whole_prompt(prompt: Sequence[int], processor: Callable[..., Any]) -> Callable[..., Any]:
+    """``processor``, shown all of the prompt where ``generate_step`` is given the last token of it."""
+    before = mx.array(prompt[:-1], mx.int32)
+    return lambda seen, logits: processor(mx.concatenate([before, seen]), logits)
 
 
 def _ranks_of(model: Any) -> int:
