@@ -157,7 +157,7 @@ class MLXPrefixCache(SharedPrefixes):
 
 def _of_whole_prompt(prompt: Sequence[int], processor: Callable[..., Any]) -> Callable[..., Any]:
     """``processor``, shown all of the prompt where ``generate_step`` is given the last token of it."""
-    before = mx.array(prompt[:-1], mx.int32)
+    before = mx.array(list(prompt[:-1]), mx.int32)
     return lambda seen, logits: processor(mx.concatenate([before, seen]), logits)
 
 
