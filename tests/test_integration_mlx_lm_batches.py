@@ -146,19 +146,23 @@ def test_a_model_called_with_several_rows_needs_no_batch_entries(model: Any) -> 
         assert models.largest([model(chunk, cache=ours)], [model(chunk, cache=theirs)]) <= 4 * TOLERANCE
 
 
-def test_left_padding_is_computed_and_never_stored(model: Any) -> None:
+@pytest.mark.parametrize("merged", [True, False])
+def test_left_padding_is_computed_and_never_stored(model: Any, merged: bool) -> None:
     prompts = prompts_of(4, 11, 7)
     pool = CachePool(model, capacity=32, max_sequences=4)
-    batch = models.merged([pool.make_prompt_cache() for _ in prompts])
+    alone = [pool.make_prompt_cache() for _ in prompts] if merged else []
+    batch = models.merged(alone) if merged else pool.make_prompt_cache()
     padding = [11 - len(prompt) for prompt in prompts]
     for entry in batch:
         entry.prepare(left_padding=padding)
     padded = np.array([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)])
-    logits = [model(mx.array(part), cache=batch)[:, -1] for part in (padded[:, :8], padded[:, 8:])][-1]
+    parts = padded[:, :8], padded[:, 8:], np.array([[5]] * 3)
+    logits = [model(mx.array(part), cache=batch)[:, -1] for part in parts][1:]
     for row, prompt in enumerate(prompts):
-        alone = model(mx.array([prompt]), cache=own_prompt_cache(model))[:, -1]
-        assert models.largest([logits[row : row + 1]], [alone]) <= 4 * TOLERANCE
-    assert batch[-1].offset.tolist() == [4, 11, 7]
+        tokens, own = mx.array([[*prompt, 5]]), own_prompt_cache(model)
+        expected = [model(tokens[:, begin:end], cache=own)[:, -1] for begin, end in ((0, -1), (-1, None))]
+        assert models.largest([one[row : row + 1] for one in logits], expected) <= 4 * TOLERANCE
+    assert batch[-1].offset.tolist() == [5, 12, 8]
 
 
 def test_left_padding_of_a_row_that_holds_tokens_is_refused_where_there_are_states(model: Any) -> None:

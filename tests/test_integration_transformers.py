@@ -159,8 +159,19 @@ class TestFixedShapes:
         cache.reorder_cache(torch.tensor([1, 0]))
         assert [layer.keys.data_ptr() for layer in cache.layers] == addresses
         assert cache.nbytes == 2 * 2 * 2 * 32 * 2 * 16 * 4
-        with pytest.raises((InvalidRangeError, RuntimeError)):
-            hf.feed(made, cache, hf.tokens(3))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_what_does_not_fit_its_shapes_is_refused_and_counts_as_no_token(self, dtype: torch.dtype) -> None:
+        made, ids = hf.model("llama"), hf.tokens(2, 10)
+        cache = HFStaticCache(made.config, capacity=32)
+        hf.feed(made, cache, ids[:, :6])
+        refused = ids[:1, 6:] if dtype is torch.float32 else ids[:, 6:]
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16),
+            pytest.raises(InvalidRangeError, match=r"they must be \(2, 2, 4, 16\) in torch.float32"),
+        ):
+            hf.feed(made, cache, refused)
+        hf.close(hf.feed(made, cache, ids[:, 6:]), hf.fresh(made, ids[:, :6], ids[:, 6:]))
 
     def test_crop_takes_back_and_reset_forgets(self) -> None:
         made, ids, other = hf.model("gemma3"), hf.tokens(2, 20), hf.tokens(2, 4, seed=3)

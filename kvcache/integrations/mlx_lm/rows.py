@@ -427,6 +427,7 @@ class BatchRows:
         if skip is not None:
             self.skip = [old + int(new) for old, new in zip(self.skip, skip, strict=True)]
         self.left = None if lengths is None else [int(length) for length in lengths]
+        self.batched = self.batched or padded  # rows are at offsets of their own from here on
 
     def finalize(self) -> None:
         """No more padding."""

@@ -272,6 +272,8 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         if not is_torchdynamo_compiling():
+            if self.is_initialized:
+                self._check_like(key_states, value_states)
             self._check(key_states.shape[2])
             self._check_begun(key_states.shape[2])
         found: Pair = super().update(key_states, value_states)
@@ -290,6 +292,16 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
             self.rows.check_complete("HFStaticCache")
             self._check(query_length)
         return self.max_cache_len, 0
+
+    def _check_like(self, *new: torch.Tensor) -> None:
+        """Refuse keys and values of other rows, heads, sizes or dtypes than the layer's."""
+        for name, one, held in zip(("keys", "values"), new, (self.keys, self.values), strict=True):
+            wanted = (*held.shape[:2], one.shape[2], held.shape[3])
+            if tuple(one.shape) != wanted or one.dtype != held.dtype:
+                raise InvalidRangeError(
+                    f"HFStaticCache: {name} {tuple(one.shape)} in {one.dtype} for layer {self.layer}, whose "
+                    f"shapes are fixed: they must be {wanted} in {held.dtype}"
+                )
 
     def _check(self, tokens: int) -> None:
         on_cpu = self.cumulative_length.device.type == "cpu"
