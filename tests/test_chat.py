@@ -154,6 +154,16 @@ def test_a_turn_that_is_closed_before_its_first_event_was_none(talk: Conversatio
     assert talk.engine.statistics.generated_tokens == len(answer.tokens)
 
 
+def test_a_turn_that_was_asked_for_before_another_one_was_said_is_refused(talk: Conversations) -> None:
+    first, second = talk.say("abc", FEW), talk.say("d", FEW)
+    list(first)
+    text = talk.text()
+    with pytest.raises(RequestError, match=r"had 0 tokens when this turn was asked for"):
+        next(second)
+    assert talk.text() == text
+    assert not talk.engine.busy
+
+
 def test_a_turn_that_is_refused_or_fails_was_none(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:

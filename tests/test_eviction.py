@@ -231,8 +231,12 @@ def test_a_window_goes_on_from_a_snapshot_whichever_of_its_first_tokens_were_evi
 
 @pytest.mark.parametrize(
     ("cache", "gone", "positions"),
-    [(kvcache.CausalCache(), [5, 7], range(5)), (kvcache.SlidingWindowCache(4), [10], range(5, 10))],
-    ids=["all of the past", "a window"],
+    [
+        (kvcache.CausalCache(), [5, 7], range(5)),
+        (kvcache.SlidingWindowCache(4), [10], range(5, 10)),
+        (kvcache.SlidingWindowCache(4, keep=2), [0], range(0)),
+    ],
+    ids=["all of the past", "a window", "first tokens"],
 )
 def test_a_prefix_cache_keeps_what_lies_before_the_first_evicted_token(
     cache: Any, gone: list[int], positions: range

@@ -161,7 +161,7 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
 
 def _integers(name: str, values: object) -> np.ndarray:
     try:
-        found = np.asarray(values)
+        found = np.array(values)  # a copy: the caller may go on to write his own
     except ValueError:  # of several lengths
         found = np.empty(0, dtype=object)
     if found.ndim != 1 or found.dtype.kind not in "iu":

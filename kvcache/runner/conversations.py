@@ -101,9 +101,17 @@ class Conversations:
                 f"{conversation.name} has {said} tokens and the text {count}: more than the {limit} that fit"
             )
         settings = settings_for(self.engine.tokenizer, settings)
-        return self._answer(conversation, self.engine.encode([*conversation.tokens, *more]), settings)
+        prompt = self.engine.encode([*conversation.tokens, *more])
+        return self._answer(conversation, said, prompt, settings)
 
-    def _answer(self, conversation: Conversation, prompt: list[int], settings: GenerationOptions) -> Turn:
+    def _answer(
+        self, conversation: Conversation, said: int, prompt: list[int], settings: GenerationOptions
+    ) -> Turn:
+        if len(conversation.tokens) != said:
+            raise RequestError(
+                f"say: {conversation.name} had {said} tokens when this turn was asked for, and has "
+                f"{len(conversation.tokens)}; draw from one turn to its end before you ask for the next"
+            )
         request = self.engine.submit(prompt, settings)
         whole = False
         before = conversation.tokens, conversation.turns

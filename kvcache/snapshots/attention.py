@@ -72,13 +72,20 @@ class Window:
 def first_missing(stored: np.ndarray, window: Window | None) -> int:
     """The first position that ``stored`` (ascending, not empty) lacks; else the one behind the last.
 
-    What a window has let go of is not missing, nor are the first tokens that it keeps.
+    What a window has let go of is not missing.
     """
-    rest = stored if window is None else stored[np.searchsorted(stored, window.keep) :]
-    begin = int(rest[0]) if window is not None and rest.size else 0
-    if not rest.size or int(rest[-1]) - begin == rest.size - 1:
-        return int(stored[-1]) + 1
-    return begin + int((rest != np.arange(begin, begin + rest.size)).argmax())
+    last, at = int(stored[-1]), 0 if window is None else int(stored.searchsorted(window.keep))
+    if window is not None and at < min(window.keep, last + 1):
+        return _first_gap(stored[:at], 0)
+    rest = stored[at:]
+    begin = 0 if window is None or not rest.size else int(rest[0])
+    return last + 1 if not rest.size or last - begin == rest.size - 1 else _first_gap(rest, begin)
+
+
+def _first_gap(positions: np.ndarray, begin: int) -> int:
+    """The first position from ``begin`` on that these (ascending) lack."""
+    other = np.flatnonzero(positions != np.arange(begin, begin + positions.size))
+    return begin + int(other[0]) if other.size else begin + positions.size
 
 
 class AttentionSnapshots:

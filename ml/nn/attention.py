@@ -57,14 +57,18 @@ def has_attention(backend: Backend | None) -> TypeGuard[SupportsAttention]:
 
 
 def offers(backend: object, protocol: type) -> bool:
-    """isinstance, remembered per class: a protocol check takes longer than a small product."""
+    """isinstance, remembered per class: a protocol check takes longer than a small product.
+
+    What an object has of its own, and not by its class, counts only where that has ``__getattr__``.
+    """
     kind: type = type(backend)
-    return _is_kind_of(kind, protocol)
+    found, delegates = _is_kind_of(kind, protocol)
+    return found or (delegates and isinstance(backend, protocol))
 
 
 @functools.lru_cache(maxsize=256)
-def _is_kind_of(kind: type, protocol: type) -> bool:
-    return issubclass(kind, protocol)
+def _is_kind_of(kind: type, protocol: type) -> tuple[bool, bool]:
+    return issubclass(kind, protocol), hasattr(kind, "__getattr__")
 
 
 def generic_attention(

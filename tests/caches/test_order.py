@@ -286,6 +286,22 @@ def test_a_range_without_anything_behind_it_needs_no_shift_function(
         r.cache.remove(0, 0, 1)
 
 
+@pytest.mark.parametrize("kind", [CausalCache, lambda: ChunkedCache(4)], ids=["causal", "chunks"])
+def test_positions_may_be_written_once_the_pass_has_begun(
+    backend: ml.Backend, ctx: ml.Context, kind: Callable[[], CausalCache]
+) -> None:
+    cache, masks, new = bound(kind(), backend, 2, 16, 16), [], ctx.zeros((3, 1, 4), DType.F32)
+    for changed in (False, True):
+        positions = np.arange(3)
+        cache.start_forward(ctx, Batch(positions, [int(changed)] * 3))
+        if changed:
+            positions += 3
+        cache.put(ctx, new, new)
+        mask = cache.get(ctx)[2]
+        masks.append(mask if mask is ml.CAUSAL or mask is None else mask.to_numpy().tolist())
+    assert masks[0] == masks[1]
+
+
 def test_numpy_arrays_tuples_and_ranges_are_batches(rig: MakeRig) -> None:
     r = rig()
     makers: list[Any] = [np.array, tuple, list]

@@ -51,6 +51,33 @@ def test_on_other_backends_too(other: ml.Backend) -> None:
         branch_trace(other, seed)
 
 
+class Delegating:
+    """A cache whose calls go to another one."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+
+def test_a_cache_that_hands_its_calls_on_is_known_by_what_it_offers(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache: Any = Delegating(kvcache.RecurrentCache(states={None: {"s": kvcache.StateSpec((4,), DType.F32)}}))
+    cache.init(backend, DType.F32, 2, 16, 16)
+    cache.start_forward(ctx, Batch(range(4), [0] * 4))
+    cache.update_state(ctx, "s", ctx.full((1, 4), 1.0, DType.F32), 0)
+    assert branches.offset(cache, 0) == 4
+    mark = branches.mark(cache, 0)
+    cache.start_forward(ctx, Batch([4], [0]))
+    cache.update_state(ctx, "s", ctx.full((1, 4), 2.0, DType.F32), 0)
+    branches.rollback(cache, 0, 4, mark)
+    cache.start_forward(ctx, Batch([4], [0]))
+    assert cache.state(ctx, "s", 0).to_numpy().tolist() == [[1.0] * 4]
+    cache.close()
+
+
 # Nothing is left over.
 
 
