@@ -66,6 +66,20 @@ def test_logits_processors_see_the_whole_prompt_whatever_of_it_is_reused() -> No
         assert cache.prefix.stats.reused
 
 
+def test_progress_is_told_of_the_whole_prompt() -> None:
+    model, told = models.shared("llama"), []
+    options = {"max_tokens": 1, "prompt_progress_callback": lambda done, total: told.append((done, total))}
+    list(generate_step(mx.array(FIRST), model, prefill_step_size=7, **options))
+    expected, told[:] = [*told], []
+    with MLXPrefixCache(model, capacity=128, budget=1 << 20) as cache:
+        list(cache.generate(FIRST, prefill_step_size=7, **options))
+        assert told == expected
+        told.clear()
+        list(cache.generate(FIRST, prefill_step_size=7, **options))
+        assert told[0] == (29, 30)
+        assert told[-1] == (30, 30)
+
+
 def test_what_was_evicted_and_what_a_store_has_comes_back(name: str) -> None:
     store = MemoryStore()
     expected = plain(name, [*FIRST, 5], 6)

@@ -124,6 +124,18 @@ class TestCompiled:
         assert dynamo["stats"]["unique_graphs"] == 1
         assert not dynamo["graph_break"]
 
+    @pytest.mark.usefixtures("dynamo")
+    def test_a_first_pass_in_chunks_that_generate_compiles_finds_the_installed_cache_allocated(self) -> None:
+        """As transformers' own is: compiled code cannot allocate."""
+        made, batch = hf.model("llama"), hf.inputs("llama", 1)
+        settings = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+        settings._compile_all_devices = True
+        options = {"max_new_tokens": 3, "prefill_chunk_size": 4, "compile_config": settings}
+        expected = hf.generate(made, batch, max_new_tokens=3)
+        with install():
+            found = hf.generate(made, batch, cache_implementation="static", **options)
+        assert found.distance(expected) <= 1e-5
+
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers and torch, not ours
     @pytest.mark.skipif(not os.environ.get("ML_LONG"), reason="compiles kernels for long: ML_LONG=1")
     @pytest.mark.parametrize("name", ["llama", "gemma3"])

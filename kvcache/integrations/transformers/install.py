@@ -121,7 +121,12 @@ def _ours(model: Any, theirs: Cache | None, length: int, options: dict[str, Any]
             return HFCache(model.config, **{**options, "capacity": capacity, "grow": True})
         # As transformers does: not smaller than the last one, which code may be compiled for.
         capacity = max(capacity, getattr(model, "_previous_max_cache_length", 0))
-        return HFStaticCache(model.config, capacity=capacity, backend=options["backend"])
+        found = HFStaticCache(model.config, capacity=capacity, backend=options["backend"])
+        first = decoder.layers[0]
+        if first.is_initialized:  # the first pass, in chunks, is compiled, and cannot allocate
+            rows, heads, _, dim = first.keys.shape
+            found.early_initialization(rows, heads, dim, first.keys.dtype, first.keys.device)
+        return found
     except ml.NotSupportedError as error:
         _warn(type(model).__name__, str(error))
         return None
