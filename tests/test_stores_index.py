@@ -407,3 +407,27 @@ def test_times_of_use_go_on_where_the_lock_file_says_nonsense(where: Path) -> No
             lock.write(b"\xff" * 8)
         fill(store, "c")
         assert present(store, "abc") == "bc"
+
+
+@pytest.mark.parametrize("date", [-(10**18), 1 << 62, (1 << 63) + 10])
+@pytest.mark.parametrize("seen", ["when it is to go", "by a scan", "after a process died"])
+def test_an_entry_with_a_date_that_no_use_gave_it_counts_as_the_oldest(
+    where: Path, date: int, seen: str
+) -> None:
+    """As of a restored backup, say: before 1970, after 2116, or beyond what SQLite can hold."""
+    with opened(where, 3 * UNIT) as store:
+        fill(store, "abc")
+        manifest = where / "pages" / "b.json"
+        os.utime(manifest, ns=(date, date))
+        if manifest.stat().st_mtime_ns != date:
+            pytest.skip("this file system has no such dates")
+        if seen == "by a scan":
+            shutil.rmtree(where / "index")
+        elif seen == "after a process died":
+            with store._folder.locked() as held:
+                held.announce(["b"])
+        assert read(store, "a") == content("a")
+        fill(store, "d")
+        assert present(store, "abcd") == "acd"
+        fill(store, "ef")
+        assert present(store, "abcdef") == "def"

@@ -17,7 +17,7 @@ from typing import Final
 from kvcache.stores.errors import is_read_only
 from kvcache.stores.folder import Folder
 from kvcache.stores.index import Index, IndexDamagedError, Row, State, boot_id
-from kvcache.stores.lockfile import HeldLock
+from kvcache.stores.lockfile import LAST_TIME, HeldLock
 from kvcache.stores.manifest import DATA, MANIFEST, TEMPORARY, is_stem
 
 __all__ = ["Catalog"]
@@ -130,7 +130,7 @@ class Catalog:
 
     def _last_used(self, stem: str) -> int:
         try:
-            return self._folder.stat(stem + MANIFEST).st_mtime_ns
+            return _used(self._folder.stat(stem + MANIFEST))
         except FileNotFoundError:
             return 0
 
@@ -148,7 +148,7 @@ class Catalog:
         for stem in stems:
             data, manifest = (self._regular(stem + suffix) for suffix in (DATA, MANIFEST))
             if data and manifest:
-                there.append(Row(stem, data.st_size, manifest.st_mtime_ns))
+                there.append(Row(stem, data.st_size, _used(manifest)))
             else:
                 self._clear(stem, foreign=manifest is not None)
         try:
@@ -173,7 +173,7 @@ class Catalog:
             if name.endswith(DATA):
                 data[name[: -len(DATA)]] = found.st_size if regular else None
             elif name.endswith(MANIFEST):
-                manifests[name[: -len(MANIFEST)]] = found.st_mtime_ns if regular else None
+                manifests[name[: -len(MANIFEST)]] = _used(found) if regular else None
             elif name.endswith(TEMPORARY):
                 self.swept += self._folder.sweep_entry(name)
         rows = []
@@ -201,3 +201,8 @@ class Catalog:
             self.dropped += 1
         else:
             self.swept += 1
+
+
+def _used(manifest: os.stat_result) -> int:
+    """When the entry was last used; of a date that no use has given it nothing is known: it is the oldest."""
+    return manifest.st_mtime_ns if 0 <= manifest.st_mtime_ns < LAST_TIME else 0
