@@ -76,6 +76,7 @@ class Catalog:
         except IndexDamagedError:
             state = self._scan(held)
             victims, requeued = self._oldest(state, room, most)
+        known = state.names == self._folder.changed  # else others have changed names: who opens looks at all
         number = held.announce([*stems, *victims])
         self._gone, self._there = {}, requeued
         for stem in victims:
@@ -84,7 +85,8 @@ class Catalog:
         # What the index cannot take is not lost: whoever comes next finds it behind and looks at the files.
         with contextlib.suppress(OSError):
             try:
-                self._index.write(state, number, self._gone, self._there)
+                names = self._folder.changed if known else state.names
+                self._index.write(state, number, names, self._gone, self._there)
             except IndexDamagedError:
                 self._scan(held)
 
@@ -143,8 +145,11 @@ class Catalog:
             return None
 
     def _look_again(self, held: HeldLock, state: State, stems: Sequence[str]) -> State:
-        """Of entries that somebody was changing who has not come to the end of it."""
-        there = []
+        """Of entries that somebody was changing who has not come to the end of it.
+
+        Names that he has changed cannot be told from those that other programs have: who opens looks at all.
+        """
+        there, known = [], state.names == self._folder.changed
         for stem in stems:
             data, manifest = (self._regular(stem + suffix) for suffix in (DATA, MANIFEST))
             if data and manifest:
@@ -152,7 +157,8 @@ class Catalog:
             else:
                 self._clear(stem, foreign=manifest is not None)
         try:
-            return self._index.write(state, held.changes, dict.fromkeys(stems, False), there)
+            names = self._folder.changed if known else state.names
+            return self._index.write(state, held.changes, names, dict.fromkeys(stems, False), there)
         except (IndexDamagedError, OSError):
             return self._scan(held)
 
@@ -166,6 +172,7 @@ class Catalog:
 
     def _scan(self, held: HeldLock) -> State:
         """Count what is there, and clear away halves of entries."""
+        names = self._folder.changed  # before: what others change meanwhile is not known
         data: dict[str, int | None] = {}
         manifests: dict[str, int | None] = {}
         for name, found in self._folder.entries():
@@ -188,7 +195,7 @@ class Catalog:
         for stem in filter(is_stem, data):
             self._clear(stem, foreign=False)
         self._folder.used_until(max((row.used for row in rows), default=0))
-        return self._index.replace(held.changes, rows)
+        return self._index.replace(held.changes, names, rows)
 
     def _clear(self, stem: str, foreign: bool) -> None:
         try:
