@@ -87,6 +87,42 @@ def test_a_put_that_fails_at_any_call_leaves_no_debris(where: Path, code: int, a
     store.close()
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="this system does not list open files")
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("failing", ["writev", "flock", "rename"])
+def test_a_put_that_fails_where_nothing_can_be_removed_leaves_no_file_open_and_says_why(
+    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch, code: int, failing: str
+) -> None:
+    """A file system that is full may refuse to remove files, too. Its temporaries go when a store opens."""
+    fill(store, "a")
+    before, flock = open_files(), fcntl.flock
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def lock(fd: int, how: int) -> None:
+        if Path(f"/proc/self/fd/{fd}").readlink().suffix == ".tmp":
+            fail()
+        flock(fd, how)
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        if failing == "flock":
+            patch.setattr(fcntl, "flock", lock)
+        else:
+            patch.setattr(os, failing, fail)
+        with pytest.raises(StoreFullError):
+            store.put("b", [content("b")])
+    assert open_files() == before
+    assert any(name.endswith(".tmp") for name in names(where))
+    with FileStore(where) as again:
+        assert names(where) == both("a")
+        assert (again.usage().entries, present(again, "ab")) == (1, "a")
+
+
 def test_a_full_disk_is_opened_with_a_smaller_budget(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock file has no room for the names of what is to go; who comes next reads the folder."""
     with FileStore(where, durable=False) as store:

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,86 @@ def test_a_process_that_died_in_a_put_costs_a_look_at_what_it_announced(
         assert len(scans) == 1
         assert store.usage().entries == 1
         assert len(scans) == 2, "of the change before the last one nobody knows what it was of"
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the system's clock two changes may see the same time; here each change of a name has its own."""
+
+    def changed(self: Folder) -> int:
+        return zlib.crc32(repr(sorted(name for name, _ in original(self))).encode())
+
+    original = Folder.entries
+    monkeypatch.setattr(Folder, "changed", property(changed))
+
+
+def added(where: Path) -> None:
+    with opened(where.with_name("backup")) as backup:
+        fill(backup, "xy")
+    for path in (where.with_name("backup") / "pages").iterdir():
+        shutil.copy2(path, where / "pages")
+
+
+def removed(where: Path) -> None:
+    for path in (where / "pages").glob("a.*"):
+        path.unlink()
+
+
+def died(store: FileStore) -> None:
+    """Of a put of d, with its files in place; and another process has looked at them."""
+    with store._folder.locked() as held:
+        held.announce(["d"])
+        for path in (store.path / "pages").glob("b.*"):
+            shutil.copy2(path, path.with_stem("d"))
+    store.usage()
+
+
+@pytest.mark.usefixtures("ticking")
+@pytest.mark.parametrize(("change", "kept"), [(added, "abcdxy"), (removed, "bcd")])
+@pytest.mark.parametrize("then", [lambda store: fill(store, "d"), died], ids=["put", "died"])
+def test_what_other_programs_change_beside_an_open_store_is_counted_by_the_next_to_open(
+    where: Path,
+    scans: list[Path],
+    change: Callable[[Path], None],
+    kept: str,
+    then: Callable[[FileStore], None],
+) -> None:
+    with opened(where, 9 * UNIT) as store:
+        fill(store, "abc")
+        change(where)
+        then(store)
+        fill(store, "ef")
+        store.delete("e")
+        assert scans.count(where) == 1, "calls do not read the folder"
+        with opened(where, 9 * UNIT) as other:
+            assert names(where) == both(*kept, "f")
+            for one in (store, other):
+                assert (one.usage().entries, one.usage().nbytes) == (len(kept) + 1, UNIT * (len(kept) + 1))
+        with opened(where, 3 * UNIT) as other:
+            assert other.usage().nbytes == store.usage().nbytes == 3 * UNIT
+        assert scans.count(where) == 2, "it is read once"
+    assert len(names(where)) == 2 * 3
+
+
+@pytest.mark.usefixtures("ticking")
+def test_what_other_programs_change_while_the_folder_is_read_is_counted_by_the_next_to_open(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Folder.entries
+
+    def entries(self: Folder) -> Iterator[tuple[str, os.stat_result]]:
+        yield from original(self)
+        if self.path == where:
+            added(where)
+
+    with opened(where) as store:
+        fill(store, "a")
+    shutil.rmtree(where / "index")
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "entries", entries)
+        opened(where).close()
+    with opened(where) as store:
+        assert store.usage().entries == 3
 
 
 def test_what_was_used_since_is_looked_at_once(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,3 +488,27 @@ def test_times_of_use_go_on_where_the_lock_file_says_nonsense(where: Path) -> No
             lock.write(b"\xff" * 8)
         fill(store, "c")
         assert present(store, "abc") == "bc"
+
+
+@pytest.mark.parametrize("date", [-(10**18), 1 << 62, (1 << 63) + 10])
+@pytest.mark.parametrize("seen", ["when it is to go", "by a scan", "after a process died"])
+def test_an_entry_with_a_date_that_no_use_gave_it_counts_as_the_oldest(
+    where: Path, date: int, seen: str
+) -> None:
+    """As of a restored backup, say: before 1970, after 2116, or beyond what SQLite can hold."""
+    with opened(where, 3 * UNIT) as store:
+        fill(store, "abc")
+        manifest = where / "pages" / "b.json"
+        os.utime(manifest, ns=(date, date))
+        if manifest.stat().st_mtime_ns != date:
+            pytest.skip("this file system has no such dates")
+        if seen == "by a scan":
+            shutil.rmtree(where / "index")
+        elif seen == "after a process died":
+            with store._folder.locked() as held:
+                held.announce(["b"])
+        assert read(store, "a") == content("a")
+        fill(store, "d")
+        assert present(store, "abcd") == "acd"
+        fill(store, "ef")
+        assert present(store, "abcdef") == "def"

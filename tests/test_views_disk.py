@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,26 @@ def test_broken_entries_say_what_is_wrong_and_stay(folder: Path) -> None:
     assert picture.writing == 1
     assert "1 temporary file" in picture.text()
     assert before == listing(folder)
+
+
+def test_an_entry_that_is_evicted_while_the_folder_is_read_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, scandir = min((folder / "pages").glob("*.json")).stem, os.scandir
+
+    @contextlib.contextmanager
+    def evicting(path: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with scandir(path) as found:
+            listed = list(found)
+        for suffix in (".json", ".safetensors"):
+            (folder / "pages" / f"{gone}{suffix}").unlink()
+        yield iter(listed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", evicting)
+        picture = look_at_store(folder)
+    assert picture.total == len(picture.entries) == 2
+    assert not any(entry.key == gone or entry.problem for entry in picture.entries)
 
 
 def flip(path: Path, at: int) -> None:

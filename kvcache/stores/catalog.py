@@ -17,7 +17,7 @@ from typing import Final
 from kvcache.stores.errors import is_read_only
 from kvcache.stores.folder import Folder
 from kvcache.stores.index import Index, IndexDamagedError, Row, State, boot_id
-from kvcache.stores.lockfile import HeldLock
+from kvcache.stores.lockfile import LAST_TIME, HeldLock
 from kvcache.stores.manifest import DATA, MANIFEST, TEMPORARY, is_stem
 
 __all__ = ["Catalog"]
@@ -76,6 +76,7 @@ class Catalog:
         except IndexDamagedError:
             state = self._scan(held)
             victims, requeued = self._oldest(state, room, most)
+        known = state.names == self._folder.changed  # else others have changed names: who opens looks at all
         number = held.announce([*stems, *victims])
         self._gone, self._there = {}, requeued
         for stem in victims:
@@ -84,7 +85,8 @@ class Catalog:
         # What the index cannot take is not lost: whoever comes next finds it behind and looks at the files.
         with contextlib.suppress(OSError):
             try:
-                self._index.write(state, number, self._gone, self._there)
+                names = self._folder.changed if known else state.names
+                self._index.write(state, number, names, self._gone, self._there)
             except IndexDamagedError:
                 self._scan(held)
 
@@ -130,7 +132,7 @@ class Catalog:
 
     def _last_used(self, stem: str) -> int:
         try:
-            return self._folder.stat(stem + MANIFEST).st_mtime_ns
+            return _used(self._folder.stat(stem + MANIFEST))
         except FileNotFoundError:
             return 0
 
@@ -143,16 +145,20 @@ class Catalog:
             return None
 
     def _look_again(self, held: HeldLock, state: State, stems: Sequence[str]) -> State:
-        """Of entries that somebody was changing who has not come to the end of it."""
-        there = []
+        """Of entries that somebody was changing who has not come to the end of it.
+
+        Names that he has changed cannot be told from those that other programs have: who opens looks at all.
+        """
+        there, known = [], state.names == self._folder.changed
         for stem in stems:
             data, manifest = (self._regular(stem + suffix) for suffix in (DATA, MANIFEST))
             if data and manifest:
-                there.append(Row(stem, data.st_size, manifest.st_mtime_ns))
+                there.append(Row(stem, data.st_size, _used(manifest)))
             else:
                 self._clear(stem, foreign=manifest is not None)
         try:
-            return self._index.write(state, held.changes, dict.fromkeys(stems, False), there)
+            names = self._folder.changed if known else state.names
+            return self._index.write(state, held.changes, names, dict.fromkeys(stems, False), there)
         except (IndexDamagedError, OSError):
             return self._scan(held)
 
@@ -166,6 +172,7 @@ class Catalog:
 
     def _scan(self, held: HeldLock) -> State:
         """Count what is there, and clear away halves of entries."""
+        names = self._folder.changed  # before: what others change meanwhile is not known
         data: dict[str, int | None] = {}
         manifests: dict[str, int | None] = {}
         for name, found in self._folder.entries():
@@ -173,7 +180,7 @@ class Catalog:
             if name.endswith(DATA):
                 data[name[: -len(DATA)]] = found.st_size if regular else None
             elif name.endswith(MANIFEST):
-                manifests[name[: -len(MANIFEST)]] = found.st_mtime_ns if regular else None
+                manifests[name[: -len(MANIFEST)]] = _used(found) if regular else None
             elif name.endswith(TEMPORARY):
                 self.swept += self._folder.sweep_entry(name)
         rows = []
@@ -188,7 +195,7 @@ class Catalog:
         for stem in filter(is_stem, data):
             self._clear(stem, foreign=False)
         self._folder.used_until(max((row.used for row in rows), default=0))
-        return self._index.replace(held.changes, rows)
+        return self._index.replace(held.changes, names, rows)
 
     def _clear(self, stem: str, foreign: bool) -> None:
         try:
@@ -201,3 +208,8 @@ class Catalog:
             self.dropped += 1
         else:
             self.swept += 1
+
+
+def _used(manifest: os.stat_result) -> int:
+    """When the entry was last used; of a date that no use has given it nothing is known: it is the oldest."""
+    return manifest.st_mtime_ns if 0 <= manifest.st_mtime_ns < LAST_TIME else 0

@@ -257,10 +257,12 @@ class FileStore(Closing):
                     found.append(_Temporary(*self._folder.create_temporary()))  # noqa: PERF401
             yield found[0], found[1]
         finally:
-            for temporary in found:
-                if not temporary.published:
-                    self._folder.discard(temporary.name)
-                os.close(temporary.fd)
+            with contextlib.ExitStack() as closing:
+                for temporary in found:
+                    closing.callback(os.close, temporary.fd)
+                for temporary in found:
+                    if not temporary.published:
+                        self._folder.discard(temporary.name)
 
     def _commit(self, key: str, nbytes: int, data: _Temporary, manifest: _Temporary) -> bool:
         stem = self._naming.stem(key)
@@ -277,7 +279,8 @@ class FileStore(Closing):
                     self._publish(data, stem + DATA)
                     self._publish(manifest, stem + MANIFEST)
                 except BaseException:
-                    self._catalog.remove(stem)
+                    with contextlib.suppress(OSError):  # who comes next looks at it again
+                        self._catalog.remove(stem)
                     raise
                 self._catalog.add(stem, nbytes, used)
             return True

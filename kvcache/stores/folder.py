@@ -154,8 +154,8 @@ class Folder:
         return name, fd
 
     def discard(self, temporary: str) -> None:
-        """Remove a file that was not published."""
-        with contextlib.suppress(FileNotFoundError):
+        """Remove a file that was not published. What the system does not remove, the next to open sweeps."""
+        with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=self._writing)
 
     def sweep(self) -> int:

@@ -86,7 +86,7 @@ class State:
     boot: str
     """Since which start of which machine it has been written."""
     names: int
-    """When the system last saw a name of an entry come or go: ``Folder.changed``."""
+    """``Folder.changed``, when all changes of names were known: those of other programs are found by it."""
     entries: int
     nbytes: int
 
@@ -145,7 +145,9 @@ class Index:
         with _translated(), contextlib.closing(self._open_db().cursor()) as cursor:
             yield from map(Row.of, cursor.execute("SELECT * FROM entries ORDER BY used, stem"))
 
-    def write(self, before: State, changes: int, gone: Mapping[str, bool], there: Sequence[Row]) -> State:
+    def write(
+        self, before: State, changes: int, names: int, gone: Mapping[str, bool], there: Sequence[Row]
+    ) -> State:
         """All of it, or nothing: these entries are gone and those are there, as of this count of changes.
 
         ``gone`` says of each whether it was there, and so must have a row: where a page of the index is
@@ -161,15 +163,15 @@ class Index:
             for row in there:
                 db.execute("INSERT INTO entries VALUES (?, ?, ?, ?)", row.marked)
                 entries, nbytes = entries + 1, nbytes + row.nbytes
-            state = State(changes, before.boot, self._folder.changed, entries, nbytes)
+            state = State(changes, before.boot, names, entries, nbytes)
             db.execute("UPDATE state SET record = ?, mark = ?", state.marked)
         self._last = state
         return state
 
-    def replace(self, changes: int, rows: list[Row]) -> State:
+    def replace(self, changes: int, names: int, rows: list[Row]) -> State:
         """Make it anew, of these entries, which are sorted on the way."""
         rows.sort()
-        state = State(changes, boot_id(), self._folder.changed, len(rows), sum(row.nbytes for row in rows))
+        state = State(changes, boot_id(), names, len(rows), sum(row.nbytes for row in rows))
         self.close()
         path = self._path()
         if path is not None:

@@ -27,20 +27,21 @@ from kvcache.stores.manifest import is_stem
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
-__all__ = ["LOCK", "SAFE", "STORE_FORMAT", "HeldLock", "LockFile"]
+__all__ = ["LAST_TIME", "LOCK", "SAFE", "STORE_FORMAT", "HeldLock", "LockFile"]
 
 STORE_FORMAT: Final = b"kvcache.store/1\n"
 LOCK: Final = "kvcache.lock"
 SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags for every file that is opened: no link is followed, no pipe waited for."""
 
+LAST_TIME: Final = 1 << 62
+"""Nanoseconds; the year 2116. A later time is damage."""
+
 _CHANGES: Final = len(STORE_FORMAT)
 _LATEST: Final = _CHANGES + 8
 _INTENT: Final = _LATEST + 8
 _LONGEST = 1 << 26
 """Bytes of stems; a longer list is none of ours."""
-_LAST_TIME = 1 << 62
-"""Nanoseconds; the year 2116. A later time is damage."""
 
 
 class HeldLock:
@@ -138,7 +139,7 @@ class LockFile:
                 self._note(self._latest)
 
     def _learn(self, latest: int) -> None:
-        if self._latest < latest < _LAST_TIME:
+        if self._latest < latest < LAST_TIME:
             self._latest = latest
 
     def _note(self, latest: int) -> None:

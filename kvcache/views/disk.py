@@ -6,6 +6,7 @@ finds broken: an entry that another process is just writing or evicting may show
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -80,11 +81,12 @@ def _scan(pages: Path) -> tuple[dict[str, int], dict[str, float], int]:
             stem, suffix = os.path.splitext(item.name)  # noqa: PTH122
             writing += suffix == TEMPORARY
             if suffix in (DATA, MANIFEST) and item.is_file(follow_symlinks=False):
-                status = item.stat(follow_symlinks=False)
-                if suffix == DATA:
-                    sizes[stem] = status.st_size
-                else:
-                    times[stem] = status.st_mtime
+                with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                    status = item.stat(follow_symlinks=False)
+                    if suffix == DATA:
+                        sizes[stem] = status.st_size
+                    else:
+                        times[stem] = status.st_mtime
     being_written = pages.with_name(WRITING)
     if being_written.is_dir():  # an earlier version of FileStore writes among the pages
         writing += sum(path.suffix == TEMPORARY for path in being_written.iterdir())
