@@ -41,7 +41,7 @@ def _store_eight(source: Any, first: Any, stop: Any, codes: Any) -> Any:
     top = np.int32(0)
     for j in range(first, stop):
         top = max(top, _magnitude(source[j]))
-    scale = np.int32(top).view(np.float32) * np.float32(1 / 127)
+    scale = np.int32(top).view(np.float32) / np.float32(127)
     inverse = ONE / scale if scale != ZERO else ZERO
     for j in range(first, stop):
         x = source[j] * inverse
@@ -51,7 +51,7 @@ def _store_eight(source: Any, first: Any, stop: Any, codes: Any) -> Any:
 
 @part(False)
 def _store_four(source: Any, first: Any, stop: Any, codes: Any) -> Any:
-    top, peak = np.int32(-1), ZERO
+    top, peak = np.int32(0), ZERO
     for j in range(first, stop):
         size = _magnitude(source[j])
         if size > top:

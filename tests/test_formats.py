@@ -59,7 +59,7 @@ def samples(dtype: DType) -> np.ndarray:
     x[5], x[6] = np.abs(x[5]), -np.abs(x[6])
     x[7] = np.arange(256) * 0.5 - 16
     x[8] = 1000 + np.arange(256) * 1e-3
-    x[9], x[10], x[11, ::3] = 1e-37, 1e-40, -0.0
+    x[9], x[10], x[11, ::3], x[13] = 1e-37, 1e-40, -0.0, -0.0
     x[12, 0], x[12, 1:] = 448, np.linspace(-448, 448, 255)
     return np.clip(x, -6e4, 6e4).astype(np.float32).astype(dtype.numpy)
 

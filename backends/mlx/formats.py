@@ -59,12 +59,12 @@ def blocks_of(values: Any, eight: bool) -> tuple[Any, Any]:
     *outer, dim = values.shape
     blocks = mx.reshape(mx.astype(values, mx.float32), (*outer, dim // BLOCK, BLOCK))
     if eight:
-        scale = mx.max(mx.abs(blocks), axis=-1, keepdims=True) * (1 / 127)
+        scale = mx.max(mx.abs(blocks), axis=-1, keepdims=True) / 127
         scaled = blocks * _inverse(scale)
         codes = mx.astype(scaled + mx.sign(scaled) * 0.5, mx.int8)  # half away from 0
     else:
         peak = mx.argmax(mx.abs(blocks), axis=-1, keepdims=True)
-        scale = mx.take_along_axis(blocks, peak, axis=-1) * (-1 / 8)
+        scale = (mx.take_along_axis(blocks, peak, axis=-1) + 0.0) * (-1 / 8)  # of -0.0 as of 0
         whole = mx.astype(mx.clip(blocks * _inverse(scale) + 8.5, 0, 15), mx.uint8)
         codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
     codes = mx.reshape(codes, (*outer, codes.shape[-1] * (dim // BLOCK)))

@@ -43,13 +43,13 @@ def _to_blocks(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]
     *outer, dim = values.shape
     blocks = values.astype(np.float32, copy=False).reshape(*outer, dim // BLOCK, BLOCK)
     if eight:
-        scale = np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / 127)
+        scale = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
         scaled = blocks * _inverse(scale)
         scaled += np.copysign(np.float32(0.5), scaled)  # half away from 0
         codes = scaled.astype(np.int8)
     else:
         peak = np.abs(blocks).argmax(-1, keepdims=True)
-        scale = np.take_along_axis(blocks, peak, -1) * np.float32(-1 / 8)
+        scale = (np.take_along_axis(blocks, peak, -1) + np.float32(0)) * np.float32(-1 / 8)  # of -0.0 as of 0
         whole = (blocks * _inverse(scale) + np.float32(8.5)).clip(0, 15).astype(np.uint8)
         codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
     return codes.reshape(*outer, -1), scale.astype(np.float16)[..., 0]

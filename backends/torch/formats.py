@@ -49,11 +49,12 @@ def _to_blocks(values: torch.Tensor, eight: bool) -> tuple[torch.Tensor, torch.T
     *outer, dim = values.shape
     blocks = values.float().reshape(*outer, dim // BLOCK, BLOCK)
     if eight:
-        scale = blocks.abs().amax(-1, keepdim=True).mul_(1 / 127)
+        scale = blocks.abs().amax(-1, keepdim=True).div_(_scalar(blocks, 127))
         scaled = blocks * _inverse(scale)
         codes = scaled.add_(scaled.sign(), alpha=0.5).to(torch.int8)  # half away from 0
     else:
-        scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).mul_(-1 / 8)
+        peak = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+        scale = peak.add_(0.0).mul_(-1 / 8)  # of -0.0 as of 0
         whole = (blocks * _inverse(scale)).add_(8.5).clamp_(0, 15).to(torch.uint8)
         codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
     return codes.flatten(-2), scale.squeeze(-1).half()

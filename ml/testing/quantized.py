@@ -27,8 +27,8 @@ TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
 def encoded(x: np.ndarray, name: str) -> Arrays:
     """Codes and F16 scales of F32 (..., dim), as ggml-quants.c has it: each product rounded to F32."""
     blocks = x.astype(np.float32).reshape(-1, BLOCK)
-    peak = blocks[np.arange(len(blocks)), np.abs(blocks).argmax(1)][:, None]
-    scale = abs(peak) * np.float32(1 / 127) if name == "Q8_0" else peak * np.float32(-1 / 8)
+    peak = blocks[np.arange(len(blocks)), np.abs(blocks).argmax(1)][:, None] + np.float32(0)  # -0.0 is 0
+    scale = abs(peak) / np.float32(127) if name == "Q8_0" else peak / np.float32(-8)
     inverse = np.where(scale == 0, np.float32(0), np.float32(1) / np.where(scale == 0, np.float32(1), scale))
     scaled = blocks * inverse
     if name == "Q8_0":

@@ -83,7 +83,7 @@ class _Q8(_Blocks):
     name, packed, code_dtype = "Q8_0", 1, ml.DType.I8
 
     def _encode(self, ctx: ml.Context, blocks: ml.Tensor) -> tuple[ml.Tensor, ml.Tensor]:
-        scale = blocks.abs(ctx).max(ctx, -1, keepdims=True).scale(ctx, 1 / 127)
+        scale = blocks.abs(ctx).max(ctx, -1, keepdims=True).div(ctx, number(ctx, 127.0))
         scaled = blocks.mul(ctx, inverse(ctx, scale))
         # Truncating then rounds halves away from zero, as roundf.
         return scaled.add(ctx, same_sign(ctx, scaled, 0.5)).cast(ctx, ml.DType.I8), scale
@@ -99,7 +99,7 @@ class _Q4(_Blocks):
     name, packed, code_dtype = "Q4_0", 2, ml.DType.U8
 
     def _encode(self, ctx: ml.Context, blocks: ml.Tensor) -> tuple[ml.Tensor, ml.Tensor]:
-        scale = _signed_peak(ctx, blocks).scale(ctx, -1 / 8)
+        scale = _signed_peak(ctx, blocks).add(ctx, number(ctx, 0.0)).scale(ctx, -1 / 8)  # of -0.0 as of 0
         scaled = blocks.mul(ctx, inverse(ctx, scale)).add(ctx, number(ctx, 8.5))
         whole = scaled.clamp(ctx, 0, 15).cast(ctx, ml.DType.U8).cast(ctx, ml.DType.F32)
         low, high = (whole.slice(ctx, -1, half, half + BLOCK // 2) for half in (0, BLOCK // 2))
