@@ -42,17 +42,17 @@ class MLXSession(Conversation):
         super().__init__(session, rows, lambda: rows.lengths[0])
         self.prompt_cache = owner.pool.prompt_cache_of(rows)
 
-    def prefill(self, size: int = 512) -> mx.array:
+    def prefill(self, size: int = 512, progress: Callable[[int, int], object] | None = None) -> mx.array:
         """Evaluate ``remaining`` but its last token, at most ``size`` tokens at a time; returns that token.
+
+        ``progress`` is told before each part how many tokens of the prompt are evaluated, and of how many.
 
         ``generate_step`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
         """
-        return self._prefill(size, lambda done, total: None)
-
-    def _prefill(self, size: int, progress: Callable[[int, int], object]) -> mx.array:
         tokens, upto = self._session.tokens, self.cached
         for chunk in self._session.chunks(size):
-            progress(upto, len(tokens))
+            if progress is not None:
+                progress(upto, len(tokens))
             upto += len(chunk)
             begin, end = self._rows.lengths[0], min(upto, len(tokens) - 1)
             if end > begin:
@@ -140,14 +140,12 @@ class MLXPrefixCache(SharedPrefixes):
                 raise InvalidRangeError(f"generate: {name}={options[name]!r:.40}; {remedy}")
         if processors := options.get("logits_processors"):
             options["logits_processors"] = [_of_whole_prompt(tokens, one) for one in processors]
-        before, progress = (
-            len(tokens) - 1,
-            options.get("prompt_progress_callback") or (lambda done, total: None),
-        )
-        options["prompt_progress_callback"] = lambda done, total: progress(before + done, before + total)
+        before, progress = len(tokens) - 1, options.get("prompt_progress_callback")
+        if progress is not None:
+            options["prompt_progress_callback"] = lambda done, total: progress(before + done, before + total)
         said: list[int] = []
         with self.begin(tokens, salt, shared) as session:
-            last = session._prefill(prefill_step_size, progress)
+            last = session.prefill(prefill_step_size, progress)
             steps = generate_step(last, self.model, prompt_cache=session.prompt_cache, **options)
             try:
                 for token, logprobs in steps:
