@@ -47,7 +47,7 @@ def page_out(
             begun = backend.page_out(ctx, tensors)
     if begun is not None:
         return begun
-    return [np.ascontiguousarray(tensor.to_numpy()) for tensor in tensors], _Done()
+    return [np.asarray(tensor.to_numpy(), order="C") for tensor in tensors], _Done()
 
 
 def page_in(

@@ -2,7 +2,8 @@
 
 Inside ``cuda_double(n)`` torch has ``n`` devices. A tensor on one of them says so (``device``, ``is_cuda``),
 keeps its values on the host, and is computed by torch's CPU kernels; it refuses operands of another device,
-as CUDA does. What is noted: copies between devices, and all that makes the host wait for one.
+as CUDA does. Its address is none of the host's: a kernel of the CPU that is given it crashes. What is noted:
+copies between devices, and all that makes the host wait for one.
 
 FlashAttention and the memory-efficient kernel, which the CPU lacks, are their definitions here, with the
 shapes and alignments that they ask for. A sort of BOOL is refused, as CUDA refuses it.
@@ -32,6 +33,20 @@ WHOLE = {torch.matmul, torch.Tensor.matmul, torch.rms_norm, functional.rms_norm}
 """What torch makes of other operations, with changes of shape in place that a double cannot follow."""
 
 
+AWAY = 1 << 55
+"""From where the values lie to the address that a tensor on a device gives: no process has memory there."""
+
+
+class _DeviceStorage:
+    """The memory of a tensor on a device that is not there."""
+
+    def __init__(self, inner: torch.UntypedStorage) -> None:
+        self.nbytes, self._inner = inner.nbytes, inner
+
+    def data_ptr(self) -> int:
+        return self._inner.data_ptr() + AWAY
+
+
 class DeviceTensor(torch.Tensor):
     """A tensor on a device that is not there; ``inner`` has its values."""
 
@@ -53,10 +68,10 @@ class DeviceTensor(torch.Tensor):
     # Torch's bindings of these ask CUDA itself, where the device is CUDA's.
 
     def data_ptr(self) -> int:
-        return self.inner.data_ptr()
+        return self.inner.data_ptr() + AWAY
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.inner.untyped_storage()
+    def untyped_storage(self) -> Any:
+        return _DeviceStorage(self.inner.untyped_storage())
 
     def is_inference(self) -> bool:
         return self.inner.is_inference()

@@ -98,6 +98,18 @@ def test_every_backend_stores_the_same_bits_and_reads_them_alike(
     assert stored.head_dim(stored.parts(256, dtype)[0][0]) == 256
 
 
+@pytest.mark.parametrize("name", CODED)
+def test_no_rows_are_stored_and_read_as_none(ctx: ml.Context, name: str) -> None:
+    stored = open_format(name)
+    for outer in ((0, 2), (2, 0)):
+        parts = stored.encode(ctx, ctx.zeros((*outer, 256), DType.F16))
+        assert [(part.shape, part.dtype) for part in parts] == [
+            ((*outer, width), kind) for width, kind in stored.parts(256, DType.F16)
+        ]
+        read = stored.decode(ctx, parts, 256)
+        assert (read.shape, read.to_numpy().dtype) == ((*outer, 256), np.float32)
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("name", AFFINE)
 def test_groups_are_those_that_mlx_makes_and_reads(ctx: ml.Context, name: str, dtype: DType) -> None:

@@ -395,6 +395,26 @@ def test_a_context_of_another_device_attends_where_the_history_lies(
     assert max(noted.nbytes for noted in transfers.of("crossing")) == 2 * HEADS * DIM
 
 
+@pytest.mark.parametrize("stored", [ml.DType.F32, BF16, ml.DType.Q8_0], ids=str)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["no sinks", "sinks"])
+def test_a_layer_on_the_cpu_is_attended_to_by_a_context_on_a_gpu(
+    transfers: Transfers, stored: ml.DType, with_sinks: bool
+) -> None:
+    """Query and sinks lie on the GPU: the kernel of the CPU is given copies, never their addresses."""
+    found = []
+    for devices in (["cuda:0", "cpu"], ["cpu"]):
+        loop, random = Loop(devices, CausalCache(), BF16, stored), np.random.default_rng(5)
+        loop.step([*tokens(0, 0, 40), *tokens(1, 0, 3)])
+        loop.step([(0, 40), (1, 3)])
+        query = loop.ctx.from_numpy(random.standard_normal((2, HEADS, DIM)), BF16)
+        sinks = loop.ctx.from_numpy(random.standard_normal(HEADS), BF16) if with_sinks else None
+        loop.cache.set_layer(LAYERS - 1)
+        attended = loop.cache.attend(loop.ctx, query, 1.0, sinks)
+        assert attended.device == query.device == devices[0]
+        found.append(attended.to_numpy())
+    assert found[0].tobytes() == found[1].tobytes()
+
+
 class TestOnTheDouble(AttentionTests, RowTests, CapabilityTests):
     """What the shipped suite asks, of the parts where CUDA has ways of its own."""
 

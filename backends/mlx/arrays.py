@@ -42,7 +42,8 @@ def from_mlx_dtype(op: str, native: Any) -> DType:
 
 def from_host(array: np.ndarray) -> mx.array:
     """An MLX copy of a host array of any DType; it exists at once and belongs to no stream."""
-    return mx.array(np.asarray(array, order="C"))
+    backwards = min(array.strides, default=0) < 0  # C order to NumPy along an axis of 1, not to MLX
+    return mx.array(np.array(array, order="C") if backwards else np.asarray(array, order="C"))
 
 
 def scalar(value: float, dtype: DType) -> np.ndarray:

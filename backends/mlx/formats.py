@@ -50,6 +50,8 @@ def decoded(parts: Sequence[MlxTensor], name: str) -> MlxTensor | None:
             return None
         bits, group = AFFINE[name]
         scale, bias = (mx.astype(one, mx.float32) for one in scales)
+        if not codes.size:  # which MLX does not reshape
+            return parts[0].wrap(mx.zeros((*codes.shape[:-1], codes.shape[-1] * 32 // bits)), DType.F32)
         found = mx.dequantize(mx.view(codes, mx.uint32), scale, bias, group, bits)
         return parts[0].wrap(found, DType.F32)
 
@@ -57,6 +59,9 @@ def decoded(parts: Sequence[MlxTensor], name: str) -> MlxTensor | None:
 def blocks_of(values: Any, eight: bool) -> tuple[Any, Any]:
     """GGML's Q8_0 where ``eight``, else its Q4_0; on the stream that is current."""
     *outer, dim = values.shape
+    if not values.size:  # of which MLX finds no largest
+        codes = mx.zeros((*outer, dim if eight else dim // 2), mx.int8 if eight else mx.uint8)
+        return codes, mx.zeros((*outer, dim // BLOCK), mx.float16)
     blocks = mx.reshape(mx.astype(values, mx.float32), (*outer, dim // BLOCK, BLOCK))
     if eight:
         scale = mx.max(mx.abs(blocks), axis=-1, keepdims=True) / 127

@@ -23,7 +23,7 @@ from backends.placement import only_device
 from ml.base import BaseBackend, BaseContext, BaseTensor, Storage
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
-from ml.errors import DeviceError, DTypeError, ReadOnlyError
+from ml.errors import DeviceError, DTypeError, ReadOnlyError, ShapeError
 from ml.nn.grouped import runs
 from ml.ragged import RaggedPlan
 from ml.strided import Shape, contiguous_strides, extent, overlaps_itself
@@ -137,8 +137,11 @@ class NumpyBackend(BaseBackend):
         return tensor.native
 
     def borrow(self, ctx: NumpyContext, array: np.ndarray) -> BaseTensor:
-        """See :class:`ml.SupportsZeroCopyRead`."""
-        return ctx.from_native(array)
+        """See :class:`ml.SupportsZeroCopyRead`. Arrays that run backwards are copied."""
+        try:
+            return ctx.from_native(array)
+        except ShapeError:  # of strides that no view has
+            return ctx.from_numpy(array, DType.from_numpy(array.dtype))
 
     def overwrite(self, ctx: NumpyContext, tensor: NumpyTensor) -> np.ndarray | None:
         """See :class:`ml.SupportsHostWrite`."""

@@ -31,7 +31,7 @@ def decoded(parts: Sequence[np.ndarray], name: str) -> np.ndarray | None:
     if name == "F8_E4M3":
         found: np.ndarray = _FLOAT8_NUMBERS[parts[0]] * parts[1]
         return found
-    return _from_groups(parts, AFFINE[name][0]) if name in AFFINE else None
+    return _from_groups(parts, *AFFINE[name]) if name in AFFINE else None
 
 
 @np.errstate(all="ignore")
@@ -52,7 +52,7 @@ def _to_blocks(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]
         scale = (np.take_along_axis(blocks, peak, -1) + np.float32(0)) * np.float32(-1 / 8)  # of -0.0 as of 0
         whole = (blocks * _inverse(scale) + np.float32(8.5)).clip(0, 15).astype(np.uint8)
         codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
-    return codes.reshape(*outer, -1), scale.astype(np.float16)[..., 0]
+    return codes.reshape(*outer, dim if eight else dim // 2), scale.astype(np.float16)[..., 0]
 
 
 @np.errstate(all="ignore")
@@ -85,7 +85,8 @@ def _to_float8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @np.errstate(all="ignore")
 def _to_groups(x: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    groups = x.astype(np.float32, copy=False).reshape(*x.shape[:-1], -1, group)
+    *outer, dim = x.shape
+    groups = x.astype(np.float32, copy=False).reshape(*outer, dim // group, group)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     step = np.maximum((high - low) / np.float32(2**bits - 1), np.float32(AFFINE_LEAST_STEP))
     below = np.abs(low) > np.abs(high)
@@ -96,17 +97,17 @@ def _to_groups(x: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.nda
     codes = np.rint((groups - bias) / scale).clip(0, 2**bits - 1).astype(np.uint8)
     if bits == 4:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
-    words = np.ascontiguousarray(codes.reshape(*x.shape[:-1], -1)).view("<i4")
+    words = np.ascontiguousarray(codes.reshape(*outer, dim * bits // 8)).view("<i4")
     return words, scale[..., 0].astype(x.dtype), bias[..., 0].astype(x.dtype)
 
 
 @np.errstate(all="ignore")
-def _from_groups(parts: Sequence[np.ndarray], bits: int) -> np.ndarray:
+def _from_groups(parts: Sequence[np.ndarray], bits: int, group: int) -> np.ndarray:
     words, scales, biases = parts
     codes = words.astype("<i4", order="C").view(np.uint8)
     if bits == 4:
         codes = np.stack((codes & 15, codes >> 4), -1)
-    found = codes.reshape(*scales.shape, -1).astype(np.float32)
+    found = codes.reshape(*scales.shape, group).astype(np.float32)
     found *= scales.astype(np.float32)[..., None]
     found += biases.astype(np.float32)[..., None]
-    return found.reshape(*scales.shape[:-1], -1)
+    return found.reshape(*scales.shape[:-1], scales.shape[-1] * group)

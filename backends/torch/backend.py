@@ -14,7 +14,7 @@ import torch
 from backends.cpu_store import CodesStore
 from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
 from backends.torch.attention import attend
-from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, translated
+from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, takes, translated
 from backends.torch.devices import device_memory, find_places, release
 from backends.torch.distributed import TorchGroup, join
 from backends.torch.formats import decoded, encoded
@@ -108,10 +108,10 @@ class TorchBackend(PlacedBackend):
         return self.group
 
     def borrow(self, ctx: TorchContext, array: np.ndarray) -> BaseTensor:
-        """See :class:`ml.SupportsZeroCopyRead`. In place on the CPU; read-only arrays are copied."""
+        """See :class:`ml.SupportsZeroCopyRead`. In place on the CPU, where torch takes the memory."""
         ctx.check("borrow")
         dtype = DType.from_numpy(array.dtype)
-        if ctx.torch_device.type != "cpu" or not array.flags.writeable or not array.flags.c_contiguous:
+        if ctx.torch_device.type != "cpu" or not array.flags.c_contiguous or not takes(array):
             return ctx.from_numpy(array, dtype)
         host = array.view(np.int16) if dtype is DType.BF16 else array
         return ctx.from_native(torch.from_numpy(host).view(TO_TORCH[dtype]))

@@ -34,6 +34,13 @@ def to_host(array: torch.Tensor, dtype: DType) -> np.ndarray:
     return host.numpy()
 
 
+def takes(array: np.ndarray) -> bool:
+    """Whether torch takes the array's own memory: it can be written, and no stride, of axes of 1 either,
+    runs backwards or is a part of an element."""
+    steps = array.strides
+    return array.flags.writeable and all(step >= 0 and not step % array.itemsize for step in steps)
+
+
 def fill_from_host(array: torch.Tensor, host: np.ndarray, dtype: DType) -> None:
     """Write a host array of the same shape and dtype into new, contiguous storage."""
     if dtype is DType.BF16:

@@ -38,7 +38,7 @@ def decoded(ctx: Placement, parts: Sequence[TorchTensor], name: str) -> TorchTen
     elif name == "F8_E4M3" and stored[0].device.type != "mps":
         found = stored[0].view(torch.float8_e4m3fn).float().mul_(stored[1])
     elif name in AFFINE:
-        found = _from_groups(stored, AFFINE[name][0])
+        found = _from_groups(stored, *AFFINE[name])
     else:
         return None
     return TorchTensor.own(ctx, found, DType.F32)
@@ -102,10 +102,10 @@ def _to_groups(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, to
     return codes.contiguous().view(torch.int32), scale.squeeze(-1).to(x.dtype), bias.squeeze(-1).to(x.dtype)
 
 
-def _from_groups(parts: Sequence[torch.Tensor], bits: int) -> torch.Tensor:
+def _from_groups(parts: Sequence[torch.Tensor], bits: int, group: int) -> torch.Tensor:
     words, scales, biases = parts
     codes = words.contiguous().view(torch.uint8)
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    found = codes.reshape(*scales.shape, -1).float().mul_(scales.unsqueeze(-1).float())
+    found = codes.reshape(*scales.shape, group).float().mul_(scales.unsqueeze(-1).float())
     return found.add_(biases.unsqueeze(-1).float()).flatten(-2)

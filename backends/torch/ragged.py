@@ -100,13 +100,13 @@ def attend_on_cpu(
         return None
     if not plan.tokens:
         return None
-    q = query.native
+    q = query.native_on(ctx)
     if q.dim() == 3 and q.stride(2) != 1:
         q = q.contiguous()
     asked = Stored.of([array_of(q)], query.dtype.name)
     if asked is None:
         return None
-    logits = None if sinks is None else sinks.native.detach().float().contiguous().numpy()
+    logits = None if sinks is None else sinks.native_on(ctx).detach().float().contiguous().numpy()
     out = torch.empty((*asked.shape[:2], value.shape[2]), dtype=torch.float32)
     threads = torch.get_num_threads()
     cpu_attention.attend(op, asked, key, value, plan, scale, logits, threads, out.data_ptr())

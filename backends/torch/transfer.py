@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from backends.page_streams import RUN, PageStreams, StreamTransfer, runs
-from backends.torch.convert import TO_TORCH, translated, write
+from backends.torch.convert import TO_TORCH, takes, translated, write
 from backends.torch.tensor import TorchTensor
 from ml.dtypes import DType
 from ml.errors import DeviceError
@@ -115,13 +115,12 @@ def _array(host: torch.Tensor, dtype: DType) -> np.ndarray:
 
 
 def _source(array: np.ndarray) -> torch.Tensor:
-    """The array's own memory where torch takes it: not what is read-only or runs backwards.
+    """The array's own memory where torch takes it.
 
     Only from there, page-locked, is it copied at the speed of the bus: a copy of it is not.
     """
     dtype = DType.from_numpy(array.dtype)
-    taken = array.flags.writeable and all(s >= 0 and s % array.itemsize == 0 for s in array.strides)
-    whole = array if taken else np.array(array, order="C")
+    whole = array if takes(array) else np.array(array, order="C")
     bits = whole.view(np.int16) if dtype is DType.BF16 else whole
     return torch.from_numpy(bits).view(TO_TORCH[dtype])
 

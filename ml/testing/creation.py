@@ -13,7 +13,7 @@ import ml
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
 from ml.testing.harness import BackendCase, assert_same, each, needs, unchanged
-from ml.testing.samples import DTYPES, FLOATS, INTEGERS, counting, special_values
+from ml.testing.samples import DTYPES, FLOATS, INTEGERS, counting, in_records, special_values
 
 SHAPES = [(), (1,), (5,), (0,), (2, 3), (3, 0, 2), (1, 1, 1), (2, 1, 3, 2), (2, 1, 2, 1, 2, 3)]
 FILLED = [
@@ -123,7 +123,17 @@ class CreationTests(BackendCase):
     @each(dtype=DTYPES)
     def test_from_numpy_takes_arrays_in_any_layout(self, ctx: Context, dtype: DType) -> None:
         grid = counting((4, 6), dtype)
-        for host in (grid.T, grid[::2, 1::3], grid[::-1], grid[:, ::-2], np.broadcast_to(grid[0], (3, 6))):
+        for host in (
+            grid.T,
+            grid[::2, 1::3],
+            grid[::-1],
+            grid[:, ::-2],
+            grid[:1, ::-1],
+            grid[2:3][::-1],  # C-contiguous to NumPy, as the next two are
+            grid[:, :1].copy()[:, ::-1],
+            in_records(grid[0, :1]),
+            np.broadcast_to(grid[0], (3, 6)),
+        ):
             assert_same(ctx.from_numpy(host), host)
         grid.flags.writeable = False
         assert_same(ctx.from_numpy(grid), grid)

@@ -29,7 +29,7 @@ from ml.nn import (
 )
 from ml.protocols import Backend, Context
 from ml.testing.harness import BackendCase, assert_close, each, needs
-from ml.testing.samples import DTYPES, FLOATS, exact, normal
+from ml.testing.samples import DTYPES, FLOATS, exact, in_records, normal
 
 SPECS = [
     RopeSpec(16), RopeSpec(16, base=500000.0, interleaved=True), RopeSpec(8), RopeSpec(8, interleaved=True),
@@ -119,7 +119,16 @@ class CapabilityTests(BackendCase):
         if not isinstance(backend, SupportsZeroCopyRead):
             pytest.skip("no SupportsZeroCopyRead: arrays are copied")
         array = _any_bits(dtype, (2, 3, 4))
-        for given in (array, array[:, ::2], _read_only(array), array[:0]):
+        for given in (
+            array,
+            array[:, ::2],
+            _read_only(array),
+            array[:0],
+            array[::-1],
+            array[:1][::-1],  # C-contiguous to NumPy
+            in_records(array),
+            in_records(array[0, 0, :1]),
+        ):
             tensor = backend.borrow(ctx, given)
             assert (tensor.shape, tensor.dtype) == (given.shape, dtype)
             assert tensor.to_numpy().tobytes() == given.tobytes()

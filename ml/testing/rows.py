@@ -142,6 +142,9 @@ class RowTests(BackendCase):
         picked = whole.slice(ctx, 0, 0, 3)
         picked.set_rows(ctx, ctx.from_numpy(np.array([70, 80, 90], dtype=np.int32)), picked)
         assert_same(whole, [80, 90, 70, 9], DType.I32)
+        itself = ctx.from_numpy(np.array([2, 0, 1], dtype=np.int32))
+        itself.set_rows(ctx, ctx.from_numpy(np.array([70, 80, 90], dtype=np.int32)), itself)
+        assert_same(itself, [80, 90, 70], DType.I32)
 
     # Refusals.
 

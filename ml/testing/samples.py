@@ -30,6 +30,13 @@ def counting(shape: tuple[int, ...], dtype: DType, start: int = 0) -> np.ndarray
     return values.reshape(shape).astype(dtype.numpy)
 
 
+def in_records(values: np.ndarray) -> np.ndarray:
+    """The same in memory whose steps are no multiples of the item size."""
+    found: np.ndarray = np.zeros(values.shape, [("value", values.dtype), ("flag", np.uint8)])["value"]
+    found[...] = values
+    return found
+
+
 def normal(shape: tuple[int, ...], dtype: DType, seed: int = 0, spread: float = 2.0) -> np.ndarray:
     """Random values that ``dtype`` holds exactly, in that dtype."""
     return np.asarray(np.random.default_rng(seed).standard_normal(shape) * spread).astype(dtype.numpy)

@@ -10,18 +10,11 @@ import pytest
 import ml
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
-from ml.testing.harness import BackendCase, each
-from ml.testing.samples import DTYPES, LAYOUTS, Place, counting
+from ml.testing.harness import BackendCase, assert_same, each
+from ml.testing.samples import DTYPES, LAYOUTS, Place, counting, in_records
 from ml.transfer import page_in, page_out, pinned_memory
 
 MANY = 24
-
-
-def _in_records(values: np.ndarray) -> np.ndarray:
-    """The same in memory whose steps are no multiples of the item size."""
-    found: np.ndarray = np.zeros(values.shape, [("value", values.dtype), ("flag", np.uint8)])["value"]
-    found[...] = values
-    return found
 
 
 class PageTransferTests(BackendCase):
@@ -51,7 +44,7 @@ class PageTransferTests(BackendCase):
             lambda values: np.asfortranarray(values),
             lambda values: np.concatenate([values, values], 1)[:, : values.shape[1]],
             lambda values: np.repeat(values, 3, axis=0)[::3],
-            lambda values: _in_records(values),
+            in_records,
         )
     )
     def test_any_array_comes_in(
@@ -124,15 +117,18 @@ class PageTransferTests(BackendCase):
                 assert (place.to_numpy() == 50).all()
         assert (place.to_numpy() == 5).all()
 
-    def test_nothing_and_empty_tensors_are_pages_too(self, backend: Backend, ctx: Context) -> None:
+    def test_empty_tensors_and_single_numbers_are_pages_too(self, backend: Backend, ctx: Context) -> None:
         arrays, out = page_out(backend, ctx, [])
         out.wait()
         assert arrays == []
-        empty = ctx.zeros((0, 3), DType.F32)
-        (array,), out = page_out(backend, ctx, [empty])
-        out.wait()
-        assert array.shape == (0, 3)
-        page_in(backend, ctx, [array], [empty]).wait()
+        for shape in ((0, 3), ()):
+            tensor = ctx.full(shape, 3, DType.F32)
+            (array,), out = page_out(backend, ctx, [tensor])
+            out.wait()
+            assert array.shape == shape
+            target = ctx.zeros(shape, DType.F32)
+            page_in(backend, ctx, [array], [target]).wait()
+            assert_same(target, np.full(shape, 3, np.float32))
         page_in(backend, ctx, [], []).join()
 
     @each(

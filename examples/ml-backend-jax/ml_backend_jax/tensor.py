@@ -32,7 +32,7 @@ class Box(Storage):
         """``array = kernel(array, src, ...)``, in place where nobody else needs what was there."""
         with self.backend.dispatching("write"):
             arrays = [x.read() if isinstance(x, JaxTensor) else x for x in (src, *operands)]
-            if self.lent or arrays[0] is self.array:
+            if self.lent or any(array is self.array for array in arrays):
                 self.array, self.lent = self.array.copy(), False
             self.array = kernel(self.array, *arrays)
 
