@@ -433,7 +433,12 @@ class SupportsSchedule(Protocol):
 
 
 class SnapshotCache(Cache, SupportsOffset, SupportsSnapshots, SupportsSchedule, Protocol):
-    """The operations that a PrefixCache needs."""
+    """The operations that a PrefixCache needs.
+
+    Its snapshots may be of any class where a PrefixCache has no tiers. Tiers, files and stores take those of
+    the caches of this package (``kvcache.snapshots``): others are refused as they leave the device, which is
+    logged, and are computed again.
+    """
 
     on_pressure: Callable[[int], bool | None] | None
     """Called with the number of cells that are missing, before snapshots are copied out of the cache.
