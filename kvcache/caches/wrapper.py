@@ -92,6 +92,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self._uploads: Uploads | None = None
         self._lacking = [cache for cache in caches if isinstance(cache, _SupportsLacking)]
         self._kept = [cache for cache in caches if isinstance(cache, SupportsSnapshots)]
+        self._keepless = [(cache, _lacked(cache)) for cache in caches if cache not in self._kept]
         self._scheduling: dict[int, Any] = {
             i: cache for i, cache in enumerate(caches) if isinstance(cache, SupportsSchedule)
         }
@@ -466,9 +467,11 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def _keepers(self, op: str) -> list[Any]:
         """The wrapped caches, all of which have to know snapshots."""
-        if len(self._kept) < len(self.caches):
-            other = next(cache for cache in self.caches if cache not in self._kept)
-            raise NotSupportedError(f"{op}: {type(other).__name__} does not support snapshots")
+        for cache, lacking in self._keepless:
+            raise NotSupportedError(
+                f"{op}: {type(cache).__name__} does not support snapshots; when it was wrapped, it lacked "
+                f"{', '.join(lacking)} of what kvcache.cache.SupportsSnapshots lists"
+            )
         return list(self._kept)
 
     def _takers(self, op: str, snapshots: Sequence[WrapperSnapshot]) -> list[Any]:
@@ -534,6 +537,12 @@ def unwrapped(cache: Any) -> list[Any]:
 def _prepares(cache: Any) -> bool:
     """Whether it can take changes back: a wrapper can where all that it wraps can."""
     return all(isinstance(part, SupportsPrepare) for part in unwrapped(cache))
+
+
+def _lacked(cache: Cache) -> list[str]:
+    """The members of SupportsSnapshots that a cache does not have."""
+    wanted = (name for name in vars(SupportsSnapshots) if not name.startswith("_"))
+    return [name for name in wanted if not hasattr(cache, name)]
 
 
 def _joined_at(cache: Any, parts: Sequence[Any], ends: Collection[int]) -> list[Any]:
