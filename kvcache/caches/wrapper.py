@@ -41,6 +41,7 @@ from kvcache.cache import (
     computed,
     whole_numbers,
 )
+from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind
@@ -286,12 +287,14 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return position
 
     def evict(self, seq: int, positions: Iterable[int]) -> None:
-        """As CausalCache.evict, in all wrapped caches that know positions.
+        """As CausalCache.evict, in all wrapped caches but those of encoders' outputs.
 
         NotSupportedError where one cannot forget a token alone, as a recurrent state cannot.
         """
         wanted, changes = whole_numbers("evict", "position", positions), []
-        for cache in self._positioned:
+        for cache in self.caches:
+            if isinstance(cache, EncoderCache):
+                continue
             if not isinstance(cache, SupportsEvict):
                 raise NotSupportedError(f"evict: {type(cache).__name__} cannot forget single tokens")
             changes.append(cache.prepare_evict(seq, wanted))
