@@ -41,6 +41,7 @@ from kvcache.cache import (
     computed,
     whole_numbers,
 )
+from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind
@@ -92,6 +93,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self._uploads: Uploads | None = None
         self._lacking = [cache for cache in caches if isinstance(cache, _SupportsLacking)]
         self._kept = [cache for cache in caches if isinstance(cache, SupportsSnapshots)]
+        self._keepless = [(cache, _lacked(cache)) for cache in caches if cache not in self._kept]
         self._scheduling: dict[int, Any] = {
             i: cache for i, cache in enumerate(caches) if isinstance(cache, SupportsSchedule)
         }
@@ -285,12 +287,14 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return position
 
     def evict(self, seq: int, positions: Iterable[int]) -> None:
-        """As CausalCache.evict, in all wrapped caches that know positions.
+        """As CausalCache.evict, in all wrapped caches but those of encoders' outputs.
 
         NotSupportedError where one cannot forget a token alone, as a recurrent state cannot.
         """
         wanted, changes = whole_numbers("evict", "position", positions), []
-        for cache in self._positioned:
+        for cache in self.caches:
+            if isinstance(cache, EncoderCache):
+                continue
             if not isinstance(cache, SupportsEvict):
                 raise NotSupportedError(f"evict: {type(cache).__name__} cannot forget single tokens")
             changes.append(cache.prepare_evict(seq, wanted))
@@ -466,9 +470,11 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def _keepers(self, op: str) -> list[Any]:
         """The wrapped caches, all of which have to know snapshots."""
-        if len(self._kept) < len(self.caches):
-            other = next(cache for cache in self.caches if cache not in self._kept)
-            raise NotSupportedError(f"{op}: {type(other).__name__} does not support snapshots")
+        for cache, lacking in self._keepless:
+            raise NotSupportedError(
+                f"{op}: {type(cache).__name__} does not support snapshots; when it was wrapped, it lacked "
+                f"{', '.join(lacking)} of what kvcache.cache.SupportsSnapshots lists"
+            )
         return list(self._kept)
 
     def _takers(self, op: str, snapshots: Sequence[WrapperSnapshot]) -> list[Any]:
@@ -534,6 +540,12 @@ def unwrapped(cache: Any) -> list[Any]:
 def _prepares(cache: Any) -> bool:
     """Whether it can take changes back: a wrapper can where all that it wraps can."""
     return all(isinstance(part, SupportsPrepare) for part in unwrapped(cache))
+
+
+def _lacked(cache: Cache) -> list[str]:
+    """The members of SupportsSnapshots that a cache does not have."""
+    wanted = (name for name in vars(SupportsSnapshots) if not name.startswith("_"))
+    return [name for name in wanted if not hasattr(cache, name)]
 
 
 def _joined_at(cache: Any, parts: Sequence[Any], ends: Collection[int]) -> list[Any]:

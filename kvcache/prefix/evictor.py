@@ -65,6 +65,7 @@ class Evictor:
     def relieve(self, missing: int, windows: bool = True) -> bool:
         """The cache needs cells: offload what was least recently used of all that would free some.
 
+        What is being restored stays: it would free cells of one wrapped cache to fill those of another.
         ``windows``: those of a window, which snapshots inside conversations hold too.
         """
         self._tree.usage.tick()
@@ -82,7 +83,7 @@ class Evictor:
             if frees:
                 return True
         with contextlib.closing(self._tree.device.in_order()) as nodes:
-            shared = next(filter(_holds_cells, nodes), None)
+            shared = next((node for node in nodes if _holds_cells(node) and not _is_restored(node)), None)
         if shared is not None:  # with other snapshots: all of them have to go
             self._tree.offload(shared)
         return shared is not None
@@ -113,6 +114,8 @@ class Evictor:
         found: Node[TreeEntry] | None = None
         with contextlib.closing(self._tree.device.in_order()) as nodes:
             for node in nodes:
+                if _is_restored(node):
+                    continue
                 if _frees(node):
                     found = node
                     break
@@ -139,6 +142,10 @@ class Evictor:
 
 def _holds_cells(node: Node[TreeEntry]) -> bool:
     return node.data is not None and node.data.snapshot is not None and node.data.snapshot.holds_cells
+
+
+def _is_restored(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.restoring > 0
 
 
 def _frees(node: Node[TreeEntry]) -> bool:

@@ -81,16 +81,18 @@ class InteriorSnapshots:
         self._spans.pop(node, None)
 
     @contextlib.contextmanager
-    def in_use(self, nodes: Iterable[Node[TreeEntry]]) -> Iterator[None]:
-        """None of these goes meanwhile."""
+    def in_use(self, nodes: Iterable[Node[TreeEntry]], restoring: bool = False) -> Iterator[None]:
+        """None of these goes meanwhile as interior; ``restoring``: nor as what was least recently used."""
         entries = [(node, node.data) for node in nodes if node.data is not None]
         for _, held in entries:
             held.users += 1
+            held.restoring += restoring
         try:
             yield
         finally:
             for node, held in entries:
                 held.users -= 1
+                held.restoring -= restoring
                 self.note(node)
 
 

@@ -104,9 +104,8 @@ class PrefixMatcher:
                     with self.matching:
                         stored, self.spared = self._lookup.longest(ids, reached, reach)
             else:
-                with self._tree.interior.in_use(source.nodes):
-                    if self.from_source(seq, ids, source):
-                        return source.length
+                if self.from_source(seq, ids, source):
+                    return source.length
 
     def prefetch(self, ids: np.ndarray) -> Prefetch | None:
         """Read ahead what ``fill`` would have to ask stores for."""
@@ -135,33 +134,35 @@ class PrefixMatcher:
                 self._tree.insert(seq, ids[: source.length], [self._cache.snapshot(seq, 0, source.length)])
             return True
         self._cache.remove(seq, 0)
-        shared = self._tree.share(seq, source.nodes, source.length)
-        at = min(source.nodes[shared - 1].end, source.length) if shared else 0
-        self.origins["device"] += at
-        for node in source.nodes[shared:]:
-            target = min(node.end, source.length)
-            tier = self._tree.restore(seq, node, target)
-            if tier is None:
-                self._cache.remove(seq, 0)
-                self._tree.drop(node)
-                return False
-            self.origins[tier] += target - at
-            at = target
-            if tier == "host":
-                self._tell(source.length, at)
+        with self._tree.interior.in_use(source.nodes, restoring=True):
+            shared = self._tree.share(seq, source.nodes, source.length)
+            at = min(source.nodes[shared - 1].end, source.length) if shared else 0
+            self.origins["device"] += at
+            for node in source.nodes[shared:]:
+                target = min(node.end, source.length)
+                tier = self._tree.restore(seq, node, target)
+                if tier is None:
+                    self._cache.remove(seq, 0)
+                    self._tree.drop(node)
+                    return False
+                self.origins[tier] += target - at
+                at = target
+                if tier == "host":
+                    self._tell(source.length, at)
         return True
 
     def _go_on(self, seq: int, ids: np.ndarray, reached: int) -> int:
         """Restore what follows the first ``reached`` tokens from nodes that what stores had leads to."""
         length, nodes = self._tree.beyond(ids, reached)
-        for node in nodes:
-            target = min(node.end, length)
-            tier = self._tree.restore(seq, node, target)
-            if tier is None:
-                self._tree.drop(node)
-                break
-            self.origins[tier] += target - reached
-            reached = target
+        with self._tree.interior.in_use(nodes, restoring=True):
+            for node in nodes:
+                target = min(node.end, length)
+                tier = self._tree.restore(seq, node, target)
+                if tier is None:
+                    self._tree.drop(node)
+                    break
+                self.origins[tier] += target - reached
+                reached = target
         return reached
 
     def _from_store(self, seq: int, ids: np.ndarray, source: Source, stored: int) -> int | None:

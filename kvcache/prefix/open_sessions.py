@@ -106,7 +106,7 @@ class OpenSessions:
         seq, ids = session.seq, session.computed()
         if self._tree.divisible:
             return
-        self._note_skipped(seq)
+        self._note_skipped(seq, int(ids.size))
         pieces = [part for part in self._cache.take_snapshots(seq) if part.end <= ids.size]
         if pieces:
             session.kept = pieces[-1].end
@@ -128,14 +128,17 @@ class OpenSessions:
         self._tree.insert(session.seq, ids, pieces)
         self._evictor.retainer.retain(ids, known, session.retention)
 
-    def _note_skipped(self, seq: int) -> None:
-        """Count what could not be taken, and say so the first time."""
-        skipped = self._cache.skipped_snapshots(seq)
+    def _note_skipped(self, seq: int, size: int) -> None:
+        """Count what could not be taken of the first ``size`` tokens, and say so the first time.
+
+        Behind them the sequence was cut, as by a context shift, and nothing is kept.
+        """
+        skipped = [end for end in self._cache.skipped_snapshots(seq) if end <= size]
         if skipped and not self._stats.skipped:
             log.warning(
-                "a batch of sequence %d passed %s, where snapshots were due: recurrent states and sliding "
-                "windows are those of a batch's end. Prompts that part at these positions go on from earlier "
-                "ones; end batches where session.chunks() and prefix.next_snapshot() say. "
+                "a batch of sequence %d passed %s, where snapshots were due: a recurrent state is that of a "
+                "batch's end, unless the model delivers those inside. Prompts that part at these positions "
+                "go on from earlier ones; end batches where session.chunks() and prefix.next_snapshot() say. "
                 "prefix.stats.skipped counts all such snapshots",
                 seq,
                 skipped,
@@ -148,8 +151,9 @@ class OpenSessions:
         with self._evictor.within_budgets():
             try:
                 if keep:
-                    self._note_skipped(seq)
-                    ids = session.computed()[:upto]
+                    computed = session.computed()
+                    self._note_skipped(seq, int(computed.size))
+                    ids = computed[:upto]
                     self._insert(session, ids, pieces_of(self._tree, seq, ids, session.kept))
             except SequenceLostError:
                 pass  # there is nothing to keep

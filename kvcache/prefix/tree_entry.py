@@ -54,6 +54,8 @@ class TreeEntry:
     pins: int = 0
     users: int = 0
     """Sessions that go on from its end, and restorations of it under way."""
+    restoring: int = 0
+    """Restorations of it under way: it stays on the device even where the cache needs cells."""
     rank: int = DEFAULT_PRIORITY
     grants: Grants = ()
     watched: float = math.inf

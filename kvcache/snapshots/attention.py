@@ -267,7 +267,8 @@ class AttentionSnapshots:
             if shares and snapshot.source is not None:
                 self._share(seq, snapshot, some)
             else:
-                if shares:  # copied out since it was prepared
+                if shares:  # copied out since it was prepared, or gone
+                    self._check(snapshot)
                     self._check_room(seq, snapshot.begin, some.size)
                 self._put_back(seq, snapshot, some)
             self.schedule.cut(seq, snapshot.begin)
@@ -437,7 +438,12 @@ class AttentionSnapshots:
         )
 
     def _check(self, snapshot: AttentionSnapshot) -> None:
-        """Refuse a snapshot that was taken of another kind of cache."""
+        """Refuse a snapshot that was dropped, or was taken of another kind of cache."""
+        if snapshot.dropped:
+            raise SequenceLostError(
+                f"restore: the snapshot of [{snapshot.begin}, {snapshot.end}) was dropped, and its cells are "
+                "free for others; compute its tokens again"
+            )
         dtype, buffers, whole = self.storage.dtype, self.storage.buffers, self.window is not None
         if snapshot.dtype != dtype or snapshot.whole is not whole:
             raise InvalidRangeError(

@@ -176,7 +176,7 @@ class AttentionSnapshot:
     cache without one.
     """
 
-    __slots__ = ("__weakref__", "_layers", "begin", "dtype", "end", "keep", "positions", "source")
+    __slots__ = ("__weakref__", "_layers", "begin", "dropped", "dtype", "end", "keep", "positions", "source")
 
     def __init__(
         self,
@@ -190,6 +190,8 @@ class AttentionSnapshot:
         self.begin, self.end, self.positions = begin, end, positions
         self.dtype, self.keep = dtype, keep
         self.source = content if isinstance(content, InCache) else None
+        self.dropped = False
+        """Whether it let go of its cells uncopied: there is nothing left of it."""
         self._layers: Layers = {} if isinstance(content, InCache) else content
 
     __repr__ = _shown
@@ -242,7 +244,7 @@ class AttentionSnapshot:
     def drop(self) -> None:
         if self.source is not None:
             self.source.table.unpin(self.source.pin)
-            self.source = None
+            self.source, self.dropped = None, True
 
     def release(self) -> None:
         """Detach it; where its content is lost, just let go of the cells."""

@@ -16,6 +16,7 @@ from kvcache import (
     InvalidBatchError,
     OrderError,
     RecurrentCache,
+    SequenceLostError,
     SlidingWindowCache,
     WrapperCache,
 )
@@ -51,6 +52,20 @@ def test_a_window_that_is_cut_below_what_it_stores_takes_its_snapshots_anew(
     run(cache, ctx, range(5), range(200, 205))
     (taken,) = cache.take_snapshots(0)
     assert keys(taken) == [202, 203]
+
+
+def test_what_was_dropped_since_a_restoration_was_prepared_is_refused_and_nothing_changes(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache = bound(CausalCache(), backend, 2, 16, 8)
+    run(cache, ctx, range(4), range(4))
+    snapshot = cache.snapshot(0)
+    commit = cache.prepare_restore_snapshot(1, snapshot)
+    snapshot.drop()
+    for restore in (commit, lambda: cache.restore(1, snapshot)):
+        with pytest.raises(SequenceLostError, match=r"restore: the snapshot of \[0, 4\) was dropped"):
+            restore()
+        assert cache.held() == {0: 4}
 
 
 def test_a_window_that_is_cut_can_be_scheduled_and_goes_on(backend: ml.Backend, ctx: ml.Context) -> None:

@@ -348,6 +348,40 @@ def test_a_wrapped_cache_that_cannot_says_so(backend: ml.Backend, ctx: ml.Contex
         wrapper.start_forward(ctx, Batch([0], [0]), read_only=True)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_tokens_are_evicted_from_all_caches_or_none(
+    wrapped: Callable[..., WrapperRig], backend: ml.Backend, ctx: ml.Context, place: int
+) -> None:
+    r = wrapped(WIDE, WIDE, foreign=place)
+    r.forward(range(6), [0] * 6)
+    with pytest.raises(kvcache.NotSupportedError, match="evict: ForeignCache cannot forget single tokens"):
+        r.cache.evict(0, [1, 2])
+    r.check()
+    r.drain()
+    full = CausalCache()
+    wrapper = bound(WrapperCache(kvcache.EncoderCache(), full), backend, 2, 8, 8)
+    wrapper.start_forward(ctx, Batch(range(4), [0] * 4))
+    wrapper.evict(0, [1])  # an encoder's output has no position of its own
+    assert full.positions(0).tolist() == [0, 2, 3]
+
+
+def test_a_wrapped_cache_without_snapshots_is_named_with_all_that_it_lacks(backend: ml.Backend) -> None:
+    class Half(ForeignCache):
+        nbytes = 0
+
+        def settings(self) -> dict[str, object]:
+            return {}
+
+        def snapshot(self, *_: object) -> None: ...
+        def restore(self, *_: object) -> None: ...
+        def split(self, *_: object) -> None: ...
+
+    wrapper = bound(WrapperCache(CausalCache(), Half(CausalCache())), backend, 2, 8, 8)
+    lacking = "settings: Half .* lacked prepare_restore_snapshot, merge, join of what"
+    with pytest.raises(kvcache.NotSupportedError, match=lacking):
+        wrapper.settings()
+
+
 @pytest.mark.parametrize("reserve", [False, True])
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_pass_under_way_goes_on_where_one_refuses_the_next(
