@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -29,52 +27,12 @@ from kvcache.attention.planned import PlannedLevel
 from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_read, rows_seen
 from kvcache.attention.residual import split_exact
 from kvcache.attention.segments import KeptSegments, Segment
+from kvcache.attention.uploads import Reads, Uploads
 from kvcache.cache import InvalidRangeError, Mask, NotSupportedError, OrderError
 from kvcache.storage.cell_table import CellTable
-from kvcache.storage.device_copies import HostArray, HostArrays, OnDevices, near
+from kvcache.storage.device_copies import HostArray, OnDevices, near
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.overlay import Overlay
-
-Packers = Mapping[str, Callable[[ml.RaggedPlan], tuple[Any, np.ndarray]]]
-
-
-@dataclass(slots=True)
-class Reads:
-    """How a pass was read: the next, likely read so too, is planned before its first indices are uploaded."""
-
-    shared: bool = False
-    rows: bool = False
-    levels: bool = False
-    worth: int | None = None
-    """What levels or a plan were asked for with; None: neither was."""
-    packers: Packers | None = None
-    """What a backend's kernel uploads of a plan; None: no plan was asked for."""
-
-    def __bool__(self) -> bool:
-        return self.shared or self.rows or self.worth is not None
-
-
-class Uploads(HostArrays):
-    """What the host makes for a pass, or for those of several caches that start together: one transfer.
-
-    Before it goes, each of the passes plans what it will be read for: as the pass before was, or, where there
-    was none, as one of the others is.
-    """
-
-    __slots__ = ("_passes",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._passes: list[weakref.ref[ForwardPass]] = []
-
-    def serve(self, forward: ForwardPass) -> None:
-        self._passes.append(weakref.ref(forward))
-
-    def gather(self) -> None:
-        passes = [forward for ref in self._passes if (forward := ref()) is not None]
-        beside = next((reads for forward in passes if (reads := forward.reads())), None)
-        for forward in passes:
-            forward.foresee(beside if forward.expected is None else forward.expected)
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -23,12 +23,13 @@ import ml
 from kvcache.attention import attend as attending
 from kvcache.attention.batch import SequenceTokens, check_modes, check_query, split_batch
 from kvcache.attention.fixed_shapes import FixedPass, GraphRows, GraphTensors, check_window
-from kvcache.attention.forward_pass import ForwardPass, Reads, Uploads
+from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.layer_input import put_layer, put_stored_layer
 from kvcache.attention.observed import Attended
 from kvcache.attention.placement import place_exact
 from kvcache.attention.read_plan import LowerBound, kept_entries
 from kvcache.attention.selected import attend_selected, check_select
+from kvcache.attention.uploads import Reads, Uploads
 from kvcache.cache import (
     Batch,
     CacheDType,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, Protocol, Unpack, runtime_checkable
 
 import ml
-from kvcache.attention.forward_pass import Uploads
+from kvcache.attention.uploads import Uploads
 from kvcache.cache import (
     Batch,
     Cache,
