@@ -46,7 +46,7 @@ def written_while_reserved(f: Any, self: Any, ctx: Any, key: Any, *args: Any, **
 
 
 def highest_position_only(f: Any, self: Any, groups: Any) -> Any:
-    return f(self, [replace(group, positions=group.positions[-1:]) for group in groups])
+    return f(self, [replace(group, lowest=int(group.positions[-1])) for group in groups])
 
 
 def own_evictions_only(f: Any, self: Any, groups: Any) -> Any:
