@@ -150,8 +150,8 @@ class Index:
     ) -> State:
         """All of it, or nothing: these entries are gone and those are there, as of this count of changes.
 
-        ``gone`` says of each whether it was there, and so must have a row: where a page of the index is
-        damaged SQLite may only not find it.
+        ``names`` as State has it. ``gone`` says of each whether it was there, and so must have a row: where
+        a page of the index is damaged SQLite may only not find it.
         """
         with _translated(), self._transaction() as db:
             entries, nbytes = before.entries, before.nbytes

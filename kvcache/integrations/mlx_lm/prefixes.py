@@ -46,7 +46,6 @@ class MLXSession(Conversation):
         """Evaluate ``remaining`` but its last token, at most ``size`` tokens at a time; returns that token.
 
         ``progress`` is told before each part how many tokens of the prompt are evaluated, and of how many.
-
         ``generate_step`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
         """
         tokens, upto = self._session.tokens, self.cached
