@@ -68,6 +68,12 @@ class Evictor:
         What is being restored stays: it would free cells of one wrapped cache to fill those of another.
         ``windows``: those of a window, which snapshots inside conversations hold too.
         """
+        try:
+            return self._relieve(missing, windows)
+        finally:
+            self._tree.tell()  # the next call of a prefix cache may be a long answer away
+
+    def _relieve(self, missing: int, windows: bool) -> bool:
         self._tree.usage.tick()
         self.retainer.expire()
         while windows and (first := self._tree.device.first()) is not None:

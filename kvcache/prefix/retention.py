@@ -40,20 +40,22 @@ class TokenRange:
 
     def __post_init__(self) -> None:
         if type(self.begin) is not int or self.begin < 0:
-            raise InvalidRangeError(f"TokenRange: begin={self.begin!r}; it must be an integer of at least 0")
+            raise InvalidRangeError(
+                f"TokenRange: begin={self.begin!r:.60}; it must be an integer of at least 0"
+            )
         if self.end is not None and (type(self.end) is not int or self.end <= self.begin):
             raise InvalidRangeError(
-                f"TokenRange: end={self.end!r}; it must be an integer above begin={self.begin}, or None"
+                f"TokenRange: end={self.end!r:.60}; it must be an integer above begin={self.begin}, or None"
             )
         if type(self.priority) is not int or not 0 <= self.priority <= 100:
             raise InvalidRangeError(
-                f"TokenRange: priority={self.priority!r}; it must be an integer in [0, 100]"
+                f"TokenRange: priority={self.priority!r:.60}; it must be an integer in [0, 100]"
             )
         if self.duration is not None and not (
             type(self.duration) in (int, float) and 0 < self.duration <= sys.float_info.max
         ):
             raise InvalidRangeError(
-                f"TokenRange: duration={self.duration!r}; it must be a number of seconds above 0, or None"
+                f"TokenRange: duration={self.duration!r:.60}; it must be a number of seconds above 0, or None"
             )
         if self.duration is not None and self.priority < DEFAULT_PRIORITY:
             raise InvalidRangeError(

@@ -130,6 +130,19 @@ def test_a_prefix_is_stored_moves_and_is_removed(talk: Talk) -> None:
     assert router.batches[-1].events == [AllBlocksCleared()]
 
 
+def test_what_a_pass_evicts_is_told_before_the_next_pass(talk: Talk) -> None:
+    """Not when a conversation next begins or ends: while all are busy, that can be long after."""
+    r = talk()
+    router = known(r)
+    r.keep(LONG)
+    capacity = r.setup.capacity
+    chats = [r.begin(range(100 * n, 100 * n + capacity)) for n in range(1, 1 + r.setup.max_sequences)]
+    for chat in chats:
+        r.start_only(chat.seq, 0, capacity)
+        assert router.media["GPU"] == held(r.prefix.tree)["GPU"]
+    assert router.media["GPU"] == set()
+
+
 def test_who_listens_before_or_while_a_prefix_is_written_is_told_the_same(
     talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
