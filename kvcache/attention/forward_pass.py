@@ -155,9 +155,15 @@ class ForwardPass:
     def whole(self) -> bool:
         """Whether all layers that store anything have its tokens; what a graph has put is not known."""
         if not self._whole:
-            there = bool(self.layers) and all(held.stamp >= self.stamp for held in self.layers.values())
-            self._whole = there or self.cells is None or self.fixed is not None
+            self._whole = self.cells is None or self.fixed is not None or self._is_put()
         return self._whole
+
+    def _is_put(self) -> bool:
+        stamp = self.stamp
+        for held in self.layers.values():
+            if held.stamp < stamp:
+                return False
+        return bool(self.layers)
 
     def end(self) -> None:
         """The pass is over: note which layers lack its tokens."""
@@ -288,9 +294,11 @@ class ForwardPass:
         Where it is not known yet what else goes to the device, cells that lie scattered are written run by
         run: they go there with the rest, for further layers.
         """
-        host = self.uploads
-        known = self.expected is not None or self.fixed is not None or isinstance(self.cells, int)
-        if known or not host.pending(ctx):
+        if isinstance(self.cells, int) and self.fixed is None:
+            buffers.write(ctx, self.cells, new)
+            return
+        known = self.expected is not None or self.fixed is not None
+        if known or not self.uploads.pending(ctx):
             buffers.write(ctx, self.targets(ctx), new)
             return
         cells = self._targeted()

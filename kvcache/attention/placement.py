@@ -56,7 +56,7 @@ def _place_behind(
 
 def _place_group(table: CellTable, group: SequenceTokens) -> int | np.ndarray:
     """Cells for a group's ascending positions, taken."""
-    count = len(group)
+    count = group.positions.size
     if count == 1 and (cell := table.append(group.seq, group.lowest)) is not None:
         return cell
     chosen = table.choose(group.seq, count)

@@ -289,7 +289,7 @@ class CausalCache(
         """End the pass, and evict what windows no longer see: ``tokens`` cells are free then; or neither."""
         if self._pass is not None:
             self._pass.end()  # noted before snapshots are copied out
-        undo = UndoLog(self._table, [group.seq for group in groups])
+        undo = UndoLog(self._table, groups)
         try:
             if evictions := self._evictions(groups):
                 undo.evict(evictions)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvcache.attention.batch import SequenceTokens
 from kvcache.storage.cell_table import CellTable, SavedRow
 
 
@@ -14,9 +15,9 @@ class UndoLog:
 
     __slots__ = ("_evicted", "rows", "table")
 
-    def __init__(self, table: CellTable, sequences: Iterable[int]) -> None:
+    def __init__(self, table: CellTable, groups: Iterable[SequenceTokens]) -> None:
         self.table = table
-        self.rows: dict[int, SavedRow] = {seq: table.rows[seq].save() for seq in sequences}
+        self.rows: dict[int, SavedRow] = {group.seq: table.rows[group.seq].save() for group in groups}
         """By sequence: its row before the pass."""
         self._evicted: tuple[np.ndarray, np.ndarray] | None = None
         """Cells, and the numbers (``CellTable.taken``) of what lay there."""
@@ -35,7 +36,7 @@ class UndoLog:
                 middles.append((seq, first, stop))
             else:
                 heads[seq] = stop
-        cells = np.concatenate(parts)
+        cells = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self._evicted = cells, table.taken[cells]
         table.drop_heads(heads)
         for seq, first, stop in middles:

@@ -51,6 +51,7 @@ class SlidingWindowCache(CausalCache):
         self.memory = window if memory is None else memory
         self._unlimited = self._warned = False
         self._kept = self.memory
+        self._lower = LowerBound(lambda positions: positions - window, keep)
 
     def _cells(self) -> int:
         """``max_sequences * (keep + memory) + max_batch``; all tokens where that is as many or more."""
@@ -63,8 +64,7 @@ class SlidingWindowCache(CausalCache):
         return self._max_sequences * (self.keep + self._kept) + self._max_batch
 
     def lower_bound(self) -> LowerBound:
-        window = self.window
-        return LowerBound(lambda positions: positions - window, self.keep)
+        return self._lower
 
     def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int, int]]:
         if self._unlimited:
@@ -141,10 +141,10 @@ class ChunkedCache(CausalCache):
         super().__init__(shift, shift_extra=shift_extra)
         check_whole("ChunkedCache", "chunk", chunk, least=1)
         self.chunk = chunk
+        self._lower = LowerBound(lambda positions: positions - positions % chunk)
 
     def settings(self) -> dict[str, object]:
         return {**super().settings(), "chunk": self.chunk}
 
     def lower_bound(self) -> LowerBound:
-        chunk = self.chunk
-        return LowerBound(lambda positions: positions - positions % chunk)
+        return self._lower

@@ -371,11 +371,8 @@ class CellTable:
         return hole if hole is not None else np.flatnonzero(self.references == 0)[:count]
 
     def _is_free(self, start: int, count: int) -> bool:
-        if start + count > self.cells:
-            return False
-        if count == 1:
-            return not self.references[start]
-        return not self.references[start : start + count].any()
+        references = self.references[start : start + count]
+        return references.size == count and not references.any()
 
     def _largest_hole(self, seq: int, count: int) -> int | None:
         """Where a run of ``count`` goes in the largest hole, if it fits there.
@@ -524,6 +521,12 @@ class CellTable:
 
     def _release(self, cells: Array, distinct: bool = True) -> None:
         self.changes += 1
+        if cells.size == 1:
+            cell = int(cells[0])
+            self.blank[cell] = False
+            self.references[cell] -= 1
+            self.free += not self.references[cell]
+            return
         self.blank[cells] = False
         times: int | Array = 1
         if not distinct:
