@@ -18,6 +18,7 @@ from backends.cpu_store import Codes, CodesStore, floats
 from backends.cpu_store import encoded as compiled
 from backends.numpy.erf import erf
 from backends.numpy.formats import decoded, encoded
+from backends.numpy.store import NumpyKVStore
 from backends.numpylike import ArrayTensor, element_strides
 from backends.placement import only_device
 from ml.base import BaseBackend, BaseContext, BaseTensor, Storage
@@ -124,6 +125,10 @@ class NumpyBackend(BaseBackend):
         out = np.empty((*asked.shape[:2], value.shape[2]), np.float32)
         cpu_attention.attend(op, asked, key, value, plan, scale, logits, 1, address(out))
         return NumpyTensor.own(ctx, out.astype(q.dtype, copy=False), query.dtype)
+
+    def kv_store(self, key: NumpyTensor, value: NumpyTensor) -> NumpyKVStore | None:
+        """See :class:`ml.SupportsKVStore`."""
+        return NumpyKVStore.over(self, key, value)
 
     def quantized_store(
         self, key: Sequence[NumpyTensor], value: Sequence[NumpyTensor], formats: tuple[str, str]

@@ -1,0 +1,76 @@
+"""K and V of one layer at once, for the decode loop: two views and two copies, and little around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from backends.numpylike import ArrayTensor
+from ml.base import BaseBackend
+from ml.protocols import Tensor
+
+
+class NumpyKVStore:
+    """See :class:`ml.KVStore`; over two tensors (rows, heads, dim) of one backend."""
+
+    __slots__ = ("_backend", "_key", "_key_shape", "_kind", "_rows", "_value", "_value_shape")
+
+    def __init__(self, backend: BaseBackend, key: ArrayTensor, value: ArrayTensor) -> None:
+        self._backend, self._kind = backend, type(key)
+        self._key, self._value = key, value
+        self._rows, self._key_shape, self._value_shape = key.shape[0], key.shape[1:], value.shape[1:]
+
+    @classmethod
+    def over(cls, backend: BaseBackend, key: ArrayTensor, value: ArrayTensor) -> NumpyKVStore | None:
+        """None unless both are floats of one dtype in memory that nobody else has."""
+        if not (
+            key.dtype is value.dtype and key.dtype.is_float and key.storage.owned and value.storage.owned
+        ):
+            return None
+        return cls(backend, key, value)
+
+    def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
+        backend, kind = self._backend, self._kind
+        if (
+            type(key) is not kind
+            or type(value) is not kind
+            or not key.backend is value.backend is ctx.active_backend is backend
+            or backend.closed
+            or not 0 <= start <= self._rows - count
+            or count < 1
+            or key.shape != (count, *self._key_shape)
+            or value.shape != (count, *self._value_shape)
+            or self._has(key)
+            or self._has(value)
+        ):
+            return False
+        stop = start + count
+        if key.dtype is value.dtype is self._key.dtype:
+            self._key.native[start:stop] = key.native
+            self._value.native[start:stop] = value.native
+            return True
+        if not (key.dtype.is_float and value.dtype.is_float):
+            return False
+        with np.errstate(all="ignore"):
+            self._key.native[start:stop] = key.native
+            self._value.native[start:stop] = value.native
+        return True
+
+    def _has(self, tensor: ArrayTensor) -> bool:
+        """Whether a tensor may lie in the memory that is written."""
+        storage, ours = tensor.storage, (self._key, self._value)
+        if storage.owned:
+            return storage is ours[0].storage or storage is ours[1].storage
+        return any(np.may_share_memory(tensor.native, own.native) for own in ours)
+
+    def read(self, ctx: Any, start: int, count: int) -> tuple[Tensor, Tensor] | None:
+        if ctx.active_backend is not self._backend or self._backend.closed:
+            return None
+        if not 0 <= start <= self._rows - count or count < 1:
+            return None
+        return self._shown(self._key, start, count), self._shown(self._value, start, count)
+
+    def _shown(self, half: ArrayTensor, start: int, count: int) -> Tensor:
+        steps, shape = half.strides, (count, *half.shape[1:])
+        return self._kind(half.storage, half.dtype, half.offset + start * steps[0], shape, steps)
