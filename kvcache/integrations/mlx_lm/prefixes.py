@@ -45,20 +45,16 @@ class MLXSession(Conversation):
     def prefill(self, size: int = 512, progress: Callable[[int, int], object] | None = None) -> mx.array:
         """Evaluate ``remaining`` but its last token, at most ``size`` tokens at a time; returns that token.
 
-        ``progress`` is told before each part how many tokens of the prompt are evaluated, and of how many.
+        ``progress`` is told before each part how many of all tokens are evaluated, and of how many.
         ``generate_step`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
         """
-        tokens, upto = self._session.tokens, self.cached
-        for chunk in self._session.chunks(size):
+        tokens = self._session.tokens
+        for begin, end in self._parts(size):
             if progress is not None:
-                progress(upto, len(tokens))
-            upto += len(chunk)
-            begin, end = self._rows.lengths[0], min(upto, len(tokens) - 1)
-            if end > begin:
-                self._owner.model(mx.array([tokens[begin:end]]), cache=self.prompt_cache)
-                self._owner.pool.storage.ctx.compute()
-        self._session.extend([])  # all of that is whole, whatever comes next
-        return mx.array(tokens[-1:])
+                progress(begin, len(tokens))
+            self._owner.model(mx.array([tokens[begin:end]]), cache=self.prompt_cache)
+            self._owner.pool.storage.ctx.compute()
+        return mx.array(self.remaining, mx.int32)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
