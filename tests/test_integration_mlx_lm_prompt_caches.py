@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +401,66 @@ def test_speculation_on_pools_that_are_installed_is_refused_likewise() -> None:
         else:
             with pytest.raises(kvcache.NotSupportedError, match=f"make it with rollback={least} or more"):
                 loop()
+
+
+@contextlib.contextmanager
+def failing(layer: Any) -> Iterator[None]:
+    """A pass in the block ends at this layer."""
+    kind, original = type(layer), type(layer).__call__
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        if self is layer:
+            raise MemoryError("the device is full")
+        return original(self, *arguments, **options)
+
+    kind.__call__ = call
+    try:
+        with pytest.raises(MemoryError, match="the device is full"):
+            yield
+    finally:
+        kind.__call__ = original
+
+
+def extended(pool: CachePool, prompt_cache: list[Any]) -> None:
+    for entry, other in zip(pool.make_prompt_cache(), prompt_cache, strict=True):
+        entry.extend(other)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "rwkv7", "granitemoehybrid"])
+def test_a_prompt_cache_whose_pass_failed_half_way_is_not_taken_for_whole(name: str) -> None:
+    """Its last layers are recurrent: the caches have all K and V of that pass."""
+    model = mlx_lm_types.build(name)
+    pool = CachePool(model, capacity=64, max_sequences=4, checkpoint_interval=3)
+    prompt_cache = pool.make_prompt_cache()
+    mx.eval(model(mx.array([[5, 6, 7]]), cache=prompt_cache))
+    with failing(model.layers[-1]):
+        model(mx.array([[8, 9]]), cache=prompt_cache)
+    for op, take in (
+        ("merge", lambda: models.merged([prompt_cache])),
+        ("extract", lambda: [entry.extract(0) for entry in prompt_cache]),
+        ("extend", lambda: extended(pool, prompt_cache)),
+    ):
+        with pytest.raises(kvcache.OrderError, match=f"{op}: this entry did not take part"):
+            take()
+    for one in (copy.deepcopy(prompt_cache), prompt_cache):
+        at = rewind(one, 5)
+        assert at in (0, 3)
+        rest = [5, 6, 7, 8, 9][at:]
+        assert models.greedy(model, rest, 4, one) == models.greedy(
+            model, [5, 6, 7, 8, 9], 4, own_prompt_cache(model)
+        )
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_copy_of_a_prompt_cache_whose_pass_failed_before_all_layers_goes_on(name: str) -> None:
+    model = models.MODELS[name]()
+    prompt_cache = make_prompt_cache(model, capacity=64, max_sequences=2)
+    mx.eval(model(mx.array([[5, 6, 7]]), cache=prompt_cache))
+    with failing(model.layers[0]):  # the caches were asked for masks alone
+        model(mx.array([[8, 9]]), cache=prompt_cache)
+    expected = models.greedy(model, [5, 6, 7, 8], 4, own_prompt_cache(model))
+    for one in (copy.deepcopy(prompt_cache), prompt_cache):
+        assert models.greedy(model, [8], 4, one) == expected
 
 
 def test_dtypes_of_mlx_and_unknown_options_are_understood() -> None:
