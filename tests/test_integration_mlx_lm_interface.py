@@ -281,6 +281,17 @@ def test_a_prompt_cache_of_mlx_lms_is_taken_over(model: Any, count: int) -> None
     assert adopt(own_prompt_cache(model), CachePool(model, capacity=8))[0].empty()
 
 
+@pytest.mark.parametrize("count", [25, 28])
+def test_a_prompt_cache_longer_than_the_capacity_is_not_taken_over(model: Any, count: int) -> None:
+    theirs, pool = own_prompt_cache(model), CachePool(model, capacity=24, max_sequences=3)
+    feed(model, theirs, models.prompt_of(count), count)
+    with pytest.raises(
+        kvcache.CacheFullError, match=f"adopt: {count} cells .* 24 are free .* larger capacity"
+    ):
+        adopt(theirs, pool)
+    assert pool.free_sequences == 3
+
+
 def test_a_row_longer_than_its_capacity_is_refused_and_stays_as_it_was(model: Any) -> None:
     cache = CachePool(model, capacity=10, max_sequences=3).make_prompt_cache()
     theirs, tokens = own_prompt_cache(model), models.prompt_of(10)

@@ -198,7 +198,7 @@ class BatchRows:
         """A pass whose rows that add tokens have sequences of their own."""
         one = ForwardPass(tokens, list(self.lengths), begins, counts)
         check_missing("update", self.prompt, one.before[0], one.counts[0])
-        self._check_room(one)
+        self.check_room("update", one.counts)
         self.pool.reclaim()
         for row, count in enumerate(counts):
             if count:
@@ -206,12 +206,13 @@ class BatchRows:
         one.sequences = [held.seq for held in self.held]
         return one
 
-    def _check_room(self, one: ForwardPass) -> None:
+    def check_room(self, op: str, counts: Sequence[int]) -> None:
+        """Raise CacheFullError where a row has no room for so many tokens more, wherever the pool has."""
         longest = self.pool.storage.longest
-        for row, (before, count) in enumerate(zip(one.before, one.counts, strict=True)):
+        for row, (before, count) in enumerate(zip(self.lengths, counts, strict=True)):
             if before + count > longest:
                 remedy = "make the pool with a larger capacity; what the layers keep of a row grows up to it"
-                raise CacheFullError(count, int(longest) - before, {row: before}, "update", remedy)
+                raise CacheFullError(count, int(longest) - before, {row: before}, op, remedy)
 
     def _columns(self, tokens: int) -> tuple[list[int], list[int]]:
         """Where the tokens of each row begin in so many columns, and how many they are."""
