@@ -121,6 +121,15 @@ def test_who_stops_in_the_middle_keeps_what_was_said() -> None:
         assert said(cache, [*FIRST, *heard], 6) == whole[4:]
 
 
+def test_who_stops_after_the_cache_was_closed_is_not_bothered(name: str) -> None:
+    with MLXPrefixCache(models.shared(name), capacity=64) as cache:
+        steps = cache.generate(FIRST, max_tokens=9)
+        next(steps)
+    steps.close()
+    with pytest.raises(StopIteration):
+        next(steps)
+
+
 def test_salts_part_conversations() -> None:
     with MLXPrefixCache(models.shared("llama"), capacity=128, **OPTIONS) as cache:
         said(cache, FIRST, 2, salt="a")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedL
 from mlx_lm.generate import generate_step
 
 import ml
-from kvcache.cache import CacheDType, InvalidRangeError
+from kvcache.cache import CacheDType, ClosedError, InvalidRangeError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
@@ -147,7 +147,8 @@ class MLXPrefixCache(SharedPrefixes):
                     said.append(int(token))
                     yield int(token), logprobs
             except GeneratorExit:  # the caller has heard enough
-                session.extend(said)
+                with suppress(ClosedError):  # by the cache, meanwhile
+                    session.extend(said)
                 raise
             session.extend(said)
 
