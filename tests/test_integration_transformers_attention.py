@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,6 @@ def test_masks_of_any_form_that_change_from_pass_to_pass(
         if random.random() < 0.3:
             past = mask.shape[1] // 2
             mask[:, :past] = torch.from_numpy(random.random((3, past)) < 0.7)
-        mask[:, -1] = 1
         shown = None if random.random() < 0.15 else mask
         ids = hf.tokens(3, count, seed=i)
         hf.close(step(made, ours, ids, shown), step(own, plain, ids, shown))
@@ -114,6 +114,19 @@ def test_masks_of_any_form_that_change_from_pass_to_pass(
             plain.reorder_cache(order)
             ours.reorder_cache(order)
             mask = mask[order]
+    assert all(served)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_a_step_behind_a_token_that_is_hidden_reads_its_own_token(name: str, served: list[bool]) -> None:
+    """Of one row, of both, and twice in a row."""
+    own, made = hf.model(name, theirs(name)), hf.model(name, attention.ATTENTION)
+    plain, ours = transformers.DynamicCache(config=own.config), HFCache(made.config, capacity=32)
+    ids, mask = hf.tokens(2, 13), torch.ones(2, 13, dtype=torch.long)
+    mask[0, [5, 8, 9]] = mask[1, 8] = 0
+    for begin, end in itertools.pairwise((0, *range(4, 14))):
+        given = ids[:, begin:end], mask[:, :end]
+        hf.close(step(made, ours, *given), step(own, plain, *given))
     assert all(served)
 
 
