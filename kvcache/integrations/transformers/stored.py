@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ class Stored:
                 Deferred.of(one, (*heads, tokens, key.shape[3]), lambda: self._read(key, value)[0]),
                 Deferred.of(one, (*heads, tokens, value.shape[3]), lambda: self._read(key, value)[1]),
             )
+            self.current.given += map(weakref.ref, found)
         for tensor in found:
             tensor.stored = self  # type: ignore[attr-defined]
         return found
