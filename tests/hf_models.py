@@ -50,6 +50,10 @@ _DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma4": ("Gemma4", "Gemma4Text", {
+        "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+    }),
     "gemma2": ("Gemma2", "Gemma2", {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0}),
     "minimax": ("MiniMax", "MiniMax", {"block_size": 4, "num_local_experts": 4, "num_experts_per_tok": 1}),
     "mistral": ("Mistral", "Mistral", {"sliding_window": WINDOW}),

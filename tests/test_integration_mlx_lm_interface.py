@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm import server
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import QuantizedKVCache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 
 import kvcache
@@ -255,6 +255,21 @@ def test_a_copy_and_its_original_go_on_and_back_on_their_own(model: Any) -> None
     same(feed(model, other, rest, 1, 2), feed(model, theirs, rest, 1, 2))
 
 
+@pytest.mark.parametrize("sizes", [(3, 7), (1,) * 10])
+def test_a_row_whose_first_pass_closes_no_group_is_whole(
+    model: Any, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    pool = CachePool(model, capacity=40, max_sequences=2, checkpoint_interval=1)
+    ours, theirs, tokens = pool.make_prompt_cache(), own_prompt_cache(model), models.prompt_of(10)
+    for cache in (ours, theirs):
+        feed(model, cache, tokens, *sizes)
+    feed(model, ours, [5], 1)
+    feed(model, pool.make_prompt_cache(), models.prompt_of(5), 5)
+    save_prompt_cache(str(tmp_path / "kept.safetensors"), ours)
+    assert rewind(ours, 10) == 10
+    same(*(feed(model, cache, [6, 7], 1, 1) for cache in (ours, theirs)))
+
+
 @pytest.mark.parametrize("count", [3, 12, 13])
 def test_a_prompt_cache_of_mlx_lms_is_taken_over(model: Any, count: int) -> None:
     theirs, pool = own_prompt_cache(model), CachePool(model, capacity=40)
@@ -264,6 +279,17 @@ def test_a_prompt_cache_of_mlx_lms_is_taken_over(model: Any, count: int) -> None
     rest = models.prompt_of(11, seed=2)
     same(feed(model, ours, rest, 1, 6, 1, 3), feed(model, theirs, rest, 1, 6, 1, 3))
     assert adopt(own_prompt_cache(model), CachePool(model, capacity=8))[0].empty()
+
+
+@pytest.mark.parametrize("count", [25, 28])
+def test_a_prompt_cache_longer_than_the_capacity_is_not_taken_over(model: Any, count: int) -> None:
+    theirs, pool = own_prompt_cache(model), CachePool(model, capacity=24, max_sequences=3)
+    feed(model, theirs, models.prompt_of(count), count)
+    with pytest.raises(
+        kvcache.CacheFullError, match=f"adopt: {count} cells .* 24 are free .* larger capacity"
+    ):
+        adopt(theirs, pool)
+    assert pool.free_sequences == 3
 
 
 def test_a_row_longer_than_its_capacity_is_refused_and_stays_as_it_was(model: Any) -> None:

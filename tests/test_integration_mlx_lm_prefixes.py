@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 import ml
-from kvcache import HostTier, InvalidRangeError, NotSupportedError, OrderError
+from kvcache import ClosedError, HostTier, InvalidRangeError, NotSupportedError, OrderError
 from kvcache.integrations.mlx_lm import MLXPrefixCache, rewind
 from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
@@ -121,6 +121,15 @@ def test_who_stops_in_the_middle_keeps_what_was_said() -> None:
         assert said(cache, [*FIRST, *heard], 6) == whole[4:]
 
 
+def test_who_stops_after_the_cache_was_closed_is_not_bothered(name: str) -> None:
+    with MLXPrefixCache(models.shared(name), capacity=64) as cache:
+        steps = cache.generate(FIRST, max_tokens=9)
+        next(steps)
+    steps.close()
+    with pytest.raises(StopIteration):
+        next(steps)
+
+
 def test_salts_part_conversations() -> None:
     with MLXPrefixCache(models.shared("llama"), capacity=128, **OPTIONS) as cache:
         said(cache, FIRST, 2, salt="a")
@@ -140,6 +149,45 @@ def test_a_loop_of_ones_own_goes_on_from_the_session() -> None:
         assert session.prompt_cache[0].offset == 0, "it is another's now"
         with cache.begin([*FIRST, 3]) as session:
             assert session.cached == 30
+
+
+def test_prefill_evaluates_a_further_turn_too(name: str) -> None:
+    model, turn, progress = models.shared(name), models.prompt_of(12, seed=5), Mock()
+    with MLXPrefixCache(model, capacity=128, **OPTIONS) as cache:
+        with cache.begin(FIRST) as session:
+            steps = generate_step(session.prefill(), model, prompt_cache=session.prompt_cache, max_tokens=4)
+            answer = [int(token) for token, _ in steps]
+            session.extend([*answer, *turn])
+            whole = [*FIRST, *answer, *turn]
+            last = session.prefill(8, progress)
+            assert [call.args for call in progress.call_args_list] == [(34, 46), (42, 46)]
+            assert session.remaining == last.tolist() == turn[-1:]
+            steps = generate_step(last, model, prompt_cache=session.prompt_cache)
+            said_next = [int(token) for token, _ in itertools.islice(steps, 3)]
+            assert said_next == plain(name, whole, 3)
+            session.extend(said_next)
+            assert session.prefill().tolist() == session.remaining == [], "all of it is evaluated"
+        with pytest.raises(ClosedError):
+            session.prefill()
+        assert said(cache, [*whole, *said_next, 5], 6) == plain(name, [*whole, *said_next, 5], 6)
+
+
+def test_parts_of_a_further_turn_end_where_a_snapshot_is_due() -> None:
+    model, ends = models.shared("qwen"), []
+    with MLXPrefixCache(model, capacity=128, **OPTIONS) as cache, cache.begin(FIRST[:10]) as session:
+        session.extend(FIRST[10:])
+        seq = session.prompt_cache[0].rows.held[0].seq
+        cache.pool.cache.schedule_snapshots(seq, [13, 21])
+        session.prefill(10, lambda done, _: ends.append(done))
+        assert ends == [0, 8, 9, 13, 21]
+
+
+@pytest.mark.parametrize("size", [0, 2.5])
+def test_prefill_refuses_parts_of_no_tokens(size: Any) -> None:
+    with MLXPrefixCache(models.shared("llama"), capacity=64) as cache, cache.begin(FIRST) as session:
+        with pytest.raises(InvalidRangeError, match=f"prefill: size={size}"):
+            session.prefill(size)
+        assert session.remaining == FIRST
 
 
 def test_after_an_error_the_prompt_that_was_evaluated_is_kept() -> None:

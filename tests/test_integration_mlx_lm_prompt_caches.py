@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,6 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 
 import mlx.core as mx
-from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import (
     LRUPromptCache,
     QuantizedKVCache,
@@ -30,6 +33,7 @@ from kvcache.integrations.mlx_lm import (
     Recurrent,
     SequencesTakenError,
     adopt,
+    install,
     layers_of,
     load_prompt_cache,
     make_prompt_cache,
@@ -39,6 +43,7 @@ from kvcache.integrations.mlx_lm import (
 from . import mlx_lm_models as models
 
 PROMPT = 12
+loops: Any = importlib.import_module("mlx_lm.generate")  # whose function is replaced: not imported by name
 
 
 @pytest.fixture(params=list(models.MODELS))
@@ -65,7 +70,7 @@ def test_speculative_decoding_says_what_greedy_does_past_the_windows_wrap(make: 
     model, draft = make(), models.seeded(make(), 3, noise=0.3)
     prompt = models.prompt_of(PROMPT, seed=5)
     prompt_cache = [*make_prompt_cache(model, capacity=64), *make_prompt_cache(draft, capacity=64)]
-    loop = speculative_generate_step(
+    loop = loops.speculative_generate_step(
         mx.array(prompt), model, draft, num_draft_tokens=drafted, max_tokens=30, prompt_cache=prompt_cache
     )
     found = [(token, from_draft) for token, _, from_draft in loop]
@@ -367,15 +372,95 @@ def test_speculation_is_refused_where_drafts_could_not_be_taken_back() -> None:
     prompt = mx.array(models.prompt_of(8))
     without = make_prompt_cache(model, capacity=64, rollback=0)
     with pytest.raises(kvcache.NotSupportedError, match="make it with rollback=1 or more"):
-        list(speculative_generate_step(prompt, model, draft, prompt_cache=without + drafts, max_tokens=4))
+        list(
+            loops.speculative_generate_step(prompt, model, draft, prompt_cache=without + drafts, max_tokens=4)
+        )
     alone = make_prompt_cache(model, capacity=64)
     with pytest.raises(kvcache.InvalidRangeError, match=r"make_prompt_cache\(draft_model\)"):
-        list(speculative_generate_step(prompt, model, draft, prompt_cache=alone, max_tokens=4))
+        list(loops.speculative_generate_step(prompt, model, draft, prompt_cache=alone, max_tokens=4))
     with_it = make_prompt_cache(model, capacity=64, rollback=1)
-    assert list(speculative_generate_step(prompt, model, draft, prompt_cache=with_it + drafts, max_tokens=4))
+    assert list(
+        loops.speculative_generate_step(prompt, model, draft, prompt_cache=with_it + drafts, max_tokens=4)
+    )
     both = make_prompt_cache(draft, capacity=64) + with_it  # which drafts token by token
     with pytest.raises(kvcache.NotSupportedError, match="make it with rollback=3 or more"):
-        list(speculative_generate_step(prompt, draft, model, prompt_cache=both, num_draft_tokens=4))
+        list(loops.speculative_generate_step(prompt, draft, model, prompt_cache=both, num_draft_tokens=4))
+
+
+def test_speculation_on_pools_that_are_installed_is_refused_likewise() -> None:
+    model, draft, prompt = models.make_gemma(), models.make_gemma(seed=9), models.prompt_of(8)
+    expected = own_greedy(model, prompt, 12)
+    for rollbacks, least in (((0, 3), 1), ((1, 2), 3), ((1, 3), None)):
+        for one, rollback in zip((model, draft), rollbacks, strict=True):
+            install(one, capacity=64, max_sequences=2, rollback=rollback)
+        loop = functools.partial(
+            loops.speculative_generate_step, mx.array(prompt), model, draft, num_draft_tokens=4, max_tokens=12
+        )
+        if least is None:
+            assert [int(token) for token, *_ in loop()] == expected
+        else:
+            with pytest.raises(kvcache.NotSupportedError, match=f"make it with rollback={least} or more"):
+                loop()
+
+
+@contextlib.contextmanager
+def failing(layer: Any) -> Iterator[None]:
+    """A pass in the block ends at this layer."""
+    kind, original = type(layer), type(layer).__call__
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        if self is layer:
+            raise MemoryError("the device is full")
+        return original(self, *arguments, **options)
+
+    kind.__call__ = call
+    try:
+        with pytest.raises(MemoryError, match="the device is full"):
+            yield
+    finally:
+        kind.__call__ = original
+
+
+def extended(pool: CachePool, prompt_cache: list[Any]) -> None:
+    for entry, other in zip(pool.make_prompt_cache(), prompt_cache, strict=True):
+        entry.extend(other)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "rwkv7", "granitemoehybrid"])
+def test_a_prompt_cache_whose_pass_failed_half_way_is_not_taken_for_whole(name: str) -> None:
+    """Its last layers are recurrent: the caches have all K and V of that pass."""
+    model = mlx_lm_types.build(name)
+    pool = CachePool(model, capacity=64, max_sequences=4, checkpoint_interval=3)
+    prompt_cache = pool.make_prompt_cache()
+    mx.eval(model(mx.array([[5, 6, 7]]), cache=prompt_cache))
+    with failing(model.layers[-1]):
+        model(mx.array([[8, 9]]), cache=prompt_cache)
+    for op, take in (
+        ("merge", lambda: models.merged([prompt_cache])),
+        ("extract", lambda: [entry.extract(0) for entry in prompt_cache]),
+        ("extend", lambda: extended(pool, prompt_cache)),
+    ):
+        with pytest.raises(kvcache.OrderError, match=f"{op}: this entry did not take part"):
+            take()
+    for one in (copy.deepcopy(prompt_cache), prompt_cache):
+        at = rewind(one, 5)
+        assert at in (0, 3)
+        rest = [5, 6, 7, 8, 9][at:]
+        assert models.greedy(model, rest, 4, one) == models.greedy(
+            model, [5, 6, 7, 8, 9], 4, own_prompt_cache(model)
+        )
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_copy_of_a_prompt_cache_whose_pass_failed_before_all_layers_goes_on(name: str) -> None:
+    model = models.MODELS[name]()
+    prompt_cache = make_prompt_cache(model, capacity=64, max_sequences=2)
+    mx.eval(model(mx.array([[5, 6, 7]]), cache=prompt_cache))
+    with failing(model.layers[0]):  # the caches were asked for masks alone
+        model(mx.array([[8, 9]]), cache=prompt_cache)
+    expected = models.greedy(model, [5, 6, 7, 8], 4, own_prompt_cache(model))
+    for one in (copy.deepcopy(prompt_cache), prompt_cache):
+        assert models.greedy(model, [8], 4, one) == expected
 
 
 def test_dtypes_of_mlx_and_unknown_options_are_understood() -> None:

@@ -185,6 +185,20 @@ class TestFixedShapes:
             hf.feed(made, cache, refused)
         hf.close(hf.feed(made, cache, ids[:, 6:]), hf.fresh(made, ids[:, :6], ids[:, 6:]))
 
+    @pytest.mark.parametrize("rows", [1, 3])
+    @pytest.mark.parametrize("reset", [False, True])
+    def test_a_batch_of_other_rows_is_refused_and_changes_no_state(self, rows: int, reset: bool) -> None:
+        """But a step of one token, whose states the model takes without a call."""
+        made, ids = hf.model("qwen3-next"), hf.tokens(2)
+        cache, plain = HFStaticCache(made.config, capacity=32), HFCache(made.config, capacity=32)
+        for each in (cache, plain):
+            hf.feed(made, each, ids)
+            if reset:
+                each.reset()
+        with pytest.raises(InvalidRangeError, match=rf"a batch of {rows} rows; .* fixed for 2"):
+            hf.feed(made, cache, hf.tokens(rows, 4))
+        hf.close(hf.feed(made, cache, ids), hf.feed(made, plain, ids))
+
     def test_crop_takes_back_and_reset_forgets(self) -> None:
         made, ids, other = hf.model("gemma3"), hf.tokens(2, 20), hf.tokens(2, 4, seed=3)
         cache, plain = HFStaticCache(made.config, capacity=32), HFCache(made.config, capacity=32)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 from typing import Any
 
 import numpy as np
@@ -105,7 +107,6 @@ def test_masks_of_any_form_that_change_from_pass_to_pass(
         if random.random() < 0.3:
             past = mask.shape[1] // 2
             mask[:, :past] = torch.from_numpy(random.random((3, past)) < 0.7)
-        mask[:, -1] = 1
         shown = None if random.random() < 0.15 else mask
         ids = hf.tokens(3, count, seed=i)
         hf.close(step(made, ours, ids, shown), step(own, plain, ids, shown))
@@ -115,6 +116,87 @@ def test_masks_of_any_form_that_change_from_pass_to_pass(
             ours.reorder_cache(order)
             mask = mask[order]
     assert all(served)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_a_step_behind_a_token_that_is_hidden_reads_its_own_token(name: str, served: list[bool]) -> None:
+    """Of one row, of both, and twice in a row."""
+    own, made = hf.model(name, theirs(name)), hf.model(name, attention.ATTENTION)
+    plain, ours = transformers.DynamicCache(config=own.config), HFCache(made.config, capacity=32)
+    ids, mask = hf.tokens(2, 13), torch.ones(2, 13, dtype=torch.long)
+    mask[0, [5, 8, 9]] = mask[1, 8] = 0
+    for begin, end in itertools.pairwise((0, *range(4, 14))):
+        given = ids[:, begin:end], mask[:, :end]
+        hf.close(step(made, ours, *given), step(own, plain, *given))
+    assert all(served)
+
+
+class TestKeysAndValuesThatTheModelReturns:
+    """Gemma 4's, which are made when something looks into them; storage of another dtype copies them."""
+
+    @pytest.mark.skipif(not hasattr(transformers, "Gemma4AssistantConfig"), reason="of newer transformers")
+    @pytest.mark.parametrize(("options", "most"), [({"lookback": 0}, 1e-4), ({"dtype": "float16"}, 0.05)])
+    def test_are_read_behind_a_crop(self, options: dict[str, Any], most: float) -> None:
+        """Its own assistant drafts from them, when what was rejected has been taken back."""
+        small = {"vocab_size": 12, "tie_word_embeddings": False}
+        own, made = (hf.model("gemma4", way, seed=2, **small) for way in ("sdpa", attention.ATTENTION))
+        config = copy.deepcopy(own.config)
+        config.num_kv_shared_layers, config.vocab_size_per_layer_input = 2, 0
+        torch.manual_seed(1)
+        assistant = transformers.Gemma4AssistantForCausalLM(
+            transformers.Gemma4AssistantConfig(text_config=config, backbone_hidden_size=32)
+        ).eval()
+        assistant.generation_config.num_assistant_tokens = 3
+        drafted: list[torch.Tensor] = []
+        assistant.register_forward_hook(lambda module, given, found: drafted.append(found.logits))
+        batch = {"input_ids": hf.tokens(1) % 12}
+        draft: dict[str, Any] = {"assistant_model": assistant, "max_new_tokens": 24}
+        expected = hf.generate(own, batch, **draft)
+        wanted = [*drafted]
+        drafted.clear()
+        found = hf.generate(made, batch, HFCache(made.config, capacity=64, **options), **draft)
+        assert found.distance(expected) < most
+        hf.close(torch.cat(drafted), torch.cat(wanted), most)
+        assert len(drafted) < 60  # some were accepted
+
+    def test_are_read_behind_the_next_pass(self) -> None:
+        made, ids = hf.model("gemma4", attention.ATTENTION), hf.tokens(2)
+        options: dict[str, Any] = {"return_shared_kv_states": True}
+        cache, other = (HFCache(made.config, capacity=64, dtype="float16") for _ in range(2))
+        with torch.no_grad():
+            kept = made(ids, past_key_values=cache, **options).shared_kv_states["full_attention"]
+            at_once = made(ids, past_key_values=other, **options).shared_kv_states["full_attention"]
+            expected = [one + 0 for one in at_once]
+            made(ids, past_key_values=cache)
+        assert all(torch.equal(one, two) for one, two in zip(kept, expected, strict=True))
+
+    def test_are_not_made_where_nobody_keeps_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made, ids = hf.model("llama", attention.ATTENTION), hf.tokens(2)
+        cache = HFCache(made.config, capacity=64, dtype="float16")
+        monkeypatch.setattr(CachePool, "read", None)
+        for _ in range(2):
+            hf.feed(made, cache, ids)
+            cache.crop(-3)
+
+    def test_are_not_made_of_a_pass_that_failed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its error keeps them, and may say that memory is short."""
+        made, ids = hf.model("llama", attention.ATTENTION), hf.tokens(2)
+        cache = HFCache(made.config, capacity=64, dtype="float16")
+        hf.feed(made, cache, ids)
+        monkeypatch.setattr(CachePool, "read", None)
+        kept: list[Deferred] = []
+        pair = stored.Stored.pair
+
+        def keeping(*given: Any) -> Any:
+            found = pair(*given)
+            kept.extend(found)
+            return found
+
+        monkeypatch.setattr(stored.Stored, "pair", keeping)
+        with hf.failing(made.model.layers[0].self_attn.o_proj):
+            hf.feed(made, cache, ids)
+        cache.crop(-hf.PROMPT)
+        assert [one.made for one in kept] == [None, None]
 
 
 class TestSharedPrompt:

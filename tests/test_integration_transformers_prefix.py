@@ -109,6 +109,19 @@ def test_conversations_side_by_side() -> None:
             assert session.cache.get_seq_length() == 0
 
 
+def test_prefill_evaluates_a_further_turn_too() -> None:
+    made, ids, turn = hf.model("gemma3"), hf.tokens(1, 24), hf.tokens(1, 30, seed=1)
+    with HFPrefixCache(made, capacity=100, lookback=8) as prefix, prefix.begin(ids[0].tolist()) as session:
+        session.prefill()
+        session.extend(turn[0].tolist())
+        session.prefill(6)
+        assert session.remaining == turn[0, -1:].tolist()
+        hf.close(
+            hf.feed(made, session.cache, turn[:, -1:]),
+            hf.fresh(made, torch.cat((ids, turn[:, :-1]), 1), turn[:, -1:]),
+        )
+
+
 def test_a_conversation_has_one_row() -> None:
     made, ids = hf.model("llama"), hf.tokens(1, 24)
     with HFPrefixCache(made, capacity=64) as prefix, prefix.begin(ids[0].tolist()) as session:

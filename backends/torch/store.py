@@ -64,27 +64,6 @@ class TorchKVStore:
         self._key_low, self._key_high = _addresses(key.native)
         self._value_low, self._value_high = _addresses(value.native)
 
-    def _takes(self, ctx: Any, key_size: Shape, value_size: Shape, key: Any, value: Any) -> bool:
-        """Whether these are of this backend, floats of these sizes, and lie elsewhere."""
-        backend = self._backend
-        if (
-            type(key) is not TorchTensor
-            or type(value) is not TorchTensor
-            or not key.backend is value.backend is ctx.active_backend is backend
-            or backend.closed
-            or not (key.dtype is value.dtype is self._float or (key.dtype.is_float and value.dtype.is_float))
-        ):
-            return False
-        new_key, new_value = key.native, value.native
-        if new_key.size() != key_size or new_value.size() != value_size:
-            return False
-        key_at, value_at = new_key.data_ptr(), new_value.data_ptr()
-        return (
-            not self._key_low <= key_at < self._key_high
-            and not self._value_low <= value_at < self._value_high
-            and not self._key_low <= value_at < self._key_high  # keys are written first
-        )
-
     def write_rows(self, ctx: Any, rows: Any, key: Any, value: Any) -> bool:
         if type(rows) is not TorchTensor or rows.backend is not self._backend or rows.dtype is not DType.I32:
             return False
@@ -92,31 +71,48 @@ class TorchKVStore:
         new_key, new_value = key.native, value.native
         if (
             more
-            or not self._takes(ctx, (count, *self._key_shape), (count, *self._value_shape), key, value)
             or not new_key.dtype is new_value.dtype is base.dtype
             or not new_key.device == new_value.device == base.device
         ):
             return False
-        index = wide_indices(rows, base.device)
-        try:
-            base.index_copy_(0, index, new_key)
-            self._value_base.index_copy_(0, index, new_value)
-        except (RuntimeError, IndexError):
-            return False
-        return True
+        return self.write(ctx, 0, count, key, value, wide_indices(rows, base.device))
 
-    def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
-        if not 0 <= start <= self._rows - count or count < 1:
+    def write(
+        self, ctx: Any, start: int, count: int, key: Any, value: Any, index: torch.Tensor | None = None
+    ) -> bool:
+        """``index``, I64 (count,): the rows that are written instead of those from ``start`` on."""
+        backend = self._backend
+        if (
+            type(key) is not TorchTensor
+            or type(value) is not TorchTensor
+            or not key.backend is value.backend is ctx.active_backend is backend
+            or backend.closed
+            or not (key.dtype is value.dtype is self._float or (key.dtype.is_float and value.dtype.is_float))
+            or not 0 <= start <= self._rows - count
+            or count < 1
+        ):
             return False
+        new_key, new_value = key.native, value.native
         key_size, value_size = (count, *self._key_shape), (count, *self._value_shape)
-        if not self._takes(ctx, key_size, value_size, key, value):
+        if new_key.shape != key_size or new_value.shape != value_size:
+            return False
+        key_low, key_high, value_at = self._key_low, self._key_high, new_value.data_ptr()
+        if (
+            key_low <= new_key.data_ptr() < key_high
+            or key_low <= value_at < key_high  # keys are written first
+            or self._value_low <= value_at < self._value_high
+        ):
             return False
         try:
-            steps = self._key_strides
-            _alias(self._key_base, key_size, steps, start * steps[0]).copy_(key.native)
-            steps = self._value_strides
-            _alias(self._value_base, value_size, steps, start * steps[0]).copy_(value.native)
-        except RuntimeError:
+            if index is None:
+                steps = self._key_strides
+                _alias(self._key_base, key_size, steps, start * steps[0]).copy_(new_key)
+                steps = self._value_strides
+                _alias(self._value_base, value_size, steps, start * steps[0]).copy_(new_value)
+            else:
+                self._key_base.index_copy_(0, index, new_key)
+                self._value_base.index_copy_(0, index, new_value)
+        except (RuntimeError, IndexError):
             return False
         return True
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError
+from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError, check_whole
 from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
 from kvcache.stores.closing import Closing
 
@@ -56,6 +56,9 @@ def check_missing(op: str, prompt: int, held: int, count: int, drafts: int = MOS
 class Conversation:
     """One conversation, of whose prompt ``cached`` tokens were there."""
 
+    _owner: Any
+    """The SharedPrefixes that began it."""
+
     def __init__(self, session: Session, rows: Any, held: Callable[[], int]) -> None:
         """``rows`` are the runtime's, which ``held`` tokens of the conversation are in."""
         self._session, self._rows, self._held = session, rows, held
@@ -75,6 +78,24 @@ class Conversation:
         """The tokens to evaluate next: of the prompt, and of ``extend``, what the cache lacks."""
         tokens: list[Any] = list(self._session.tokens)
         return tokens[self._held() :]
+
+    def _parts(self, size: int) -> Iterator[tuple[int, int]]:
+        """Where the parts of ``remaining`` but its last token begin and end, for a pass each.
+
+        They have at most ``size`` tokens, and end where a snapshot is due. What was evaluated before a part
+        is whole, whatever comes next.
+        """
+        check_whole("prefill", "size", size, least=1)
+        session, begin = self._session, self._held()
+        session.extend([])
+        last = len(session.tokens) - 1
+        while begin < last:
+            end, due = min(begin + size, last), self._owner.prefix.next_snapshot(session.seq)
+            if due is not None and begin < due < end:
+                end = due
+            yield begin, end
+            session.extend([])
+            begin = end
 
     def _ending(self) -> AbstractContextManager[object]:
         """Lets go of the rows behind the block, in which the session ends."""

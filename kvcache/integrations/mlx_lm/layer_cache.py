@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcache.cache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.mlx_lm.layers import OwnCacheList
-from kvcache.integrations.mlx_lm.rows import BatchRows
+from kvcache.integrations.mlx_lm.rows import BatchRows, left_behind
 from kvcache.integrations.mlx_lm.storage import Storage
 
 __all__ = ["BatchState", "CacheList", "LayerCache"]
@@ -48,9 +48,8 @@ class LayerCache:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A prompt cache of its own that shares what is stored, until one of the two goes on."""
-        behind = self._seen - self.rows.events  # before the copy settles what is under way
-        rows = copy.deepcopy(self.rows, memo)
-        return type(self)(rows, self.layer, min(0, behind))
+        rows = copy.deepcopy(self.rows, memo)  # which settles what is under way
+        return type(self)(rows, self.layer, min(0, self._seen - self.rows.events))
 
     @property
     def _storage(self) -> Storage:
@@ -86,6 +85,12 @@ class LayerCache:
         """Take what the other entries did as done here too; for whoever then makes it good."""
         self._seen = self.rows.events
 
+    def check_whole(self, op: str) -> None:
+        """Raise OrderError for an entry that is behind, once what is under way is settled."""
+        self.rows.settle()
+        if self.is_behind:
+            raise left_behind(op)
+
     def empty(self) -> bool:
         return not any(self.rows.lengths_for(self._seen))
 
@@ -117,6 +122,7 @@ class LayerCache:
     def extend(self, other: LayerCache) -> None:
         """Add the rows of ``other``, sharing what is stored."""
         rows = other.rows
+        other.check_whole("extend")
         # By identity: an event that held the rows themselves would keep their claims alive.
         self.rows.do(self._seen, ("extend", id(rows)), lambda: self.rows.extend(rows))
         self._seen = self.rows.events
@@ -134,7 +140,7 @@ class LayerCache:
     def extract(self, idx: int) -> Self:
         """One row as an entry of its own, sharing what is stored."""
         (idx,), rows = _rows("extract", [idx]), self.rows
-        rows.settle()
+        self.check_whole("extract")
         return type(self)(rows.derived("extract", (idx,), self.layer, lambda: rows.extract(idx)), self.layer)
 
     @classmethod
@@ -145,8 +151,8 @@ class LayerCache:
             raise InvalidRangeError(
                 "merge: some prompt caches are mlx-lm's own; those in one batch must come from one CachePool"
             )
-        for rows in several:
-            rows.settle()
+        for entry in caches:
+            entry.check_whole("merge")
         of = tuple((id(rows), rows.events) for rows in several)
         first = several[0]
         made = first.derived("merge", of, caches[0].layer, lambda: BatchRows.merge(several))

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 from kvcache.cache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.mlx_lm.layers import Attention
@@ -87,22 +87,24 @@ def _checked(original: Callable[..., Any], *arguments: Any, **options: Any) -> A
     bound = inspect.signature(original).bind(*arguments, **options)
     bound.apply_defaults()
     given = bound.arguments
-    _check(given["prompt_cache"], len(given["model"].layers), given["num_draft_tokens"])
+    model, prompt_cache, drafts = given["model"], given["prompt_cache"], given["num_draft_tokens"]
+    if prompt_cache is None:  # those that it makes are like these
+        own, drafted = make_prompt_cache(model), make_prompt_cache(given["draft_model"])
+    else:
+        _check_both(prompt_cache)
+        own, drafted = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers) :]
+    _check_rollback(own, 1, drafts)
+    _check_rollback(drafted, max(1, drafts - 1), drafts)
     return original(*arguments, **options)
 
 
-def _check(prompt_cache: Any, layers: int, drafts: int) -> None:
+def _check_both(prompt_cache: Any) -> None:
     found = rows_of(prompt_cache)
-    if not found:
-        return
-    storage = found[0].pool.storage
-    if len(prompt_cache) <= len(storage.entries):
+    if found and len(prompt_cache) <= len(found[0].pool.storage.entries):
         raise InvalidRangeError(
             f"speculative_generate_step: prompt_cache has {len(prompt_cache)} entries, those of the model "
             "alone; pass make_prompt_cache(model) + make_prompt_cache(draft_model)"
         )
-    _check_rollback(prompt_cache[:layers], 1, drafts)
-    _check_rollback(prompt_cache[layers:], max(1, drafts - 1), drafts)
 
 
 def _check_rollback(entries: Any, least: int, drafts: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedL
 from mlx_lm.generate import generate_step
 
 import ml
-from kvcache.cache import CacheDType, InvalidRangeError
+from kvcache.cache import CacheDType, ClosedError, InvalidRangeError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
@@ -45,20 +45,16 @@ class MLXSession(Conversation):
     def prefill(self, size: int = 512, progress: Callable[[int, int], object] | None = None) -> mx.array:
         """Evaluate ``remaining`` but its last token, at most ``size`` tokens at a time; returns that token.
 
-        ``progress`` is told before each part how many tokens of the prompt are evaluated, and of how many.
+        ``progress`` is told before each part how many of all tokens are evaluated, and of how many.
         ``generate_step`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
         """
-        tokens, upto = self._session.tokens, self.cached
-        for chunk in self._session.chunks(size):
+        tokens = self._session.tokens
+        for begin, end in self._parts(size):
             if progress is not None:
-                progress(upto, len(tokens))
-            upto += len(chunk)
-            begin, end = self._rows.lengths[0], min(upto, len(tokens) - 1)
-            if end > begin:
-                self._owner.model(mx.array([tokens[begin:end]]), cache=self.prompt_cache)
-                self._owner.pool.storage.ctx.compute()
-        self._session.extend([])  # all of that is whole, whatever comes next
-        return mx.array(tokens[-1:])
+                progress(begin, len(tokens))
+            self._owner.model(mx.array([tokens[begin:end]]), cache=self.prompt_cache)
+            self._owner.pool.storage.ctx.compute()
+        return mx.array(self.remaining, mx.int32)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -151,7 +147,8 @@ class MLXPrefixCache(SharedPrefixes):
                     said.append(int(token))
                     yield int(token), logprobs
             except GeneratorExit:  # the caller has heard enough
-                session.extend(said)
+                with suppress(ClosedError):  # by the cache, meanwhile
+                    session.extend(said)
                 raise
             session.extend(said)
 

@@ -60,6 +60,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         known, changed = self._set
         is_set = known is one and idx in changed
         if not any(one.before) and not is_set:
+            self._storage.asked_state(self.layer, idx)  # else the cache takes it for left out of the pass
             return None
         return self._storage.state(self.layer, idx, one, is_set)
 

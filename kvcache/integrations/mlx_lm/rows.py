@@ -18,7 +18,7 @@ from kvcache.integrations.conversations import check_missing
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.sequences import SequencePool, SharedSequence
 
-__all__ = ["BatchRows"]
+__all__ = ["BatchRows", "left_behind"]
 
 
 class BatchRows:
@@ -75,6 +75,7 @@ class BatchRows:
         self.pool.check_sharing("deepcopy")
         self.settle()
         copy = BatchRows(self.pool, self.held, self.lengths, self.batched)
+        copy.before = list(self.before)
         copy.skip, copy.left = list(self.skip), None if self.left is None else list(self.left)
         return copy
 
@@ -103,7 +104,7 @@ class BatchRows:
             return self.lengths
         if seen == self.events - 1:
             return self.before
-        raise OrderError(_LEFT_BEHIND)
+        raise left_behind("update")
 
     def seen_by_a_bystander(self, seen: int) -> int:
         """What an entry has seen that is in every pass by itself, and was last asked after ``seen`` events.
@@ -131,7 +132,7 @@ class BatchRows:
             return self.result
         self.settle()
         if seen != self.events:
-            raise OrderError(_LEFT_BEHIND)
+            raise left_behind(event[0])
         self.pool.undo_unwritten()
         before = list(self.lengths)
         self.result = action()
@@ -158,7 +159,7 @@ class BatchRows:
         if seen == self.events:
             return self._begin(tokens, rows)
         if seen != self.events - 1 or not isinstance(self.last, ForwardPass):
-            raise OrderError(_LEFT_BEHIND)
+            raise left_behind("update")
         if self.last.tokens != tokens or rows not in (None, self.last.rows):
             raise OrderError(
                 f"update: {rows} rows of {tokens} tokens in a pass that was begun by another layer with "
@@ -197,7 +198,7 @@ class BatchRows:
         """A pass whose rows that add tokens have sequences of their own."""
         one = ForwardPass(tokens, list(self.lengths), begins, counts)
         check_missing("update", self.prompt, one.before[0], one.counts[0])
-        self._check_room(one)
+        self.check_room("update", one.counts)
         self.pool.reclaim()
         for row, count in enumerate(counts):
             if count:
@@ -205,12 +206,13 @@ class BatchRows:
         one.sequences = [held.seq for held in self.held]
         return one
 
-    def _check_room(self, one: ForwardPass) -> None:
+    def check_room(self, op: str, counts: Sequence[int]) -> None:
+        """Raise CacheFullError where a row has no room for so many tokens more, wherever the pool has."""
         longest = self.pool.storage.longest
-        for row, (before, count) in enumerate(zip(one.before, one.counts, strict=True)):
+        for row, (before, count) in enumerate(zip(self.lengths, counts, strict=True)):
             if before + count > longest:
                 remedy = "make the pool with a larger capacity; what the layers keep of a row grows up to it"
-                raise CacheFullError(count, int(longest) - before, {row: before}, "update", remedy)
+                raise CacheFullError(count, int(longest) - before, {row: before}, op, remedy)
 
     def _columns(self, tokens: int) -> tuple[list[int], list[int]]:
         """Where the tokens of each row begin in so many columns, and how many they are."""
@@ -486,7 +488,11 @@ _ALL_ALIKE = (
     "this model takes for rows like the others, so that they would get other results than each row alone; "
     "feed such rows one by one, or call the model that the pool was made for"
 )
-_LEFT_BEHIND = (
-    "update: this entry did not take part in what the other entries of its prompt cache did (a pass that "
-    "failed half way, or something done to some of the entries only); rewind(prompt_cache, n) repairs it"
-)
+
+
+def left_behind(op: str) -> OrderError:
+    """What is raised for an entry that is behind the others."""
+    return OrderError(
+        f"{op}: this entry did not take part in what the other entries of its prompt cache did (a pass that "
+        "failed half way, or something done to some of the entries only); rewind(prompt_cache, n) repairs it"
+    )

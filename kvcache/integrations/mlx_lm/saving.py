@@ -82,6 +82,7 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
     if not length:
         return made
     rows: BatchRows = made[0].rows
+    rows.check_room("adopt", [length])
     pool.sequences.undo_unwritten()
     pool.sequences.occupy(rows.held[0])
     seq = rows.held[0].seq

@@ -83,7 +83,7 @@ class Storage:
         for i, (layer, cache) in enumerate(zip(self.layers, self.attention, strict=True)):
             if isinstance(layer, Recurrent):
                 for k in range(len(layer.shapes)):
-                    self._state(i, k)
+                    self.asked_state(i, k)
             elif cache is not None and layer.kv_heads and layer.key_dim and layer.value_dim is not None:
                 like = _dtype(ctx, layer.dtype)
                 key, value = (
@@ -224,7 +224,7 @@ class Storage:
 
     # States.
 
-    def _state(self, layer: int, i: int) -> ml.Tensor:
+    def asked_state(self, layer: int, i: int) -> ml.Tensor:
         """State ``i`` of a recurrent layer in the pass under way, (active rows, *shape)."""
         assert self.recurrent is not None
         return self.recurrent.state(self.ctx, _name(i), layer)
@@ -234,7 +234,7 @@ class Storage:
 
         ``is_set``: whether it is that after the pass already.
         """
-        found, spec = self._state(layer, i).native, self.layers[layer]
+        found, spec = self.asked_state(layer, i).native, self.layers[layer]
         assert isinstance(spec, Recurrent)
         found = _grown(spec, i, found.astype(spec.dtypes[i]), max(one.after if is_set else one.before))
         if len(one.active) == one.rows:

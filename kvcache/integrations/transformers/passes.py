@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from kvcache.attention.dense_batch import DenseBatch
+from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.kinds import Kind
 
 __all__ = ["ForwardPass", "Pair", "Shown"]
@@ -45,6 +47,8 @@ class ForwardPass:
     aside: dict[int, Pair] = field(default_factory=dict)
     """What layers of those kinds saw before the pass, and while passes are recorded what is new: K and V
     that ``cut`` can come back to."""
+    given: list[weakref.ref[Deferred]] = field(default_factory=list)
+    """K and V that layers got and that are made when something looks into them."""
     masks: dict[Kind, Shown] = field(default_factory=dict)
     """By which mask attention reads each kind."""
     states: dict[tuple[int, str], bool] = field(default_factory=dict)

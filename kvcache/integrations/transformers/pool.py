@@ -274,3 +274,13 @@ class CachePool:
                 "HFCache: another fork of this cache began a pass, or its rows changed, before this pass "
                 "had reached all layers; one forward pass at a time"
             )
+
+    def make_given(self, own: ForwardPass | None) -> None:
+        """Make the K and V of a pass that someone keeps, before what they are read from changes.
+
+        Some models return them; of others there are none.
+        """
+        if own is not None and own is self.current:
+            for reference in own.given:
+                if (kept := reference()) is not None:
+                    kept.resolve()

@@ -42,7 +42,7 @@ class HFSession(Conversation):
         self.cache.rows.limit = owner.limit
 
     def prefill(self, size: int = 512) -> None:
-        """Evaluate all of the prompt but its last token, ``size`` tokens at a time at most.
+        """Evaluate ``remaining`` but its last token, ``size`` tokens at a time at most.
 
         ``generate`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
         """
@@ -50,15 +50,12 @@ class HFSession(Conversation):
         owner.forget_images()
         ids = torch.tensor([tokens[:-1]], device=owner.model.device)
         options = {**_one_token(owner.model), **owner.named(self.cache)}
-        for chunk in self._session.chunks(min(size, owner.longest_pass)):
-            begin = self.cache.get_seq_length()
-            end = min(begin + len(chunk), len(tokens) - 1)
-            step = 1 if begin and owner.by_one else max(1, end - begin)
+        for begin, end in self._parts(min(size, owner.longest_pass)):
+            step = 1 if begin and owner.by_one else end - begin
             for upto in range(begin + step, end + 1, step):
                 # A model knows itself what else it is given: positions, say, that begin at 2.
                 part = ids[:, :upto]
                 owner.model.generate(part, attention_mask=torch.ones_like(part), **options)
-        self._session.extend([])  # all of that is whole, whatever comes next
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:

@@ -153,6 +153,7 @@ class BatchRows:
         pool = self.pool
         if tokens > 1 and self.length:
             pool.plan.refuse("HFCache", Trait.BY_ONE, f"pass these {tokens} tokens one at a time")
+        pool.make_given(self._pass)
         if like is not None:
             pool.bind(batch, like)
         pool.settle_places()
@@ -303,8 +304,7 @@ class BatchRows:
         """K and V of a layer that the next token may see; None where there are none."""
         if not self.seen[layer]:
             return None
-        pool = self.pool
-        like = pool.places.like(layer)
+        pool, like = self.pool, self.pool.places.like(layer)
         return pool.read(self.reading(kind, self.length), layer, like, like)
 
     # Cross attention.
@@ -394,8 +394,7 @@ class BatchRows:
     def adopt(self, seq: int, length: int) -> BatchRows:
         """One row: a sequence that holds ``length`` tokens already."""
         one = BatchRows(self.pool)
-        one.sequences, one.length = [seq], length
-        one.seen = self._all_at(length)
+        one.sequences, one.length, one.seen = [seq], length, self._all_at(length)
         return one
 
     def _all_at(self, length: int) -> list[int]:
@@ -449,8 +448,7 @@ class BatchRows:
         self.sequences = self.sequences or self.pool.take(len(snapshot.rows))
         for seq, row in zip(self.sequences, snapshot.rows, strict=True):
             self.pool.put_back(self.pool.family, seq, row)
-        self.length = snapshot.length
-        self.seen = self._all_at(snapshot.length)
+        self.length, self.seen = snapshot.length, self._all_at(snapshot.length)
         self._settle()
         self.pool.current = None
 
@@ -481,6 +479,8 @@ class BatchRows:
         if self._reach(length, bool(marks)) < length:
             raise NotSupportedError(f"crop: to {length} of {self.length} tokens: {self._why()}")
         family, aside, last = self.pool.family, self._aside(length), self.under_way
+        if complete == self.length:
+            self.pool.make_given(self._pass)
         changes = []
         for i, seq in enumerate(self.sequences):
             for cache in family.tops:

@@ -437,6 +437,13 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.recurrent_states[state_idx] = _addressed(found)
             self.is_recurrent_states_initialized[state_idx] = True
 
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Refuses a batch of other rows: InvalidRangeError."""
+        if not is_torchdynamo_compiling():
+            self.rows.claim(conv_states.shape[0], conv_states)
+        found: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
+        return found
+
     def activate_past_recording(self) -> None:
         """Nothing to do: states of fixed shapes cannot go back, which ``crop`` says."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ class Stored:
                 Deferred.of(one, (*heads, tokens, key.shape[3]), lambda: self._read(key, value)[0]),
                 Deferred.of(one, (*heads, tokens, value.shape[3]), lambda: self._read(key, value)[1]),
             )
+            self.current.given += map(weakref.ref, found)
         for tensor in found:
             tensor.stored = self  # type: ignore[attr-defined]
         return found
@@ -129,11 +131,14 @@ def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _goes_on(before: np.ndarray | None, shown: np.ndarray | None) -> bool:
-    """Whether the mask of a pass is that of the one before, and shows what is new; None: all is shown."""
+    """Whether a pass reads what the one before read, and its new tokens behind that; None: all is shown.
+
+    A new token has the cell behind the last one, which is where the reading ended if that one was shown.
+    """
     if before is None or shown is None:
         return before is shown
     held = before.shape[1]
-    return np.array_equal(shown[:, :held], before) and bool(shown[:, held:].all())
+    return np.array_equal(shown[:, :held], before) and bool(shown[:, held - 1 :].all())
 
 
 def _hide(forward: Reading, shown: np.ndarray, blind: np.ndarray | None) -> None:
