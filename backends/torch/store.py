@@ -46,8 +46,8 @@ class TorchKVStore:
 
     __slots__ = (
         "_backend", "_dtype", "_float", "_key", "_key_base", "_key_high", "_key_low", "_key_shape",
-        "_key_strides", "_rows", "_value", "_value_base", "_value_high", "_value_low", "_value_shape",
-        "_value_strides",
+        "_key_strides", "_rows", "_sizes", "_value", "_value_base", "_value_high", "_value_low",
+        "_value_shape", "_value_strides",
     )  # fmt: skip
 
     def __init__(self, backend: BaseBackend, key: TorchTensor, value: TorchTensor) -> None:
@@ -61,8 +61,12 @@ class TorchKVStore:
         self._value_shape: Shape = value.shape[1:]
         self._key_strides: Shape = key.strides
         self._value_strides: Shape = value.strides
+        self._sizes = self._sizes_of(1)
         self._key_low, self._key_high = _addresses(key.native)
         self._value_low, self._value_high = _addresses(value.native)
+
+    def _sizes_of(self, count: int) -> tuple[int, Shape, Shape]:
+        return count, (count, *self._key_shape), (count, *self._value_shape)
 
     def write_rows(self, ctx: Any, rows: Any, key: Any, value: Any) -> bool:
         if type(rows) is not TorchTensor or rows.backend is not self._backend or rows.dtype is not DType.I32:
@@ -92,8 +96,11 @@ class TorchKVStore:
             or count < 1
         ):
             return False
+        sizes = self._sizes  # of the last count: a decoding loop has one
+        if sizes[0] != count:
+            sizes = self._sizes = self._sizes_of(count)
+        _, key_size, value_size = sizes
         new_key, new_value = key.native, value.native
-        key_size, value_size = (count, *self._key_shape), (count, *self._value_shape)
         if new_key.shape != key_size or new_value.shape != value_size:
             return False
         key_low, key_high, value_at = self._key_low, self._key_high, new_value.data_ptr()
