@@ -125,6 +125,16 @@ def test_a_native_array_over_the_memory_that_is_written_is_declined(
         assert not store.write(ctx, 0, 2, *given)
 
 
+def test_tensors_that_show_an_element_twice_are_not_written(backend: ml.Backend, ctx: ml.Context) -> None:
+    half = ctx.zeros((1, 1, 4), DType.F32)
+    twice, new = half.view(ctx, 0, (4, 1, 4), (0, 0, 1)), ctx.full((2, 1, 4), 1, DType.F32)
+    assert isinstance(backend, ml.SupportsKVStore)
+    for pair in ((twice, ctx.zeros((4, 1, 4), DType.F32)), (ctx.zeros((4, 1, 4), DType.F32), twice)):
+        store = backend.kv_store(*pair)
+        assert store is None or not store.write(ctx, 0, 2, new, new)
+        assert not half.to_numpy().any()
+
+
 @pytest.mark.parametrize("batch", [Batch([0, 1], [0, 0]), Batch([0, 0], [0, 2])], ids=["a run", "apart"])
 @pytest.mark.parametrize("layout", list(ml.Layout))
 @pytest.mark.parametrize("dtype", [DType.F32, ("F32", "Q8_0")], ids=["plain", "keys beside codes"])

@@ -153,6 +153,12 @@ def test_a_cache_in_every_thread(open_one: Callable[..., Any]) -> None:
 # Processes.
 
 
+def test_a_cache_that_is_not_initialized_can_be_sent_to_another_process() -> None:
+    parts = [kvcache.CausalCache(), kvcache.SlidingWindowCache(4, keep=1), kvcache.ChunkedCache(4)]
+    for cache in (*parts, kvcache.WrapperCache(*parts)):
+        assert type(pickle.loads(pickle.dumps(cache))) is type(cache)
+
+
 @pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
 def test_nothing_with_a_device_in_it_is_pickled(
     open_one: Callable[..., Any], way: Callable[..., Any]

@@ -9,6 +9,7 @@ import numpy as np
 from backends.numpylike import ArrayTensor
 from ml.base import BaseBackend
 from ml.protocols import Tensor
+from ml.strided import overlaps_itself
 
 
 class NumpyKVStore:
@@ -23,11 +24,12 @@ class NumpyKVStore:
 
     @classmethod
     def over(cls, backend: BaseBackend, key: ArrayTensor, value: ArrayTensor) -> NumpyKVStore | None:
-        """None unless both are floats of one dtype in memory that nobody else has."""
-        if not (
-            key.dtype is value.dtype and key.dtype.is_float and key.storage.owned and value.storage.owned
-        ):
+        """None unless both are floats of one dtype in memory that nobody else has, each element once."""
+        if key.dtype is not value.dtype or not key.dtype.is_float:
             return None
+        for half in (key, value):
+            if not half.storage.owned or overlaps_itself(half.shape, half.strides):
+                return None
         return cls(backend, key, value)
 
     def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:

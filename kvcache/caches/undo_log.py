@@ -29,9 +29,9 @@ class UndoLog:
         for seq, begin, end in evictions:
             row = table.rows[seq]
             # Where not the head goes the row's own buffers may be written: a copy is safe from that.
-            rows[seq] = row.save_copy() if begin else row.save()
+            rows[seq] = saved = row.save_copy() if begin else row.save()
             first, stop = row.index(begin) if begin else 0, row.index(end)
-            parts.append(row.cells[first:stop])
+            parts.append(saved[1][saved[2] + first : saved[2] + stop])
             if first:
                 middles.append((seq, first, stop))
             else:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
 
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.forward_pass import ForwardPass
@@ -51,7 +54,7 @@ class SlidingWindowCache(CausalCache):
         self.memory = window if memory is None else memory
         self._unlimited = self._warned = False
         self._kept = self.memory
-        self._lower = LowerBound(lambda positions: positions - window, keep)
+        self._lower = LowerBound(partial(_behind, window), keep)
 
     def _cells(self) -> int:
         """``max_sequences * (keep + memory) + max_batch``; all tokens where that is as many or more."""
@@ -141,10 +144,19 @@ class ChunkedCache(CausalCache):
         super().__init__(shift, shift_extra=shift_extra)
         check_whole("ChunkedCache", "chunk", chunk, least=1)
         self.chunk = chunk
-        self._lower = LowerBound(lambda positions: positions - positions % chunk)
+        self._lower = LowerBound(partial(_chunk_of, chunk))
 
     def settings(self) -> dict[str, object]:
         return {**super().settings(), "chunk": self.chunk}
 
     def lower_bound(self) -> LowerBound:
         return self._lower
+
+
+def _behind(window: int, positions: np.ndarray) -> np.ndarray:
+    return positions - window
+
+
+def _chunk_of(chunk: int, positions: np.ndarray) -> np.ndarray:
+    begins: np.ndarray = positions - positions % chunk
+    return begins

@@ -272,6 +272,24 @@ def test_what_a_window_lacks_it_lacks_after_a_pass_that_evicted_it_was_taken_bac
         cache.undo_forward(under_way)
 
 
+def test_what_is_lacking_stays_so_after_all_behind_the_sinks_was_evicted_and_taken_back(
+    backend: ml.Backend,
+) -> None:
+    cache = SlidingWindowCache(0, keep=1)
+    p = Passes(backend, cache, capacity=32)
+    cache.close()
+    cache.init(backend, ml.DType.F32, 1, 32, 4)
+    for at in range(2):
+        fail(p, [(0, at)], LAYERS)
+    kept = cache.snapshot(0)
+    fail(p, [(0, 2)], 1)
+    kept.detach()  # the cells that the next pass takes are not those that it evicts
+    for _ in range(2):
+        assert cache.computed(0) == 2
+        cache.start_forward(p.ctx, Batch([3, 4], [0, 0]))
+        cache.undo_forward()
+
+
 def test_tokens_count_as_computed_when_the_last_layer_has_them(backend: ml.Backend) -> None:
     p = Passes(backend, CausalCache())
     fail(p, [(0, 0), (0, 1)], LAYERS)
