@@ -12,9 +12,11 @@ import pytest
 import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.storage_backend import remote_backend
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+from lmcache.v1.storage_backend.naive_serde import NaiveDeserializer, NaiveSerializer
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
 LAYERS, CHUNK, HEADS, DIM = 3, 8, 2, 4
@@ -29,10 +31,10 @@ def backend(url: str) -> Iterator[Backend]:
     thread.start()
     made: list[RemoteBackend] = []
 
-    def make(store: Any = url, **options: Any) -> RemoteBackend:
+    def make(store: Any = url, serde: str = "naive", **options: Any) -> RemoteBackend:
         given = {"store": store, "identity": {"model": "m"}, **options}
         config = LMCacheEngineConfig.from_defaults(
-            chunk_size=CHUNK, max_local_cpu_size=0.01, remote_storage_plugins=["kvcache"],
+            chunk_size=CHUNK, max_local_cpu_size=0.01, remote_serde=serde, remote_storage_plugins=["kvcache"],
             extra_config={
                 "remote_storage_plugin.kvcache.module_path": "kvcache.integrations.lmcache",
                 "remote_storage_plugin.kvcache.class_name": "KVStoreConnector",
@@ -85,6 +87,19 @@ def test_chunks_come_back_in_another_engine_whole_and_partial(backend: Backend) 
     assert found[1].tensor.shape[2] == 5
     assert torch.equal(found[1].tensor, partial.tensor)
     assert found[2] is None
+
+
+def test_compressed_chunks_come_back_in_engines_that_compress_alike(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What LMCache's CacheGen makes, which itself needs CUDA, are bytes without a dtype."""
+    monkeypatch.setattr(remote_backend, "CreateSerde", lambda *_: (NaiveSerializer(), NaiveDeserializer()))
+    first, compressed = backend(serde="cachegen"), BytesBufferMemoryObj(b"compressed" * 9)
+    put(first, (key(1), compressed))
+    found = backend(serde="cachegen").get_blocking(key(1))
+    assert isinstance(found, BytesBufferMemoryObj)
+    assert found.byte_array == compressed.byte_array
+    assert not backend().contains(key(1)), "an engine that does not compress cannot read it"
 
 
 def test_lookups_ahead_of_time_find_and_read_the_leading_chunks(backend: Backend) -> None:
