@@ -303,23 +303,39 @@ def test_nan_and_signs_are_carried_bit_for_bit() -> None:
     assert torch.equal(layers[0].cache.view(torch.int32)[[2, 3]], bits[[4, 1]])
 
 
-def test_on_a_device_a_load_waits_for_the_copies_that_were_begun_before(
+def test_on_a_device_pages_are_written_behind_what_it_was_given_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its blocks were another request's a moment ago, whose page may still be copied."""
-    waited: list[Any] = []
+    """Blocks were another request's a moment ago: vLLM may be setting them to zero, or we be copying them."""
+    late: list[Callable[[], object]] = []
+
+    class Event:
+        def __init__(self, device: Any) -> None:
+            self.record = lambda: setattr(self, "behind", [*late])
 
     class Stream(contextlib.nullcontext[None]):
         def __init__(self, device: Any) -> None:
             super().__init__()
-            self.wait_event = waited.append
+            self.synchronize = lambda: None
 
+        def wait_event(self, event: Any) -> None:
+            for work in event.behind:
+                late.remove(work)
+                work()
+
+    layers = make_layers("dense", torch.float32, (0, 1, 2, 3), 1)
+    found, on_host = find(layers), find(layers)
+    page = found.pages.unpack(0, found.pages.pack(0, on_host.gather([1, 4]).arrays))
     monkeypatch.setattr(paged_cache.torch, "Stream", Stream)
-    monkeypatch.setattr(paged_cache.torch, "Event", lambda device: SimpleNamespace(record=lambda: None))
-    monkeypatch.setattr(paged_cache, "_to_host", lambda part: part)
-    found = find(make_layers("dense", torch.float32, (0, 1, 2, 3), 1))
-    monkeypatch.setattr(found, "_ids", lambda blocks: torch.tensor(blocks))
+    monkeypatch.setattr(paged_cache.torch, "Event", Event)
+    for name in ("_ids", "_part"):
+        monkeypatch.setattr(found, name, getattr(on_host, name))
     found._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    copied = found.gather([1])
-    with found._beside():
-        assert waited == [copied.event]
+    late.append(lambda: [layer.cache[2:4].zero_() for layer in layers])
+    found.follow()
+    late.append(lambda: [layer.cache[5].zero_() for layer in layers])
+    found.scatter([2, 3], page)
+    for layer in layers:
+        assert torch.equal(layer.cache[[2, 3]], layer.cache[[1, 4]])
+        assert torch.all(layer.cache[5] == -1), "what came later is not waited for"
+    assert len(late) == 1

@@ -149,6 +149,16 @@ def test_copies_that_take_a_while_are_written_when_they_are_there(store: MemoryS
     assert store.usage().entries == 2
 
 
+def test_a_load_writes_behind_what_the_device_was_given_before(transfers: Transfers, blocks: Blocks) -> None:
+    """vLLM sets some blocks to zero when it gives them to a request."""
+    store_pages(transfers, [3, 1])
+    blocks.late.append(lambda: blocks.held[11:13].fill(0))
+    transfers.load(loads("r", [11, 12]))
+    assert arrived(transfers) == {"r"}
+    blocks.follow()
+    assert np.array_equal(blocks.held[[11, 12]], blocks.held[[3, 1]])
+
+
 def test_loads_go_where_they_are_wanted(transfers: Transfers, blocks: Blocks) -> None:
     before = blocks.held.copy()
     store_pages(transfers, [1, 2], [3, 4])

@@ -7,7 +7,7 @@ K and V would be. A pass fills in what is missing, and checks all that it reads.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +63,12 @@ class Blocks:
         self.factor, self.pages = 1 + rank, token_pages()
         self.held = np.full((count, BLOCK), np.nan, np.float32)
         self.gathered = 0
+        self.late: list[Callable[[], object]] = []
+        """What the device was given, and does when somebody waits for it."""
+
+    def follow(self) -> None:
+        while self.late:
+            self.late.pop(0)()
 
     def gather(self, blocks: Sequence[int]) -> Any:
         key = self.held[[*blocks]].reshape(-1, 1, 1)

@@ -29,10 +29,12 @@ def backend(url: str) -> Iterator[Backend]:
     thread.start()
     made: list[RemoteBackend] = []
 
-    def make(store: Any = url, **options: Any) -> RemoteBackend:
+    def make(
+        store: Any = url, serde: str = "naive", model: str = "m", layers: int = LAYERS, **options: Any
+    ) -> RemoteBackend:
         given = {"store": store, "identity": {"model": "m"}, **options}
         config = LMCacheEngineConfig.from_defaults(
-            chunk_size=CHUNK, max_local_cpu_size=0.01, remote_storage_plugins=["kvcache"],
+            chunk_size=CHUNK, max_local_cpu_size=0.01, remote_serde=serde, remote_storage_plugins=["kvcache"],
             extra_config={
                 "remote_storage_plugin.kvcache.module_path": "kvcache.integrations.lmcache",
                 "remote_storage_plugin.kvcache.class_name": "KVStoreConnector",
@@ -40,7 +42,7 @@ def backend(url: str) -> Iterator[Backend]:
             },
         )  # fmt: skip
         metadata = LMCacheMetadata(
-            "m", 1, 1, 0, 0, torch.bfloat16, (LAYERS, 2, CHUNK, HEADS, DIM), chunk_size=CHUNK
+            model, 1, 1, 0, 0, torch.bfloat16, (layers, 2, CHUNK, HEADS, DIM), chunk_size=CHUNK
         )
         memory = LocalCPUBackend(config, metadata, "cpu")
         made.append(RemoteBackend(config, metadata, loop, memory, "cpu", plugin_name="kvcache"))
@@ -61,8 +63,8 @@ def key(chunk: int, **given: Any) -> CacheEngineKey:
     return CacheEngineKey(chunk_hash=chunk, **{**plain, **given})
 
 
-def chunk(one: RemoteBackend, seed: int, tokens: int = CHUNK) -> Any:
-    shape = torch.Size([2, LAYERS, tokens, HEADS * DIM])
+def chunk(one: RemoteBackend, seed: int, tokens: int = CHUNK, layers: int = LAYERS) -> Any:
+    shape = torch.Size([2, layers, tokens, HEADS * DIM])
     found = one.local_cpu_backend.allocate([shape], [torch.bfloat16], MemoryFormat.KV_2LTD)
     found.tensor.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
     return found
@@ -85,6 +87,18 @@ def test_chunks_come_back_in_another_engine_whole_and_partial(backend: Backend) 
     assert found[1].tensor.shape[2] == 5
     assert torch.equal(found[1].tensor, partial.tensor)
     assert found[2] is None
+
+
+def test_compressed_chunks_come_back_in_engines_that_compress_alike(backend: Backend) -> None:
+    """LMCache's CacheGen hands over bytes without a dtype; it knows a few models only."""
+    options: dict[str, Any] = {"model": "mistralai/Mistral-7B-Instruct-v0.2", "layers": 32}
+    first = backend(serde="cachegen", **options)
+    memory = chunk(first, 0, layers=32)
+    put(first, (key(1), memory))
+    found = backend(serde="cachegen", **options).get_blocking(key(1))
+    expected = first.deserializer.deserialize(first.serializer.serialize(memory))
+    assert torch.equal(found.tensor, expected.tensor)
+    assert not backend(**options).contains(key(1)), "an engine that does not compress cannot read it"
 
 
 def test_lookups_ahead_of_time_find_and_read_the_leading_chunks(backend: Backend) -> None:

@@ -22,9 +22,14 @@ if HERE:
 
 @pytest.fixture(scope="session")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A process group of this process alone."""
+    """A process group of this process alone. What hashes pages is compiled, if it was not."""
     import torch.distributed as dist
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
     from sglang.srt.runtime_context import get_parallel
+
+    from .pools import PAGE
+
+    get_storage_hash_str([1] * PAGE, None, page_size=PAGE)  # else prefetches run out of time meanwhile
 
     alone = {
         f"{name}_{what}": int(what == "size")

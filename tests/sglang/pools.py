@@ -26,16 +26,16 @@ def allocator(pool: Any) -> Any:
     return PagedTokenToKVPoolAllocator(SLOTS, PAGE, pool.dtype, "cpu", pool, False)
 
 
-def host_pool(kind: str, layout: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A host pool of 2 * SLOTS slots, zero."""
+def host_pool(kind: str, layout: str, dtype: torch.dtype = torch.float32, first: int = 0) -> Any:
+    """A host pool of 2 * SLOTS slots, zero, for LAYERS layers from ``first`` on."""
     device = device_pool(kind, dtype)
     (found,) = device.get_device_pool_infos()
     info = found.buffer_info
     more: dict[str, Any] = {"target_layer_num": LAYERS} if kind == "mla" else {}
     made = MLATokenToKVPoolHost if kind == "mla" else get_mha_host_pool_cls(info)
     pool = made(
-        info, 2.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=SLOTS, start_layer=0,
-        end_layer=LAYERS, **more,
+        info, 2.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=SLOTS, start_layer=first,
+        end_layer=first + LAYERS, **more,
     )  # fmt: skip
     for buffer in buffers(pool):
         buffer.zero_()

@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import create_context, use_context
 from sglang.srt.server_args import ServerArgs
 
 from kvcache import InvalidRangeError
+from kvcache.integrations.sglang.host_pages import FlatPages
 from kvcache.runner.errors import ModelError
 
 from .pools import PAGE, fill, host_pool, page_of, slots, storage
@@ -25,6 +26,19 @@ LAYOUTS = [
     if layout != "page_head" or kind == "mha"
     if layout not in ("page_first_direct", "layer_first") or kind != "uneven"
 ]
+
+
+def server(folder: Path, **options: Any) -> Any:
+    """As in a scheduler of a server with these arguments, and a model written to ``folder``."""
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape, **heads}
+    (folder / "config.json").write_text(json.dumps(model))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    args = ServerArgs(model_path=str(folder), device="cpu", **options)
+    args.resolve_once()
+    args.check_server_args()
+    return use_context(create_context(args, role="scheduler"))
 
 
 def assert_pages_equal(pool: Any, other: Any, pages: dict[int, int]) -> None:
@@ -100,19 +114,41 @@ def test_pages_of_another_layout_or_dtype_are_misses(url: str) -> None:
         assert storage(other, url).batch_exists(KEYS[:1]) == 0
 
 
+@pytest.mark.parametrize("identity", [None, {"model": "m"}], ids=["files", "given"])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_pages_of_another_fp8_are_misses(
+    url: str, tmp_path: Path, kind: str, identity: dict[str, Any] | None
+) -> None:
+    """Pools hold both as bytes, and do not tell which."""
+    for name, dtype in (("fp8_e5m2", torch.float8_e5m2), ("fp8_e4m3", torch.float8_e4m3fn)):
+        with server(tmp_path, kv_cache_dtype=name):
+            pool = host_pool(kind, "page_first", dtype)
+            assert pool.dtype == torch.uint8
+            one = storage(pool, url, is_mla_model=kind == "mla", extra={"identity": identity})
+            assert one.batch_exists(KEYS[:1]) == 0
+            assert one.batch_set_v1(KEYS[:1], slots(0)) == [True]
+            assert one.batch_exists(KEYS[:1]) == 1
+            one.close()
+
+
+def test_pages_of_other_layers_of_a_pipeline_are_misses(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of as many layers each, cut elsewhere: pools of states do not tell their layers."""
+    stages = [host_pool("mha", "page_first", first=first) for first in (1, 2)]
+    first, second = (storage(pool, url, pp_rank=1, pp_size=3) for pool in stages)
+    assert first.batch_set_v1(KEYS[:1], slots(0)) == [True]
+    assert (first.batch_exists(KEYS[:1]), second.batch_exists(KEYS[:1])) == (1, 0)
+    found = []
+    for cut in ("1,3,2", "2,3,1"):
+        monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", cut)
+        found.append(first._settings(PoolName.MAMBA, object(), FlatPages(stages[0])))
+    assert found[0] != found[1]
+
+
 def test_pages_of_an_adapter_that_was_trained_again_are_misses(url: str, tmp_path: Path) -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape, **heads}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    args = ServerArgs(model_path=str(tmp_path), device="cpu", lora_paths=[f"fine={adapter}"])
-    args.resolve_once()
-    args.check_server_args()
     pool = host_pool("mha", "page_first")
-    with use_context(create_context(args, role="scheduler")):
+    with server(tmp_path, lora_paths=[f"fine={adapter}"]):
         for weights in (b"old", b"trained again"):
             (adapter / "adapter_model.safetensors").write_bytes(weights)
             one = storage(pool, url, extra={"identity": None})
@@ -175,6 +211,9 @@ def test_other_pools_limit_the_prefix_by_their_hit_policies(url: str) -> None:
     assert first.batch_exists_v2(KEYS, [last_two, indexer]).kv_hit_pages == 0
     first.batch_set_v2([PoolTransfer(PoolName.INDEXER, host_indices=slots(0, 1, 2), keys=KEYS[:3])])
     assert first.batch_exists_v2(KEYS, [last_two, indexer]).restorable_prefix_pages == [1, 2, 3]
+    nowhere = PoolTransfer(PoolName.SWA, keys=KEYS[5:7])
+    more = PoolTransfer(PoolName.INDEXER, host_indices=slots(3), keys=KEYS[3:4])
+    assert first.batch_set_v2([nowhere, more]) == {PoolName.SWA: [False] * 2, PoolName.INDEXER: [True]}
     other = host_pool("mha", "layer_first")
     first.register_mem_host_pool_v2(other, PoolName.SWA)
     back = PoolTransfer(PoolName.SWA, host_indices=slots(8), keys=KEYS[3:4])

@@ -9,12 +9,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 BLOCK = 32
 """The fewest tokens that the CPU's attention has in a block."""
+
+
+def _why_no_fp8() -> str:
+    try:
+        _get_attn_isa(torch.float32, BLOCK, BLOCK, "fp8")
+    except NotImplementedError as error:
+        return f"vLLM: {error}"
+    return ""
+
+
+NEEDS_FP8 = pytest.mark.skipif(bool(_why_no_fp8()), reason=_why_no_fp8())
 
 
 @dataclass(frozen=True)
@@ -131,10 +146,13 @@ def engine(model: Path, store: Any = None, **options: Any) -> Iterator[Engine]:
         "skip_tokenizer_init": True, "disable_log_stats": False, **options,
     }  # fmt: skip
     config = transfer(store) if isinstance(store, str) else store
-    llm = LLM(model=str(model), kv_transfer_config=config, **given)
+    llm = None
     try:
+        llm = LLM(model=str(model), kv_transfer_config=config, **given)
         yield Engine(llm)
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
+        ensure_kv_transfer_shutdown()  # one that failed as it was made has left its connector
         cleanup_dist_env_and_memory()

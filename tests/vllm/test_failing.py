@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvcache.integrations.vllm import KVCacheConnector
 from kvcache.offload.outages import Outages
 from kvcache.stores import SnapshotCorruptError, StoreFullError, StoreUnavailableError, open_store
 from kvcache.stores.file import FileStore
@@ -236,3 +237,16 @@ def test_mixed_faults(
         pool = one.core.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     assert loaded > 0
+
+
+def test_an_engine_that_cannot_be_made_leaves_nothing_to_the_next(
+    llama: Path, tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, store = (f"file://{tmp_path / name}?durable=no" for name in ("failed", "store"))
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCacheConnector, "register_kv_caches", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError), engine(llama, failed):
+            pass
+    with engine(llama, store) as one:
+        assert tokens_of(one.keep(PROMPTS[:1])) == expected[:1]
+        assert one.generate(PROMPTS[:1])[0].cached == 256

@@ -19,7 +19,17 @@ from vllm.config import PoolerConfig
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.stores import open_store
 
-from .engines import Answer, answer, beside_rejecting, engine, sampling, tokens_of, transfer, worker
+from .engines import (
+    NEEDS_FP8,
+    Answer,
+    answer,
+    beside_rejecting,
+    engine,
+    sampling,
+    tokens_of,
+    transfer,
+    worker,
+)
 from .models import prompt, write_model
 
 PAGE = 64
@@ -230,7 +240,9 @@ def test_blocks_and_dtypes(llama: Path, store: str, dtype: str, block: int) -> N
     assert [answer.cached for answer in found[:2]] == [256, 128]
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}], ids=["auto", "fp8"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"kv_cache_dtype": "fp8"}, marks=NEEDS_FP8)], ids=["auto", "fp8"]
+)
 def test_raw_pages(llama: Path, store: str, options: dict[str, str]) -> None:
     config = transfer(store, pages="raw")
     with engine(llama, **options) as plain:
@@ -238,12 +250,18 @@ def test_raw_pages(llama: Path, store: str, options: dict[str, str]) -> None:
     assert [found[0].cached for found in twice(llama, config, expected, **options)] == [0, 256]
 
 
-def test_pages_of_another_cache_dtype_are_another_cache(llama: Path, store: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "float32"}, pytest.param({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, marks=NEEDS_FP8)],
+    ids=["float32", "fp8"],
+)
+def test_pages_of_another_cache_dtype_are_another_cache(
+    llama: Path, store: str, options: dict[str, str]
+) -> None:
     with engine(llama, store, dtype="bfloat16") as one:
         one.keep(LONG[:1])
-    for options in ({"dtype": "float32"}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}):
-        with engine(llama, store, **options) as one:
-            assert one.generate(LONG[:1])[0].cached == 0
+    with engine(llama, store, **options) as one:
+        assert one.generate(LONG[:1])[0].cached == 0
 
 
 def test_other_weights_are_another_model(llama: Path, store: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvcache.integrations.open_stores import StoresInUse
 from kvcache.stores import SnapshotCorruptError, StoreUnavailableError
 
 try:
-    from lmcache.utils import STR_DTYPE_TO_TORCH_DTYPE, TORCH_DTYPE_TO_STR_DTYPE
+    from lmcache.utils import TORCH_DTYPE_TO_STR_DTYPE
     from lmcache.v1.memory_management import MemoryFormat
     from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 except ImportError as error:
@@ -28,6 +28,10 @@ __all__ = ["KVStoreConnector"]
 
 log = logging.getLogger("kvcache")
 T = TypeVar("T")
+
+_NAMES = {**TORCH_DTYPE_TO_STR_DTYPE, None: "bytes"}
+"""Of dtypes; chunks that LMCache has compressed have none."""
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
@@ -43,7 +47,10 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
     def __init__(self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any) -> None:
         super().__init__(local_cpu_backend.config, local_cpu_backend.metadata)
         options = ConnectorOptions.parse((config.extra_config if config else None) or {})
-        self._identity = options.identity or identity_of_model(local_cpu_backend.metadata.model_name)
+        self._identity = dict(options.identity or identity_of_model(local_cpu_backend.metadata.model_name))
+        serde = local_cpu_backend.config.remote_serde
+        if serde != "naive":  # its chunks are of no use to an engine with another one
+            self._identity["remote_serde"] = serde
         self._loop, self._memory = loop, local_cpu_backend
         self._stores = StoresInUse(options.store, 0)
         self._tier = self._stores.tier
@@ -110,14 +117,11 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
 
     def _filled(self, shape: ChunkShape, data: np.ndarray) -> Any:
         """A memory object with these bytes."""
-        known = (
-            shape.form in MemoryFormat.__members__ and set(shape.dtypes) <= STR_DTYPE_TO_TORCH_DTYPE.keys()
-        )
-        if not known:
+        if shape.form not in MemoryFormat.__members__ or not set(shape.dtypes) <= _DTYPES.keys():
             raise SnapshotCorruptError(f"load: a chunk of {shape.form}, {', '.join(shape.dtypes)}")
         memory = self._memory.allocate(
             [self.meta_shapes[0].__class__(one) for one in shape.shapes],
-            [STR_DTYPE_TO_TORCH_DTYPE[name] for name in shape.dtypes],
+            [_DTYPES[name] for name in shape.dtypes],
             MemoryFormat[shape.form],
         )
         if memory is None:
@@ -133,7 +137,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         shape = ChunkShape(
             memory_obj.get_memory_format().name,
             tuple(tuple(one) for one in memory_obj.get_shapes()),
-            tuple(TORCH_DTYPE_TO_STR_DTYPE[one] for one in memory_obj.get_dtypes()),
+            tuple(_NAMES[one] for one in memory_obj.get_dtypes()),
         )
         data = np.frombuffer(memory_obj.byte_array, np.uint8)
         if not self._tier.write(self._name(key), shape.pack(data)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self.mem_pool_host: Any = None
         self._options = StorageOptions.parse(storage_config.extra_config or {})
         self._identity = self._options.identity or identity_of_server(*_server())
+        self._stored_as = _kv_cache_dtypes()
         self._pages: dict[str, tuple[Any, HostPages, PageKind]] = {}
         self._stores = StoresInUse(self._options.store, 0)
         self._store = PageStore(self._stores.tier)
@@ -205,15 +207,21 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return PageKind(self._settings(PoolName.KV, self._pool(PoolName.KV), pages), pages.sizes)
 
     def _settings(self, name: Any, pool: Any, pages: HostPages) -> dict[str, Any]:
-        config = self.storage_config
-        return {
+        config, dtype = self.storage_config, getattr(pool, "dtype", None)
+        found = {
             "model": dict(self._identity),
             "share": share_of(config, config.is_mla_model and name != PoolName.MAMBA),
             "pool": [str(name), type(pool).__name__, getattr(pool, "storage_format_tag", None)],
             "layout": [getattr(pool, "layout", None), pages.form, *pages.sizes],
-            "dtype": str(getattr(pool, "dtype", None)),
+            "dtype": str(dtype),
             "tokens": page_size(pool),
         }
+        if dtype is None or not dtype.is_floating_point:  # both kinds of FP8 are bytes to a pool
+            found["kv_cache_dtype"] = self._stored_as
+        if config.pp_size > 1:
+            cut = os.environ.get("SGLANG_PP_LAYER_PARTITION")
+            found["layers"] = [getattr(pool, f"{end}_layer", cut) for end in ("start", "end")]
+        return found
 
     def _restorable(self, transfer: PoolTransfer, keys: Sequence[str]) -> frozenset[int]:
         """The lengths in pages, up to all of ``keys``, that a pool can serve."""
@@ -236,6 +244,9 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         """Move pages by several threads; none is begun after one that failed, as only a run is of use."""
         if not keys or (name == PoolName.KV and self._is_logical()):
             return [True] * len(keys)
+        if indices is None:
+            log.error("HiCacheStore: %s: no slots are given for %d pages", name, len(keys))
+            return [False] * len(keys)
         begun = time.perf_counter()
         pages, kind = self._of_pool(name)
         places = pages.split(indices, len(keys))
@@ -282,3 +293,13 @@ def _server() -> tuple[Any, Sequence[Any]]:
     except ValueError:
         return None, ()
     return args, (lora.lora_paths or ()) if lora.enable_lora else ()
+
+
+def _kv_cache_dtypes() -> list[str | None]:
+    """What the server stores K and V as, the model's and a draft model's; empty: no server runs here."""
+    from sglang.srt.runtime_context import get_model, get_spec
+
+    try:
+        return [get_model().kv_cache_dtype, get_spec().speculative_draft_kv_cache_dtype]
+    except ValueError:
+        return []

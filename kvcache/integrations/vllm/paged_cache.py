@@ -198,8 +198,8 @@ class PagedCache:
         """``parts``: arrays of a page for each layer; ``ratio``: blocks of the kernels in one of vLLM's."""
         self.pages = pages
         self._layers, self._parts, self._ratio, self._device = layers, parts, ratio, device
-        self._copied: Any = None
-        """The event behind the last copy to host memory, where there are streams."""
+        self._followed: Any = None
+        """The event that ``follow`` recorded last, where there are streams."""
         self._dtype: Any = pages.dtype.numpy if isinstance(pages, TokenPages) else np.dtype(np.uint8)
 
     @property
@@ -217,8 +217,13 @@ class PagedCache:
             parts = [_to_host(part) for part in parts]
             event = torch.Event(self._device)
             event.record()
-            self._copied = event
         return _Copied([part.numpy().view(self._dtype) for part in parts], event)
+
+    def follow(self) -> None:
+        if self._device.type != "cpu":
+            event = torch.Event(self._device)
+            event.record()
+            self._followed = event  # whole: threads that load look at it
 
     def scatter(self, blocks: Sequence[int | None], arrays: Sequence[np.ndarray]) -> None:
         wanted = [i for i, block in enumerate(blocks) if block is not None]
@@ -247,16 +252,13 @@ class PagedCache:
 
     @contextlib.contextmanager
     def _beside(self) -> Any:
-        """A stream of one's own, where there are streams; no pass waits for it.
-
-        It waits for the copies that were begun before: blocks may be another request's by now.
-        """
+        """A stream of one's own, behind what ``follow`` saw, or None on a CPU. No pass waits for it."""
         if self._device.type == "cpu":
             yield None
             return
         stream = torch.Stream(self._device)
-        if self._copied is not None:
-            stream.wait_event(self._copied)
+        if self._followed is not None:
+            stream.wait_event(self._followed)
         with stream:
             yield stream
 

@@ -58,6 +58,9 @@ class DeviceBlocks(Protocol):
     def gather(self, blocks: Sequence[int]) -> Copied:
         """Have blocks copied, behind what the device was given so far and before what it is given next."""
 
+    def follow(self) -> None:
+        """Have ``scatter`` write behind what the device was given so far: blocks may have been another's."""
+
     def scatter(self, blocks: Sequence[int | None], arrays: Sequence[np.ndarray]) -> None:
         """Write a page's arrays into its blocks, but for those that are None; done when this returns."""
 
@@ -106,7 +109,9 @@ class Transfers:
     # Loading.
 
     def load(self, step: Step) -> None:
-        """Begin what a step loads."""
+        """Begin what a step loads, behind passes, copies and zeros of which its blocks may be a part."""
+        if step.loads:
+            self._blocks.follow()
         for request, pages in step.loads.items():
             loading = self._loading[request] = _Loading(request, len(pages))
             for page in pages:
