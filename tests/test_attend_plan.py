@@ -332,3 +332,23 @@ def test_a_plan_names_every_query_and_packs_into_one_array() -> None:
         ragged_plan(segments[:1], 2)
     with pytest.raises(ml.ShapeError, match="there must be no others"):
         RaggedPlan(1, plan.segments[:1], np.array([[-1, 0, 2]]), plan.index)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "mlx"])
+def test_cells_that_two_sequences_read_apart_stay_as_they_are_beside_free_ones(name: str) -> None:
+    """The free cells behind what two sequences share are blanked for both; theirs lie between others."""
+    pytest.importorskip({"numpy": "numpy", "torch": "torch", "mlx": "mlx.core"}[name])
+    with ml.open_backend(name) as backend, backend.new_context() as ctx:
+        cache = CausalCache()
+        cache.set_config(ml.CacheConfig(cache_padding=8))
+        cache.init(backend, (ml.DType.F32, ml.DType.F16), 3, 8, 16)
+        new = ctx.full((16, 1, 4), 1.0, ml.DType.F32)
+        cache.start_forward(ctx, Batch([*range(8)] * 2, [0] * 8 + [1] * 8))
+        cache.put(ctx, new, new)
+        cache.remove(0, 1)
+        cache.remove(1, 4)
+        cache.copy_prefix(1, 2, 4)
+        cache.start_forward(ctx, Batch([0, 3, 3], [0, 1, 2]), read_only=True)
+        for _ in range(2):
+            found = cache.attend(ctx, ctx.zeros((3, 1, 4), ml.DType.F32), 1.0).to_numpy()
+            np.testing.assert_array_equal(found, 1.0)

@@ -523,7 +523,7 @@ class ForwardPass:
         found += [PlannedLevel.of(self.uploads, level, self.config, exact=True) for level in levels]
         self._levels = found
         if padding:
-            self._note(np.sort(np.concatenate([self.table.stale(*gap) for gap in padding])))
+            self._note(np.unique(np.concatenate([self.table.stale(*gap) for gap in padding])))
         return found
 
     def plan(self, worth: int) -> ml.RaggedPlan:
