@@ -88,6 +88,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self._positioned = [cache for cache in caches if isinstance(cache, SupportsOffset)]
         self._in_cells = [cache for cache in caches if isinstance(cache, SupportsCells)]
         self._returning = [cache for cache in caches if isinstance(cache, SupportsPrepareRestore)]
+        self._encoders = [part for part in unwrapped(self) if isinstance(part, EncoderCache)]
         self._masked = [cache for cache in caches if isinstance(cache, SupportsSetCausal)]
         self._uploading = [cache for cache in caches if isinstance(cache, _SupportsUploads)]
         self._uploads: Uploads | None = None
@@ -513,8 +514,14 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             cache.mark_lost(seq)
 
     def _prepare(self, op: str, *arguments: Any) -> Callable[[], None]:
-        """Ask all caches; the callable returned changes them, the one that may yet refuse first."""
-        commits = [getattr(cache, f"prepare_{op}")(*arguments) for cache in self._prepared]
+        """Ask all caches; the callable returned changes them, the one that may yet refuse first.
+
+        An encoder's output goes with its token: also where a window, or what was evicted, leaves a sequence
+        shorter than was asked. What wrappers in this one wrap is asked itself, as they may be shorter still.
+        """
+        seq = arguments[0] if op == "remove" else arguments[1]
+        parts = [part for cache in self._prepared for part in unwrapped(cache)]
+        commits = [getattr(part, f"prepare_{op}")(*arguments) for part in parts]
 
         def commit() -> None:
             for cache in self._others:
@@ -524,8 +531,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
                     change()
                 except BaseException:
                     if i or self._others:  # some have changed already, and cannot change back
-                        self.mark_lost(arguments[0] if op == "remove" else arguments[1])
+                        self.mark_lost(seq)
                     raise
+            for encoder in self._encoders if self._positioned else ():
+                encoder.remove(seq, self.offset(seq))
 
         return commit
 

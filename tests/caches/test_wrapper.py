@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, CausalCache, RecurrentCache, SlidingWindowCache, WrapperCache
+from kvcache import Batch, CausalCache, EncoderCache, RecurrentCache, SlidingWindowCache, WrapperCache
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
@@ -399,3 +399,61 @@ def test_the_pass_under_way_goes_on_where_one_refuses_the_next(
     r.check()
     r.forward([2, 4], [1, 0])
     r.drain()
+
+
+def described(
+    cache: WrapperCache, ctx: ml.Context, attention: Sequence[Any], encoder: EncoderCache, tokens: int
+) -> None:
+    """Sequence 0 is of ``tokens`` tokens, put one by one; an image came with the third."""
+    row = ctx.full((1, 1, 4), 1.0, DType.F32)
+    for position in range(tokens):
+        items = [(0, "an image")] if position == 2 else []
+        cache.start_forward(ctx, Batch([position], [0], multimodal=items))
+        for part in (*attention, encoder) if items else attention:
+            part.put(ctx, row, row)
+
+
+@pytest.mark.parametrize("change", ["remove", "copy_prefix"])
+def test_an_output_whose_token_a_window_let_go_of_goes_with_the_rest(
+    backend: ml.Backend, ctx: ml.Context, change: str
+) -> None:
+    window, encoder = SlidingWindowCache(2), EncoderCache()
+    cache = bound(WrapperCache(window, encoder), backend, 2, 16, 4)
+    described(cache, ctx, [window], encoder, 12)
+    seq = 0
+    if change == "remove":
+        cache.remove(0, 5)
+    else:
+        cache.copy_prefix(0, seq := 1, 5)
+    assert (cache.offset(seq), encoder.encoder_cached(seq)) == (0, False)
+
+
+@pytest.mark.parametrize("change", ["remove", "copy_prefix"])
+def test_an_output_whose_token_was_evicted_before_the_cut_goes_with_the_rest(
+    backend: ml.Backend, ctx: ml.Context, change: str
+) -> None:
+    causal, encoder = CausalCache(), EncoderCache()
+    cache = bound(WrapperCache(causal, encoder), backend, 2, 16, 4)
+    described(cache, ctx, [causal], encoder, 5)
+    cache.evict(0, [2])
+    assert encoder.encoder_cached(0), "the sequence goes on behind it"
+    seq = 0
+    if change == "remove":
+        cache.remove(0, 3)
+    else:
+        cache.copy_prefix(0, seq := 1, 3)
+    assert (cache.offset(seq), encoder.encoder_cached(seq)) == (2, False)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_output_stays_where_a_window_is_gone_and_the_rest_of_its_sequence_is_not(
+    backend: ml.Backend, ctx: ml.Context, nested: bool
+) -> None:
+    window, causal, encoder = SlidingWindowCache(2), CausalCache(), EncoderCache()
+    parts = (WrapperCache(window, encoder), causal) if nested else (window, encoder, causal)
+    cache = bound(WrapperCache(*parts), backend, 2, 16, 4)
+    described(cache, ctx, [window, causal], encoder, 12)
+    cache.copy_prefix(0, 1, 5)
+    cache.remove(0, 5)
+    for seq in (0, 1):
+        assert (cache.offset(seq), window.offset(seq), encoder.encoder_cached(seq)) == (5, 0, True)
