@@ -85,9 +85,9 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
                 "what kvcache.cache.SupportsPrepare lists"
             )
         # What the others offer, by their place in the constructor.
-        self._positioned = [cache for cache in caches if isinstance(cache, SupportsOffset)]
-        self._in_cells = [cache for cache in caches if isinstance(cache, SupportsCells)]
-        self._returning = [cache for cache in caches if isinstance(cache, SupportsPrepareRestore)]
+        self._positioned: list[Any] = [cache for cache in caches if _any_is(SupportsOffset, cache)]
+        self._in_cells: list[Any] = [cache for cache in caches if _any_is(SupportsCells, cache)]
+        self._returning: list[Any] = [cache for cache in caches if _any_is(SupportsPrepareRestore, cache)]
         self._encoders = [part for part in unwrapped(self) if isinstance(part, EncoderCache)]
         self._masked = [cache for cache in caches if isinstance(cache, SupportsSetCausal)]
         self._uploading = [cache for cache in caches if isinstance(cache, _SupportsUploads)]
@@ -96,7 +96,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self._kept = [cache for cache in caches if isinstance(cache, SupportsSnapshots)]
         self._keepless = [(cache, _lacked(cache)) for cache in caches if cache not in self._kept]
         self._scheduling: dict[int, Any] = {
-            i: cache for i, cache in enumerate(caches) if isinstance(cache, SupportsSchedule)
+            i: cache for i, cache in enumerate(caches) if _any_is(SupportsSchedule, cache)
         }
 
     @property
@@ -544,6 +544,11 @@ def unwrapped(cache: Any) -> list[Any]:
     if isinstance(cache, WrapperCache):
         return [part for wrapped in cache.caches for part in unwrapped(wrapped)]
     return [cache]
+
+
+def _any_is(kind: type, cache: Any) -> bool:
+    """Whether a cache is of ``kind``; of a wrapper, which has all methods itself, what it wraps is asked."""
+    return any(isinstance(part, kind) for part in unwrapped(cache))
 
 
 def _prepares(cache: Any) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import kvcache
 import ml
 from kvcache import Batch, CausalCache, EncoderCache, RecurrentCache, SlidingWindowCache, WrapperCache
+from kvcache.caches import branches
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
@@ -457,3 +459,40 @@ def test_an_output_stays_where_a_window_is_gone_and_the_rest_of_its_sequence_is_
     cache.remove(0, 5)
     for seq in (0, 1):
         assert (cache.offset(seq), window.offset(seq), encoder.encoder_cached(seq)) == (5, 0, True)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_encoders_in_a_wrapper_of_their_own_take_nothing_from_the_rest(
+    backend: ml.Backend, ctx: ml.Context, nested: bool
+) -> None:
+    causal, encoder = CausalCache(), EncoderCache()
+    cache = bound(WrapperCache(causal, WrapperCache(encoder) if nested else encoder), backend, 3, 16, 4)
+    cache.schedule_snapshots(0, [2, 4])
+    described(cache, ctx, [causal], encoder, 4)
+    assert cache.computed(0) == cache.resume_point(0, 4) == cache.snapshot(0).end == 4
+    assert [snapshot.end for snapshot in cache.take_snapshots(0)] == [2, 4]
+    cache.copy_prefix(0, 1, 4)
+    cache.remove(0, 3)
+    assert [(cache.offset(seq), encoder.encoder_cached(seq)) for seq in (0, 1)] == [(3, True), (4, True)]
+    branches.keep(cache, 0, 2)
+    assert [cache.offset(seq) for seq in range(3)] == [0, 4, 3]
+    cache.remove(1, 2)
+    assert (cache.offset(1), encoder.encoder_cached(1)) == (2, False)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_output_is_restored_behind_all_that_may_fail(
+    backend: ml.Backend, ctx: ml.Context, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    causal, encoder = CausalCache(), EncoderCache()
+    cache = bound(WrapperCache(WrapperCache(encoder) if nested else encoder, causal), backend, 2, 16, 4)
+    described(cache, ctx, [causal], encoder, 4)
+    snapshot = cache.snapshot(0)
+    snapshot.detach()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(ctx.zeros((1,), DType.F32)), "copy", Mock(side_effect=MemoryError()))
+        with pytest.raises(MemoryError):
+            cache.restore(1, snapshot)
+    assert (cache.offset(1), encoder.encoder_cached(1)) == (0, False)
+    assert cache.restore(1, snapshot)
+    assert (cache.offset(1), encoder.encoder_cached(1)) == (4, True)
