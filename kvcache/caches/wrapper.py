@@ -44,7 +44,7 @@ from kvcache.cache import (
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.sequences import drop_middle
-from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind
+from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind, replaces
 from ml import nn
 
 
@@ -382,11 +382,15 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return restore_all
 
     def merge(self, parent: WrapperSnapshot | None, child: WrapperSnapshot) -> WrapperSnapshot:
-        """Join ``[a, b)`` and ``[b, c)`` in all caches; a cache whose content is whole keeps the child's."""
+        """Join ``[a, b)`` and ``[b, c)`` in all caches; a cache whose content is whole keeps the child's.
+
+        Where all are whole, ``[a, c)`` replaces ``[a, b)``.
+        """
         keepers = self._takers("merge", [child] if parent is None else [parent, child])
         if parent is None:
             return child
-        check_following(parent, child)
+        if not replaces(child, parent):  # else each cache says whether its content may be replaced
+            check_following(parent, child)
         triples = zip(keepers, parent.parts, child.parts, strict=True)
         parts = tuple(cache.merge(one, other) for cache, one, other in triples)
         return WrapperSnapshot(parent.begin, child.end, parts)
