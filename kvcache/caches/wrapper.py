@@ -292,6 +292,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
         NotSupportedError where one cannot forget a token alone, as a recurrent state cannot.
         """
+        self.prepare_evict(seq, positions)()
+
+    def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
+        """Make all checks of ``evict``; the callable returned does it."""
         wanted, changes = whole_numbers("evict", "position", positions), []
         for cache in self.caches:
             if isinstance(cache, EncoderCache):
@@ -299,8 +303,12 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             if not isinstance(cache, SupportsEvict):
                 raise NotSupportedError(f"evict: {type(cache).__name__} cannot forget single tokens")
             changes.append(cache.prepare_evict(seq, wanted))
-        for change in changes:
-            change()
+
+        def commit() -> None:
+            for change in changes:
+                change()
+
+        return commit
 
     def compress(self, seq: int, policy: object) -> NoReturn:
         """NotSupportedError: a policy chooses by what one cache stores; call it on each of ``caches``."""

@@ -367,6 +367,33 @@ def test_tokens_are_evicted_from_all_caches_or_none(
     assert full.positions(0).tolist() == [0, 2, 3]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_tokens_are_evicted_through_a_nested_wrapper_too(
+    backend: ml.Backend, ctx: ml.Context, nested: bool
+) -> None:
+    window, full, encoder = SlidingWindowCache(8), CausalCache(), EncoderCache()
+    inner = [WrapperCache(window, encoder)] if nested else [window, encoder]
+    cache = bound(WrapperCache(full, *inner), backend, 2, 16, 8)
+    described(cache, ctx, [window, full], encoder, 4)
+    with pytest.raises(kvcache.InvalidRangeError, match="evict: position 3"):
+        cache.evict(0, [1, 3])
+    assert window.positions(0).tolist() == full.positions(0).tolist() == [0, 1, 2, 3]
+    cache.evict(0, [1])
+    assert window.positions(0).tolist() == full.positions(0).tolist() == [0, 2, 3]
+    assert encoder.encoder_cached(0)
+
+
+def test_a_nested_wrapper_refuses_for_all_what_one_in_it_cannot_evict(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    full, states = CausalCache(), RecurrentCache(states=SUM)
+    cache = bound(WrapperCache(full, WrapperCache(states)), backend, 2, 16, 8)
+    cache.start_forward(ctx, Batch(range(4), [0] * 4))
+    with pytest.raises(kvcache.NotSupportedError, match="evict: RecurrentCache cannot forget single tokens"):
+        cache.evict(0, [1])
+    assert full.positions(0).tolist() == [0, 1, 2, 3]
+
+
 def test_a_wrapped_cache_without_snapshots_is_named_with_all_that_it_lacks(backend: ml.Backend) -> None:
     class Half(ForeignCache):
         nbytes = 0
