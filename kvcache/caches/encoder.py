@@ -33,7 +33,7 @@ from kvcache.cache import (
 )
 from kvcache.caches.base import BoundCache
 from kvcache.caches.managed import PreparedCalls
-from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside, check_kind
+from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside, check_kind, replaces
 from kvcache.storage.device_copies import HostArray, HostArrays, near
 from kvcache.storage.formats import CacheFormat
 from ml import nn
@@ -393,9 +393,9 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         return commit
 
     def merge(self, parent: EncoderSnapshot | None, child: EncoderSnapshot) -> EncoderSnapshot:
-        """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; the later output stays."""
+        """Join ``[a, b)``, and ``[b, c)`` or ``[a, c)``, to ``[a, c)``; the later output stays."""
         check_kind("merge", self, EncoderSnapshot, [child] if parent is None else [parent, child])
-        if parent is None:
+        if parent is None or replaces(child, parent):
             return child
         check_following(parent, child)
         last = parent if child.position is None else child

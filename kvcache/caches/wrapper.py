@@ -44,7 +44,7 @@ from kvcache.cache import (
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.sequences import drop_middle
-from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind
+from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind, replaces
 from ml import nn
 
 
@@ -85,9 +85,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
                 "what kvcache.cache.SupportsPrepare lists"
             )
         # What the others offer, by their place in the constructor.
-        self._positioned = [cache for cache in caches if isinstance(cache, SupportsOffset)]
-        self._in_cells = [cache for cache in caches if isinstance(cache, SupportsCells)]
-        self._returning = [cache for cache in caches if isinstance(cache, SupportsPrepareRestore)]
+        self._positioned: list[Any] = [cache for cache in caches if _any_is(SupportsOffset, cache)]
+        self._in_cells: list[Any] = [cache for cache in caches if _any_is(SupportsCells, cache)]
+        self._returning: list[Any] = [cache for cache in caches if _any_is(SupportsPrepareRestore, cache)]
+        self._encoders = [part for part in unwrapped(self) if isinstance(part, EncoderCache)]
         self._masked = [cache for cache in caches if isinstance(cache, SupportsSetCausal)]
         self._uploading = [cache for cache in caches if isinstance(cache, _SupportsUploads)]
         self._uploads: Uploads | None = None
@@ -95,7 +96,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self._kept = [cache for cache in caches if isinstance(cache, SupportsSnapshots)]
         self._keepless = [(cache, _lacked(cache)) for cache in caches if cache not in self._kept]
         self._scheduling: dict[int, Any] = {
-            i: cache for i, cache in enumerate(caches) if isinstance(cache, SupportsSchedule)
+            i: cache for i, cache in enumerate(caches) if _any_is(SupportsSchedule, cache)
         }
 
     @property
@@ -291,6 +292,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
         NotSupportedError where one cannot forget a token alone, as a recurrent state cannot.
         """
+        self.prepare_evict(seq, positions)()
+
+    def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
+        """Make all checks of ``evict``; the callable returned does it."""
         wanted, changes = whole_numbers("evict", "position", positions), []
         for cache in self.caches:
             if isinstance(cache, EncoderCache):
@@ -298,8 +303,12 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             if not isinstance(cache, SupportsEvict):
                 raise NotSupportedError(f"evict: {type(cache).__name__} cannot forget single tokens")
             changes.append(cache.prepare_evict(seq, wanted))
-        for change in changes:
-            change()
+
+        def commit() -> None:
+            for change in changes:
+                change()
+
+        return commit
 
     def compress(self, seq: int, policy: object) -> NoReturn:
         """NotSupportedError: a policy chooses by what one cache stores; call it on each of ``caches``."""
@@ -381,11 +390,15 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return restore_all
 
     def merge(self, parent: WrapperSnapshot | None, child: WrapperSnapshot) -> WrapperSnapshot:
-        """Join ``[a, b)`` and ``[b, c)`` in all caches; a cache whose content is whole keeps the child's."""
+        """Join ``[a, b)`` and ``[b, c)`` in all caches; a cache whose content is whole keeps the child's.
+
+        Where all are whole, ``[a, c)`` replaces ``[a, b)``.
+        """
         keepers = self._takers("merge", [child] if parent is None else [parent, child])
         if parent is None:
             return child
-        check_following(parent, child)
+        if not replaces(child, parent):  # else each cache says whether its content may be replaced
+            check_following(parent, child)
         triples = zip(keepers, parent.parts, child.parts, strict=True)
         parts = tuple(cache.merge(one, other) for cache, one, other in triples)
         return WrapperSnapshot(parent.begin, child.end, parts)
@@ -513,8 +526,14 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             cache.mark_lost(seq)
 
     def _prepare(self, op: str, *arguments: Any) -> Callable[[], None]:
-        """Ask all caches; the callable returned changes them, the one that may yet refuse first."""
-        commits = [getattr(cache, f"prepare_{op}")(*arguments) for cache in self._prepared]
+        """Ask all caches; the callable returned changes them, the one that may yet refuse first.
+
+        An encoder's output goes with its token: also where a window, or what was evicted, leaves a sequence
+        shorter than was asked. What wrappers in this one wrap is asked itself, as they may be shorter still.
+        """
+        seq = arguments[0] if op == "remove" else arguments[1]
+        parts = [part for cache in self._prepared for part in unwrapped(cache)]
+        commits = [getattr(part, f"prepare_{op}")(*arguments) for part in parts]
 
         def commit() -> None:
             for cache in self._others:
@@ -524,8 +543,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
                     change()
                 except BaseException:
                     if i or self._others:  # some have changed already, and cannot change back
-                        self.mark_lost(arguments[0] if op == "remove" else arguments[1])
+                        self.mark_lost(seq)
                     raise
+            for encoder in self._encoders if self._positioned else ():
+                encoder.remove(seq, self.offset(seq))
 
         return commit
 
@@ -535,6 +556,11 @@ def unwrapped(cache: Any) -> list[Any]:
     if isinstance(cache, WrapperCache):
         return [part for wrapped in cache.caches for part in unwrapped(wrapped)]
     return [cache]
+
+
+def _any_is(kind: type, cache: Any) -> bool:
+    """Whether a cache is of ``kind``; of a wrapper, which has all methods itself, what it wraps is asked."""
+    return any(isinstance(part, kind) for part in unwrapped(cache))
 
 
 def _prepares(cache: Any) -> bool:

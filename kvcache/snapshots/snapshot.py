@@ -422,6 +422,11 @@ def check_inside(snapshot: Snapshot, at: int) -> None:
         raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
 
 
+def replaces(child: Snapshot, parent: Snapshot) -> bool:
+    """Whether ``child`` begins where ``parent`` does and ends no earlier, as a later one of a window."""
+    return child.begin == parent.begin and child.end >= parent.end
+
+
 def check_following(parent: Snapshot, child: Snapshot) -> None:
     if parent.end != child.begin:
         raise InvalidRangeError(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, CausalCache, RecurrentCache, SlidingWindowCache, WrapperCache
+from kvcache import Batch, CausalCache, EncoderCache, RecurrentCache, SlidingWindowCache, WrapperCache
+from kvcache.caches import branches
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
@@ -365,6 +367,33 @@ def test_tokens_are_evicted_from_all_caches_or_none(
     assert full.positions(0).tolist() == [0, 2, 3]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_tokens_are_evicted_through_a_nested_wrapper_too(
+    backend: ml.Backend, ctx: ml.Context, nested: bool
+) -> None:
+    window, full, encoder = SlidingWindowCache(8), CausalCache(), EncoderCache()
+    inner = [WrapperCache(window, encoder)] if nested else [window, encoder]
+    cache = bound(WrapperCache(full, *inner), backend, 2, 16, 8)
+    described(cache, ctx, [window, full], encoder, 4)
+    with pytest.raises(kvcache.InvalidRangeError, match="evict: position 3"):
+        cache.evict(0, [1, 3])
+    assert window.positions(0).tolist() == full.positions(0).tolist() == [0, 1, 2, 3]
+    cache.evict(0, [1])
+    assert window.positions(0).tolist() == full.positions(0).tolist() == [0, 2, 3]
+    assert encoder.encoder_cached(0)
+
+
+def test_a_nested_wrapper_refuses_for_all_what_one_in_it_cannot_evict(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    full, states = CausalCache(), RecurrentCache(states=SUM)
+    cache = bound(WrapperCache(full, WrapperCache(states)), backend, 2, 16, 8)
+    cache.start_forward(ctx, Batch(range(4), [0] * 4))
+    with pytest.raises(kvcache.NotSupportedError, match="evict: RecurrentCache cannot forget single tokens"):
+        cache.evict(0, [1])
+    assert full.positions(0).tolist() == [0, 1, 2, 3]
+
+
 def test_a_wrapped_cache_without_snapshots_is_named_with_all_that_it_lacks(backend: ml.Backend) -> None:
     class Half(ForeignCache):
         nbytes = 0
@@ -399,3 +428,98 @@ def test_the_pass_under_way_goes_on_where_one_refuses_the_next(
     r.check()
     r.forward([2, 4], [1, 0])
     r.drain()
+
+
+def described(
+    cache: WrapperCache, ctx: ml.Context, attention: Sequence[Any], encoder: EncoderCache, tokens: int
+) -> None:
+    """Sequence 0 is of ``tokens`` tokens, put one by one; an image came with the third."""
+    row = ctx.full((1, 1, 4), 1.0, DType.F32)
+    for position in range(tokens):
+        items = [(0, "an image")] if position == 2 else []
+        cache.start_forward(ctx, Batch([position], [0], multimodal=items))
+        for part in (*attention, encoder) if items else attention:
+            part.put(ctx, row, row)
+
+
+@pytest.mark.parametrize("change", ["remove", "copy_prefix"])
+def test_an_output_whose_token_a_window_let_go_of_goes_with_the_rest(
+    backend: ml.Backend, ctx: ml.Context, change: str
+) -> None:
+    window, encoder = SlidingWindowCache(2), EncoderCache()
+    cache = bound(WrapperCache(window, encoder), backend, 2, 16, 4)
+    described(cache, ctx, [window], encoder, 12)
+    seq = 0
+    if change == "remove":
+        cache.remove(0, 5)
+    else:
+        cache.copy_prefix(0, seq := 1, 5)
+    assert (cache.offset(seq), encoder.encoder_cached(seq)) == (0, False)
+
+
+@pytest.mark.parametrize("change", ["remove", "copy_prefix"])
+def test_an_output_whose_token_was_evicted_before_the_cut_goes_with_the_rest(
+    backend: ml.Backend, ctx: ml.Context, change: str
+) -> None:
+    causal, encoder = CausalCache(), EncoderCache()
+    cache = bound(WrapperCache(causal, encoder), backend, 2, 16, 4)
+    described(cache, ctx, [causal], encoder, 5)
+    cache.evict(0, [2])
+    assert encoder.encoder_cached(0), "the sequence goes on behind it"
+    seq = 0
+    if change == "remove":
+        cache.remove(0, 3)
+    else:
+        cache.copy_prefix(0, seq := 1, 3)
+    assert (cache.offset(seq), encoder.encoder_cached(seq)) == (2, False)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_output_stays_where_a_window_is_gone_and_the_rest_of_its_sequence_is_not(
+    backend: ml.Backend, ctx: ml.Context, nested: bool
+) -> None:
+    window, causal, encoder = SlidingWindowCache(2), CausalCache(), EncoderCache()
+    parts = (WrapperCache(window, encoder), causal) if nested else (window, encoder, causal)
+    cache = bound(WrapperCache(*parts), backend, 2, 16, 4)
+    described(cache, ctx, [window, causal], encoder, 12)
+    cache.copy_prefix(0, 1, 5)
+    cache.remove(0, 5)
+    for seq in (0, 1):
+        assert (cache.offset(seq), window.offset(seq), encoder.encoder_cached(seq)) == (5, 0, True)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_encoders_in_a_wrapper_of_their_own_take_nothing_from_the_rest(
+    backend: ml.Backend, ctx: ml.Context, nested: bool
+) -> None:
+    causal, encoder = CausalCache(), EncoderCache()
+    cache = bound(WrapperCache(causal, WrapperCache(encoder) if nested else encoder), backend, 3, 16, 4)
+    cache.schedule_snapshots(0, [2, 4])
+    described(cache, ctx, [causal], encoder, 4)
+    assert cache.computed(0) == cache.resume_point(0, 4) == cache.snapshot(0).end == 4
+    assert [snapshot.end for snapshot in cache.take_snapshots(0)] == [2, 4]
+    cache.copy_prefix(0, 1, 4)
+    cache.remove(0, 3)
+    assert [(cache.offset(seq), encoder.encoder_cached(seq)) for seq in (0, 1)] == [(3, True), (4, True)]
+    branches.keep(cache, 0, 2)
+    assert [cache.offset(seq) for seq in range(3)] == [0, 4, 3]
+    cache.remove(1, 2)
+    assert (cache.offset(1), encoder.encoder_cached(1)) == (2, False)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_output_is_restored_behind_all_that_may_fail(
+    backend: ml.Backend, ctx: ml.Context, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    causal, encoder = CausalCache(), EncoderCache()
+    cache = bound(WrapperCache(WrapperCache(encoder) if nested else encoder, causal), backend, 2, 16, 4)
+    described(cache, ctx, [causal], encoder, 4)
+    snapshot = cache.snapshot(0)
+    snapshot.detach()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(ctx.zeros((1,), DType.F32)), "copy", Mock(side_effect=MemoryError()))
+        with pytest.raises(MemoryError):
+            cache.restore(1, snapshot)
+    assert (cache.offset(1), encoder.encoder_cached(1)) == (0, False)
+    assert cache.restore(1, snapshot)
+    assert (cache.offset(1), encoder.encoder_cached(1)) == (4, True)

@@ -12,6 +12,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
+from kvcache.caches.wrapper import unwrapped
 from kvcache.snapshots.snapshot import WrapperSnapshot
 from kvcache.testing.models import values
 from kvcache.testing.models.states import CONV, DELTA, KINDS, state_values
@@ -21,7 +22,7 @@ from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
 from kvcache.testing.rigs.wrapper import ForeignCache
 from ml import DType
 
-from .small_passes import bound
+from .small_passes import SUM, bound
 
 WINDOW, MEMORY = 3, 5
 
@@ -435,3 +436,52 @@ def test_a_lifted_mask_that_cannot_be_made_is_not_lifted(
         with pytest.raises(MemoryError):
             cache.set_causal(ctx, [0])
     assert not forward.lifted
+
+
+def scheduled(
+    backend: ml.Backend, ctx: ml.Context, *parts: Any, at: Sequence[int]
+) -> tuple[kvcache.WrapperCache, list[WrapperSnapshot]]:
+    """A wrapper whose sequence 0 has four tokens of one pass, an image with the first; what was taken."""
+    cache = bound(kvcache.WrapperCache(*parts), backend, 2, 16, 8)
+    cache.schedule_snapshots(0, at)
+    cache.start_forward(ctx, Batch(range(4), [0] * 4, multimodal=[(0, "an image")]))
+    for part in unwrapped(cache):
+        part.put(ctx, tokens(ctx, 4), tokens(ctx, 4))
+        if isinstance(part, kvcache.RecurrentCache):
+            part.update_state(ctx, "sum", ctx.full((1, 1), 1.0, DType.F32), 0)
+    return cache, cache.take_snapshots(0)
+
+
+def test_scheduled_snapshots_of_windows_alone_are_joined_as_those_of_one_window(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    Window, Encoder, Wrapper = kvcache.SlidingWindowCache, kvcache.EncoderCache, kvcache.WrapperCache
+    for parts in ((Window(3), Window(1)), (Window(3), Encoder()), (Wrapper(Window(3), Encoder()), Window(1))):
+        cache, taken = scheduled(backend, ctx, *parts, at=[2, 4])
+        assert [(snapshot.begin, snapshot.end) for snapshot in taken] == [(0, 2), (0, 4)]
+        for joined in (cache.merge(*taken), cache.join(taken)):
+            assert (joined.begin, joined.end) == (0, 4)
+            assert cache.restore(1, joined)
+            for part in unwrapped(cache):
+                assert part.encoder_cached(1) if isinstance(part, Encoder) else part.offset(1) == 4
+
+
+def test_what_a_nested_wrapper_of_windows_took_where_states_could_not_is_joined_to_the_next(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    inner = kvcache.WrapperCache(kvcache.SlidingWindowCache(3), kvcache.EncoderCache())
+    states = kvcache.RecurrentCache(states=SUM)
+    cache, taken = scheduled(backend, ctx, states, inner, kvcache.CausalCache(), at=[2, 4])
+    assert [(snapshot.begin, snapshot.end) for snapshot in taken] == [(0, 4)]
+    assert cache.restore(1, taken[0])
+
+
+def test_a_snapshot_of_all_tokens_is_not_merged_into_one_of_the_same_beginning(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    parts = kvcache.CausalCache(), kvcache.SlidingWindowCache(3)
+    cache, _ = scheduled(backend, ctx, *parts, at=[])
+    with pytest.raises(kvcache.InvalidRangeError, match="must be adjacent"):
+        cache.merge(cache.snapshot(0, 0, 2), cache.snapshot(0))
+    with pytest.raises(kvcache.InvalidRangeError, match="are not adjacent"):
+        cache.merge(cache.snapshot(0, 0, 2), cache.snapshot(0, 3))
