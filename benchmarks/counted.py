@@ -29,6 +29,8 @@ class CountingBackend(NumpyBackend):
 
     ragged_attention: Any = None
     """Not by the kernels of numba: the calls of attention are counted."""
+    kv_store: Any = None
+    """Nor past the copies, which are counted."""
     read = calls = 0
     _inside = False
     _stored: frozenset[int] = frozenset()

@@ -442,6 +442,15 @@ def described(
             part.put(ctx, row, row)
 
 
+def cut_to(cache: Any, change: str, length: int) -> int:
+    """The sequence that has the first tokens of sequence 0 after this."""
+    if change == "remove":
+        cache.remove(0, length)
+        return 0
+    cache.copy_prefix(0, 1, length)
+    return 1
+
+
 @pytest.mark.parametrize("change", ["remove", "copy_prefix"])
 def test_an_output_whose_token_a_window_let_go_of_goes_with_the_rest(
     backend: ml.Backend, ctx: ml.Context, change: str
@@ -449,11 +458,7 @@ def test_an_output_whose_token_a_window_let_go_of_goes_with_the_rest(
     window, encoder = SlidingWindowCache(2), EncoderCache()
     cache = bound(WrapperCache(window, encoder), backend, 2, 16, 4)
     described(cache, ctx, [window], encoder, 12)
-    seq = 0
-    if change == "remove":
-        cache.remove(0, 5)
-    else:
-        cache.copy_prefix(0, seq := 1, 5)
+    seq = cut_to(cache, change, 5)
     assert (cache.offset(seq), encoder.encoder_cached(seq)) == (0, False)
 
 
@@ -466,11 +471,7 @@ def test_an_output_whose_token_was_evicted_before_the_cut_goes_with_the_rest(
     described(cache, ctx, [causal], encoder, 5)
     cache.evict(0, [2])
     assert encoder.encoder_cached(0), "the sequence goes on behind it"
-    seq = 0
-    if change == "remove":
-        cache.remove(0, 3)
-    else:
-        cache.copy_prefix(0, seq := 1, 3)
+    seq = cut_to(cache, change, 3)
     assert (cache.offset(seq), encoder.encoder_cached(seq)) == (2, False)
 
 
