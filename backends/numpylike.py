@@ -27,6 +27,9 @@ class ArrayTensor(StorageView, BaseTensor):
 
     __slots__ = ()
     xp: ClassVar[Any] = np
+    adds_in: ClassVar[Any] = np.float64
+    """What floats are added up in: along any axis but the innermost NumPy adds them one by one, and a million
+    equal ones come out wrong by a hundredth in F32."""
 
     @classmethod
     def own(cls, ctx: BaseContext, array: Any, dtype: DType) -> Self:
@@ -137,8 +140,7 @@ class ArrayTensor(StorageView, BaseTensor):
         if lo is None and hi is None:
             return self._cast(ctx, self.dtype)
         x = self.values()
-        bound = self.dtype.numpy.type
-        low, high = (None if value is None else x.dtype.type(bound(value)) for value in (lo, hi))
+        low, high = (None if value is None else x.dtype.type(value) for value in (lo, hi))
         return self._result(ctx, _clip(self.xp, x, low, high), self.dtype)
 
     def _matmul(self, ctx: BaseContext, other: Self) -> Self:
@@ -149,7 +151,7 @@ class ArrayTensor(StorageView, BaseTensor):
             return self._cast(ctx, self.dtype)
         x = self.wide()
         x = self.xp.exp(x - x.max(axis=axis, keepdims=True))
-        x /= x.sum(axis=axis, keepdims=True)
+        x /= x.sum(axis=axis, keepdims=True, dtype=self.adds_in).astype(np.float32)
         return self._result(ctx, x, self.dtype)
 
     def _reduce(self, ctx: BaseContext, op: str, axis: int, keepdims: bool) -> Self:
@@ -158,7 +160,10 @@ class ArrayTensor(StorageView, BaseTensor):
             return self._result(ctx, self.xp.argmax(x, axis=axis, keepdims=keepdims), DType.I32)
         if op == "sum" and not self.dtype.is_float:
             return self._result(ctx, x.sum(axis=axis, keepdims=keepdims, dtype=np.int64), DType.I64)
-        return self._result(ctx, getattr(x, op)(axis=axis, keepdims=keepdims), self.dtype)
+        if op == "max":
+            return self._result(ctx, x.max(axis=axis, keepdims=keepdims), self.dtype)
+        total = getattr(x, op)(axis=axis, keepdims=keepdims, dtype=self.adds_in)
+        return self._result(ctx, total.astype(np.float32), self.dtype)
 
     def _argsort(self, ctx: BaseContext, axis: int) -> Self:
         return self._result(ctx, self._order(self.wide(), axis), DType.I32)
@@ -176,7 +181,8 @@ class ArrayTensor(StorageView, BaseTensor):
         if 0 in self.shape:
             return self._cast(ctx, self.dtype)
         x = self.wide()
-        x = x / self.xp.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(eps))
+        mean = (x * x).mean(axis=-1, keepdims=True, dtype=self.adds_in).astype(np.float32)
+        x = x / self.xp.sqrt(mean + np.float32(eps))
         if weight is not None:
             x = x * weight.wide()
         return self._result(ctx, x, self.dtype)

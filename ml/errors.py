@@ -12,6 +12,7 @@ __all__ = [
     "ClosedError",
     "DTypeError",
     "DeviceError",
+    "ExportError",
     "GroupError",
     "MLError",
     "NotSupportedError",
@@ -44,6 +45,13 @@ class ReadOnlyError(MLError, ValueError):
 
 class NotSupportedError(MLError, NotImplementedError):
     """The backend or cache declares that it does not offer this."""
+
+
+class ExportError(NotSupportedError, BufferError, ValueError):
+    """A tensor's memory cannot be handed out as asked: by DLPack, or by NumPy's ``copy=False``.
+
+    DLPack's protocol wants a BufferError of such a refusal, NumPy's ``__array__`` a ValueError.
+    """
 
 
 class OptionError(MLError, TypeError):

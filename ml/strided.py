@@ -23,6 +23,7 @@ __all__ = [
     "as_shape",
     "broadcast_shapes",
     "check_count",
+    "check_ndim",
     "contiguous_strides",
     "extent",
     "find_region",
@@ -41,12 +42,14 @@ Shape = tuple[int, ...]
 
 LARGEST_COUNT = (2**63 - 1) // 8
 """Elements of the widest dtype whose bytes a 64-bit integer counts."""
+LARGEST_NDIM = 64
+"""Axes of a tensor: as many as an array of NumPy may have, since every tensor must come to the host."""
 
 
 def integers(op: str, *values: object) -> Shape:
     """``values`` as plain ints; ShapeError for what is not an integer, as a float is not."""
     try:
-        return tuple(map(operator.index, values))  # type: ignore[arg-type]
+        return tuple(map(int, map(operator.index, values)))  # type: ignore[arg-type]
     except TypeError:
         raise ShapeError(f"{op}: takes integers, not {values}") from None
 
@@ -65,14 +68,22 @@ def check_count(op: str, shape: Shape) -> None:
 
 
 def as_shape(op: str, shape: Sequence[int] | int) -> Shape:
-    """``shape`` as a tuple of ints, all >= 0; ShapeError otherwise."""
+    """``shape`` as a tuple of ints, all >= 0, of at most ``LARGEST_NDIM`` axes; ShapeError otherwise."""
     try:
-        sizes = (operator.index(shape),) if isinstance(shape, int) else tuple(map(operator.index, shape))
+        given = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        sizes = tuple(map(int, map(operator.index, given)))
     except TypeError:
         raise ShapeError(f"{op}: a shape must be a sequence of integers, not {shape!r}") from None
     if sizes and min(sizes) < 0:
         raise ShapeError(f"{op}: shape {sizes} has a negative size; sizes must be at least 0")
+    check_ndim(op, len(sizes))
     return sizes
+
+
+def check_ndim(op: str, ndim: int) -> None:
+    """ShapeError for more axes than ``LARGEST_NDIM``."""
+    if ndim > LARGEST_NDIM:
+        raise ShapeError(f"{op}: a shape of {ndim} axes; the maximum is {LARGEST_NDIM}")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,6 +156,8 @@ def view_geometry(
         )
     if not count or 0 in steps:  # a repeated element may be shown more often than can be counted
         check_count("view", sizes)
+    if steps and max(steps) > storage_size:  # of an axis that takes no step, which frameworks multiply
+        steps = tuple(min(step, max(storage_size, 1)) for step in steps)
     return start, sizes, steps
 
 

@@ -119,11 +119,10 @@ class CupyContext(PlacedContext):
         return result
 
     def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
-        first, by = int(start), int(step)
-        if not count or not by or dtype not in (DType.I32, DType.I64):
+        if not count or dtype not in (DType.I32, DType.I64):
             return super()._arange(start, step, count, dtype)
         with self.place.work("arange"):
-            return CupyTensor.own(self, cupy.arange(first, first + count * by, by, dtype.numpy), dtype)
+            return CupyTensor.own(self, cupy.arange(start, start + count * step, step, dtype.numpy), dtype)
 
     def _from_array(self, array: np.ndarray, dtype: DType) -> CupyTensor:
         if 0 < array.size * dtype.itemsize <= STAGED_BYTES:

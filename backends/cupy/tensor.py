@@ -20,7 +20,6 @@ from backends.cupy.products import narrow_product
 from backends.numpylike import ArrayTensor
 from ml.base import BaseContext, Storage
 from ml.dtypes import DType
-from ml.errors import NotSupportedError
 from ml.strided import Shape, contiguous_strides
 
 _BITS = np.dtype(np.uint16)
@@ -29,6 +28,7 @@ _BITS = np.dtype(np.uint16)
 class CupyTensor(ArrayTensor):
     __slots__ = ()
     xp = cupy
+    adds_in = np.float32  # by trees
 
     @classmethod
     def own(cls, ctx: BaseContext, array: Any, dtype: DType) -> Self:
@@ -70,7 +70,7 @@ class CupyTensor(ArrayTensor):
             with self.place.work("dlpack"):  # the consumer is made to wait for the stream current here
                 return self.native.__dlpack__(**options)
         except Exception as error:
-            raise NotSupportedError(f"dlpack: not supported for {self.dtype!r} here ({error})") from error
+            raise self._not_exported(error) from error
 
     def moved(self, place: Place) -> Self:
         """This tensor, or a copy of it on another device of the backend."""

@@ -35,7 +35,7 @@ from ml.nn.partial import partial_in_blocks
 from ml.nn.rope_spec import RopeSpec
 from ml.protocols import Tensor
 from ml.ragged import RaggedPlan
-from ml.strided import Shape, contiguous_strides, overlaps_itself
+from ml.strided import Shape, check_ndim, contiguous_strides, overlaps_itself
 
 
 class MlxBackend(BaseBackend):
@@ -246,6 +246,7 @@ class MlxContext(BaseContext):
         if not isinstance(array, mx.array):
             raise DTypeError(f"from_native: {type(array).__name__} is not an mlx.core.array; use from_numpy")
         dtype = from_mlx_dtype("from_native", array.dtype)
+        check_ndim("from_native", array.ndim)
         if array.size > SIZE_LIMIT:
             raise DeviceError(f"from_native: {array.size} elements; views support at most {SIZE_LIMIT}")
         with self.backend.work.lock, device_errors("from_native"):

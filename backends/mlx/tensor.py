@@ -178,13 +178,15 @@ class MlxTensor(StridedTensor):
     def _unary(self, ctx: Any, op: str) -> Self:
         if not self.dtype.is_float and (op == "round" or (self.dtype is DType.U8 and op != "neg")):
             return self._cast(ctx, self.dtype)  # MLX may answer with the operand itself
+        stream = self.storage.work.stream
         if op in _EXACT:
-            return self.wrap(_EXACT[op](self.read(), self.storage.work.stream))
-        return self.result(_UNARY[op](self.wide(), self.storage.work.stream))
+            return self.wrap(_EXACT[op](self.read(), stream))
+        on_cpu = _UNARY_ON_CPU.get(op) if self.storage.work.widens else None
+        return self.result((on_cpu or _UNARY[op])(self.wide(), stream))
 
     def _scale(self, ctx: Any, x: float) -> Self:
         stream = self.storage.work.stream
-        factor = mx.array(x, mx.float32) if self.dtype.is_float else mx.array(int(x), MLX_DTYPES[self.dtype])
+        factor = mx.array(x, mx.float32 if self.dtype.is_float else MLX_DTYPES[self.dtype])
         return self.result(mx.multiply(self.wide(), factor, stream=stream))
 
     def _gelu(self, ctx: Any, tanh: bool) -> Self:
@@ -221,10 +223,17 @@ class MlxTensor(StridedTensor):
         if op != "sum" and 0 in self.shape:  # the axis itself is not empty (checked): the result is
             sizes = [1 if k == axis else size for k, size in enumerate(self.shape) if keepdims or k != axis]
             return self.wrap(mx.zeros(sizes, MLX_DTYPES[dtype], stream=stream), dtype)
-        x = self.wide()
         if dtype is DType.I64:
-            x = mx.astype(x, mx.int64, stream=stream)
+            x = mx.astype(self.read(), mx.int64, stream=stream)
+        else:
+            x = self._addends() if op in ("sum", "mean") else self.wide()
         return self.result(getattr(mx, op)(x, axis=axis, keepdims=keepdims, stream=stream), dtype)
+
+    def _addends(self) -> Any:
+        """Floats to be added up. On the CPU MLX does that one by one: in F64, where no digits are lost."""
+        if self.storage.work.widens:
+            return mx.astype(self.read(), mx.float64, stream=self.storage.work.stream)
+        return self.wide()
 
     def _argsort(self, ctx: Any, axis: int) -> Self:
         return self.result(mx.argsort(self.read(), axis, stream=self.storage.work.stream), DType.I32)
@@ -301,3 +310,18 @@ _UNARY: dict[str, Callable[[Any, Any], Any]] = {
     "sigmoid": lambda x, stream: mx.sigmoid(x, stream=stream),
     "silu": lambda x, stream: mx.multiply(x, mx.sigmoid(x, stream=stream), stream=stream),
 }
+
+
+def _exp_on_cpu(x: Any, stream: Any) -> Any:
+    """MLX's own is infinite from 88.0 on, and 30 units in the last place off far from 0."""
+    power = mx.power(mx.array(math.e, mx.float64), mx.astype(x, mx.float64, stream=stream), stream=stream)
+    return mx.astype(power, mx.float32, stream=stream)
+
+
+def _sin_on_cpu(x: Any, stream: Any) -> Any:
+    """MLX's own makes 0.0 of -0.0."""
+    zero = mx.equal(x, mx.array(0, x.dtype), stream=stream)
+    return mx.where(zero, x, mx.sin(x, stream=stream), stream=stream)
+
+
+_UNARY_ON_CPU = {"exp": _exp_on_cpu, "sin": _sin_on_cpu}

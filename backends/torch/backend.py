@@ -25,7 +25,7 @@ from backends.torch.quantized import attend_quantized, quantized_store
 from backends.torch.quantized import encode as compiled
 from backends.torch.ragged import attend_ragged
 from backends.torch.store import TorchKVStore
-from backends.torch.tensor import TorchStorage, TorchTensor, UploadedStorage, as_element
+from backends.torch.tensor import TorchStorage, TorchTensor, UploadedStorage
 from backends.torch.transfer import TorchPages
 from ml.base import BaseGroup, BaseTensor
 from ml.capabilities import AttentionCall, CacheConfig, CausalMask, Layout
@@ -33,7 +33,7 @@ from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
 from ml.ragged import RaggedPlan
-from ml.strided import Shape, overlaps_itself
+from ml.strided import LARGEST_NDIM, Shape, check_ndim, overlaps_itself
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -263,6 +263,7 @@ class TorchContext(PlacedContext):
             and array.layout is torch.strided
             and not array.requires_grad
             and not array.is_nested
+            and array.dim() <= LARGEST_NDIM
         ):
             return TorchTensor(array, FROM_TORCH[array.dtype], self._foreign)
         return self._from_native(array)
@@ -279,6 +280,7 @@ class TorchContext(PlacedContext):
         if array.dtype not in FROM_TORCH:
             known = ", ".join(str(dtype) for dtype in FROM_TORCH)
             raise DTypeError(f"from_native: no DType for {array.dtype}; there are DTypes for {known}")
+        check_ndim("from_native", array.dim())
         storage = self._foreign
         if array.device != self.torch_device:
             devices = [place.device for place in self.backend.places]
@@ -308,13 +310,13 @@ class TorchContext(PlacedContext):
     def _full(self, shape: Shape, value: float, dtype: DType) -> TorchTensor:
         if value == 0 and math.copysign(1.0, value) > 0:
             return self._allocate(torch.zeros, shape, dtype=dtype)
-        return self._allocate(torch.full, shape, as_element(value, dtype), dtype=dtype)
+        return self._allocate(torch.full, shape, value, dtype=dtype)
 
     def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
         # Floats are to be rounded once, which torch does not promise; its stop has to fit 64 bits.
         if dtype.is_float or not count or max(abs(start), abs(start + count * step)) > 1 << 62:
             return super()._arange(start, step, count, dtype)
-        return self._allocate(self._integers, (count,), int(start), int(step), dtype=dtype)
+        return self._allocate(self._integers, (count,), start, step, dtype=dtype)
 
     @staticmethod
     def _integers(shape: Shape, start: int, step: int, **options: Any) -> torch.Tensor:

@@ -20,9 +20,13 @@ from ml.base import BaseBackend, BaseTensor, Storage
 from ml.base.checks import flat
 from ml.dtypes import DType
 from ml.protocols import Tensor
-from ml.strided import Shape, contiguous_strides, overlaps_itself
+from ml.strided import LARGEST_NDIM, Shape, contiguous_strides, overlaps_itself
 
 _EVERYWHERE = 1 << 64
+_GELU_LARGEST = 1e38
+"""Torch's vectorized gelu of the CPU multiplies before it halves: beyond this it gives inf, and NaN of inf."""
+_GELU_LINEAR = 10.0
+"""From here on, gelu(x) is x in every dtype."""
 _PUBLIC = {"alias": "view", "write_from": "copy", "gather": "rows", "scatter": "set_rows"}
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -171,9 +175,9 @@ class TorchTensor(BaseTensor):
         if ctx.active_backend is not self.backend or self.backend.closed:
             ctx.check("view", self)
         try:
-            if 0 not in shape:  # torch leaves empty views unchecked
+            sizes = shape if type(shape) is tuple else tuple(shape)
+            if 0 not in sizes and len(sizes) <= LARGEST_NDIM:  # torch leaves empty views unchecked
                 native = self.native
-                sizes = shape if type(shape) is tuple else tuple(shape)
                 if strides is None:
                     steps = contiguous_strides(sizes)
                 else:
@@ -193,7 +197,7 @@ class TorchTensor(BaseTensor):
         if ctx.active_backend is not self.backend or self.backend.closed:
             ctx.check("slice", self)
         try:
-            if step == 1 and 0 <= start < stop and self.native.numel():
+            if step == 1 and type(step) is int and 0 <= start < stop and self.native.numel():
                 shown = _new(TorchTensor)
                 shown.native = self.native.narrow(axis, start, stop - start)
                 shown.dtype = self.dtype
@@ -220,7 +224,7 @@ class TorchTensor(BaseTensor):
             ctx.check("reshape", self)
         sizes = flat(shape)
         try:
-            if 0 not in sizes:  # torch leaves empty shapes unchecked
+            if 0 not in sizes and len(sizes) <= LARGEST_NDIM:  # torch leaves empty shapes unchecked
                 return type(self)(self.native.view(sizes), self.dtype, self.storage)
         except Exception:
             pass
@@ -308,19 +312,23 @@ class TorchTensor(BaseTensor):
 
     @_guarded
     def _scale(self, ctx: Placement, x: float) -> Self:
-        return self.own(ctx, self.native_on(ctx) * (x if self.dtype.is_float else int(x)), self.dtype)
+        return self.own(ctx, self.native_on(ctx) * x, self.dtype)
 
     @_guarded
     def _gelu(self, ctx: Placement, tanh: bool) -> Self:
-        form = "tanh" if tanh else "none"
-        return self.own(ctx, functional.gelu(self.native_on(ctx), approximate=form), self.dtype)
+        x = self.native_on(ctx)
+        if tanh:
+            return self.own(ctx, functional.gelu(x, approximate="tanh"), self.dtype)
+        found = functional.gelu(x)
+        if x.is_cpu and x.numel() and not bool(x.amax() <= _GELU_LARGEST):
+            found = torch.where(x > _GELU_LINEAR, x, found)
+        return self.own(ctx, found, self.dtype)
 
     @_guarded
     def _clamp(self, ctx: Placement, lo: float | None, hi: float | None) -> Self:
         if lo is None and hi is None:
             return self._cast(ctx, self.dtype)
-        low, high = (None if bound is None else as_element(bound, self.dtype) for bound in (lo, hi))
-        return self.own(ctx, torch.clamp(self.native_on(ctx), low, high), self.dtype)
+        return self.own(ctx, torch.clamp(self.native_on(ctx), lo, hi), self.dtype)
 
     @_guarded
     def _matmul(self, ctx: Placement, other: Self) -> Self:
@@ -385,16 +393,6 @@ class TorchTensor(BaseTensor):
             return indices.native.to(device)
         rows = torch.from_numpy(indices.copy())  # a copy: torch takes no read-only or reversed array
         return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
-
-
-def as_element(value: float, dtype: DType) -> float:
-    """``value`` as the dtype holds it; torch refuses a float that overflows to infinity."""
-    if dtype is DType.BOOL:
-        return bool(value)
-    if not dtype.is_float:
-        return int(value)
-    with np.errstate(all="ignore"):
-        return float(dtype.numpy.type(value))
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:

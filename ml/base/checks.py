@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,46 @@ _BOUNDS: dict[DType, tuple[int, int]] = {
 } | {DType.BOOL: (0, 1)}
 
 
-def check_representable(op: str, name: str, value: float, dtype: DType, signed: bool = False) -> None:
+def number(op: str, name: str, value: Any) -> int | float:
+    """``value`` as a number of Python: one of NumPy computes in its own dtype, where integers wrap."""
     try:
-        finite = math.isfinite(value)
-    except (TypeError, OverflowError) as error:
+        if getattr(value, "ndim", 0):
+            raise TypeError("an array")
+        math.isfinite(value)  # also what float() would read from text is refused
+        if isinstance(value, float):
+            return float(value)
+        try:
+            return int(operator.index(value))
+        except TypeError:
+            return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
         raise DTypeError(f"{op}: {name}={value!r:.40}; it must be a number in the range of F64") from error
+
+
+def element(op: str, name: str, value: Any, dtype: DType, signed: bool = False) -> int | float:
+    """``value`` as an element of ``dtype``: rounded to a float, and refused where an integer has no such.
+
+    ``signed``: one below 0 too, of a dtype without.
+    """
+    given = number(op, name, value)
     if dtype.is_float:
-        return
+        whole = isinstance(given, int) and abs(given) < 1 << 63
+        with np.errstate(all="ignore"):
+            return float(cast_host(np.asarray(given if whole else float(given)), dtype))
     low, high = _BOUNDS[dtype]
     if signed:
         low = min(low, -high)
-    if not finite or value != int(value) or not low <= value <= high:
+    if not math.isfinite(given) or given != int(given) or not low <= given <= high:
         raise DTypeError(f"{op}: {name}={value} does not fit {dtype!r}, a whole number in [{low}, {high}]")
+    return int(given)
+
+
+def truth(op: str, name: str, value: Any) -> bool:
+    """``value`` as a bool; ShapeError for what is neither true nor false, as an array is."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ShapeError(f"{op}: {name}={value!r:.40}; it must be True or False") from error
 
 
 def as_host(op: str, array: Any) -> np.ndarray:
@@ -59,9 +88,18 @@ def as_raw(op: str, data: Any) -> np.ndarray:
 
 
 def cast_host(host: np.ndarray, dtype: DType) -> np.ndarray:
-    """NumPy's cast, by way of float32 between integers and the narrow floats."""
+    """NumPy's cast, by way of float32 between integers and the narrow floats.
+
+    ml_dtypes rounds float64 to float32 first. So that rounding that to bfloat16 comes to the same as rounding
+    once, what lies between two numbers of float32 goes to the one whose last bit is 1 (Boldo & Melquiond,
+    "Emulation of FMA and correctly rounded sums", IEEE Trans. Computers 57, 2008).
+    """
     if dtype in (DType.F16, DType.BF16) and host.dtype.kind in "iu":
         host = host.astype(np.float32)
+    elif dtype is DType.BF16 and host.dtype == np.float64:
+        narrow = host.astype(np.float32)
+        bits = narrow.view(np.uint32) - (np.abs(narrow) > np.abs(host)) | (narrow != host)
+        host = bits.view(np.float32)
     return host.astype(dtype.numpy)
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from fractions import Fraction
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
 from ml.base.backend import BaseBackend
-from ml.base.checks import as_host, as_raw, cast_host, check_representable, foreign
+from ml.base.checks import as_host, as_raw, cast_host, element, foreign, number
 from ml.base.tensor import BaseTensor
 from ml.dtypes import DType
 from ml.errors import BoundsError, ClosedError, DeviceError, DTypeError, NotSupportedError, ShapeError
 from ml.protocols import Tensor
-from ml.strided import Shape, as_shape, check_count, integers
+from ml.strided import LARGEST_COUNT, Shape, as_shape, check_count, integers
+
+
+_RANGE = ("start", "stop", "step")
 
 
 class BaseContext(ABC):
@@ -41,7 +45,7 @@ class BaseContext(ABC):
         return self._full(shape, 0, dtype)
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> BaseTensor:
-        """New storage of one value, which an integer dtype holds exactly; -0.0 keeps its sign."""
+        """New storage of one value, which the dtype holds exactly; -0.0 keeps its sign."""
         try:
             with np.errstate(all="ignore"):
                 host = np.full(shape, value, dtype.numpy)
@@ -50,11 +54,21 @@ class BaseContext(ABC):
         return self._from_array(host, dtype)
 
     def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
-        """``start + i * step`` for i in ``range(count)``, each by itself, not summed up, and rounded once."""
-        exact = np.dtype(np.float64 if dtype.is_float else np.int64)
+        """``start + i * step`` for i in ``range(count)``, each by itself, not summed up, and rounded once.
+
+        Of an integer dtype both are ints that it holds, but for the sign of ``step``.
+        """
         try:
-            values = np.arange(count, dtype=exact) * np.asarray(step, exact) + np.asarray(start, exact)
-            values = values.astype(dtype.numpy)
+            places = np.arange(count, dtype=np.int64)
+            if dtype.is_float:
+                # Counted from the element nearest to 0: no digits go where start and i * step cancel out.
+                first, by = Fraction(start), Fraction(step)
+                nearest = min(max(round(-first / by), 0), max(count - 1, 0))
+                with np.errstate(over="ignore"):
+                    values = (places - nearest) * np.float64(step) + float(first + nearest * by)
+                    values = cast_host(values, dtype)
+            else:
+                values = (places * np.int64(step) + np.int64(start)).astype(dtype.numpy)
         except (MemoryError, ValueError) as error:
             raise DeviceError(f"arange: {count} elements of {dtype!r} on the host: {error}") from error
         return self._from_array(values, dtype)
@@ -104,25 +118,30 @@ class BaseContext(ABC):
 
     def full(self, shape: Sequence[int], value: float, dtype: DType) -> BaseTensor:
         sizes = self._creation("full", shape, dtype)
-        check_representable("full", "value", value, dtype)
-        return self._full(sizes, value, dtype)
+        return self._full(sizes, element("full", "value", value, dtype), dtype)
 
     def arange(self, start: float, stop: float, step: float, dtype: DType) -> BaseTensor:
         self._creation("arange", (), dtype)
         if dtype is DType.BOOL:
             raise DTypeError("arange: a range of BOOL; use an integer or float dtype")
-        if step == 0:
-            raise ShapeError("arange: step 0; a step must not be zero")
-        for name, value in (("start", start), ("stop", stop), ("step", step)):
-            check_representable("arange", name, value, DType.F32)
+        given = {name: number("arange", name, x) for name, x in zip(_RANGE, (start, stop, step), strict=True)}
+        for name, value in given.items():
             if not math.isfinite(value):
                 raise ShapeError(f"arange: {name}={value}; it must be finite")
-        check_representable("arange", "start", start, dtype)
-        check_representable("arange", "step", step, dtype, signed=True)
-        count = max(0, math.ceil((stop - start) / step))
-        if count:
-            check_representable("arange", "its last value", start + (count - 1) * step, dtype)
-        return self._arange(start, step, count, dtype)
+        if not given["step"]:
+            raise ShapeError("arange: step 0; a step must not be zero")
+        if not dtype.is_float:
+            given["start"] = element("arange", "start", start, dtype)
+            given["step"] = element("arange", "step", step, dtype, signed=True)
+        first, end, by = (x if isinstance(x, int) else Fraction(x) for x in given.values())
+        count = max(0, -((first - end) // by))
+        if count > LARGEST_COUNT:
+            raise ShapeError(
+                f"arange: [{start}, {stop}) by {step} has more than {LARGEST_COUNT} elements, the maximum"
+            )
+        if count and not dtype.is_float:
+            element("arange", "its last value", first + (count - 1) * by, dtype)
+        return self._arange(given["start"], given["step"], count, dtype)
 
     def from_numpy(self, array: Any, dtype: DType | None = None) -> BaseTensor:
         self.check("from_numpy")

@@ -10,9 +10,9 @@ from typing import Any, Literal, NoReturn, Self, cast
 import numpy as np
 
 from ml.base.backend import BaseBackend, Storage
-from ml.base.checks import as_host, check_matmul, check_representable, flat, foreign
+from ml.base.checks import as_host, check_matmul, element, flat, foreign, number, truth
 from ml.dtypes import DType
-from ml.errors import BoundsError, DTypeError, NotSupportedError, ReadOnlyError, ShapeError
+from ml.errors import BoundsError, DTypeError, ExportError, MLError, NotSupportedError, ReadOnlyError, ShapeError
 from ml.protocols import Indices, Tensor
 from ml.strided import (
     Shape,
@@ -114,7 +114,7 @@ class BaseTensor(ABC):
         raise self._unsupported(op)
 
     def _scale(self, ctx: Any, x: float) -> Self:
-        """Times ``x``, a whole number that the dtype holds where it is an integer; this dtype."""
+        """Times ``x``, an int that the dtype holds where it is an integer; this dtype."""
         raise self._unsupported("scale")
 
     def _gelu(self, ctx: Any, tanh: bool) -> Self:
@@ -122,7 +122,10 @@ class BaseTensor(ABC):
         raise self._unsupported("gelu")
 
     def _clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
-        """Into ``[lo, hi]``, None being no bound; both None is a copy. NaN stays; this dtype."""
+        """Into ``[lo, hi]``, which the dtype holds, None being no bound; both None is a copy.
+
+        NaN stays; this dtype.
+        """
         raise self._unsupported("clamp")
 
     def _matmul(self, ctx: Any, other: Self) -> Self:
@@ -186,7 +189,9 @@ class BaseTensor(ABC):
         stride = strides[axis]
         shown = (*shape[:axis], size, *shape[axis + 1 :])
         offset = self._first() + (0 if 0 in shown else start * stride)  # an empty view stays inside
-        return self._alias(offset, shown, (*strides[:axis], stride * step, *strides[axis + 1 :]))
+        if size > 1:  # else it takes no step, however long
+            stride *= step
+        return self._alias(offset, shown, (*strides[:axis], stride, *strides[axis + 1 :]))
 
     def permute(self, ctx: Any, *axes: int) -> Self:
         ctx.check("permute")
@@ -316,8 +321,8 @@ class BaseTensor(ABC):
     def scale(self, ctx: Any, x: float) -> Self:
         ctx.check("scale", self)
         self._need_number("scale")
-        check_representable("scale", "x", x, self.dtype)
-        return self._scale(ctx, x)
+        factor = float(number("scale", "x", x)) if self.dtype.is_float else element("scale", "x", x, self.dtype)
+        return self._scale(ctx, factor)
 
     def neg(self, ctx: Any) -> Self:
         return self._unary_number(ctx, "neg")
@@ -368,19 +373,18 @@ class BaseTensor(ABC):
     def gelu(self, ctx: Any, approximate: Literal["none", "tanh"] = "none") -> Self:
         ctx.check("gelu", self)
         self._need_float("gelu")
-        if approximate not in ("none", "tanh"):
+        if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
             raise ShapeError(f'gelu: approximate={approximate!r}; it is "none" or "tanh"')
         return self._gelu(ctx, approximate == "tanh")
 
     def clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
         ctx.check("clamp", self)
         self._need_number("clamp")
-        for name, bound in (("lo", lo), ("hi", hi)):
-            if bound is not None:
-                check_representable("clamp", name, bound, self.dtype)
-        if lo is not None and hi is not None and lo > hi:
+        low = None if lo is None else element("clamp", "lo", lo, self.dtype)
+        high = None if hi is None else element("clamp", "hi", hi, self.dtype)
+        if low is not None and high is not None and low > high:
             raise ShapeError(f"clamp: lo {lo} > hi {hi}")
-        return self._clamp(ctx, lo, hi)
+        return self._clamp(ctx, low, high)
 
     def matmul(self, ctx: Any, other: Tensor) -> Self:
         ctx.check("matmul", self)
@@ -396,20 +400,22 @@ class BaseTensor(ABC):
 
     def sum(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
         ctx.check("sum", self)
-        return self._reduce(ctx, "sum", self._axis("sum", axis), bool(keepdims))
+        return self._reduce(ctx, "sum", self._axis("sum", axis), truth("sum", "keepdims", keepdims))
 
     def mean(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
         ctx.check("mean", self)
         self._need_float("mean")
-        return self._reduce(ctx, "mean", self._filled("mean", axis), bool(keepdims))
+        return self._reduce(ctx, "mean", self._filled("mean", axis), truth("mean", "keepdims", keepdims))
 
     def max(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
         ctx.check("max", self)
-        return self._reduce(ctx, "max", self._filled("max", axis), bool(keepdims))
+        return self._reduce(ctx, "max", self._filled("max", axis), truth("max", "keepdims", keepdims))
 
     def argmax(self, ctx: Any, axis: int, keepdims: bool = False) -> Self:
         ctx.check("argmax", self)
-        return self._reduce(ctx, "argmax", self._filled("argmax", axis), bool(keepdims))
+        return self._reduce(
+            ctx, "argmax", self._filled("argmax", axis), truth("argmax", "keepdims", keepdims)
+        )
 
     def argsort(self, ctx: Any, axis: int = -1) -> Self:
         ctx.check("argsort", self)
@@ -427,7 +433,7 @@ class BaseTensor(ABC):
         ctx.check("rms_norm", self)
         self._need_float("rms_norm")
         size = self.shape[self._axis("rms_norm", -1)]
-        check_representable("rms_norm", "eps", eps, DType.F32)
+        eps = float(number("rms_norm", "eps", eps))
         if weight is None:
             return self._rms_norm(ctx, None, eps)
         peer = self._operand("rms_norm", weight)
@@ -437,7 +443,7 @@ class BaseTensor(ABC):
 
     def compare(self, ctx: Any, op: str, other: Tensor) -> Self:
         ctx.check("compare", self)
-        if op not in tuple(COMPARISONS):  # a tuple, since what is asked for may have no hash
+        if not isinstance(op, str) or op not in COMPARISONS:
             raise ShapeError(f"compare: op {op!r}; it must be one of {', '.join(COMPARISONS)}")
         peer = self._operand("compare", other)
         broadcast_shapes("compare", self.shape, peer.shape)
@@ -454,14 +460,32 @@ class BaseTensor(ABC):
 
     # Interchange.
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """A new array of the elements, as ``to_numpy`` makes it: from a GPU this is a download, and waits.
+
+        Raises ExportError for ``copy=False``: no tensor lends its memory to NumPy in this way; see ``native``.
+        """
+        if copy is False:
+            raise ExportError("array: copy=False, and a tensor is always copied; leave copy out")
+        host = self.to_numpy()
+        return host if dtype is None else host.astype(dtype, copy=False)
+
     def __dlpack__(self, **options: Any) -> Any:
         try:
             return self.native.__dlpack__(**options)
-        except (AttributeError, BufferError) as error:
-            raise NotSupportedError(f"dlpack: not supported for {self.dtype!r} here ({error})") from error
+        except (AttributeError, BufferError, ValueError, RuntimeError) as error:
+            raise self._not_exported(error) from error
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return cast("tuple[int, int]", self.native.__dlpack_device__())
+        try:
+            return cast("tuple[int, int]", self.native.__dlpack_device__())
+        except AttributeError as error:
+            raise self._not_exported(error) from error
+
+    def _not_exported(self, error: Exception) -> MLError:
+        if isinstance(error, MLError):  # of a closed backend
+            return error
+        return ExportError(f"dlpack: not supported for {self.dtype!r} here ({error}); use to_numpy()")
 
     def __reduce__(self) -> NoReturn:
         raise NotSupportedError("pickle: a tensor belongs to an open backend; pickle to_numpy() instead")
