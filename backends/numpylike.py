@@ -27,9 +27,6 @@ class ArrayTensor(StorageView, BaseTensor):
 
     __slots__ = ()
     xp: ClassVar[Any] = np
-    adds_in: ClassVar[Any] = np.float64
-    """What floats are added up in: along any axis but the innermost NumPy adds them one by one, and a million
-    equal ones come out wrong by a hundredth in F32."""
 
     @classmethod
     def own(cls, ctx: BaseContext, array: Any, dtype: DType) -> Self:
@@ -151,7 +148,7 @@ class ArrayTensor(StorageView, BaseTensor):
             return self._cast(ctx, self.dtype)
         x = self.wide()
         x = self.xp.exp(x - x.max(axis=axis, keepdims=True))
-        x /= x.sum(axis=axis, keepdims=True, dtype=self.adds_in).astype(np.float32)
+        x /= x.sum(axis=axis, keepdims=True, dtype=_ADDED_IN).astype(np.float32)
         return self._result(ctx, x, self.dtype)
 
     def _reduce(self, ctx: BaseContext, op: str, axis: int, keepdims: bool) -> Self:
@@ -162,7 +159,7 @@ class ArrayTensor(StorageView, BaseTensor):
             return self._result(ctx, x.sum(axis=axis, keepdims=keepdims, dtype=np.int64), DType.I64)
         if op == "max":
             return self._result(ctx, x.max(axis=axis, keepdims=keepdims), self.dtype)
-        total = getattr(x, op)(axis=axis, keepdims=keepdims, dtype=self.adds_in)
+        total = getattr(x, op)(axis=axis, keepdims=keepdims, dtype=_ADDED_IN)
         return self._result(ctx, total.astype(np.float32), self.dtype)
 
     def _argsort(self, ctx: BaseContext, axis: int) -> Self:
@@ -181,7 +178,7 @@ class ArrayTensor(StorageView, BaseTensor):
         if 0 in self.shape:
             return self._cast(ctx, self.dtype)
         x = self.wide()
-        mean = (x * x).mean(axis=-1, keepdims=True, dtype=self.adds_in).astype(np.float32)
+        mean = (x * x).mean(axis=-1, keepdims=True, dtype=_ADDED_IN).astype(np.float32)
         x = x / self.xp.sqrt(mean + np.float32(eps))
         if weight is not None:
             x = x * weight.wide()
@@ -197,6 +194,8 @@ class ArrayTensor(StorageView, BaseTensor):
 
 
 _NARROW = (DType.F16, DType.BF16)
+_ADDED_IN = np.float64
+"""Along any axis but the innermost NumPy adds one by one: of a million equal numbers, a hundredth off in F32."""
 _UFUNC = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "true_divide"}
 _COMPARE = {
     "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater",

@@ -28,7 +28,6 @@ _BITS = np.dtype(np.uint16)
 class CupyTensor(ArrayTensor):
     __slots__ = ()
     xp = cupy
-    adds_in = np.float32  # by trees
 
     @classmethod
     def own(cls, ctx: BaseContext, array: Any, dtype: DType) -> Self:

@@ -15,6 +15,7 @@ from ml.testing.order import OrderTests
 from ml.testing.quantized import QuantizedTests
 from ml.testing.refusals import RefusalTests
 from ml.testing.rows import RowTests
+from ml.testing.special import SpecialValueTests
 from ml.testing.stores import KVStoreTests
 from ml.testing.transfers import PageTransferTests
 
@@ -27,6 +28,7 @@ class BackendTests(
     RowTests,
     CastTests,
     ComputeTests,
+    SpecialValueTests,
     OrderTests,
     RefusalTests,
     AttentionTests,

@@ -1,0 +1,201 @@
+"""Special values: signed zeros, infinities, NaN, denormals and the ends of each dtype's range, in every layout.
+
+The reference is float64. How far a result may be off is said in :func:`assert_near`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ml.backend_spec import BINARY_OPERATIONS, UNARY_OPERATIONS
+from ml.dtypes import DType
+from ml.protocols import Context
+from ml.testing.compute import BINARY, COMPARE, UNARY, gelu
+from ml.testing.harness import BackendCase, assert_same, each, evaluate, needs
+from ml.testing.samples import DTYPES, FLOATS, INTEGERS, LAYOUTS, Place, counting, exact
+
+PLAIN = (0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 86.5, 88.5, 100.0, 1e4, 1e-3, 1e-5)
+"""Among them halves, and numbers of which exponentials end: in F32 at 88.7."""
+RELATIVE = {DType.F32: 8e-6, DType.F16: 1e-3, DType.BF16: 8e-3}
+"""What a function may be off in F32; one unit in the last place of the narrow floats."""
+WIDTH = 7
+"""Of a row: values lie at any place in the vectors of a kernel, and in what fills none."""
+FUNCTIONS: Mapping[str, tuple[str, float]] = {
+    **{f"a.{op}(ctx)": (UNARY[op], 0.0) for op in UNARY_OPERATIONS},
+    "a.sin(ctx)": (UNARY["sin"], 1e-6), "a.cos(ctx)": (UNARY["cos"], 1e-6),  # where they cross 0
+    "a.gelu(ctx)": ("gelu(a)", 4e-6), "a.gelu(ctx, 'tanh')": ("gelu(a, True)", 4e-6),  # 1 + erf cancels out
+    **{f"a.scale(ctx, {x})": (f"a * np.float32({x})", 0.0) for x in ("0.0", "-1.0", "0.5", "inf", "nan")},
+    "a.clamp(ctx, -1.0, 88.0)": ("np.clip(a, -1, 88)", 0.0), "a.clamp(ctx, None, inf)": ("a", 0.0),
+    **{f"a.{op}(ctx, b)": (BINARY[op], 0.0) for op in BINARY_OPERATIONS},
+}  # fmt: skip
+"""What is computed, the same in NumPy, and what it may be off beside its relative error."""
+KEEPING = frozenset(f"a.{op}(ctx)" for op in ("neg", "sqrt", "sin", "tanh", "abs", "round", "silu", "gelu"))
+"""Functions that make of a zero a zero whose sign counts."""
+MANY = 1_000_000
+SUMMED: Mapping[str, tuple[tuple[int, ...], int]] = {
+    "one axis": ((MANY,), 0), "the outer of two": ((MANY, 2), 0), "the inner of two": ((2, MANY), 1),
+}  # fmt: skip
+
+
+@functools.cache
+def special(dtype: DType) -> np.ndarray:
+    """Each beside others than in another dtype."""
+    info = ml_dtypes.finfo(dtype.numpy)
+    least = float(info.tiny)
+    both = [0.0, math.inf, float(info.max), least, 1 + float(info.eps), *PLAIN]
+    both += [float(info.smallest_subnormal), least / 2]
+    with np.errstate(over="ignore"):
+        values = np.array([*both, *(-x for x in both), math.nan]).astype(dtype.numpy)
+    return np.random.default_rng(dtype.itemsize).permutation(values)
+
+
+def flushed(values: np.ndarray, dtype: DType) -> np.ndarray:
+    """In float64, with a zero of the same sign for each denormal of ``dtype``."""
+    wide = exact(values)
+    least = float(ml_dtypes.finfo(dtype.numpy).tiny)
+    return np.where(np.abs(wide) < least, np.copysign(0.0, wide), wide)
+
+
+def assert_near(
+    found: np.ndarray, reference: Callable[..., Any], operands: list[np.ndarray], absolute: float = 0.0
+) -> None:
+    """``found`` is ``reference`` of the operands, all of one float dtype, as nearly as the contract asks.
+
+    Within the relative error of the dtype, or ``absolute``; NaN, and infinities with their sign, are exactly
+    where float64 has them. Devices may take denormals for 0, of an operand and as a result.
+    """
+    dtype = DType.from_numpy(found.dtype)
+    actual, least = exact(found), float(ml_dtypes.finfo(found.dtype).tiny)
+    right = np.zeros(actual.shape, bool)
+    with np.errstate(all="ignore"):
+        for given in ([exact(x) for x in operands], [flushed(x, dtype) for x in operands]):
+            wanted = exact(np.asarray(reference(*given)).astype(found.dtype))
+            off = RELATIVE[dtype] * np.abs(wanted) + least + absolute
+            right |= (actual == wanted) | (np.isfinite(wanted) & (np.abs(actual - wanted) <= off))
+            right |= np.isnan(actual) & np.isnan(wanted)
+        wanted = np.asarray(reference(*map(exact, operands)))
+    if not right.all():
+        wrong = [tuple(place) for place in np.argwhere(~right)[:4]]
+        told = (
+            f"of {', '.join(str(exact(x)[place]) for x in operands)}: {actual[place]}, not {wanted[place]}"
+            for place in wrong
+        )
+        raise AssertionError(f"{(~right).sum()} of {right.size} are wrong; {'; '.join(told)}")
+
+
+class SpecialValueTests(BackendCase):
+    @each(call=FUNCTIONS.keys(), dtype=FLOATS, layout=LAYOUTS)
+    def test_functions_of_special_values_match_float64(
+        self, ctx: Context, call: str, dtype: DType, layout: Place
+    ) -> None:
+        """Of two operands, every value meets every other."""
+        expression, absolute = FUNCTIONS[call]
+        values = special(dtype)
+        operands = [values]
+        if call.endswith("b)"):
+            operands = [values.repeat(len(values)), np.tile(values, len(values))]
+        grids = [np.resize(x, (-(-len(x) // WIDTH), WIDTH)) for x in operands]
+        found = evaluate(call, ctx=ctx, **{n: layout(ctx, x).tensor for n, x in zip("ab", grids, strict=False)})
+        host = found.to_numpy()
+        assert (found.dtype, host.shape) == (dtype, grids[0].shape)
+
+        def reference(a: np.ndarray, b: np.ndarray | None = None) -> Any:
+            return evaluate(expression, gelu=gelu, a=a, b=b)
+
+        assert_near(host, reference, grids, absolute)
+        if call in KEEPING:
+            zeros = exact(grids[0]) == 0
+            with np.errstate(all="ignore"):
+                signs = np.signbit(reference(exact(grids[0])[zeros]))
+            np.testing.assert_array_equal(np.signbit(exact(host)[zeros]), signs, "the sign of a zero")
+
+    @each(call=[call for call in FUNCTIONS if not call.endswith("b)")], dtype=FLOATS)
+    def test_a_special_value_alone_is_computed_as_among_others(
+        self, ctx: Context, call: str, dtype: DType
+    ) -> None:
+        """What fills no vector goes another way through a kernel."""
+        expression, absolute = FUNCTIONS[call]
+        for value in np.array([math.inf, -math.inf, math.nan, 1e30, 88.5, -0.0]):
+            with np.errstate(over="ignore"):
+                given = np.full((1,), value).astype(dtype.numpy)
+            host = evaluate(call, ctx=ctx, a=ctx.from_numpy(given)).to_numpy()
+            assert_near(host, lambda a: evaluate(expression, gelu=gelu, a=a), [given], absolute)
+
+    # Comparisons.
+
+    @needs("compare")
+    @each(symbol=COMPARE.items(), dtype=FLOATS)
+    def test_comparisons_of_special_values_are_exact(
+        self, ctx: Context, symbol: tuple[str, Callable[[Any, Any], Any]], dtype: DType
+    ) -> None:
+        """All but denormals, which a device may take for 0."""
+        name, function = symbol
+        values = special(dtype)
+        values = values[exact(values) == flushed(values, dtype)].tolist() + [math.nan]
+        column = np.array(values).astype(dtype.numpy)
+        found = ctx.from_numpy(column[:, None]).compare(ctx, name, ctx.from_numpy(column))
+        assert_same(found, function(exact(column)[:, None], exact(column)), DType.BOOL)
+
+    @needs("compare")
+    @each(symbol=COMPARE.items(), dtype=(*FLOATS, *INTEGERS))
+    def test_neighbouring_numbers_are_not_equal(
+        self, ctx: Context, symbol: tuple[str, Callable[[Any, Any], Any]], dtype: DType
+    ) -> None:
+        """No tolerance, and no passage through a dtype that does not tell them apart."""
+        name, function = symbol
+        if dtype.is_float:
+            host = np.array([1.0, 1e-3, -1.0, 1e4, 100.0]).astype(dtype.numpy)
+            above = (host.view(f"i{dtype.itemsize}") + 1).view(dtype.numpy)
+        else:
+            info = np.iinfo(dtype.numpy)
+            host = np.array([1, info.max - 1, info.min, min(2**24, info.max - 1)], dtype.numpy)
+            above = host + 1
+        for a, b in ((host, above), (above, host), (host, host)):
+            found = ctx.from_numpy(a).compare(ctx, name, ctx.from_numpy(b))
+            assert_same(found, function(a, b), DType.BOOL)
+
+    # Sums.
+
+    @needs("softmax")
+    @each(axis=(-1, 0), dtype=FLOATS, layout=LAYOUTS)
+    def test_a_logit_of_minus_infinity_weighs_exactly_nothing(
+        self, ctx: Context, axis: int, dtype: DType, layout: Place
+    ) -> None:
+        """A weight of 1e-30 would let what a mask hides through, where that is large."""
+        logits = np.linspace(-3, 3, 60).reshape(6, 10)
+        hidden = counting((6, 10), DType.BOOL)
+        hidden[2, 3], hidden[:, 4], hidden[1] = False, False, False
+        logits[hidden] = -math.inf
+        found = layout(ctx, logits.astype(dtype.numpy)).tensor.softmax(ctx, axis).to_numpy()
+        assert (exact(found)[hidden] == 0).all(), f"weights of -inf: up to {exact(found)[hidden].max()}"
+        assert (exact(found)[~hidden] > 0).all()
+
+    @each(op=("sum", "mean"), given=SUMMED, dtype=(DType.F32, DType.BF16))
+    def test_a_million_equal_numbers_are_added_without_drift(
+        self, ctx: Context, op: str, given: tuple[tuple[int, ...], int], dtype: DType
+    ) -> None:
+        """One by one in F32 they come out wrong by a hundredth."""
+        shape, axis = given
+        number = np.array(0.1).astype(dtype.numpy)
+        found = evaluate(f"a.{op}(ctx, {axis})", ctx=ctx, a=ctx.full(shape, 0.1, dtype)).to_numpy()
+        factor = MANY if op == "sum" else 1
+        wanted = np.full(found.shape, number)
+        assert_near(found, lambda a: a * factor, [wanted])
+
+    @each(dtype=DTYPES)
+    def test_an_array_of_numpys_is_made_of_a_tensor(self, ctx: Context, dtype: DType) -> None:
+        values = counting((2, 3), dtype)
+        tensor = ctx.from_numpy(values.T.copy()).permute(ctx, 1, 0)
+        for made in (np.asarray(tensor), np.array(tensor), np.array(tensor, copy=True)):
+            assert (made.dtype, made.shape) == (dtype.numpy, (2, 3))
+            assert made.tobytes() == values.tobytes()
+            made[...] = 0
+        assert_same(tensor, values)
+        assert np.asarray(tensor, np.float64).tolist() == values.astype(np.float64).tolist()
+        assert np.asarray(ctx.full((), 1, dtype)).shape == ()
