@@ -195,7 +195,7 @@ class ArrayTensor(StorageView, BaseTensor):
 
 _NARROW = (DType.F16, DType.BF16)
 _ADDED_IN = np.float64
-"""Along any axis but the innermost NumPy adds one by one: of a million equal numbers, a hundredth off in F32."""
+"""Along any axis but the innermost NumPy adds one by one: a million equal ones come out a hundredth off."""
 _UFUNC = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "true_divide"}
 _COMPARE = {
     "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater",

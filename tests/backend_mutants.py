@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -26,8 +27,10 @@ from ml.testing.harness import BackendCase
 from ml.testing.movement import MovementTests
 from ml.testing.optional import CapabilityTests
 from ml.testing.order import OrderTests
+from ml.testing.random_views import RandomViewTests
 from ml.testing.refusals import RefusalTests
 from ml.testing.rows import RowTests
+from ml.testing.special import SpecialValueTests
 from ml.testing.stores import KVStoreTests
 
 
@@ -106,6 +109,26 @@ ROWS: list[tuple[type[BackendCase], str, str, Callable[..., Any]]] = [
         (found := f(self, ctx, k))[0], found[1].cast(ctx, DType.I64))),
     (ComputeTests, "ties_come_last_first", "NumpyTensor._largest", lambda f, self, x, k:
      np.argsort(-x[..., ::-1], axis=-1, kind="stable")[..., :k] * -1 + x.shape[-1] - 1),
+    (CreationTests, "arange_counts_in_floats", "NumpyContext.arange",
+     lambda f, self, start, stop, step, dtype: f(
+         self, start, float(start) + math.ceil((stop - start) / step) * float(step), step, dtype)
+     if step and math.isfinite(stop) else f(self, start, stop, step, dtype)),
+    (RandomViewTests, "a_stride_of_0_is_taken_for_1", "NumpyTensor.view",
+     lambda f, self, ctx, offset, shape, strides=None: f(
+         self, ctx, offset, shape, strides and tuple(stride or 1 for stride in strides))),
+    (SpecialValueTests, "equality_has_a_tolerance", "NumpyTensor._compare", lambda f, self, ctx, op, other:
+     self._result(ctx, np.isclose(self.native, other.native, equal_nan=False), DType.BOOL)
+     if op == "eq" and self.dtype is DType.F32 else f(self, ctx, op, other)),
+    (SpecialValueTests, "exp_ends_before_the_range_does", "NumpyTensor._unary", lambda f, self, ctx, op:
+     f(self._result(ctx, np.where(self.native > 88, np.inf, self.native), self.dtype), ctx, op)
+     if op == "exp" else f(self, ctx, op)),
+    (SpecialValueTests, "the_sine_of_minus_0_is_0", "NumpyTensor._unary", lambda f, self, ctx, op:
+     f(self.own(ctx, self.native + self.dtype.numpy.type(0), self.dtype) if op == "sin" else self, ctx, op)),
+    (SpecialValueTests, "gelu_of_infinity_is_nan", "NumpyTensor._gelu", lambda f, self, ctx, tanh:
+     f(self._result(ctx, np.where(self.native == np.inf, np.nan, self.native), self.dtype), ctx, tanh)),
+    (SpecialValueTests, "sums_drift", "NumpyTensor._reduce", lambda f, self, ctx, op, axis, keepdims:
+     self._result(ctx, np.add.reduce(self.wide(), axis=axis, keepdims=keepdims), self.dtype)
+     if op == "sum" and self.dtype is DType.F32 else f(self, ctx, op, axis, keepdims)),
     (RefusalTests, "binary_operands_are_promoted", "NumpyTensor._operand",
      lambda f, self, op, other, dtype=None: self.check_peer(op, other)),
     (RefusalTests, "a_closed_context_still_works", "NumpyContext.close", lambda f, self: None),
@@ -119,6 +142,24 @@ MUTANTS += [Mutant(name, area, in_place_of(method, function)) for area, name, me
 
 
 # Creation and transfer.
+
+
+@mutant(CreationTests, "NumpyContext._from_native")
+def from_native_forgets_where_a_view_begins(original: Any, self: Any, array: Any) -> Any:
+    memory = array
+    while isinstance(getattr(memory, "base", None), np.ndarray):
+        memory = memory.base
+    if memory is array or memory.dtype != np.uint8:
+        return original(self, array)
+    return original(self, np.ndarray(array.shape, array.dtype, memory, 0, array.strides))
+
+
+@mutant(CreationTests, "NumpyTensor.__dlpack__")
+def a_refusal_of_dlpack_is_no_buffer_error(original: Any, self: Any, **options: Any) -> Any:
+    try:
+        return original(self, **options)
+    except ml.ExportError as error:
+        raise ml.NotSupportedError(str(error)) from None
 
 
 @mutant(CreationTests)
@@ -204,6 +245,14 @@ def host_indices_wrap(original: Any, self: Any, op: str, indices: Any, size: int
         if host.ndim == 1 and all(isinstance(n, (int, np.integer)) for n in host) and size:
             indices = [int(n) + size if -size <= n < 0 else n for n in host]
     return original(self, op, indices, size, *distinct)
+
+
+@mutant(RowTests, "NumpyTensor._gather")
+def rows_are_read_in_the_order_of_memory(original: Any, self: Any, ctx: Any, *args: Any) -> Any:
+    steps = contiguous_strides(self.shape)
+    if self.offset + extent(self.shape, steps) <= self.storage.size:
+        self = self._alias(self.offset, self.shape, steps)
+    return original(self, ctx, *args)
 
 
 @mutant(RowTests, "NumpyTensor._scatter")
@@ -312,6 +361,16 @@ def softmax_forgets_to_subtract_the_maximum(original: Any, self: Any, ctx: Any, 
         return self._result(ctx, x / x.sum(axis=axis, keepdims=True), self.dtype)
 
 
+@mutant(SpecialValueTests, "NumpyTensor._softmax")
+def a_logit_of_minus_infinity_keeps_a_little_weight(original: Any, self: Any, ctx: Any, axis: int) -> Any:
+    if 0 in self.shape:
+        return original(self, ctx, axis)
+    x = self.wide()
+    with np.errstate(all="ignore"):
+        least = x.max(axis=axis, keepdims=True) - 30
+    return original(self._result(ctx, np.maximum(x, least), self.dtype), ctx, axis)
+
+
 @mutant(ComputeTests, "NumpyTensor._rms_norm")
 def rms_norm_squares_in_the_operands_dtype(
     original: Any, self: Any, ctx: Any, weight: Any, eps: float
@@ -335,6 +394,23 @@ def a_tensor_remembers_what_it_read(numpy: ModuleType) -> None:
         return read.setdefault(key, (self.storage, original(self)))[1].copy()
 
     override(numpy.NumpyTensor, "to_numpy", to_numpy)
+
+
+@mutant(OrderTests)
+def a_backend_works_in_the_thread_that_opened_it_alone(numpy: ModuleType) -> None:
+    opened: dict[int, int] = {}
+
+    def opening(original: Any, self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        opened[id(self)] = threading.get_ident()
+
+    def check(original: Any, self: Any, *args: Any) -> None:
+        if opened[id(self.backend)] != threading.get_ident():
+            raise RuntimeError("no stream in this thread")
+        original(self, *args)
+
+    override(numpy.NumpyBackend, "__init__", opening)
+    override(numpy.NumpyContext, "check", check)
 
 
 @mutant(OrderTests)

@@ -82,6 +82,8 @@ class Reports:
         self.passed: list[str] = []
         self.cases: list[object] = []
         """Of tables, those that failed."""
+        self.told = ""
+        """All that failures say."""
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.option.tbstyle = "native"  # no source is looked up for it
@@ -90,6 +92,7 @@ class Reports:
         if report.failed:
             self.failed.append(report.nodeid.split("::")[-1])
             self.cases += [case for name, case in report.user_properties if name == "ml_case"]
+            self.told += report.longreprtext
         elif report.when == "call" or report.skipped:
             self.outcomes[report.outcome] += 1
             self.passed += [report.nodeid.split("::")[-1]] if report.passed else []
@@ -161,7 +164,11 @@ def test_the_bug_is_caught_by_its_area_and_already_by_the_quick_part_of_it(
 def test_a_failure_names_the_cases_that_failed(copy: ModuleType, run_suite: Any) -> None:
     (truncates,) = (one for one in MUTANTS if one.name == "f32_truncates_to_bf16")
     truncates.plant(copy)
-    assert run_suite(copy, truncates.area).cases == ["F32-BF16-cast"]
+    reports = run_suite(copy, truncates.area)
+    assert reports.cases == ["F32-BF16-cast"]
+    # What was cast, with its bits; what came out; what should have.
+    number = r"-?[\d.e+-]+"
+    assert re.search(rf"{number} \(0x[0-9a-f]{{8}}\) as BF16 is {number}, not {number};", reports.told)
 
 
 def test_what_the_quick_part_names_exists(tmp_path: Path) -> None:

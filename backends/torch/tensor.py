@@ -24,7 +24,7 @@ from ml.strided import LARGEST_NDIM, Shape, contiguous_strides, overlaps_itself
 
 _EVERYWHERE = 1 << 64
 _GELU_LARGEST = 1e38
-"""Torch's vectorized gelu of the CPU multiplies before it halves: beyond this it gives inf, and NaN of inf."""
+"""Beyond it the vectorized gelu of torch's CPU is infinite, and of infinity NaN: it doubles, then halves."""
 _GELU_LINEAR = 10.0
 """From here on, gelu(x) is x in every dtype."""
 _PUBLIC = {"alias": "view", "write_from": "copy", "gather": "rows", "scatter": "set_rows"}

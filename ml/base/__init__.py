@@ -11,7 +11,8 @@ from ml.base.backend import BaseBackend, Storage
 from ml.base.checks import check_attention
 from ml.base.context import BaseContext
 from ml.base.group import BaseGroup, SoloGroup
-from ml.base.tensor import BaseTensor, StorageView, StridedTensor
+from ml.base.storage_view import StorageView, StridedTensor
+from ml.base.tensor import BaseTensor
 
 __all__ = [
     "BaseBackend",

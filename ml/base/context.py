@@ -19,7 +19,6 @@ from ml.errors import BoundsError, ClosedError, DeviceError, DTypeError, NotSupp
 from ml.protocols import Tensor
 from ml.strided import LARGEST_COUNT, Shape, as_shape, check_count, integers
 
-
 _RANGE = ("start", "stop", "step")
 
 

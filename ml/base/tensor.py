@@ -9,16 +9,23 @@ from typing import Any, Literal, NoReturn, Self, cast
 
 import numpy as np
 
-from ml.base.backend import BaseBackend, Storage
+from ml.base.backend import BaseBackend
 from ml.base.checks import as_host, check_matmul, element, flat, foreign, number, truth
 from ml.dtypes import DType
-from ml.errors import BoundsError, DTypeError, ExportError, MLError, NotSupportedError, ReadOnlyError, ShapeError
+from ml.errors import (
+    BoundsError,
+    DTypeError,
+    ExportError,
+    MLError,
+    NotSupportedError,
+    ReadOnlyError,
+    ShapeError,
+)
 from ml.protocols import Indices, Tensor
 from ml.strided import (
     Shape,
     broadcast_shapes,
     check_count,
-    contiguous_strides,
     integers,
     normalize_axes,
     normalize_axis,
@@ -321,7 +328,9 @@ class BaseTensor(ABC):
     def scale(self, ctx: Any, x: float) -> Self:
         ctx.check("scale", self)
         self._need_number("scale")
-        factor = float(number("scale", "x", x)) if self.dtype.is_float else element("scale", "x", x, self.dtype)
+        factor = (
+            float(number("scale", "x", x)) if self.dtype.is_float else element("scale", "x", x, self.dtype)
+        )
         return self._scale(ctx, factor)
 
     def neg(self, ctx: Any) -> Self:
@@ -463,7 +472,7 @@ class BaseTensor(ABC):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A new array of the elements, as ``to_numpy`` makes it: from a GPU this is a download, and waits.
 
-        Raises ExportError for ``copy=False``: no tensor lends its memory to NumPy in this way; see ``native``.
+        Raises ExportError for ``copy=False``: no tensor lends its memory to NumPy like this; see ``native``.
         """
         if copy is False:
             raise ExportError("array: copy=False, and a tensor is always copied; leave copy out")
@@ -561,44 +570,3 @@ class BaseTensor(ABC):
 
     def _unsupported(self, op: str) -> NotSupportedError:
         return NotSupportedError(f"{op}: backend {self.backend.name!r} does not support it")
-
-
-class StorageView:
-    """A dtype, an offset, a shape and strides over a :class:`Storage`; ``native`` is built on demand.
-
-    ``offset`` and ``strides`` count elements of ``storage.array``. Views are made without a call of the
-    framework, so a backend must not keep what it read of a storage that it replaces on a write.
-    """
-
-    __slots__ = ("_native", "backend", "dtype", "offset", "shape", "storage", "strides")
-
-    def __init__(
-        self, storage: Storage, dtype: DType, offset: int, shape: Shape, strides: Shape, native: Any = None
-    ) -> None:
-        self.storage = storage
-        self.backend = storage.backend
-        self.dtype = dtype
-        self.offset = offset
-        self.shape = shape
-        self.strides = strides
-        self._native = native
-
-    @classmethod
-    def whole(cls, storage: Storage, dtype: DType, shape: Shape) -> Self:
-        """The C-contiguous tensor that shows all of a storage."""
-        return cls(storage, dtype, 0, shape, contiguous_strides(shape))
-
-    def _storage_size(self) -> int:
-        return self.storage.size
-
-    def _first(self) -> int:
-        return self.offset
-
-    def _alias(self, offset: int, shape: Shape, strides: Shape) -> Self:
-        return type(self)(self.storage, self.dtype, offset, shape, strides)
-
-
-class StridedTensor(StorageView, BaseTensor):
-    """The tensor of a framework without strides of its own: a :class:`StorageView` keeps them."""
-
-    __slots__ = ()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -158,6 +159,21 @@ class AttentionTests(BackendCase):
         mask[2, 0] = -1.5
         result = attend(q, k, v, mask.astype(mask_dtype.numpy), 0.5)
         assert_attention(result, reference(q, k, v, mask[:3], 0.5), dtype)
+
+    @each(dtype=FLOATS, kind=("causal", "mask"), tokens=(1, 6))
+    def test_what_a_mask_hides_takes_no_part_however_large_it_is(
+        self, ctx: Context, attend: Attend, dtype: DType, kind: str, tokens: int
+    ) -> None:
+        """A weight of -inf that is only nearly 0 lets it through."""
+        (q,), (k,), (v,) = self._batches(1, tokens, 4, 9, 2, dtype)
+        mask = causal_matrix(tokens, 9)
+        if kind == "mask":
+            mask[:, -1] = -np.inf
+        seeing = tokens if kind == "mask" else tokens - 1  # the last query sees the last key
+        expected = reference(q, k, np.where(np.arange(9)[:, None, None] == 8, 0, v), mask, 0.3)
+        v[-1] = ml_dtypes.finfo(dtype.numpy).max
+        found = attend(q, k, v, CAUSAL if kind == "causal" else mask, 0.3)
+        assert_attention(found.slice(ctx, 0, 0, seeing), expected[:seeing], dtype)
 
     @each(dtype=FLOATS, kind=["none", "causal", "mask"], tokens=(1, 4))
     def test_sinks_take_part_in_the_softmax_and_are_dropped(

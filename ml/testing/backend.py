@@ -13,6 +13,7 @@ from ml.testing.movement import MovementTests
 from ml.testing.optional import CapabilityTests
 from ml.testing.order import OrderTests
 from ml.testing.quantized import QuantizedTests
+from ml.testing.random_views import RandomViewTests
 from ml.testing.refusals import RefusalTests
 from ml.testing.rows import RowTests
 from ml.testing.special import SpecialValueTests
@@ -24,6 +25,7 @@ class BackendTests(
     CreationTests,
     MovementTests,
     AliasingTests,
+    RandomViewTests,
     CopyTests,
     RowTests,
     CastTests,

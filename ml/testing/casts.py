@@ -6,12 +6,13 @@ The reference is exact rational arithmetic (``samples.converted``), not NumPy's 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ml.dtypes import DType
 from ml.protocols import Context, Tensor
-from ml.testing.harness import BackendCase, assert_same, each
+from ml.testing.harness import BackendCase, assert_same, bits, each
 from ml.testing.samples import DTYPES, FLOATS, LAYOUTS, Place, converted, counting
 
 
@@ -46,6 +47,12 @@ ROUTES: dict[str, Callable[[Context, np.ndarray, DType], Tensor]] = {
 }
 
 
+def shown(number: Any) -> str:
+    """A number with its bits, which tell it from its neighbours: ``1.0039062 (0x3f808000)``."""
+    width = 2 * number.dtype.itemsize
+    return f"{number} (0x{int(bits(np.asarray(number))):0{width}x})"
+
+
 class CastTests(BackendCase):
     @each(source=DTYPES, target=DTYPES, route=ROUTES)
     def test_cast_converts_exactly_as_the_contract_says(
@@ -56,7 +63,12 @@ class CastTests(BackendCase):
         route: Callable[[Context, np.ndarray, DType], Tensor],
     ) -> None:
         values, expected = converted(source, target)
-        assert_same(route(ctx, values, target), expected)
+        found = route(ctx, values, target)
+        wrong = np.flatnonzero(bits(found.to_numpy()) != bits(expected))[:4]
+        host = found.to_numpy()
+        told = [f"{shown(values[i])} as {target.name} is {host[i]}, not {expected[i]}" for i in wrong]
+        assert not told, "; ".join(told)
+        assert_same(found, expected)
 
     @each(source=DTYPES, target=DTYPES)
     def test_empty_and_scalar_casts_keep_their_shape(

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 
 from ml.dtypes import DType
-from ml.protocols import Backend, Context
+from ml.protocols import Backend, Context, Tensor
 from ml.testing.harness import BackendCase, assert_same, each, needs
+
+
+def _numbers(backend: Backend) -> Tensor:
+    """0 to 3, pending or not."""
+    with backend.new_context() as ctx:
+        tensor = ctx.zeros((4,), DType.I32)
+        ctx.arange(0, 4, 1, DType.I32).copy(ctx, tensor)
+        return tensor
+
+
+def _doubled(backend: Backend, tensor: Tensor) -> list[int]:
+    """Twice what it holds, by its own rows, and written back half."""
+    with backend.new_context() as ctx:
+        both = tensor.contiguous(ctx).concat(ctx, tensor, 0)
+        picked = both.rows(ctx, [0, 5, 2, 7])
+        picked.copy(ctx, tensor)
+        ctx.compute(tensor)
+        return [2 * int(number) for number in tensor.to_numpy()]
 
 
 class OrderTests(BackendCase):
@@ -101,6 +122,20 @@ class OrderTests(BackendCase):
                 ctx.full((1,), i, DType.I32).copy(ctx, tensor.slice(ctx, 0, i, i + 1))
             ctx.forward(tensor).compute()
             assert_same(tensor, np.arange(8), DType.I32)
+
+    def test_a_backend_opened_in_one_thread_is_used_in_others(
+        self, open_backend: Callable[[], Backend]
+    ) -> None:
+        """A server opens it in one thread and computes in another; threads of a framework have state."""
+        with ThreadPoolExecutor(1) as opener, ThreadPoolExecutor(1) as worker:
+            backend = opener.submit(open_backend).result()
+            made = opener.submit(_numbers, backend).result()
+            theirs = worker.submit(_numbers, backend).result()
+            for thread in (worker, opener):
+                assert thread.submit(_doubled, backend, made).result() == [0, 2, 4, 6]
+                assert thread.submit(_doubled, backend, theirs).result() == [0, 2, 4, 6]
+            assert _doubled(backend, theirs) == _doubled(backend, _numbers(backend)) == [0, 2, 4, 6]
+            worker.submit(backend.close).result()
 
     def test_tensors_outlive_their_context(self, backend: Backend) -> None:
         with backend.new_context() as first:
