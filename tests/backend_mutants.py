@@ -149,7 +149,7 @@ def from_native_forgets_where_a_view_begins(original: Any, self: Any, array: Any
     memory = array
     while isinstance(getattr(memory, "base", None), np.ndarray):
         memory = memory.base
-    if memory is array or memory.dtype != np.uint8:
+    if memory is array:
         return original(self, array)
     return original(self, np.ndarray(array.shape, array.dtype, memory, 0, array.strides))
 

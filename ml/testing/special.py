@@ -29,6 +29,7 @@ WIDTH = 7
 FUNCTIONS: Mapping[str, tuple[str, float]] = {
     **{f"a.{op}(ctx)": (UNARY[op], 0.0) for op in UNARY_OPERATIONS},
     "a.sin(ctx)": (UNARY["sin"], 1e-6), "a.cos(ctx)": (UNARY["cos"], 1e-6),  # where they cross 0
+    "a.silu(ctx)": (UNARY["silu"], 2e-36),  # x times a sigmoid that may be denormal
     "a.gelu(ctx)": ("gelu(a)", 4e-6), "a.gelu(ctx, 'tanh')": ("gelu(a, True)", 4e-6),  # 1 + erf cancels out
     **{f"a.scale(ctx, {x})": (f"a * np.float32({x})", 0.0) for x in ("0.0", "-1.0", "0.5", "inf", "nan")},
     "a.clamp(ctx, -1.0, 88.0)": ("np.clip(a, -1, 88)", 0.0), "a.clamp(ctx, None, inf)": ("a", 0.0),
