@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Literal, NoReturn, Self, cast
 
 import numpy as np
@@ -40,6 +40,13 @@ COMPARISONS = {
     "eq": "eq", "==": "eq", "ne": "ne", "!=": "ne", "lt": "lt", "<": "lt", "le": "le", "<=": "le",
     "gt": "gt", ">": "gt", "ge": "ge", ">=": "ge",
 }  # fmt: skip
+
+_GELUS = ("none", "tanh")
+
+
+def _is_one_of(name: object, names: Container[str]) -> bool:
+    """Whatever is asked for: it may have no hash, and an array answers no comparison."""
+    return isinstance(name, str) and name in names
 
 
 class BaseTensor(ABC):
@@ -382,7 +389,7 @@ class BaseTensor(ABC):
     def gelu(self, ctx: Any, approximate: Literal["none", "tanh"] = "none") -> Self:
         ctx.check("gelu", self)
         self._need_float("gelu")
-        if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
+        if not _is_one_of(approximate, _GELUS):
             raise ShapeError(f'gelu: approximate={approximate!r}; it is "none" or "tanh"')
         return self._gelu(ctx, approximate == "tanh")
 
@@ -452,7 +459,7 @@ class BaseTensor(ABC):
 
     def compare(self, ctx: Any, op: str, other: Tensor) -> Self:
         ctx.check("compare", self)
-        if not isinstance(op, str) or op not in COMPARISONS:
+        if not _is_one_of(op, COMPARISONS):
             raise ShapeError(f"compare: op {op!r}; it must be one of {', '.join(COMPARISONS)}")
         peer = self._operand("compare", other)
         broadcast_shapes("compare", self.shape, peer.shape)
