@@ -57,6 +57,12 @@ class Tensor(Protocol):
     def to_numpy(self) -> np.ndarray:
         """A host copy; computes what is pending. BF16 comes as ``ml_dtypes.bfloat16``."""
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """``np.asarray(tensor)``: what ``to_numpy`` returns, as ``dtype``; waits for a device as that does.
+
+        Raises a ValueError for ``copy=False``: a tensor is always copied.
+        """
+
     # Movement. These four alias and never copy.
 
     def view(
@@ -206,7 +212,12 @@ class Context(Protocol):
     def full(self, shape: Sequence[int], value: float, dtype: DType) -> Tensor: ...
 
     def arange(self, start: float, stop: float, step: float, dtype: DType) -> Tensor:
-        """``start + i * step`` for ``[start, stop)``; ``step`` is not 0."""
+        """``start + i * step`` for ``[start, stop)``, each computed by itself and rounded once.
+
+        How many there are is counted exactly, and numbers of NumPy are taken for what they are, not in their
+        own dtype. Raises ShapeError for a step of 0 and where start, stop or step is not finite, DTypeError
+        where an integer ``dtype`` does not hold an element or the step.
+        """
 
     def from_numpy(self, array: Any, dtype: DType | None = None) -> Tensor:
         """A copy of any array-like.

@@ -99,6 +99,7 @@ BUILTINS = {
     "ClosedError": RuntimeError,
     "DTypeError": TypeError,
     "DeviceError": RuntimeError,
+    "ExportError": BufferError,
     "GroupError": RuntimeError,
     "NotSupportedError": NotImplementedError,
     "OptionError": TypeError,

@@ -17,7 +17,7 @@ from ml.backend_spec import BINARY_OPERATIONS, UNARY_OPERATIONS
 from ml.dtypes import DType
 from ml.protocols import Context
 from ml.testing.compute import BINARY, COMPARE, UNARY, gelu
-from ml.testing.harness import BackendCase, assert_same, each, evaluate, needs
+from ml.testing.harness import BackendCase, assert_same, each, evaluate, needs, unchanged
 from ml.testing.samples import DTYPES, FLOATS, INTEGERS, LAYOUTS, Place, counting, exact
 
 PLAIN = (0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 86.5, 88.5, 100.0, 1e4, 1e-3, 1e-5)
@@ -202,3 +202,5 @@ class SpecialValueTests(BackendCase):
         assert_same(tensor, values)
         assert np.asarray(tensor, np.float64).tolist() == values.astype(np.float64).tolist()
         assert np.asarray(ctx.full((), 1, dtype)).shape == ()
+        with unchanged(tensor, error=ValueError):
+            np.asarray(tensor, copy=False)

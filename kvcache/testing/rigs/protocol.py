@@ -83,10 +83,10 @@ def _property(name: str) -> property:
 
 
 def _members(protocol: type) -> dict[str, Any]:
-    """Every public member of a protocol, passing through."""
+    """Every public member of a protocol, passing through, and what NumPy asks for."""
     found: dict[str, Any] = {}
     for name, member in vars(protocol).items():
-        if not name.startswith("_"):
+        if not name.startswith("_") or name == "__array__":
             found[name] = _property(name) if isinstance(member, property) else _method(name)
     return found
 
