@@ -7,8 +7,9 @@ import itertools
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from ml.dtypes import DType
@@ -46,6 +47,11 @@ def exact(array: np.ndarray) -> np.ndarray:
     """In float64, which holds every value of the float dtypes and of the integers tested here."""
     with np.errstate(invalid="ignore"):
         return array.astype(np.float64)
+
+
+def float_limits(dtype: DType) -> Any:
+    """``numpy.finfo`` of a float dtype, BF16 too."""
+    return ml_dtypes.finfo(dtype.numpy)  # type: ignore[no-untyped-call]
 
 
 def positions(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:

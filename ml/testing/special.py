@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ml.backend_spec import BINARY_OPERATIONS, UNARY_OPERATIONS
@@ -18,7 +17,7 @@ from ml.dtypes import DType
 from ml.protocols import Context
 from ml.testing.compute import BINARY, COMPARE, UNARY, gelu
 from ml.testing.harness import BackendCase, assert_same, each, evaluate, needs, unchanged
-from ml.testing.samples import DTYPES, FLOATS, INTEGERS, LAYOUTS, Place, counting, exact
+from ml.testing.samples import DTYPES, FLOATS, INTEGERS, LAYOUTS, Place, counting, exact, float_limits
 
 PLAIN = (0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 86.5, 88.5, 100.0, 1e4, 1e-3, 1e-5)
 """Among them halves, and numbers of which exponentials end: in F32 at 88.7."""
@@ -47,7 +46,7 @@ SUMMED: Mapping[str, tuple[tuple[int, ...], int]] = {
 @functools.cache
 def special(dtype: DType) -> np.ndarray:
     """Each beside others than in another dtype."""
-    info = ml_dtypes.finfo(dtype.numpy)
+    info = float_limits(dtype)
     least = float(info.tiny)
     both = [0.0, math.inf, float(info.max), least, 1 + float(info.eps), *PLAIN]
     both += [float(info.smallest_subnormal), least / 2]
@@ -59,7 +58,7 @@ def special(dtype: DType) -> np.ndarray:
 def flushed(values: np.ndarray, dtype: DType) -> np.ndarray:
     """In float64, with a zero of the same sign for each denormal of ``dtype``."""
     wide = exact(values)
-    least = float(ml_dtypes.finfo(dtype.numpy).tiny)
+    least = float(float_limits(dtype).tiny)
     return np.where(np.abs(wide) < least, np.copysign(0.0, wide), wide)
 
 
@@ -72,7 +71,7 @@ def assert_near(
     where float64 has them. Devices may take denormals for 0, of an operand and as a result.
     """
     dtype = DType.from_numpy(found.dtype)
-    actual, least = exact(found), float(ml_dtypes.finfo(found.dtype).tiny)
+    actual, least = exact(found), float(float_limits(dtype).tiny)
     right = np.zeros(actual.shape, bool)
     with np.errstate(all="ignore"):
         for given in ([exact(x) for x in operands], [flushed(x, dtype) for x in operands]):
