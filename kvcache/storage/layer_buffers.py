@@ -25,7 +25,7 @@ class LayerBuffers:
     """
 
     __slots__ = (
-        "absent", "activations", "bytes_per_cell", "cells", "declined", "exact", "extra", "key",
+        "absent", "activations", "bytes_per_cell", "cells", "declined", "doubted", "exact", "extra", "key",
         "permuted_v", "places", "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored",
         "value", "whole",
     )  # fmt: skip
@@ -68,7 +68,9 @@ class LayerBuffers:
                 ctx, CacheFormat.of(activations), config, slots, shape.plain, activations
             )
         self.stamp = 0
-        """``Forward.stamp`` of the pass that was last put here."""
+        """``Forward.stamp`` of the pass that was last put here; 0: what is here was restored."""
+        self.doubted = False
+        """Whether what was refused would have been the first to be put here."""
         self.absent: np.ndarray | None = None
         """Per cell the number (``CellTable.taken``) of a token that other layers store and this one does not.
 
@@ -173,6 +175,7 @@ class LayerBuffers:
     def check(self, layer: int, shape: LayerShape, tokens: int) -> None:
         """Raise InvalidRangeError unless this, of ``tokens``, is what the layer stores."""
         if shape != self.shape:
+            self.doubted = not self.stamp
             raise InvalidRangeError(f"put: {shape.told(tokens)} in layer {layer}, which stores {self.shape}")
 
     def lack(self, taken: np.ndarray, cells: slice | np.ndarray) -> None:

@@ -52,6 +52,8 @@ ALIGNMENT = 64
 MAX_HEADER = 1 << 24
 """Bytes: a hundred thousand arrays and more; parsing foreign bytes must end soon."""
 MAX_NDIM = 32
+MAX_VALUES = 1 << 20
+"""JSON arrays, objects and fields of a header, and of its meta: as many as a hundred thousand arrays take."""
 REMEMBERED = 1 << 16
 """Bytes of the longest header whose arrays are remembered, so that the next snapshot's need not be parsed."""
 
@@ -228,11 +230,11 @@ def _header_length(start: Buffer, size: int) -> int:
 
 
 def _outline(text: bytes, size: int) -> Outline:
-    front = _FRONT.match(text)
-    if front is not None and len(text) <= REMEMBERED:
+    front = _FRONT.match(text) if len(text) <= REMEMBERED else None
+    if front is not None:
         meta = _meta(strict_json.decode(text[: front.end(1)] + b"}")[_METADATA])
         return Outline(meta, _entries(b"{" + text[front.end() :], size))
-    found = strict_json.decode(text)
+    found = strict_json.decode(text, MAX_VALUES)
     if not isinstance(found, dict):
         raise ValueError("its header is not a JSON object")
     return Outline(_meta(found.pop(_METADATA, None)), _places(found, size))
@@ -257,7 +259,7 @@ def _meta(metadata: object) -> dict[str, Any]:
     if not isinstance(metadata, dict) or metadata.get("format") != SNAPSHOT_FORMAT:
         raise ValueError(f"its format is not {SNAPSHOT_FORMAT}")
     text = metadata.get("meta")
-    meta = strict_json.decode(text) if isinstance(text, str) else None
+    meta = strict_json.decode(text, MAX_VALUES) if isinstance(text, str) else None
     if not isinstance(meta, dict):
         raise ValueError("its meta is not a JSON object")
     return meta
