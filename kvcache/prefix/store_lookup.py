@@ -146,8 +146,8 @@ class StoreLookup:
         if not self._learned or not any(held.stamp or held.doubted for held in layers):
             return
         log.warning(
-            "load back: stores have entries of other layers than the model puts, under its identity; they are "
-            "not used before it has put its own. PrefixCache(layers=) tells them apart from the start"
+            "load back: stores have entries of other layers than the model puts, under its identity; none is "
+            "used before it has put its own. PrefixCache(layers=) tells them apart from the start"
         )
         self._tree.clear()
         for buffers in storages:

@@ -47,8 +47,8 @@ class FileStore(Closing):
     ``budget``: bytes of entries (``Stat.nbytes``; a manifest of some 150 bytes each is not counted) that
     all processes together keep, those that are being written included; the least recently used go first.
     None: no limit. An entry that is larger is refused, and not read where one is there. With ``durable`` a
-    put returns when its bytes are on the device; without, a crash of the machine (not of the process) may cost entries, which are then
-    found corrupt and dropped.
+    put returns when its bytes are on the device; without, a crash of the machine (not of the process) may
+    cost entries, which are then found corrupt and dropped.
 
     ``digest``: "xxh3_128" finds damage. Where others may write to the folder, "blake3" with a ``secret``
     that they do not know: they can forge no entry. Stores that digest otherwise, or with another secret, do

@@ -318,10 +318,9 @@ class HFPrefixCache(SharedPrefixes):
         """Tokens that a conversation may have, and why; None: as many as there is room for."""
         self._placing = [part for part in getattr(model, "modules", list)() if "rope_deltas" in vars(part)]
         whole: Any = family.all
-        tiers = options.get("tiers")
-        if options.get("layers") is None and isinstance(tiers, Sequence):
-            if not all(isinstance(tier, HostTier) for tier in tiers):
-                options["layers"] = self._stored_layers(whole)
+        stores = [tier for tier in options.get("tiers") or () if not isinstance(tier, HostTier)]
+        if stores and options.get("layers") is None:
+            options["layers"] = self._stored_layers(whole)
         self.prefix = PrefixCache(whole, **options)
 
     def _stored_layers(self, whole: Any) -> Layers:
