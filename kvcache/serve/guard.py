@@ -81,8 +81,7 @@ def hosts_of(host: str) -> list[str]:
     if address is None:
         return [host]
     local = ["localhost", "127.0.0.1", "::1"] if address.is_loopback or address.is_unspecified else []
-    machine = [] if address.is_loopback else [socket.gethostname(), socket.getfqdn()]
-    return [host, *local, *machine]
+    return [host, *local] if address.is_loopback else [host, *local, socket.gethostname()]
 
 
 def is_loopback(host: str) -> bool:
