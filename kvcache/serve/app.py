@@ -134,7 +134,6 @@ class _Service:
     async def _in_time(self, request: Request, parse: Parse, chat: bool, trace: Trace) -> Response:
         within, pause = self._options.request_timeout, self._options.client_timeout
         deadline = asyncio.get_running_loop().time() + within
-        check_json(request.headers)
         try:
             async with asyncio.timeout_at(deadline):
                 body = await _body(request, self._options.max_body, pause)
@@ -143,6 +142,7 @@ class _Service:
         except TimeoutError:
             message = f"the body did not come within {within:g} seconds, or none of it for {pause:g} seconds"
             raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from None
+        check_json(request.headers)
         try:
             async with asyncio.timeout_at(deadline):
                 return await self._answered(request, body, parse, chat, deadline, trace)

@@ -132,7 +132,7 @@ def unpack(buffer: Buffer) -> SerializedSnapshot:
         arrays = {name: _array(name, place, data[8 + length :]) for name, place in outline.places.items()}
     except (ValueError, OverflowError) as error:
         raise SnapshotCorruptError(
-            f"unpack: {len(data)} bytes are not a serialized snapshot: {error}"
+            f"unpack: {len(data)} bytes are not a serialized snapshot: {error!s:.200}"
         ) from error
     return SerializedSnapshot(outline.meta, arrays)
 
@@ -215,7 +215,7 @@ def read_outline(reader: Reader) -> Outline:
         return _outline(bytes(header), reader.left)
     except (ValueError, OverflowError) as error:
         raise SnapshotCorruptError(
-            f"read_outline: {size} bytes are not a serialized snapshot: {error}"
+            f"read_outline: {size} bytes are not a serialized snapshot: {error!s:.200}"
         ) from error
 
 
