@@ -112,11 +112,11 @@ class StoreLookup:
 
     def restore(self, seq: int, serialized: SerializedSnapshot) -> bool:
         """Whether an entry, which was checked, was put into the sequence; not one of another cache."""
+        expected = self._layers or layers_of_cache(self._cache)
+        self._known = self._known or bool(self._tree.radix_tree.root.children)
+        learned = {} if self._known else layers_of_serialized(serialized)
+        new = learned.keys() - expected.keys()
         try:
-            expected = self._layers or layers_of_cache(self._cache)
-            self._known = self._known or bool(self._tree.radix_tree.root.children)
-            learned = {} if self._known else layers_of_serialized(serialized)
-            new = learned.keys() - expected.keys()
             check_layers(serialized, {**learned, **expected})
             restored = restore_serialized(self._cache, seq, serialized, lent=True)
             self._known = self._known or restored
@@ -126,9 +126,10 @@ class StoreLookup:
             log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
             return False
         except (ml.DeviceError, MemoryError) as error:
-            if self._known:
+            if not new:
                 raise
-            log.warning("load back: %s; buffers of the sizes that a serialized snapshot tells of", error)
+            log.warning("load back: %s; stores are not asked before the model has put its own layers", error)
+            self._doubtful = True
             return False
 
     def unlearn(self) -> None:
@@ -161,7 +162,12 @@ class StoreLookup:
         return self._doubtful
 
     def drop(self, ids: np.ndarray, end: int) -> None:
-        """Take the entry of the first ``end`` tokens out of the stores: it is not what its key says."""
+        """Take the entry of the first ``end`` tokens out of the stores: it is not what its key says.
+
+        It stays as long as that cannot be known.
+        """
+        if self._waits_for_model:
+            return
         self._store.drop(self._chain(ids[:end]).at(end))
 
     def touch(self, ids: np.ndarray, ends: Sequence[int]) -> None:
