@@ -6,12 +6,14 @@ import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +22,7 @@ import pytest
 from kvcache.runner.engine import EngineOptions
 from kvcache.runner.errors import RequestError
 from kvcache.serve import ServeOptions
-from kvcache.serve.connections import Shedding, most_connections
+from kvcache.serve.connections import Shedding, descriptors
 
 from .serve_rig import PROMPT, Serving, asked_in_process, served, until
 
@@ -282,9 +284,10 @@ def test_those_that_wait_for_their_client_longest_go_first_and_one_line_says_so(
 def test_connections_leave_descriptors_for_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, least in ((64, 4), (1024, 700), (1 << 20, 1 << 19)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert least <= most_connections() < max(limit, 5)
+        most, spare = descriptors()
+        assert least <= most <= max(limit - spare, 4)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert most_connections() >= 1 << 20
+    assert descriptors()[0] >= 1 << 20
 
 
 CROWDED = """
@@ -295,25 +298,54 @@ main()
 """
 
 
-@pytest.mark.skipif(os.name != "posix", reason="limits of open files are POSIX")
-def test_health_answers_when_descriptors_run_out_and_the_log_has_a_line(tmp_path: Any) -> None:
-    log = tmp_path / "log"
-    line = [sys.executable, "-c", CROWDED, "serve", "--backend", "numpy", "--port", "0"]
-    with log.open("wb") as errors, subprocess.Popen(line, stderr=errors) as process:
+@contextlib.contextmanager
+def command(log: Path, *options: str, **environment: str) -> Iterator[str]:
+    """``kvcache serve`` with 64 descriptors; its URL. What it says is in ``log``."""
+    line = [sys.executable, "-c", CROWDED, "serve", "--backend", "numpy", "--port", "0", *options]
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(line, stderr=errors, env={**os.environ, **environment}) as process,
+    ):
         try:
             until(lambda: b"http://" in log.read_bytes() or process.poll() is not None)
-            url = log.read_text().split("serving ")[1].split(" on ")[1].split()[0]
-            host, port = url.removeprefix("http://").split(":")
-            with contextlib.ExitStack() as stack:
-                for _ in range(150):
-                    client = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
-                    client.sendall(b"POST /v1/completions HTTP/1.1\r\n")
-                for _ in range(3):
-                    assert httpx.get(f"{url}/health", timeout=60).json()["status"] == "ok"
+            found = re.search(r"on http://.*:(\d+)", log.read_text())
+            assert found, log.read_text()
+            yield f"http://127.0.0.1:{found[1]}"
         finally:
             process.terminate()
             process.wait(timeout=60)
+
+
+posix = pytest.mark.skipif(os.name != "posix", reason="limits of open files are POSIX")
+
+
+@posix
+def test_health_answers_when_descriptors_run_out_and_the_log_has_a_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with command(log, KVCACHE_API_KEY=KEY) as url, contextlib.ExitStack() as stack:
+        address = "127.0.0.1", int(url.rpartition(":")[2])
+        for _ in range(150):
+            client = stack.enter_context(socket.create_connection(address, timeout=60))
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+        for _ in range(3):
+            assert httpx.get(f"{url}/health", timeout=60).json() == {"status": "ok"}
+        assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 401, "the environment has a key"
     said = log.read_text()
     assert said.count("limit of open files") == 1
     assert "Traceback" not in said
+    assert "--api-key" not in said
+    assert KEY not in said
     assert len(said.splitlines()) < 10
+
+
+@posix
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_server_that_others_reach_without_a_key_says_so(tmp_path: Path, host: str) -> None:
+    if host == "::" and not socket.has_dualstack_ipv6():
+        pytest.skip("this system has no IPv6")
+    log = tmp_path / "log"
+    with command(log, "--host", host) as url:
+        assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
+    assert (
+        log.read_text().count(f"anybody who reaches {host} can use the model; --api-key requires a key") == 1
+    )

@@ -11,13 +11,13 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["GuardedProtocol", "Shedding", "most_connections"]
+__all__ = ["GuardedProtocol", "Shedding", "descriptors"]
 
 log = logging.getLogger("kvcache.serve")
 
 AGAIN: Final = 60.0
 """Seconds until it is said again that descriptors run out."""
-_LEAST, _ANY = 4, 1 << 30
+_LEAST, _ANY, _SPARE = 4, 1 << 30, 128
 
 
 class Shedding:
@@ -100,16 +100,19 @@ class GuardedProtocol(H11Protocol):
             self.transport.close()
 
 
-def most_connections() -> int:
-    """How many the limit of open files leaves room for, beside what is open and what stores will open."""
+def descriptors() -> tuple[int, int]:
+    """How many connections the limit of open files leaves room for, and how many descriptors are to spare.
+
+    Beside what is open now, for what stores open, and for connections that are about to be closed.
+    """
     if os.name != "posix":
-        return _ANY
+        return _ANY, _SPARE
     resource: Any = importlib.import_module("resource")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return _ANY
-    spare = min(128, limit // 4)
-    return max(_LEAST, limit - _open_files() - spare)
+        return _ANY, _SPARE
+    spare = min(_SPARE, limit // 4)
+    return max(_LEAST, limit - _open_files() - spare), spare
 
 
 def _open_files() -> int:

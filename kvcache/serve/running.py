@@ -20,7 +20,7 @@ from kvcache.runner.engine import Engine
 from kvcache.runner.errors import RequestError
 from kvcache.serve.app import make_app
 from kvcache.serve.asked import Template
-from kvcache.serve.connections import GuardedProtocol, Shedding, most_connections
+from kvcache.serve.connections import GuardedProtocol, Shedding, descriptors
 from kvcache.serve.guard import HostGuard, hosts_of, is_loopback
 from kvcache.serve.options import ServeOptions
 from kvcache.serve.worker import Worker, has_stores
@@ -30,6 +30,8 @@ __all__ = ["Server", "serve"]
 log = logging.getLogger("kvcache.serve")
 
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
 LAST_WORDS = 2.0
 """Seconds for clients to read that their requests were given up."""
 
@@ -76,11 +78,13 @@ def serve(
 def configured(app: Any, options: ServeOptions, where: Sequence[str]) -> uvicorn.Config:
     """``app`` for a Server at the addresses ``where``, with the limits that ``options`` set to clients."""
     hosts = [name for host in (options.host, *where) for name in hosts_of(host)]
+    most, spare = descriptors()
     protocol: Any = functools.partial(
-        GuardedProtocol, timeout=options.client_timeout, shedding=Shedding(most_connections())
+        GuardedProtocol, timeout=options.client_timeout, shedding=Shedding(most)
     )
     return uvicorn.Config(
         HostGuard(app, [*hosts, *options.allowed_hosts]), http=protocol, ws="none", lifespan="off",
+        backlog=max(1, spare // 4),  # asyncio accepts as many before it hands over the first
         log_config=None, access_log=False,
         timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + LAST_WORDS),
     )  # fmt: skip
@@ -103,6 +107,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
         self._ready()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
