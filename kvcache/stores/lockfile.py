@@ -75,7 +75,9 @@ class HeldLock:
         """What the latest change was of; None: whoever made it has not said so."""
         head = os.pread(self._fd, 12, _INTENT)
         length = int.from_bytes(head[8:], "little")
-        if len(head) < 12 or int.from_bytes(head[:8], "little") != self.changes or length > _LONGEST:
+        if len(head) < 12 or int.from_bytes(head[:8], "little") != self.changes:
+            return None
+        if length > min(_LONGEST, os.fstat(self._fd).st_size):
             return None
         lines = os.pread(self._fd, length, _INTENT + 12)
         stems = lines.decode("ascii", "replace").splitlines()
