@@ -46,7 +46,7 @@ class Digests:
         else:
             key = blake3(secret.encode("utf-8"), derive_key_context=_CONTEXT).digest()
             self._new = lambda: blake3(key=key)
-            self.family = f"{BLAKE3}-{blake3(b'sealed family', key=key).hexdigest()[:16]}"
+            self.family = f"{BLAKE3}-{blake3(b'family', key=key).hexdigest()[:16]}"
 
     def start(self, *of: object) -> Digest:
         """A digest that knows whose it is, by a line for each of ``of``: data of one key are no other's."""

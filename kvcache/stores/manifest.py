@@ -77,6 +77,8 @@ class Naming:
         self._digests = digests
         self.keyed = digests.keyed
         self._suffix = "" if digests.name == XXH3 else f".{digests.family}"
+        if digests.keyed:  # not the names of entries whose manifests have no seal, of earlier versions
+            self._suffix = f".{BLAKE3}-{digests.start('sealed').hexdigest()[:16]}"
 
     def stem(self, key: str) -> str:
         """``<key>``, or ``<key>.<family>`` where the digest is not XXH3."""
