@@ -67,7 +67,7 @@ def post(serving: Serving, **headers: str) -> httpx.Response:
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/metrics", "/", "/nothing"])
 def test_without_the_key_there_is_nothing_to_be_had(serving: Serving, given: str, path: str) -> None:
-    headers = {"authorization": given.encode("latin-1")} if given else {}
+    headers = {b"authorization": given.encode("latin-1")} if given else {}
     reply = httpx.get(f"{serving.url}{path}", headers=headers, timeout=60)
     assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
     assert reply.headers["www-authenticate"] == "Bearer"

@@ -411,8 +411,8 @@ def test_depth_is_counted_across_the_parts_in_which_a_text_is_looked_at(before: 
 def test_an_error_quotes_little_of_what_it_refuses(kind: str) -> None:
     """It goes to the log."""
     text = "x" * 100_000
-    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    changed = {"a dtype": {"dtype": text}, "a shape": {"shape": [1] * 30_000}}.get(kind, {"shape": None})
+    entry: Any = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    changed: Any = {"a dtype": {"dtype": text}, "a shape": {"shape": [1] * 30_000}}.get(kind, {"shape": None})
     header = {"__metadata__": METADATA, text if kind == "a name" else "a": {**entry, **changed}}
     with pytest.raises(SnapshotCorruptError) as found:
         unpack(framed(header, DATA))

@@ -65,7 +65,13 @@ class GuardedProtocol(H11Protocol):
     @property
     def awaited(self) -> bool:
         """Whether its client has still to send something: no request is whole."""
-        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+        return not self._asked or self.cycle.more_body
+
+    @property
+    def _asked(self) -> bool:
+        """Whether there is a request, with a head at least, that is not answered."""
+        cycle: Any = self.cycle  # None before the first
+        return cycle is not None and not cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -78,7 +84,7 @@ class GuardedProtocol(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._asked:
             self._stop()
 
     def on_response_complete(self) -> None:

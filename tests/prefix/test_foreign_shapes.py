@@ -147,7 +147,7 @@ def test_an_unused_cache_recovers_from_entries_of_other_layers(
     assert [talking.ask(PROMPT), talking.ask(PROMPT)] == [0, 39]
     assert talking.inner.nbytes == 2 * 4096 * len(LAYERS) * 2 * (2 * 4) * 4, "no buffers but the model's"
     talking.prefix.close()
-    found = [restarted(store, wrapped) for _ in range(5)]
+    found: list[Any] = [restarted(store, wrapped) for _ in range(5)]
     assert (found, found[-1]) == (sorted(found), 32), "whoever meets an entry of others writes it anew"
 
 
@@ -182,7 +182,7 @@ def test_entries_that_no_device_has_room_for_are_misses(store: Any, monkeypatch:
             raise DeviceError("allocate: no memory")
         return whole(self, make, shape, dtype)
 
-    context = type(talking.backend.new_context())
+    context: Any = type(talking.backend.new_context())
     whole = context._allocate
     monkeypatch.setattr(context, "_allocate", allocate)
     assert [talking.ask(PROMPT), talking.ask(PROMPT)] == [0, 39]
