@@ -43,7 +43,6 @@ from kvcache.attention.read_plan import ReadPlan
 from kvcache.cache import NotSupportedError
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.device_copies import HostArray, device_of
-from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_buffers import LayerBuffers
 
 
@@ -117,15 +116,6 @@ class FixedPass:
         self._near[device] = held
         self._current.add(device)
         return held
-
-
-def check_window(op: str, config: ml.CacheConfig, stored: CacheFormat) -> None:
-    """Raise NotSupportedError for a residual window where shapes are fixed."""
-    if config.fixed_shapes and stored.is_windowed:
-        raise NotSupportedError(
-            f"{op}: {stored} with fixed_shapes=True; a graph of fixed shapes has no residual window: "
-            f"store {stored.name} alone, or init without fixed_shapes"
-        )
 
 
 def check_graph(op: str, fixed: FixedPass, layer: int, buffers: LayerBuffers) -> None:

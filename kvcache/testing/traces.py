@@ -25,7 +25,6 @@ import pytest
 
 import kvcache
 import ml
-from kvcache.storage.formats import CacheFormat
 from kvcache.testing.models.attention import Model, Setup
 from kvcache.testing.models.values import BLOCKS
 from kvcache.testing.rigs.snapshots import CopyRig
@@ -113,8 +112,6 @@ def random_setup(
         latent=rnd.random() < 0.2,
         extra=rnd.random() < 0.2,
     )
-    if quantized and not config.fixed_shapes and rnd.random() < 0.4:
-        setup = replace(setup, dtype=_windowed(rnd, setup.dtype))
     kind = rnd.choice(KINDS[cache])
     if kind in (1, 2):
         setup = replace(setup, keep=rnd.choice((0, 0, 1, 2, 4)))
@@ -124,14 +121,6 @@ def random_setup(
         window = rnd.randrange(5)
         return replace(setup, window=window, memory=window + rnd.randrange(6))
     return replace(setup, chunk=rnd.randrange(1, 6)) if kind == 3 else setup
-
-
-def _windowed(rnd: random.Random, dtype: kvcache.CacheDType) -> kvcache.CacheDType:
-    """With a residual window, where it is stored in codes."""
-    if CacheFormat.of(dtype).plain is not None:
-        return dtype
-    sizes = rnd.choice(((1, 0), (2, 0), (4, 1), (0, 2), (3, 3)))
-    return kvcache.ResidualWindow(dtype, *sizes)  # type: ignore[arg-type]
 
 
 def random_format(rnd: random.Random, floats: Sequence[DType]) -> kvcache.CacheDType:

@@ -30,7 +30,6 @@ CHOOSING = {
     "chunked": replace(BOTH, chunk=4),
     "Q8_0": replace(BOTH, dtype="Q8_0"),
     "Q4_0/F16": replace(BOTH, dtype="Q4_0/F16", latent=False),
-    "with a residual window": replace(BOTH, dtype=kvcache.ResidualWindow("Q8_0", 2, 1)),
 }
 BATCHES = (
     ([0, 1, 2, 3], [0, 0, 0, 0]),  # a prompt
@@ -60,8 +59,6 @@ class ExtrasTests(CacheCase):
     def test_a_query_attends_to_the_chosen_rows_that_it_sees(
         self, rig: MakeRig, setup: Setup, arranged: ml.CacheConfig
     ) -> None:
-        if arranged.fixed_shapes and isinstance(setup.dtype, kvcache.ResidualWindow):
-            pytest.skip("a graph of fixed shapes has no residual window")
         r = rig(setup, config=arranged)
         for seed, (positions, sequences) in enumerate(BATCHES):
             assert r.start(positions, sequences)
