@@ -86,8 +86,6 @@ def _stored(value: str | None) -> str | None:
     except ml.DTypeError:
         known = ", ".join(name.lower() for name in format_names())
         raise typer.BadParameter(f"Input should be one of {known}") from None
-    except (ml.NotSupportedError, ml.PluginError) as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def _format_option(what: str, default: str) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import ml
 from kvcache.cache import CacheDType, InvalidRangeError, StorageFormat
+from kvcache.storage.formats.names import METHODS, keep_format, open_format
 from kvcache.storage.formats.plain import Plain
-from kvcache.storage.formats.plugins import METHODS, keep_format, open_format
 
 _NAMES = ", ".join(dtype.name for dtype in ml.DType if dtype.is_float or dtype.is_quantized)
 
