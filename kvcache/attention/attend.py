@@ -35,10 +35,6 @@ def attend(
         assert isinstance(values, QuantizedBuffer)
         found = attend(ctx, forward, buffers.rotated, keys.turn(ctx, query), scale, sinks)
         return _cut(ctx, values.turn(ctx, found), values.dim)
-    if forward.reads_all:
-        reading, mask = forward.shared(ctx)
-        key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
-        return nn.attention(ctx, query, key, value, mask, scale, sinks)
     wanted, stored = query.dtype, buffers.read_dtype
     if wanted is not stored:
         query = query.cast(ctx, stored)

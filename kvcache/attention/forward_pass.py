@@ -15,9 +15,7 @@ from kvcache.attention.calls import plan_calls
 from kvcache.attention.fixed_shapes import (
     FixedPass,
     GraphRows,
-    GraphTensors,
     check_graph,
-    read_everything,
     read_own,
     tables_of,
 )
@@ -114,18 +112,13 @@ class ForwardPass:
         """Whether the batch is queries only, and takes no cells."""
         return self.cells is None and not self.reserve
 
-    @property
-    def reads_all(self) -> bool:
-        """Whether shapes are fixed, and what is read is every cell of the cache."""
-        return self.fixed is not None and self.fixed.tables is None
-
     def on_fixed_shapes(self, known: dict[tuple[int, ...], FixedPass]) -> ForwardPass:
         """This pass on the tensors of its batch size and tables, for ``fill``; by these in ``known``."""
         tables = tables_of(self.config, self.table, self.groups, self.tokens)
-        key = self.tokens, *(tables or ())
+        key = self.tokens, *tables
         found = known.get(key)
         if found is None:
-            mask = self._rows(), self.table.cells if tables is None else tables[1]
+            mask = self._rows(), tables[1]
             found = known[key] = FixedPass(self.tokens, mask, self.config.mask_dtype, tables)
         fixed = replace(self, fixed=found, _uploads=None)
         if self._uploads is not None:
@@ -232,48 +225,36 @@ class ForwardPass:
         if not fixed.brought:
             fixed.bring([ctx.input(), *map(ctx.layer, self.layers)])
 
-    def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
-        key, value, (slots, mask) = self._graph("graph_tensors", ctx, layer)
-        return GraphTensors(key, value, slots, mask)
-
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
-        key, value, (slots, mask, cells) = self._graph("graph_rows", ctx, layer)
-        return GraphRows(key, value, slots, cells, mask)
-
-    def _graph(self, op: str, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor, list[ml.Tensor]]:
         if self.read_only:
-            raise OrderError(f"{op}: this pass is read-only, and a graph writes; read it by get")
+            raise OrderError("graph_rows: this pass is read-only, and a graph writes; read it by get")
         if self.fixed is None:
             raise NotSupportedError(
-                f"{op}: this pass has no fixed shapes; set_config with fixed_shapes=True, and start "
-                "a pass without reserve"
+                "graph_rows: this pass has no fixed shapes; set_config with fixed_context, and start a pass "
+                "without reserve"
             )
-        buffers = self._stored(op, layer)
-        check_graph(op, self.fixed, layer, buffers)
+        buffers = self._stored("graph_rows", layer)
+        check_graph(layer, buffers)
         self.fill(ctx)
         self.note_put(buffers)
-        return *buffers.read_as_configured(ctx, 0, self.table.cells), self.fixed.on(ctx.layer(layer))
+        key, value = buffers.read_as_configured(ctx, 0, self.table.cells)
+        slots, mask, cells = self.fixed.on(ctx.layer(layer))
+        return GraphRows(key, value, slots, cells, mask)
 
     def load(self) -> None:
         """Put together what ``fill`` brings."""
         assert self.fixed is not None
-        tables, padding = self.fixed.tables, self.config.mask_batch_padding
-        first, host, cells = self.cells, self.uploads, []
+        first, host = self.cells, self.uploads
         slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
-        if tables is not None:
-            reading, own = read_own(self.read_table, self.read_groups, self.tokens, tables)
-            cells.append(host.add(own))
-        else:
-            reading = read_everything(self.read_table, self.read_groups)
-            self._reading, self._seen = reading, None
-            self._shared = reading, None
+        reading, own = read_own(self.read_table, self.read_groups, self.tokens, self.fixed.tables)
+        padding = self.config.mask_batch_padding
         mask = host.add(reading.mask(self.tokens, self.lower, self.lifted, padding), self.config.mask_dtype)
-        self.fixed.load(self, None if slots is None else host.add(slots), mask, *cells)
+        self.fixed.load(self, None if slots is None else host.add(slots), mask, host.add(own))
         self._loaded = True
 
     def own_cells(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor] | None:
         """Cells (rows, context) and mask where each token reads its own sequence's; None: not so here."""
-        if self.fixed is None or self.fixed.tables is None:
+        if self.fixed is None:
             return None
         self.fill(ctx)
         _, mask, cells = self.fixed.on(ctx)
@@ -348,8 +329,6 @@ class ForwardPass:
         self._asked.shared = True
         self.fill(ctx)
         reading, mask = self._shared or self._share()
-        if self.fixed is not None and self.reads_all:
-            return reading, self.fixed.on(ctx)[1]
         if self._unfit:
             self._blank(ctx)
         found = reading, near(ctx, mask)
@@ -387,8 +366,6 @@ class ForwardPass:
         The second is None where the rows of some query are no range, or shapes are fixed.
         """
         self.rows(ctx)
-        if self.fixed is not None and self.reads_all and not self.read_only:
-            return self.fixed.on(ctx)[0].reshape(ctx, self.tokens, 1), None
         first, stop = (None if one is None else one.on(ctx).reshape(ctx, self.tokens, 1)
                        for one in self._make_seen())  # fmt: skip
         assert first is not None
@@ -397,11 +374,7 @@ class ForwardPass:
     def _make_seen(self) -> tuple[HostArray, HostArray | None]:
         if self._seen is None:
             first, stop = rows_seen(self._plan_rows(), self.tokens, self.lower, self.lifted)
-            ranges = stop is not None and not self.reads_all
-            self._seen = (
-                self.uploads.add(first),
-                self.uploads.add(stop) if stop is not None and ranges else None,
-            )
+            self._seen = self.uploads.add(first), None if stop is None else self.uploads.add(stop)
         return self._seen
 
     def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor:

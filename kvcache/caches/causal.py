@@ -22,7 +22,7 @@ import numpy as np
 import ml
 from kvcache.attention import attend as attending
 from kvcache.attention.batch import SequenceTokens, check_modes, check_query, split_batch
-from kvcache.attention.fixed_shapes import FixedPass, GraphRows, GraphTensors
+from kvcache.attention.fixed_shapes import FixedPass, GraphRows
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.layer_input import put_layer, put_stored_layer
 from kvcache.attention.placement import place
@@ -242,7 +242,7 @@ class CausalCache(
         forward.expected = self._reads if before is None else before.reads()
         if together is not None:
             forward.upload_with(together)
-        if config.fixed_shapes:
+        if config.fixed_context:
             forward = forward.on_fixed_shapes(self._fixed)
             if together is None:
                 forward.fill(ctx)
@@ -265,19 +265,15 @@ class CausalCache(
         """After ``upload_with`` and ``start_forward``: bring what has fixed shapes to the pass."""
         self._started("upload_fixed").fill(ctx)
 
-    def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
-        """The tensors for a captured or compiled graph of this pass's batch size, for one layer.
-
-        Aliases of the cache, the same ones in every pass of as many tokens: capture once, then call
-        ``start_forward`` before each replay. Asking for them stands for the layer's ``put`` in this pass:
-        where ``get``, ``attend`` or a pass that only reads follows a replay, ask in its pass again. Raises
-        NotSupportedError without ``fixed_shapes`` or plain storage, OrderError before the first ``put`` of
-        the layer (a reserve pass will do), outside a pass, or in one that only reads.
-        """
-        return self._started("graph_tensors").graph_tensors(ctx, layer)
-
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
-        """As ``graph_tensors``, with ``fixed_context``: the same tensors for each shape of their cells."""
+        """The tensors for a captured or compiled graph of this pass, for one layer; see ``fixed_shapes``.
+
+        Aliases of the cache, the same ones in every pass of as many tokens, rows and cells: capture once for
+        each, then call ``start_forward`` before each replay. Asking for them stands for the layer's ``put``
+        in this pass: where ``get``, ``attend`` or a pass that only reads follows a replay, ask in its pass
+        again. Raises NotSupportedError without ``fixed_context`` or plain storage, OrderError before the
+        first ``put`` of the layer (a reserve pass will do), outside a pass, or in one that only reads.
+        """
         return self._started("graph_rows").graph_rows(ctx, layer)
 
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:

@@ -96,8 +96,7 @@ def random_setup(
         permuted_v=rnd.random() < 0.3,
         layout=rnd.choice(list(Layout)),
         elide_mask=rnd.random() < 0.5,
-        fixed_shapes=(drawn := rnd.random()) < 0.1,
-        fixed_context=3 if drawn < 0.05 else 0,
+        fixed_context=3 if rnd.random() < 0.1 else 0,
         call_bytes=rnd.choice((1, 200, 1 << 19)),
     )
     setup = Setup(
@@ -256,7 +255,7 @@ def apply(rig: CopyRig, op: Op, computes: bool) -> None:
         rig.defrag()
     elif name == "spoil":
         config = rig.setup.config
-        if config.cache_padding > 1 and not config.fixed_shapes:  # columns of padding do no harm
+        if config.cache_padding > 1 and not config.fixed_context:  # columns of padding do no harm
             rig.spoil(*args)  # type: ignore[arg-type]
     else:
         rig.reserve(*args)  # type: ignore[arg-type]

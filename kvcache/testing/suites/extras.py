@@ -142,15 +142,6 @@ class ExtrasTests(CacheCase):
                 twice = np.concatenate([array, array])
                 np.testing.assert_array_equal(found.to_numpy().astype(np.int64), twice)
 
-    def test_with_fixed_shapes_an_extra_is_the_same_tensor_in_every_pass(self, rig: MakeRig) -> None:
-        r = rig(replace(BOTH, config=ml.CacheConfig(fixed_shapes=True)))
-        r.forward([0], [0])
-        before = r.cache.get_extra(r.ctx, "place")
-        assert before.shape == (r.cache.cells, 3)
-        r.forward([0], [1])
-        np.testing.assert_array_equal(before.to_numpy(), r.cache.get_extra(r.ctx, "place").to_numpy())
-        assert 2 in before.to_numpy()[:, 0]  # the id of the second token
-
     @pytest.mark.parametrize("case", WRONG)
     def test_what_a_layer_does_not_store_is_refused_and_leaves_all_as_it_was(
         self, rig: MakeRig, case: str
