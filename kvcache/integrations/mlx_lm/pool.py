@@ -22,6 +22,7 @@ from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, layers_of
 from kvcache.integrations.mlx_lm.loops import keep_prompt_caches
+from kvcache.integrations.mlx_lm.padding import with_padding_told
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
@@ -95,6 +96,10 @@ class CachePool:
         one_length = not listed and takes_one_length(model)
         self.backend = ml.open_backend("mlx") if backend is None else backend
         self._owns_backend = backend is None
+        if not listed and not one_length:
+            layers = with_padding_told(
+                model, layers, lambda x: CachePool(x, capacity=32, max_sequences=4, backend=self.backend)
+            )
         ctx = self.backend.new_context()
         self.storage = Storage(layers, ctx, rollback, checkpoints, checkpoint_interval, one_length)
         largest = max_sequences * min(capacity, PREFILL) if max_batch is None else max_batch
