@@ -287,6 +287,33 @@ def test_a_quantized_prompt_cache_is_saved_as_what_it_reads(tmp_path: Path) -> N
     assert models.largest([again], [exact]) < 0.02 * float(mx.abs(exact).max())
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", ["AFFINE8_32", ("Q8_0", "AFFINE4_32")], ids=str)
+@pytest.mark.parametrize("make", [models.make_llama, models.make_gemma, models.make_llama4])
+def test_a_pool_reads_the_codes_that_one_of_its_format_saved(
+    make: Any, stored: Any, dtype: Any, tmp_path: Path
+) -> None:
+    """Bit by bit, past windows and chunks; mlx-lm's own classes read the values."""
+    model, file = make(head_dim=32), str(tmp_path / "prompt.safetensors")
+    model.set_dtype(dtype)
+    pool = CachePool(model, capacity=64, max_sequences=2, dtype=stored, rollback=4)
+    one, prompt = pool.make_prompt_cache(), models.prompt_of(23)
+    for begin, end in ((0, 20), (20, 21), (21, 22)):
+        mx.eval(model(mx.array([prompt[begin:end]]), cache=one))
+    save_prompt_cache(file, one, {"of": "a story"})
+    again, metadata = load_prompt_cache(file, pool, return_metadata=True)
+    assert (metadata, again[0].offset) == ({"of": "a story"}, 22)
+    for mine, read, theirs in zip(one, again, own_load(file), strict=True):
+        assert mx.array_equal(mine.keys, read.keys)
+        assert mx.array_equal(mine.values, read.values)
+        kept = min(theirs.keys.shape[2], 7)
+        assert mx.array_equal(theirs.keys[..., -kept:, :], mine.keys[..., -kept:, :])
+    x = mx.array([prompt[22:]])
+    assert mx.array_equal(model(x, cache=again), model(x, cache=one))
+    other = load_prompt_cache(file, CachePool(model, capacity=64))  # stores the values as they are
+    assert mx.array_equal(other[-1].keys[..., :5, :], own_load(file)[-1].keys[..., :5, :])
+
+
 def same_groups(one: Any, other: Any) -> None:
     """The same tokens in the same words, scales and biases, of the same dtypes."""
     assert type(one) is type(other) is QuantizedKVCache

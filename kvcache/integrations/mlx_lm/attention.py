@@ -12,6 +12,7 @@ from mlx_lm.models import base
 import ml
 from kvcache.attention.ragged_batch import read_positions, visible_mask
 from kvcache.cache import NotSupportedError, OrderError
+from kvcache.integrations.mlx_lm.codes import SavedState
 from kvcache.integrations.mlx_lm.layer_cache import BatchState, LayerCache
 from kvcache.integrations.mlx_lm.layers import (
     Attention,
@@ -198,39 +199,16 @@ class Attending(LayerCache):
             )
         return self._stored()
 
-    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """mlx-lm's QuantizedKVCache with what is stored, for ``kv_bits=``; it is not of the pool any more.
-
-        Codes, scales and biases are the pool's own where it stores them so: ``dtype="AFFINE4_64"``, say.
-
-        Raises NotSupportedError for models with sliding layers, before any layer is converted, and for
-        batches, which mlx-lm does not quantize either.
-        """
-        if self.rows.batched:
-            raise NotSupportedError("to_quantized: a batch of rows; extract(row) gives the entries of one")
-        if any(isinstance(layer, Attention) and layer.window for layer in self._storage.layers):
-            raise NotSupportedError(
-                f"to_quantized: bits={bits} for a model with sliding layers, which mlx-lm has no quantized "
-                "cache for; store them quantized here instead: dtype=ml.DType.Q8_0 or Q4_0"
-            )
-        made = mlx_caches.QuantizedKVCache(group_size=group_size, bits=bits)
-        if self._storage.is_affine(bits, group_size):
-            self.rows.settle()
-            parts = self._storage.stored_groups(self.layer, self.rows.held[0].seq)
-            if parts:
-                made.keys, made.values, made.offset = [*parts[:3]], [*parts[3:]], parts[0].shape[2]
-            return made
-        keys, values = self._stored()
-        if keys is not None:
-            made.keys, made.values = (
-                mx.quantize(x, group_size=group_size, bits=bits) for x in (keys, values)
-            )
-            made.offset = keys.shape[2]
-        return made
-
     def saved(self) -> Any:
         """What ``save_prompt_cache`` saves and mlx-lm's KVCache loads: K, V and the offset."""
-        return *self._stored(), self._saved_offset()
+        return self._with_codes(*self._stored(), self._saved_offset())
+
+    def _with_codes(self, *state: Any) -> SavedState:
+        """What mlx-lm's class loads, with what is stored of one row."""
+        held, storage = self.rows.held, self._storage
+        return SavedState.of(
+            state, self.layer, lambda: storage.codes(self.layer, held[0].seq) if len(held) == 1 else None
+        )
 
     def _saved_offset(self) -> int | BatchState:
         """How many tokens each row holds, where the rows may be saved together."""
@@ -244,11 +222,47 @@ class Attending(LayerCache):
         return self._storage.token_bytes(self.layer) * tokens
 
 
-class KVCache(Attending, OwnKVCache):  # type: ignore[misc]
+class Convertible(Attending):
+    """K and V of a layer of which ``kv_bits=`` asks for mlx-lm's QuantizedKVCache."""
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """mlx-lm's QuantizedKVCache with what is stored, for ``kv_bits=``; it is not of the pool any more.
+
+        Codes, scales and biases are the pool's own where it stores them so: ``dtype="AFFINE4_64"``, say.
+
+        Raises NotSupportedError for models with sliding layers, before any layer is converted, and for
+        batches, which mlx-lm does not quantize either. Layers of chunks stay as they are, as mlx-lm's do.
+        """
+        if self.rows.batched:
+            raise NotSupportedError("to_quantized: a batch of rows; extract(row) gives the entries of one")
+        layers = self._storage.layers
+        if any(isinstance(layer, Attention) and layer.window and not layer.chunked for layer in layers):
+            raise NotSupportedError(
+                f"to_quantized: bits={bits} for a model with sliding layers, which mlx-lm has no quantized "
+                "cache for; store them quantized here instead: dtype=ml.DType.Q8_0 or Q4_0"
+            )
+        made = mlx_caches.QuantizedKVCache(group_size=group_size, bits=bits)
+        if self._storage.is_affine(bits, group_size):
+            self.rows.settle()
+            codes = self._storage.codes(self.layer, self.rows.held[0].seq)
+            if codes is not None:
+                parts = [mx.view(x, mx.uint32) if x.dtype == mx.int32 else x for x in codes.parts]
+                made.keys, made.values, made.offset = parts[:3], parts[3:], parts[0].shape[2]
+            return made
+        keys, values = self._stored()
+        if keys is not None:
+            made.keys, made.values = (
+                mx.quantize(x, group_size=group_size, bits=bits) for x in (keys, values)
+            )
+            made.offset = keys.shape[2]
+        return made
+
+
+class KVCache(Convertible, OwnKVCache):  # type: ignore[misc]
     """K and V of a layer that attends to all of the past."""
 
 
-class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
+class RotatingKVCache(Convertible, OwnRotatingKVCache):  # type: ignore[misc]
     """K and V of a layer with a sliding window."""
 
     @property
@@ -319,7 +333,7 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
                 for x in (keys, values)
             )
             at = self.keep
-        return keys, values, offset, self.keep, self.max_size, at
+        return self._with_codes(keys, values, offset, self.keep, self.max_size, at)
 
 
 class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
@@ -356,10 +370,10 @@ class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
         size = 0 if keys is None else keys.shape[2]
         offset = self._saved_offset()
         start = offset - size if isinstance(offset, int) else offset
-        return keys, values, offset, self.chunk_size, start
+        return self._with_codes(keys, values, offset, self.chunk_size, start)
 
 
-class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
+class Bystander(Convertible, OwnKVCache):  # type: ignore[misc]
     """The entry of a layer that the model never reads or writes: it holds nothing.
 
     It takes part in whatever the other entries were in since it was last asked for something.
@@ -382,8 +396,8 @@ class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
     def _stored(self) -> tuple[Any, Any]:
         return None, None
 
-    def _saved_offset(self) -> int | BatchState:
-        return 0
+    def saved(self) -> Any:
+        return None, None, 0
 
     @property
     def nbytes(self) -> int:

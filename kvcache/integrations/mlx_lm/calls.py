@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from kvcache.cache import OrderError
 from kvcache.integrations.mlx_lm.attention import Bystander
-from kvcache.integrations.mlx_lm.layer_cache import CacheList
+from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import OwnCacheList, entries_in, mlx_caches, wanted_by
 from kvcache.integrations.mlx_lm.rows import BatchRows
 
@@ -85,9 +85,9 @@ def told_by(kind: Any) -> None:
         rows = _rows(prompt_cache)
         if rows is None or rows.called:
             return original(model, inputs, *more, **named)
-        entries = [entry for entry in entries_in(prompt_cache) if not isinstance(entry, Bystander)]
+        entries = [x for x in entries_in(prompt_cache) if isinstance(x, LayerCache)]  # kv_bits takes some out
         rows.settle()
-        if any(entry.is_behind for entry in entries):
+        if any(entry.is_behind and not isinstance(entry, Bystander) for entry in entries):
             raise OrderError(
                 "update: some entries of the prompt cache did not take part in what the others did (a pass "
                 "that failed half way, or something done to some of them only); rewind it, or make a new one"

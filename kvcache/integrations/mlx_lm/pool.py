@@ -19,10 +19,11 @@ from kvcache.integrations.mlx_lm.attention import (
     attend_by_entries,
 )
 from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
+from kvcache.integrations.mlx_lm.codes import keep_codes
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, layers_of
 from kvcache.integrations.mlx_lm.loops import keep_prompt_caches
-from kvcache.integrations.mlx_lm.padding import with_padding_told
+from kvcache.integrations.mlx_lm.padding import keep_whole_steps, with_padding_told
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
@@ -96,6 +97,7 @@ class CachePool:
         one_length = not listed and takes_one_length(model)
         self.backend = ml.open_backend("mlx") if backend is None else backend
         self._owns_backend = backend is None
+        keep_whole_steps()
         if not listed and not one_length:
             layers = with_padding_told(
                 model, layers, lambda x: CachePool(x, capacity=32, max_sequences=4, backend=self.backend)
@@ -109,6 +111,7 @@ class CachePool:
             told_by(type(model))
             self.storage.calls_told = True
         keep_prompt_caches()
+        keep_codes()
         self.storage.asked = not listed and attend_by_entries(model)
         self.room = min((cache.cells for cache in caches.whole), default=math.inf)
         """How many tokens all prompt caches may hold together; infinity where only windows are kept."""

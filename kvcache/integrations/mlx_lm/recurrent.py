@@ -85,13 +85,14 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
 
     @property
     def lengths(self) -> Any:
-        """The tokens of each row from here on, where right padding follows them; else None."""
+        """The tokens of each row from here on, where right padding follows them; else None.
+
+        In a pass, those of the pass: what mlx-lm's says beyond that, its Mamba 2 takes for columns it has.
+        """
         one, left = self.rows.live(), self.rows.left
         if left is None:
             return None
-        if one is not None and one is not self._advanced:
-            return mx.array([rest + count for rest, count in zip(left, one.counts, strict=True)])
-        return mx.array(left)
+        return mx.array(one.counts if one is not None and one is not self._advanced else left)
 
     def make_mask(self, N: int) -> Any:  # noqa: N803
         """BOOL (rows, N): which columns are tokens; None where all are."""
