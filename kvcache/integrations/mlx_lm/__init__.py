@@ -118,6 +118,11 @@ def rewind(prompt_cache: Sequence[Any], position: int) -> int:
             f"rewind: the prompt cache is a batch of {len(rows.held)} rows; extract one row first"
         )
     check_whole("rewind", "position", position)
+    with rows.pool.lock:
+        return _rewound(rows, prompt_cache, position)
+
+
+def _rewound(rows: BatchRows, prompt_cache: Sequence[Any], position: int) -> int:
     rows.settle()
     entries = entries_in(prompt_cache)
     length = min(entry.size_seen for entry in entries)

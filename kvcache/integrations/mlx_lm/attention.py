@@ -21,6 +21,7 @@ from kvcache.integrations.mlx_lm.layers import (
     OwnRotatingKVCache,
     mlx_caches,
 )
+from kvcache.integrations.mlx_lm.locking import waiting
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 
 __all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache", "attend_by_entries"]
@@ -35,6 +36,7 @@ class Attending(LayerCache):
     _given: tuple[ForwardPass, Any, Any] | None = None
     """What the model has of ``update_and_fetch``, until it attends to it or the next pass begins."""
 
+    @waiting
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Store (rows, kv_heads, tokens, dim) and give back all that the queries of this pass may see.
 
@@ -50,6 +52,7 @@ class Attending(LayerCache):
             self._given = one, *found
         return found
 
+    @waiting
     def attend(self, queries: Any, keys: Any, values: Any, scale: float, mask: Any, sinks: Any) -> Any:
         """What mlx-lm's ``scaled_dot_product_attention`` gives of the same; None: leave it to that.
 
@@ -70,6 +73,7 @@ class Attending(LayerCache):
             return keys.astype(key_dtype), values.astype(value_dtype)
         return keys, values
 
+    @waiting
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
         """What the next ``N`` tokens see: None (all), "causal", or BOOL (N, history), (rows, 1, N, history).
 
@@ -116,6 +120,7 @@ class Attending(LayerCache):
         after, below = mx.array(first)[:, None, :, None], mx.array(stop)[:, None, :, None]
         return (columns >= after) & (columns < below)
 
+    @waiting
     def is_trimmable(self) -> bool:
         """Whether :meth:`trim` can go back.
 
@@ -129,6 +134,7 @@ class Attending(LayerCache):
 
     # What is stored, in the order of positions.
 
+    @waiting
     def _stored(self) -> tuple[Any, Any]:
         """K and V of all rows; None and None while there is nothing."""
         self.rows.settle()
@@ -178,6 +184,7 @@ class Attending(LayerCache):
         assert isinstance(spec, Attention)
         return spec
 
+    @waiting
     def keys_and_values(self) -> tuple[Any, Any]:
         """What ``update_and_fetch`` gave in this pass, for layers that share another's.
 
@@ -216,6 +223,7 @@ class Attending(LayerCache):
         return BatchState() if self.rows.batched or len(set(lengths)) > 1 else lengths[0]
 
     @property
+    @waiting
     def nbytes(self) -> int:
         """Bytes of this layer that the rows hold; what they share with others counts for each."""
         tokens = sum(self._storage.tokens_of(self.layer, held.seq) for held in self.rows.held)
@@ -225,6 +233,7 @@ class Attending(LayerCache):
 class Convertible(Attending):
     """K and V of a layer of which ``kv_bits=`` asks for mlx-lm's QuantizedKVCache."""
 
+    @waiting
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """mlx-lm's QuantizedKVCache with what is stored, for ``kv_bits=``; it is not of the pool any more.
 
@@ -277,6 +286,7 @@ class RotatingKVCache(Convertible, OwnRotatingKVCache):  # type: ignore[misc]
         assert size is not None
         return size
 
+    @waiting
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
         """As KVCache's. NotSupportedError for a window that reaches back to what is not kept."""
         window = self._spec.window
@@ -346,6 +356,7 @@ class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
         return size
 
     @property
+    @waiting
     def start_position(self) -> int:
         """The position of the first token that ``update_and_fetch`` of the next pass gives."""
         lengths, rows = self.rows.lengths_for(self._seen), self.rows

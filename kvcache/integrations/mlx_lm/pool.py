@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.codes import keep_codes
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, layers_of
+from kvcache.integrations.mlx_lm.locking import PoolLock
 from kvcache.integrations.mlx_lm.loops import keep_prompt_caches
 from kvcache.integrations.mlx_lm.padding import keep_whole_steps, with_padding_told
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
@@ -30,6 +32,8 @@ from kvcache.integrations.mlx_lm.sequences import SequencePool
 from kvcache.integrations.mlx_lm.storage import Storage
 
 __all__ = ["CachePool"]
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {mx.float32: ml.DType.F32, mx.float16: ml.DType.F16, mx.bfloat16: ml.DType.BF16}
 
@@ -52,8 +56,10 @@ class CachePool:
     pass of several tokens sees what it sees with mlx-lm's RotatingKVCache, which is not quite that (see
     ``attention._seen_beside_kept``).
 
-    A model that does not tell its entries how many tokens a pass has (Mamba 1), or rows apart (Llama 4),
-    tells it by its calls from then on: the ``__call__`` of its class is put in a function that does.
+    The ``__call__`` of the model's class is put in a function that holds the pool's lock, so that threads with
+    a prompt cache each wait for one another, call by call. Other things done to prompt caches wait likewise;
+    a pool made from a list of layers is for one thread at a time. The function also tells what a model does
+    not tell its entries itself: how many tokens a pass has (Mamba 1), or rows apart (Llama 4).
 
     Raises NotSupportedError for a model with layers that there is no cache for here, and for ``max_kv_size``
     of a model that says itself what its layers keep, for which mlx-lm does not use it.
@@ -107,9 +113,9 @@ class CachePool:
         largest = max_sequences * min(capacity, PREFILL) if max_batch is None else max_batch
         self.storage.init(self.backend, _stored_dtype(dtype), max_sequences, capacity, largest)
         caches = self.storage.caches
-        if self.storage.wants_calls and not listed:
+        if not listed:
             told_by(type(model))
-            self.storage.calls_told = True
+            self.storage.calls_told = self.storage.wants_calls
         keep_prompt_caches()
         keep_codes()
         self.storage.asked = not listed and attend_by_entries(model)
@@ -133,11 +139,39 @@ class CachePool:
     @property
     def free_sequences(self) -> int:
         """How many of ``max_sequences`` nobody holds."""
-        return self.sequences.free
+        with self.lock:
+            return self.sequences.free
+
+    @property
+    def lock(self) -> PoolLock:
+        """Held by who uses the pool: enter it to do several things before another thread does anything."""
+        return self.sequences.lock
+
+    def fitting(self, op: str, tokens: int, more: int) -> int:
+        """How many of ``more`` tokens (below 0: any number) fit behind a prompt of ``tokens`` in the pool.
+
+        Says in the log where they are fewer. InvalidRangeError for a prompt that leaves room for none.
+        """
+        most = min(self.room, self.storage.longest)
+        if tokens >= most:
+            raise InvalidRangeError(
+                f"{op}: a prompt of {tokens} tokens; the pool has room for {most}, the answer included: shorten "
+                "it, or make the pool with a larger capacity or max_sequences"
+            )
+        if 0 <= more <= most - tokens:
+            return more
+        if most < math.inf:
+            log.warning(
+                "%s: an answer of up to %s tokens ends after %d, where the pool's room ends",
+                op, more if more >= 0 else "any number of", most - tokens,
+            )  # fmt: skip
+            return int(most) - tokens
+        return more
 
     def make_prompt_cache(self) -> list[Any]:
         """An empty prompt cache: an entry for each layer, as mlx-lm's ``make_prompt_cache`` gives them."""
-        return self.prompt_cache_of(BatchRows.empty(self.sequences))
+        with self.lock:
+            return self.prompt_cache_of(BatchRows.empty(self.sequences))
 
     def prompt_cache_of(self, rows: BatchRows) -> list[Any]:
         """The entries of a prompt cache of these rows."""
@@ -151,9 +185,10 @@ class CachePool:
 
     def close(self) -> None:
         """Drop all tensors; prompt caches of this pool cannot be used any more."""
-        self.cache.close()
-        if self._owns_backend:
-            self.backend.close()
+        with self.lock:
+            self.cache.close()
+            if self._owns_backend:
+                self.backend.close()
 
 
 def _stored_dtype(dtype: Any) -> Any:

@@ -68,8 +68,8 @@ class BatchRows:
         self.before = [0]
 
     def __del__(self) -> None:
-        for held in getattr(self, "held", ()):  # an interrupt may come before __init__ begins
-            held.release()
+        if held := getattr(self, "held", ()):  # an interrupt may come before __init__ begins
+            self.pool.drop(held)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchRows:
         self.pool.check_sharing("deepcopy")

@@ -78,6 +78,13 @@ def _adopted(
     prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None, codes: Mapping[int, Codes]
 ) -> list[Any]:
     """``codes``: what to store in place of K and V where the pool has the same format, by layer."""
+    with pool.lock:
+        return _filled(pool, prompt_cache, tokens, codes)
+
+
+def _filled(
+    pool: CachePool, prompt_cache: Sequence[Any], tokens: int | None, codes: Mapping[int, Codes]
+) -> list[Any]:
     layers, entries = pool.storage.layers, entries_in(prompt_cache)
     if len(prompt_cache) != len(pool.storage.entries) or len(entries) != len(layers):
         raise InvalidRangeError(

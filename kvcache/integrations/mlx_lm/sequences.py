@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from kvcache.cache import CacheFullError, KVCacheError, NotSupportedError, OrderError
+from kvcache.integrations.mlx_lm.locking import PoolLock
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.storage import Storage
 
@@ -61,6 +63,7 @@ class SequencePool:
 
     def __init__(self, storage: Storage, max_sequences: int, largest_pass: int | None) -> None:
         self.storage, self.max_sequences, self.largest_pass = storage, max_sequences, largest_pass
+        self.lock = PoolLock(storage.cache)
         self.keepers: weakref.WeakSet[Any] = weakref.WeakSet()
         """mlx-lm's ``LRUPromptCache`` s that keep prompt caches of this pool."""
         self.current: ForwardPass | None = None
@@ -69,10 +72,28 @@ class SequencePool:
         """Whether somebody else owns the sequences."""
         self._free = list(range(max_sequences))[::-1]
         self._retired: list[int] = []
+        self._dropped: list[SharedSequence] = []
+        """Claims that ended while another thread used the pool."""
+
+    def drop(self, several: Sequence[SharedSequence]) -> None:
+        """End a claim to each. It does not wait: garbage is collected in any thread, whatever it holds."""
+        if not self.lock.inner.acquire(blocking=False):
+            self._dropped += several
+            return
+        try:
+            for one in several:
+                one.release()
+        finally:
+            self.lock.inner.release()
+
+    def _release_dropped(self) -> None:
+        while self._dropped:
+            self._dropped.pop().release()
 
     @property
     def free(self) -> int:
         """How many sequences nobody holds."""
+        self._release_dropped()
         return len(self._free) + len(self._retired)
 
     def give_away(self) -> None:
@@ -98,6 +119,7 @@ class SequencePool:
 
     def reclaim(self) -> None:
         """Empty the sequences that nobody holds any more."""
+        self._release_dropped()
         while self._retired:
             seq = self._retired.pop()
             self.cut(seq, 0)

@@ -22,7 +22,7 @@ from kvcache.snapshots.snapshot import read_layers
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.state_specs import StateSpec
 
-__all__ = ["Codes", "Storage"]
+__all__ = ["Codes", "Storage", "padded"]
 
 _schedule: Any = mx.async_eval
 WORTH = 16
@@ -269,7 +269,9 @@ class Storage:
         assert self.recurrent is not None
         if len(one.active) != one.rows:
             value = value[mx.array(one.active)]
-        value = _padded(self.layers[layer], i, value)
+        spec = self.layers[layer]
+        assert isinstance(spec, Recurrent)
+        value = padded(value, spec.shapes[i])
         self.recurrent.update_state(self.ctx, _name(i), self.ctx.from_native(value), layer)
         one.written = True
 
@@ -310,9 +312,9 @@ def _alike_from(layer: Layer) -> int:
     return max(not layer.masked, *sizes, 0)
 
 
-def _padded(spec: Any, i: int, value: Any) -> Any:
-    """A state that has not its size as yet, as it is stored: with 0 before it."""
-    missing = [0, *(size - have for size, have in zip(spec.shapes[i], value.shape[1:], strict=True))]
+def padded(value: Any, shape: Sequence[int]) -> Any:
+    """A state (rows, *size) that has not its size as yet, with 0 before it: (rows, *shape)."""
+    missing = [0, *(size - have for size, have in zip(shape, value.shape[1:], strict=True))]
     return mx.pad(value, [(size, 0) for size in missing]) if any(missing) else value
 
 
