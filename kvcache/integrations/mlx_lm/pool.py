@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,8 +31,6 @@ from kvcache.integrations.mlx_lm.storage import Storage
 
 __all__ = ["CachePool"]
 
-log = logging.getLogger(__name__)
-
 _DTYPES = {mx.float32: ml.DType.F32, mx.float16: ml.DType.F16, mx.bfloat16: ml.DType.BF16}
 
 PREFILL = 2048
@@ -56,10 +52,10 @@ class CachePool:
     pass of several tokens sees what it sees with mlx-lm's RotatingKVCache, which is not quite that (see
     ``attention._seen_beside_kept``).
 
-    The ``__call__`` of the model's class is put in a function that holds the pool's lock, so that threads with
-    a prompt cache each wait for one another, call by call. Other things done to prompt caches wait likewise;
-    a pool made from a list of layers is for one thread at a time. The function also tells what a model does
-    not tell its entries itself: how many tokens a pass has (Mamba 1), or rows apart (Llama 4).
+    The ``__call__`` of the model's class is put in a function that holds the pool's lock: threads with a
+    prompt cache each wait for one another, call by call. Other things done to prompt caches wait too. A pool
+    made from a list of layers is for one thread at a time. The function also tells what a model does not tell
+    its entries itself: how many tokens a pass has (Mamba 1), or rows apart (Llama 4).
 
     Raises NotSupportedError for a model with layers that there is no cache for here, and for ``max_kv_size``
     of a model that says itself what its layers keep, for which mlx-lm does not use it.
@@ -119,8 +115,6 @@ class CachePool:
         keep_prompt_caches()
         keep_codes()
         self.storage.asked = not listed and attend_by_entries(model)
-        self.room = min((cache.cells for cache in caches.whole), default=math.inf)
-        """How many tokens all prompt caches may hold together; infinity where only windows are kept."""
         self.sequences = SequencePool(self.storage, max_sequences, largest if caches.forgets else None)
 
     def __repr__(self) -> str:
@@ -143,30 +137,14 @@ class CachePool:
             return self.sequences.free
 
     @property
+    def room(self) -> float:
+        """How many tokens all prompt caches may hold together; infinity where only windows are kept."""
+        return self.sequences.room
+
+    @property
     def lock(self) -> PoolLock:
         """Held by who uses the pool: enter it to do several things before another thread does anything."""
         return self.sequences.lock
-
-    def fitting(self, op: str, tokens: int, more: int) -> int:
-        """How many of ``more`` tokens (below 0: any number) fit behind a prompt of ``tokens`` in the pool.
-
-        Says in the log where they are fewer. InvalidRangeError for a prompt that leaves room for none.
-        """
-        most = min(self.room, self.storage.longest)
-        if tokens >= most:
-            raise InvalidRangeError(
-                f"{op}: a prompt of {tokens} tokens; the pool has room for {most}, the answer included: shorten "
-                "it, or make the pool with a larger capacity or max_sequences"
-            )
-        if 0 <= more <= most - tokens:
-            return more
-        if most < math.inf:
-            log.warning(
-                "%s: an answer of up to %s tokens ends after %d, where the pool's room ends",
-                op, more if more >= 0 else "any number of", most - tokens,
-            )  # fmt: skip
-            return int(most) - tokens
-        return more
 
     def make_prompt_cache(self) -> list[Any]:
         """An empty prompt cache: an entry for each layer, as mlx-lm's ``make_prompt_cache`` gives them."""

@@ -89,11 +89,11 @@ class MLXPrefixCache(SharedPrefixes):
     Every conversation is a prompt cache of one row; as many as ``max_sequences`` may be open. Its pages are
     those of ``CausalCache``: what transformers, vLLM or the engine stored of a model is found here.
 
-    **Threads.** Any number may call it; one works at a time, the others wait. ``generate`` holds the lock for a
-    part of the prompt or a step, and not while its caller has a token: the answers of several threads grow
+    **Threads.** Any number may call it; one works at a time, the others wait. ``generate`` holds the lock for
+    a part of the prompt or a step, and not while its caller has a token: the answers of several threads grow
     side by side. Where all sequences or cells are taken by conversations of other threads, ``begin`` and
-    ``generate`` wait until one of those is closed; a thread that has one open itself is told by an error. One
-    conversation is used by one thread at a time.
+    ``generate`` wait until one of those is closed. A thread that has one open itself does not: it gets an
+    error. A conversation is used by one thread at a time.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class MLXPrefixCache(SharedPrefixes):
         """As mlx-lm's ``generate_step``, for one conversation, from what is there; ``options`` are its own.
 
         Yields tokens with their log-probabilities. What was yielded is kept, wherever the caller stops. Where
-        ``max_tokens`` do not fit behind the prompt, the answer ends where the room ends, with a warning in the
-        log before it begins.
+        ``max_tokens`` do not fit behind the prompt, the answer ends where the room ends; the log says so
+        before it begins.
 
         InvalidRangeError for options that a prompt cache takes when it is made, for embeddings, and for a
         prompt that does not fit.
@@ -193,7 +193,7 @@ class MLXPrefixCache(SharedPrefixes):
         if progress is not None:
             options["prompt_progress_callback"] = lambda done, total: progress(before + done, before + total)
         asked = options.get("max_tokens", _MAX_TOKENS)
-        options["max_tokens"] = self.pool.fitting("generate", len(tokens), asked)
+        options["max_tokens"] = self.pool.sequences.fitting("generate", len(tokens), asked)
         said: list[int] = []
         with self._begin(tokens, salt, shared, len(tokens) + options["max_tokens"]) as session:
             last = session.prefill(prefill_step_size, progress)

@@ -180,7 +180,7 @@ def _sizes(layer: Layer) -> tuple[int | None, int]:
 
 
 def _codes_of(entry: Any, storage: Storage) -> Codes | None:
-    """Those of mlx-lm's QuantizedKVCache, words, scales and biases of K and then V, if the pool's are such."""
+    """Words, scales and biases of K and then V of mlx-lm's QuantizedKVCache, if the pool's are such."""
     if entry.keys is None or not storage.is_affine(entry.bits, entry.group_size):
         return None
     keys, values = entry.keys_and_values()
