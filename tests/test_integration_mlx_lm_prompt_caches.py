@@ -499,3 +499,51 @@ def test_dtypes_of_mlx_and_unknown_options_are_understood() -> None:
     other = CachePool(model, capacity=16)
     with pytest.raises(kvcache.NotSupportedError, match=r"of a CachePool already; copy\.deepcopy"):
         adopt(pool.make_prompt_cache(), other)
+
+
+class FailsAt:
+    """A part of a model that raises in its n-th call."""
+
+    def __init__(self, part: Any, at: int) -> None:
+        self.part, self.left = part, at
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.left -= 1
+        if not self.left:
+            raise MemoryError("the device is full")
+        return self.part(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
+
+
+@pytest.mark.parametrize("make", [models.make_llama, models.make_gemma])
+@pytest.mark.parametrize("at", [1, 3, 8])
+@pytest.mark.parametrize("where", ["draft", "layer of the draft", "target", "layer of the target", "sampler"])
+def test_a_round_of_speculation_that_fails_leaves_both_where_it_began(make: Any, where: str, at: int) -> None:
+    """The error is the one that was raised, and both go on from there as if the round had never been."""
+    target, draft = make(seed=1), make(seed=2)
+    mine, drafts = (make_prompt_cache(model, capacity=96, rollback=12) for model in (target, draft))
+    prompt, said, parts = models.prompt_of(20), list[int](), {"draft": draft, "target": target}
+    failing, options = dict(parts), {}
+    if where.startswith("layer"):
+        layers = parts[where.split()[-1]].model.layers
+        layers[1] = FailsAt(layers[1], at)
+    elif where == "sampler":
+        options["sampler"] = FailsAt(lambda logs: mx.argmax(logs, axis=-1), at)
+    else:
+        failing[where] = FailsAt(parts[where], at)
+    steps = loops.speculative_generate_step(
+        mx.array(prompt), failing["target"], failing["draft"], max_tokens=12, num_draft_tokens=4,
+        prompt_cache=mine + drafts, prefill_step_size=64, **options,
+    )  # fmt: skip
+    with pytest.raises(MemoryError, match="the device is full"):
+        said.extend(token for token, _, _ in steps)
+    begun = len(prompt) - 1 + len(said) if mine[0].offset else 0
+    assert [entry.offset for entry in mine] == [begun] * len(mine)
+    assert len({entry.offset for entry in drafts}) == 1
+    assert drafts[0].offset <= len(prompt) - 1 + len(said)
+    if where.startswith("layer"):
+        layers[1] = layers[1].part
+    rest = [*prompt, *said][begun:]
+    assert models.greedy(target, rest, 6, mine) == own_greedy(target, [*prompt, *said], 6)
