@@ -536,7 +536,7 @@ def test_threads_with_a_prompt_cache_each_wait_for_one_another(model: Any) -> No
 def test_a_pass_that_fails_in_one_thread_leaves_the_pool_to_the_others(model: Any) -> None:
     pool = CachePool(model, capacity=48, max_sequences=2)
     one, two = pool.make_prompt_cache(), pool.make_prompt_cache()
-    broken = [*one[:-1], None]
+    broken = [*one[:-1], object()]
     row = models.prompt_of(9)
     with ThreadPoolExecutor(1) as thread:
         for _ in range(2):

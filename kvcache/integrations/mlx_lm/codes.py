@@ -64,7 +64,7 @@ def _listed(codes: Codes | None) -> list[Any]:
 
 def codes_in(file_name: str, entries: int, layers: Sequence[Layer]) -> dict[int, Codes]:
     """By layer, the codes of a file of so many ``entries``: those of all layers with K and V, or none."""
-    arrays = mx.load(file_name)
+    arrays: Any = mx.load(file_name)
     listed: dict[int, dict[int, Any]] = {}
     for name, array in arrays.items():
         at = name.split(".")

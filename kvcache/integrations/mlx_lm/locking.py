@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from threading import RLock, get_ident
+from threading import Condition, RLock, get_ident
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 __all__ = ["PoolLock", "waiting"]
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class PoolLock:
@@ -22,24 +23,37 @@ class PoolLock:
 
     def __init__(self, cache: Any) -> None:
         self.inner = RLock()
+        self._told = Condition(self.inner)
         self._cache, self._thread = cache, get_ident()
 
     def __enter__(self) -> None:
         self.inner.acquire()
+        self._go_on_here()
+
+    def __exit__(self, *error: object) -> None:
+        self.inner.release()
+
+    def wait(self, timeout: float) -> None:
+        """Leave it to others until one of them calls ``tell``, for so many seconds at most."""
+        self._told.wait(timeout)
+        self._go_on_here()
+
+    def tell(self) -> None:
+        """End the waiting of all who ``wait``, once the lock is free."""
+        self._told.notify_all()
+
+    def _go_on_here(self) -> None:
         if self._thread != get_ident():
             self._thread = get_ident()
             if (take_over := getattr(self._cache, "take_over", None)) is not None:
                 take_over()
-
-    def __exit__(self, *error: object) -> None:
-        self.inner.release()
 
 
 def waiting(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """A method of an entry that waits until no other thread uses its pool."""
 
     @functools.wraps(method)
-    def call(entry: Any, *arguments: P.args, **named: P.kwargs) -> R:
+    def call(entry: Any, /, *arguments: P.args, **named: P.kwargs) -> R:
         with entry.rows.pool.lock:
             return method(entry, *arguments, **named)
 

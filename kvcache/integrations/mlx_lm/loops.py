@@ -7,7 +7,7 @@ none, or that cannot be trimmed so far back, is a miss, as it is where mlx-lm's 
 
 Speculative decoding asks once, before it starts, whether drafts of the model can be taken back. A sliding
 layer without ``rollback`` says yes as long as nothing has left its window, and silently keeps rejected drafts
-later on. That is refused here, and a ``rollback`` of a draft model that is less than its drafts. Where a round
+later on. That is refused here, and a ``rollback`` of a draft model that is less than its drafts. If a round
 fails, both prompt caches go back to where it began, and the error is the one that was raised.
 """
 

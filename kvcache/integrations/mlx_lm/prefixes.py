@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
@@ -80,7 +81,7 @@ class MLXSession(Conversation):
             finally:
                 self._owner.pool.sequences.current = None
                 self._rows.leave()
-                self._owner.left(self._session)
+                self._owner._left(self._session)
 
 
 class MLXPrefixCache(SharedPrefixes):
@@ -119,10 +120,8 @@ class MLXPrefixCache(SharedPrefixes):
             backend=backend,
         )  # fmt: skip
         self.pool.sequences.give_away()
-        self._room = threading.Condition(self.pool.lock.inner)
-        """Told of each conversation that ends."""
-        self._claims: dict[int, tuple[threading.Thread, int]] = {}
-        """By sequence, who began the conversation that is open in it, and how many tokens it may have."""
+        self._claims: dict[int, tuple[threading.Thread, float]] = {}
+        """By sequence, who began the conversation that is open in it, and its part of the room."""
         options = {"layers": _shapes(self.pool), **options}
         try:
             self.prefix = PrefixCache(self.pool.cache, **options)
@@ -135,36 +134,35 @@ class MLXPrefixCache(SharedPrefixes):
 
         ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``.
         """
-        return self._begin(tokens, salt, shared, len(tokens))
-
-    def _begin(self, tokens: Sequence[int], salt: str, shared: int, most: int) -> MLXSession:
-        """``most``: how many tokens it may have in the end."""
-        if len(tokens) > self.pool.room:
+        room = self.pool.room
+        if len(tokens) > room:
             raise InvalidRangeError(
-                f"begin: a prompt of {len(tokens)} tokens; the pool has room for {self.pool.room}, answers "
+                f"begin: a prompt of {len(tokens)} tokens; the pool has room for {room}, answers "
                 "included: make the MLXPrefixCache with a larger capacity or max_sequences"
             )
+        claim = max(len(tokens), room / self.pool.sequences.max_sequences)
         with self.pool.lock:
-            while self._is_full(most):
-                self._room.wait(1.0)  # a thread may end without closing what it began
+            while self._is_full(claim):
+                self.pool.lock.wait(1.0)  # a thread may end without closing what it began
             self.pool.sequences.current = None
             session = self.prefix.begin(tokens, salt, shared)
-            self._claims[session.seq] = threading.current_thread(), most
+            self._claims[session.seq] = threading.current_thread(), claim
             return MLXSession(self, session)
 
-    def _is_full(self, most: int) -> bool:
-        """Whether other threads, which will go on, hold what a conversation of ``most`` tokens needs."""
-        claims = [] if self.prefix.closed else list(self._claims.values())
+    def _is_full(self, claim: float) -> bool:
+        """Whether other threads, which will go on, hold what a conversation with such a claim needs."""
+        taken = [] if self.prefix.closed else [session.seq for session in self.prefix.sessions]
+        claims = [self._claims[seq] for seq in taken if seq in self._claims]
         if any(owner is threading.current_thread() for owner, _ in claims):
             return False
         held = sum(count for _, count in claims)
-        full = len(claims) >= self.pool.sequences.max_sequences or held + most > self.pool.room
+        full = len(claims) >= self.pool.sequences.max_sequences or held + claim > self.pool.room
         return full and any(owner.is_alive() for owner, _ in claims)
 
-    def left(self, session: Session) -> None:
+    def _left(self, session: Session) -> None:
         """A conversation has ended: its sequence and its room are there for others."""
         self._claims.pop(session.seq, None)
-        self._room.notify_all()
+        self.pool.lock.tell()
 
     def generate(
         self,
@@ -195,7 +193,7 @@ class MLXPrefixCache(SharedPrefixes):
         asked = options.get("max_tokens", _MAX_TOKENS)
         options["max_tokens"] = self.pool.sequences.fitting("generate", len(tokens), asked)
         said: list[int] = []
-        with self._begin(tokens, salt, shared, len(tokens) + options["max_tokens"]) as session:
+        with self.begin(tokens, salt, shared) as session:
             last = session.prefill(prefill_step_size, progress)
             steps = generate_step(last, self.model, prompt_cache=session.prompt_cache, **options)
             try:
@@ -213,7 +211,13 @@ class MLXPrefixCache(SharedPrefixes):
         with self.pool.lock:
             super().close()
             self.pool.close()
-            self._room.notify_all()
+            self.pool.lock.tell()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.pool.lock:
+            super().__exit__(kind, error, trace)
 
     def flush(self) -> None:
         """Write what is kept to the stores, and wait for that."""
@@ -236,14 +240,14 @@ _MAX_TOKENS = int(inspect.signature(generate_step).parameters["max_tokens"].defa
 
 
 def _shapes(pool: CachePool) -> Mapping[int, LayerShape]:
-    """What the layers of a model store, so that no page of a store can tell: those that are known to."""
-    return {
-        i: LayerShape(
-            (x.kv_heads, x.key_dim), (x.kv_heads, x.key_dim if x.keys_only else x.value_dim), x.keys_only
-        )
-        for i, x in enumerate(pool.storage.layers)
-        if isinstance(x, Attention) and x.used and x.kv_heads
-    }
+    """What the layers store, as far as it is known: no page of a store is to tell."""
+    found = {}
+    for i, layer in enumerate(pool.storage.layers):
+        if isinstance(layer, Attention) and layer.kv_heads and layer.key_dim and layer.value_dim is not None:
+            values = layer.key_dim if layer.keys_only else layer.value_dim
+            shape = (layer.kv_heads, layer.key_dim), (layer.kv_heads, values)
+            found[i] = LayerShape(*shape, layer.keys_only)
+    return found
 
 
 def _of_whole_prompt(prompt: Sequence[int], processor: Callable[..., Any]) -> Callable[..., Any]:

@@ -149,7 +149,7 @@ def _contents(i: int, entry: Any, layer: Layer, storage: Storage, codes: Codes |
         return _Content()
     if isinstance(layer, Recurrent) and layer.names:
         return _Content(_grouped(entry, layer), entry.offset)
-    if type(entry) is mlx_caches.QuantizedKVCache and not layer.keys_only:
+    if isinstance(layer, Attention) and not layer.keys_only and type(entry) is mlx_caches.QuantizedKVCache:
         codes = _codes_of(entry, storage)
     if recurrent:
         arrays = tuple(entry.cache)
