@@ -152,10 +152,10 @@ class PrefixCache(Closing):
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
         cache.on_pressure = self.evictor.relieve
-        for part in unwrapped(cache):
-            cells = getattr(part, "attention", part)
-            if hasattr(cells, "on_pressure") and cells.snapshot(0, 0, 0).divisible:
-                cells.on_pressure = functools.partial(self.evictor.relieve, windows=False)
+        parts = unwrapped(cache)
+        for i, window in self.tree.windows.parts.items():
+            relieve = functools.partial(self.evictor.relieve, part=i, window=window)
+            getattr(parts[i], "attention", parts[i]).on_pressure = relieve
         _OWNERS.update(dict.fromkeys(unwrapped(cache), weakref.ref(self._open)))
 
     def __repr__(self) -> str:

@@ -42,6 +42,7 @@ from kvcache.prefix.tree_entry import (
     tenant_of,
 )
 from kvcache.prefix.usage import Usage, age
+from kvcache.prefix.windows import WindowCells
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
@@ -82,6 +83,7 @@ class PrefixTree:
         self.usage = Usage(policy, self.device, self.host, store is not None)
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.interior = InteriorSnapshots(not self.divisible and store is None)
+        self.windows = WindowCells(cache, self._room)
         self.writer = None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible)
         self._backend = cache.backend
         self._round = 0
@@ -109,6 +111,11 @@ class PrefixTree:
             tenant_of,
             lambda tenant: None if limits is None else part(limits(tenant) or TenantBudget()),
         )
+
+    def _room(self) -> int:
+        """How many bytes more may be kept on the device; without a budget, in all as many as the cache takes."""
+        budget = self.device.budget
+        return (self.cache.nbytes if budget is None else budget) - self.device.nbytes
 
     # Telling.
 
@@ -291,6 +298,7 @@ class PrefixTree:
         assert node.data is not None
         node.data.snapshot, node.data.nbytes = snapshot, snapshot.nbytes
         self.device.add(node, snapshot.nbytes)
+        self.windows.note(node)
         self.interior.note(node)
         self._changed(node)
 
@@ -301,6 +309,7 @@ class PrefixTree:
         if node.data is not None and node.data.snapshot is not None:
             node.data.snapshot.drop()
             node.data.snapshot = None
+        self.windows.note(node)
 
     def _keep_on_host(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         assert node.data is not None
@@ -379,6 +388,7 @@ class PrefixTree:
         self.device.discard(node)
         self.evicted += 1
         node.data = None
+        self.windows.note(node)
         self._changed(node)
         self.radix_tree.join(node)
         if joined is not None:

@@ -26,6 +26,7 @@ __all__ = [
     "host_priority",
     "in_cache",
     "is_present",
+    "is_restored",
     "priority_of",
     "span_of",
     "tenant_of",
@@ -145,6 +146,10 @@ def content_of(held: TreeEntry) -> Snapshot | SerializedSnapshot:
 
 def in_cache(held: TreeEntry) -> bool:
     return held.snapshot is not None and held.snapshot.in_cache
+
+
+def is_restored(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.restoring > 0
 
 
 def is_present(node: Node[TreeEntry]) -> bool:

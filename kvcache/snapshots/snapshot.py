@@ -46,6 +46,7 @@ __all__ = [
     "read_layers",
     "sliced",
     "tensors_of",
+    "unwrapped_snapshot",
 ]
 
 
@@ -402,6 +403,13 @@ class WrapperSnapshot:
     def drop(self) -> None:
         for part in self.parts:
             part.drop()
+
+
+def unwrapped_snapshot(snapshot: Snapshot) -> list[Snapshot]:
+    """The snapshots of the caches that a wrapper wraps, in their order, or the snapshot itself."""
+    if isinstance(snapshot, WrapperSnapshot):
+        return [one for part in snapshot.parts for one in unwrapped_snapshot(part)]
+    return [snapshot]
 
 
 def check_kind(op: str, cache: object, kind: type, snapshots: Sequence[object]) -> None:
