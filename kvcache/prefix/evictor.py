@@ -10,7 +10,7 @@ from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retainer import Retainer
 from kvcache.prefix.retention import DEFAULT_PRIORITY
-from kvcache.prefix.tree_entry import TreeEntry, is_restored, tenant_of
+from kvcache.prefix.tree_entry import TreeEntry, in_cells, is_restored, tenant_of
 from kvcache.prefix.windows import part_of
 
 __all__ = ["Evictor"]
@@ -64,35 +64,37 @@ class Evictor:
         return count
 
     def relieve(self, missing: int, part: int = 0, window: bool = False) -> bool:
-        """A cache needs cells: let snapshots copy theirs out, or offload what was least recently used of all.
+        """A cache needs cells: have snapshots let go of some, those first that were least recently used.
 
-        ``part``: which of the caches of a wrapper; ``window``: its snapshots are windows. Those are copied out
-        as long as what is kept is within the budget; snapshots inside conversations hold cells of it too.
-        What is being restored stays: it would free cells of one wrapped cache to fill those of another.
+        ``part``: which of the caches of a wrapper. ``window``: its snapshots are windows. What is being
+        restored stays: it would free cells of one wrapped cache to fill those of another.
         """
         self._tree.usage.tick()
         self.retainer.expire()
         try:
-            return (window and self._relieve_window(part)) or self._relieve(missing, part)
+            return self._relieve_window(part) if window else self._relieve(missing, part)
         finally:
             self._tree.tell()  # the next call of a prefix cache may be a long answer away
 
     def _relieve_window(self, part: int) -> bool:
-        """Make room beside the cells, and copy out the least recently used window that would free some."""
+        """Copy a window out of its cells; where too much is kept for that, let one go for good."""
         tree = self._tree
-        while (node := tree.windows.oldest(part)) is not None:
-            if tree.windows.has_room:
-                return tree.windows.copy_out(node, part)
-            first = tree.device.first()
-            assert first is not None
-            held_cells = self._absorbed(first, part=part)
-            if held_cells:
+        while (node := tree.windows.next(part)) is not None:
+            goes: Node[TreeEntry] | None = node
+            if tree.has_room:
+                if tree.windows.copy_out(node, part):
+                    return True
+            else:
+                held_cells = self._absorbed(tree.device.first() or node, part=part)
+                if held_cells:
+                    return True
+                if held_cells is not None:
+                    continue
+                goes = self._first(lambda each: each is node or not _holds_cells(each, part))
+            assert goes is not None
+            tree.offload(goes)
+            if goes is node:
                 return True
-            if held_cells is None:
-                oldest = self._oldest(lambda each: each is node or not _holds_cells(each, part))
-                if oldest is node or oldest is None:
-                    return False
-                tree.offload(oldest)
         return False
 
     def _relieve(self, missing: int, part: int) -> bool:
@@ -102,12 +104,12 @@ class Evictor:
             self._tree.offload(end)
             if frees:
                 return True
-        shared = self._oldest(lambda node: _holds_cells(node, part))
+        shared = self._first(lambda node: _holds_cells(node, part))
         if shared is not None:  # with other snapshots: all of them have to go
             self._tree.offload(shared)
         return shared is not None
 
-    def _oldest(self, wanted: Callable[[Node[TreeEntry]], bool]) -> Node[TreeEntry] | None:
+    def _first(self, wanted: Callable[[Node[TreeEntry]], bool]) -> Node[TreeEntry] | None:
         """What goes first of those that are ``wanted`` and not being restored."""
         with contextlib.closing(self._tree.device.in_order()) as nodes:
             return next((node for node in nodes if wanted(node) and not is_restored(node)), None)
@@ -157,8 +159,8 @@ class Evictor:
         assert held is not None
         at = node.end - tokens
         at -= at % self.grain
-        kept_below = held.host is not None or held.leaving is not None
-        if self._tree.divisible and node.begin < at and not kept_below and held.snapshot and held.snapshot.holds_cells:
+        only_here = held.host is None and held.leaving is None and in_cells(held)
+        if self._tree.divisible and node.begin < at and only_here:
             with contextlib.suppress(SequenceLostError):  # a device failure took it, and all of it goes
                 self._tree.split(node, at)
         return node

@@ -83,7 +83,7 @@ class PrefixTree:
         self.usage = Usage(policy, self.device, self.host, store is not None)
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.interior = InteriorSnapshots(not self.divisible and store is None)
-        self.windows = WindowCells(cache, self._room)
+        self.windows = WindowCells(cache)
         self.writer = None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible)
         self._backend = cache.backend
         self._round = 0
@@ -112,10 +112,11 @@ class PrefixTree:
             lambda tenant: None if limits is None else part(limits(tenant) or TenantBudget()),
         )
 
-    def _room(self) -> int:
-        """How many bytes more may be kept on the device; without a budget, in all as many as the cache takes."""
+    @property
+    def has_room(self) -> bool:
+        """Whether what is kept on the device is within its budget: None is what the cache itself takes."""
         budget = self.device.budget
-        return (self.cache.nbytes if budget is None else budget) - self.device.nbytes
+        return self.device.nbytes <= (self.cache.nbytes if budget is None else budget)
 
     # Telling.
 

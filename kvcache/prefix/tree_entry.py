@@ -25,6 +25,7 @@ __all__ = [
     "higher",
     "host_priority",
     "in_cache",
+    "in_cells",
     "is_present",
     "is_restored",
     "priority_of",
@@ -146,6 +147,10 @@ def content_of(held: TreeEntry) -> Snapshot | SerializedSnapshot:
 
 def in_cache(held: TreeEntry) -> bool:
     return held.snapshot is not None and held.snapshot.in_cache
+
+
+def in_cells(held: TreeEntry) -> bool:
+    return held.snapshot is not None and held.snapshot.holds_cells
 
 
 def is_restored(node: Node[TreeEntry]) -> bool:
