@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,36 +134,35 @@ class PrefixMatcher:
                 self._tree.insert(seq, ids[: source.length], [self._cache.snapshot(seq, 0, source.length)])
             return True
         self._cache.remove(seq, 0)
-        with self._tree.interior.in_use(source.nodes, restoring=True):
-            shared = self._tree.share(seq, source.nodes, source.length)
-            at = min(source.nodes[shared - 1].end, source.length) if shared else 0
-            self.origins["device"] += at
-            for node in source.nodes[shared:]:
-                target = min(node.end, source.length)
-                tier = self._tree.restore(seq, node, target)
-                if tier is None:
-                    self._cache.remove(seq, 0)
-                    self._tree.drop(node)
-                    return False
-                self.origins[tier] += target - at
-                at = target
-                if tier == "host":
-                    self._tell(source.length, at)
-        return True
+        if self._restore_along(seq, source.nodes, source.length) == source.length:
+            return True
+        self._cache.remove(seq, 0)
+        return False
 
     def _go_on(self, seq: int, ids: np.ndarray, reached: int) -> int:
         """Restore what follows the first ``reached`` tokens from nodes that what stores had leads to."""
         length, nodes = self._tree.beyond(ids, reached)
+        return self._restore_along(seq, nodes, length, reached)
+
+    def _restore_along(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int, at: int = 0) -> int:
+        """Restore what nodes have behind the first ``at`` tokens; a node that fails is dropped, and ends it.
+
+        Returns how many tokens the sequence has then.
+        """
         with self._tree.interior.in_use(nodes, restoring=True):
-            for node in nodes:
-                target = min(node.end, length)
-                tier = self._tree.restore(seq, node, target)
+            while nodes:
+                count, tier = self._tree.share(seq, nodes, length), "device"
+                if not count:
+                    count, tier = 1, self._tree.restore(seq, nodes[0], min(nodes[0].end, length))
                 if tier is None:
-                    self._tree.drop(node)
+                    self._tree.drop(nodes[0])
                     break
-                self.origins[tier] += target - reached
-                reached = target
-        return reached
+                reached = min(nodes[count - 1].end, length)
+                self.origins[tier] += reached - at
+                at, nodes = reached, nodes[count:]
+                if tier == "host":
+                    self._tell(length, at)
+        return at
 
     def _from_store(self, seq: int, ids: np.ndarray, source: Source, stored: int) -> int | None:
         """Restore what ``source`` has, and then entries of ``[0, stored)``; the length that is held now.

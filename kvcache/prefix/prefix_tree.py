@@ -32,11 +32,11 @@ from kvcache.prefix.radix_tree import Node, RadixTree
 from kvcache.prefix.store_writer import StoreWriter
 from kvcache.prefix.tenant_budget import TenantBudget, TenantQueue
 from kvcache.prefix.tree_entry import (
+    Chain,
     TreeEntry,
     chain_of,
     content_of,
     host_priority,
-    in_cache,
     is_present,
     priority_of,
     tenant_of,
@@ -45,7 +45,7 @@ from kvcache.prefix.usage import Usage, age
 from kvcache.prefix.windows import WindowCells
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
-from kvcache.snapshots.snapshot import Snapshot
+from kvcache.snapshots.snapshot import Snapshot, joins_in_place
 from kvcache.stores import Keys, SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
@@ -167,21 +167,28 @@ class PrefixTree:
         return match.length, tuple(itertools.takewhile(is_present, nodes))
 
     def share(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int) -> int:
-        """Let an empty sequence share the first nodes in one step, as far as they lie in the cache.
+        """Let a sequence share what the first nodes have in the cache's cells, in one step.
 
-        Returns how many they are; 0 where one alone would do as well.
+        Of windows and states that of the last one alone is restored. Returns how many nodes they are; 0 where
+        one alone would do as well.
         """
-        if not self.divisible:
-            return 0
-        held = [node.data for node in nodes if node.data is not None]
-        parts = [part.snapshot for part in itertools.takewhile(in_cache, held)]
+        parts: list[Snapshot] = []
+        for node in nodes:
+            held = node.data
+            if held is None or held.snapshot is None or (parts and held.begin != parts[-1].end):
+                break
+            if not joins_in_place(held.snapshot):
+                break
+            parts.append(held.snapshot)
         if len(parts) < 2:
             return 0
+        target = min(nodes[len(parts) - 1].end, length)
         try:
-            target = min(nodes[len(parts) - 1].end, length)
-            return len(parts) if self.cache.restore(seq, self.cache.join(parts), target) else 0
-        except SequenceLostError:
+            joined = self.cache.join(parts)
+            restored = self.cache.restore(seq, joined, target if joined.divisible else None)
+        except (SequenceLostError, InvalidRangeError):  # one by one it turns out which
             return 0
+        return len(parts) if restored else 0
 
     def restore(self, seq: int, node: Node[TreeEntry], target: int) -> str | None:
         """Put a node's content into a sequence; the tier it came from, or None where it cannot be had."""
@@ -220,22 +227,36 @@ class PrefixTree:
                     self.node_at(ids[:own])  # what is shared does not count for a tenant
                 self.node_at(ids)
             self._refill(seq, ids, stored, salt, own)
+        self._insert_whole(ids, pieces, stored, salt, own)
+        self.touch(ids)
+
+    def _insert_whole(
+        self, ids: np.ndarray, pieces: Sequence[Snapshot], stored: bool, salt: str, own: int
+    ) -> None:
+        """Keep snapshots of what is whole, each at its end: one walk down the tree."""
+        chain, above = Chain(), self.radix_tree.root
         for piece in pieces:
-            node = self.node_at(ids[: piece.end])
+            node = self.node_at(ids[: piece.end], above)
+            path = node.path(above)
+            if path and path[0].parent is not above:  # the tree changed meanwhile
+                chain = Chain()
+            for each in path[:-1]:
+                chain.add(each)
             kept: dict[str, Any] = {}
-            if (old := node.data) is not None and self.along(ids[: piece.end])[0] < piece.end:
+            if (old := node.data) is not None and not chain.add(node):
                 kept = {"pins": old.pins, "rank": old.rank, "grants": old.grants}
                 self.drop(node)  # what it follows is gone
                 node = self.node_at(ids[: piece.end])
-            if node.parent is None or (node.data is not None and node.data.snapshot is not None):
-                continue
-            if node.data is None:
+            is_new = node.data is None and node.parent is not None
+            if is_new:
                 tenant = salt if node.end > own else ""
                 node.data = TreeEntry(piece.begin, stored=stored, tenant=tenant, **kept)
                 self.parted += [node] if kept else []
-            if node.data.begin == piece.begin:
+            if node.data is not None and node.data.snapshot is None and node.data.begin == piece.begin:
                 self._keep_on_device(node, piece)
-        self.touch(ids)
+            if is_new:
+                chain.add(node)
+            above = node
 
     def _refill(self, seq: int, ids: np.ndarray, stored: bool, salt: str, own: int) -> None:
         """Give the nodes on the way that lost their content what the sequence has of it."""
@@ -251,12 +272,16 @@ class PrefixTree:
                 node.data = TreeEntry(node.begin, stored=stored, tenant=salt if node.end > own else "")
                 self._keep_on_device(node, snapshot)
 
-    def node_at(self, ids: np.ndarray) -> Node[TreeEntry]:
-        """The node that ends exactly with ``ids``: found, parted from an edge, or added."""
-        match = self.radix_tree.match(ids)
+    def node_at(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Node[TreeEntry]:
+        """The node that ends exactly with ``ids``: found, parted from an edge, or added.
+
+        ``above``: a node that ``ids`` are known to lead through.
+        """
+        match = self.radix_tree.match(ids, above)
         if match.inside and self._is_leaving(match.nodes[-1]):
+            above = None
             match = self.radix_tree.match(ids)
-        node = match.nodes[-1] if match.nodes else self.radix_tree.root
+        node = match.nodes[-1] if match.nodes else above or self.radix_tree.root
         if match.inside:
             node = self.split(node, match.length)
         if match.length < ids.size:

@@ -43,6 +43,7 @@ __all__ = [
     "compact",
     "entries",
     "joined",
+    "joins_in_place",
     "read_layers",
     "sliced",
     "tensors_of",
@@ -410,6 +411,15 @@ def unwrapped_snapshot(snapshot: Snapshot) -> list[Snapshot]:
     if isinstance(snapshot, WrapperSnapshot):
         return [one for part in snapshot.parts for one in unwrapped_snapshot(part)]
     return [snapshot]
+
+
+def joins_in_place(snapshot: Snapshot) -> bool:
+    """Whether it is joined with its neighbours without a copy: in cells, or of what only the last one has."""
+    parts = unwrapped_snapshot(snapshot)
+    return all(
+        part.holds_cells or isinstance(part, EncoderSnapshot) or getattr(part, "whole", False)
+        for part in parts
+    )
 
 
 def check_kind(op: str, cache: object, kind: type, snapshots: Sequence[object]) -> None:
