@@ -40,6 +40,11 @@ class Source:
     held: bool = False
     """The sequence has it already."""
 
+    @property
+    def above(self) -> Node[TreeEntry] | None:
+        """The node right above the last one: a walk that begins there is short."""
+        return self.nodes[-1].parent if self.nodes else None
+
 
 class Stopwatch:
     """A context manager; ``seconds`` are those of all its blocks."""
@@ -63,6 +68,8 @@ class PrefixMatcher:
         """How many tokens of the last ``fill`` came from where: "live", a tier, "store"."""
         self.spared = 0
         """Tokens of the last ``fill`` that stores were not asked for, since computing them is faster."""
+        self.above: Node[TreeEntry] | None = None
+        """A node that the prefix of the last ``fill`` leads through; None: the root."""
         self.matching = Stopwatch()
         """What the last ``fill`` took to find what it restored."""
         self.on_restore: Callable[[int, int], None] | None = None
@@ -85,12 +92,13 @@ class PrefixMatcher:
 
     def _find_and_restore(self, seq: int, ids: np.ndarray) -> int:
         limit = reach = int(ids.size) - 1
+        self.above = None
         self.matching = Stopwatch()
         while True:
             self.origins.clear()
             with self.matching:
                 source = self.best(ids, limit)
-                self._tree.touch(ids[: source.length])
+                self._tree.touch(ids[: source.length], source.above)
                 stored, self.spared = self._lookup.longest(ids, source.length, reach)
             while stored > source.length:
                 reached = self._from_store(seq, ids, source, stored)
@@ -105,6 +113,7 @@ class PrefixMatcher:
                         stored, self.spared = self._lookup.longest(ids, reached, reach)
             else:
                 if self.from_source(seq, ids, source):
+                    self.above = source.above
                     return source.length
 
     def prefetch(self, ids: np.ndarray) -> Prefetch | None:

@@ -145,9 +145,16 @@ class PrefixTree:
 
     # Finding.
 
-    def along(self, ids: np.ndarray) -> tuple[int, tuple[Node[TreeEntry], ...]]:
-        """The longest prefix of ``ids`` that is kept, and the nodes to restore it from, in order."""
-        match = self.radix_tree.match(ids)
+    def along(
+        self, ids: np.ndarray, above: Node[TreeEntry] | None = None
+    ) -> tuple[int, tuple[Node[TreeEntry], ...]]:
+        """The longest prefix of ``ids`` that is kept, and the nodes to restore it from, in order.
+
+        ``above``: a node that ``ids`` are known to lead through.
+        """
+        match = self.radix_tree.match(ids, above)
+        if above is not None:
+            match.nodes = [*above.path(), *match.nodes]
         if not self.divisible:
             chain = chain_of([node for node in match.nodes if node.end <= match.length])
             return (chain[-1].end if chain else 0), chain
@@ -214,11 +221,18 @@ class PrefixTree:
 
     # Keeping.
 
-    def insert(self, seq: int, ids: np.ndarray, pieces: Sequence[Snapshot], stored: bool = False) -> None:
+    def insert(
+        self,
+        seq: int,
+        ids: np.ndarray,
+        pieces: Sequence[Snapshot],
+        stored: bool = False,
+        above: Node[TreeEntry] | None = None,
+    ) -> None:
         """Keep what a sequence holds of ``ids``; ``stored``: the stores have it too.
 
         What is divisible is taken from the sequence as far as the radix tree has nothing of it; ``pieces``
-        are of what is whole, each with its own end.
+        are of what is whole, each with its own end. ``above``: a node that ``ids`` lead through.
         """
         salt, own = self.alphabet.tenant_of(ids)
         if self.divisible:
@@ -227,18 +241,26 @@ class PrefixTree:
                     self.node_at(ids[:own])  # what is shared does not count for a tenant
                 self.node_at(ids)
             self._refill(seq, ids, stored, salt, own)
-        self._insert_whole(ids, pieces, stored, salt, own)
-        self.touch(ids)
+        self._insert_whole(ids, pieces, stored, salt, own, above)
+        self.touch(ids, None if above is None or above.parent is None else above)
 
     def _insert_whole(
-        self, ids: np.ndarray, pieces: Sequence[Snapshot], stored: bool, salt: str, own: int
+        self,
+        ids: np.ndarray,
+        pieces: Sequence[Snapshot],
+        stored: bool,
+        salt: str,
+        own: int,
+        above: Node[TreeEntry] | None,
     ) -> None:
         """Keep snapshots of what is whole, each at its end: one walk down the tree."""
-        chain, above = Chain(), self.radix_tree.root
+        chain, at = Chain(), above or self.radix_tree.root
+        for each in at.path():
+            chain.add(each)
         for piece in pieces:
-            node = self.node_at(ids[: piece.end], above)
-            path = node.path(above)
-            if path and path[0].parent is not above:  # the tree changed meanwhile
+            node = self.node_at(ids[: piece.end], at)
+            path = node.path(at)
+            if path and path[0].parent is not at:  # the tree changed meanwhile
                 chain = Chain()
             for each in path[:-1]:
                 chain.add(each)
@@ -256,7 +278,7 @@ class PrefixTree:
                 self._keep_on_device(node, piece)
             if is_new:
                 chain.add(node)
-            above = node
+            at = node
 
     def _refill(self, seq: int, ids: np.ndarray, stored: bool, salt: str, own: int) -> None:
         """Give the nodes on the way that lost their content what the sequence has of it."""
@@ -344,10 +366,10 @@ class PrefixTree:
         self.host.add(node, serialized.nbytes)
         self._changed(node)
 
-    def touch(self, ids: np.ndarray) -> None:
-        """A prefix was used: it goes later than all others."""
+    def touch(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> None:
+        """A prefix, which leads through ``above``, was used: it goes later than all others."""
         self.usage.tick()
-        match = self.radix_tree.match(ids)
+        match = self.radix_tree.match(ids, above)
         if match.nodes:
             self.usage.use(match.nodes[-1], whole=not match.inside)
 
@@ -531,7 +553,8 @@ class PrefixTree:
     def clear(self) -> None:
         """Forget all that is kept on the device and in host memory; what is being written is written."""
         self.drain()
-        for node in list(self.radix_tree):
+        gone = list(self.radix_tree)
+        for node in gone:
             self._off_device(node)
             if self.host is not None:
                 self.host.discard(node)
@@ -541,6 +564,8 @@ class PrefixTree:
         if self._events is not None and self.store is None:
             self._events.cleared()
         self.tell()
+        for node in gone:
+            node.parent = None  # no session is to go on from it
 
     # Stores.
 
