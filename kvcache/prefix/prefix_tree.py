@@ -345,7 +345,7 @@ class PrefixTree:
     def _keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
         assert node.data is not None
         node.data.snapshot, node.data.nbytes = snapshot, snapshot.nbytes
-        self.device.add(node, snapshot.nbytes)
+        self.device.add(node, node.data.nbytes)
         self.windows.note(node)
         self.interior.note(node)
         self._changed(node)
