@@ -68,7 +68,9 @@ class PrefixCache(Closing):
     """Sessions over one cache that share their prefixes through a radix tree of snapshots.
 
     ``budget`` limits the bytes of snapshots on the device, a number or a size such as ``"2GiB"`` (None: as
-    much as the cells of the cache hold).
+    much as the cells of the cache hold). When a window needs the cells that snapshots hold of it, they are
+    copied to memory beside it, as long as all snapshots take no more than the budget (None: no more than
+    the bytes of the cache itself); beyond that they are evicted.
     ``tiers`` are at most one HostTier, followed by stores, the nearest first: an open store, what
     ``open_store`` takes, or the Path of a folder. Evicted content moves to the next tier.
 

@@ -415,11 +415,9 @@ def unwrapped_snapshot(snapshot: Snapshot) -> list[Snapshot]:
 
 def joins_in_place(snapshot: Snapshot) -> bool:
     """Whether it is joined with its neighbours without a copy: in cells, or of what only the last one has."""
-    parts = unwrapped_snapshot(snapshot)
-    return all(
-        part.holds_cells or isinstance(part, EncoderSnapshot) or getattr(part, "whole", False)
-        for part in parts
-    )
+    if isinstance(snapshot, WrapperSnapshot):
+        return all(map(joins_in_place, snapshot.parts))
+    return snapshot.holds_cells or isinstance(snapshot, EncoderSnapshot) or getattr(snapshot, "whole", False)
 
 
 def check_kind(op: str, cache: object, kind: type, snapshots: Sequence[object]) -> None:
