@@ -45,7 +45,7 @@ from kvcache.prefix.usage import Usage, age
 from kvcache.prefix.windows import WindowCells
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
-from kvcache.snapshots.snapshot import Snapshot, joins_in_place
+from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Keys, SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
@@ -173,30 +173,6 @@ class PrefixTree:
             return match.length, chain_of([node for node in nodes if node.end <= match.length], reached)
         return match.length, tuple(itertools.takewhile(is_present, nodes))
 
-    def share(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int) -> int:
-        """Let a sequence share what the first nodes have in the cache's cells, in one step.
-
-        Of windows and states that of the last one alone is restored. Returns how many nodes they are; 0 where
-        one alone would do as well.
-        """
-        parts: list[Snapshot] = []
-        for node in nodes:
-            held = node.data
-            if held is None or held.snapshot is None or (parts and held.begin != parts[-1].end):
-                break
-            if not joins_in_place(held.snapshot):
-                break
-            parts.append(held.snapshot)
-        if len(parts) < 2:
-            return 0
-        target = min(nodes[len(parts) - 1].end, length)
-        try:
-            joined = self.cache.join(parts)
-            restored = self.cache.restore(seq, joined, target if joined.divisible else None)
-        except (SequenceLostError, InvalidRangeError):  # one by one it turns out which
-            return 0
-        return len(parts) if restored else 0
-
     def restore(self, seq: int, node: Node[TreeEntry], target: int) -> str | None:
         """Put a node's content into a sequence; the tier it came from, or None where it cannot be had."""
         held = node.data
@@ -234,26 +210,21 @@ class PrefixTree:
         What is divisible is taken from the sequence as far as the radix tree has nothing of it; ``pieces``
         are of what is whole, each with its own end. ``above``: a node that ``ids`` lead through.
         """
-        salt, own = self.alphabet.tenant_of(ids)
         if self.divisible:
+            salt, own = self.alphabet.tenant_of(ids)
             if self.radix_tree.match(ids).length < ids.size:
                 if self._limits is not None and 0 < own < ids.size:
                     self.node_at(ids[:own])  # what is shared does not count for a tenant
                 self.node_at(ids)
             self._refill(seq, ids, stored, salt, own)
-        self._insert_whole(ids, pieces, stored, salt, own, above)
+        self._insert_whole(ids, pieces, stored, above)
         self.touch(ids, None if above is None or above.parent is None else above)
 
     def _insert_whole(
-        self,
-        ids: np.ndarray,
-        pieces: Sequence[Snapshot],
-        stored: bool,
-        salt: str,
-        own: int,
-        above: Node[TreeEntry] | None,
+        self, ids: np.ndarray, pieces: Sequence[Snapshot], stored: bool, above: Node[TreeEntry] | None
     ) -> None:
         """Keep snapshots of what is whole, each at its end: one walk down the tree."""
+        salt, own = self.alphabet.tenant_of(ids)
         chain, at = Chain(), above or self.radix_tree.root
         for each in at.path():
             chain.add(each)

@@ -237,7 +237,7 @@ BUGS: dict[str, list[Bug]] = {
         ("prefix.prefix_tree:PrefixTree.has_room", "without_a_budget[wrapper]", prop(always(True))),
         ("prefix.interior:_span", "what_is_left_of[wrapper]",
          lambda f, node: None if f(node) is None else 0),
-        ("prefix.prefix_tree:PrefixTree.share", "one_state_is_restored[wrapper]", always(0)),
+        ("prefix.matcher:PrefixMatcher._share", "one_state_is_restored[wrapper]", always(0)),
         ("prefix.session:Session.above", "one_state_is_restored[recurrent-True]", NOTHING),
     ],
     "tests/prefix/test_paging.py": [
