@@ -81,7 +81,8 @@ class Evictor:
         tree = self._tree
         while (node := tree.windows.next(part)) is not None:
             goes: Node[TreeEntry] | None = node
-            if tree.has_room:
+            window = part_of(node, part)
+            if window is not None and tree.has_room(window.nbytes):
                 if tree.windows.copy_out(node, part):
                     return True
             else:

@@ -161,7 +161,8 @@ class PrefixMatcher:
         """
         with self._tree.interior.in_use(nodes, restoring=True):
             while nodes:
-                count, tier = self._share(seq, nodes, length), "device"
+                tier: str | None = "device"
+                count = self._share(seq, nodes, length)
                 if not count:
                     count, tier = 1, self._tree.restore(seq, nodes[0], min(nodes[0].end, length))
                 if tier is None:

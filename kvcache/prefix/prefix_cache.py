@@ -69,8 +69,8 @@ class PrefixCache(Closing):
 
     ``budget`` limits the bytes of snapshots on the device, a number or a size such as ``"2GiB"`` (None: as
     much as the cells of the cache hold). When a window needs the cells that snapshots hold of it, they are
-    copied to memory beside it, as long as all snapshots take no more than the budget (None: no more than
-    the bytes of the cache itself); beyond that they are evicted.
+    copied out and stay on the device, as long as all snapshots take no more than the budget (None: the
+    copies no more than the cache itself); beyond that they are evicted.
     ``tiers`` are at most one HostTier, followed by stores, the nearest first: an open store, what
     ``open_store`` takes, or the Path of a folder. Evicted content moves to the next tier.
 

@@ -112,11 +112,11 @@ class PrefixTree:
             lambda tenant: None if limits is None else part(limits(tenant) or TenantBudget()),
         )
 
-    @property
-    def has_room(self) -> bool:
-        """Whether what is kept on the device is within its budget: None is what the cache itself takes."""
-        budget = self.device.budget
-        return self.device.nbytes <= (self.cache.nbytes if budget is None else budget)
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a window of so many bytes may leave its cells, and stay beside them on the device."""
+        if self.device.budget is None:
+            return self.windows.copied + nbytes <= self.cache.nbytes
+        return not self.device.excess
 
     # Telling.
 

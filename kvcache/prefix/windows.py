@@ -33,15 +33,22 @@ class WindowCells:
         self._nodes: dict[int, dict[Node[TreeEntry], None]] = {
             i: {} for i, window in self.parts.items() if window
         }
+        self._copied: dict[int, dict[Node[TreeEntry], int]] = {i: {} for i in self._nodes}
+        self.copied = 0
+        """Bytes of windows that lie beside the cells."""
 
     def note(self, node: Node[TreeEntry]) -> None:
         """A node's snapshot came, went, or was copied out."""
         for part, nodes in self._nodes.items():
             held = part_of(node, part)
+            self.copied -= self._copied[part].pop(node, 0)
             if held is not None and held.holds_cells:
                 nodes[node] = None
-            else:
-                nodes.pop(node, None)
+                continue
+            nodes.pop(node, None)
+            if held is not None:
+                self._copied[part][node] = held.nbytes
+                self.copied += held.nbytes
 
     def next(self, part: int) -> Node[TreeEntry] | None:
         """What leaves its cells first, of those that hold some and are not being restored.
