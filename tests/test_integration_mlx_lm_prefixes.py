@@ -55,6 +55,19 @@ def test_turns_and_branches_say_what_they_say_without_it(name: str) -> None:
             assert cache.prefix.stats.reused - before >= least
 
 
+def test_more_chats_in_turn_than_sequences_compute_what_is_new(name: str) -> None:
+    chats = [models.prompt_of(30, seed=seed) for seed in range(6)]
+    with MLXPrefixCache(models.shared(name), max_sequences=2, capacity=256, **OPTIONS) as cache:
+        for turn in range(3):
+            for i, tokens in enumerate(chats):
+                before = cache.prefix.stats.reused
+                answer = said(cache, tokens, 4)
+                assert answer == plain(name, tokens, 4)
+                computed = len(tokens) - (cache.prefix.stats.reused - before)
+                assert computed == 30 if not turn else computed <= 21
+                chats[i] = [*tokens, *answer, *models.prompt_of(20, seed=10 * turn + i)]
+
+
 def test_logits_processors_see_the_whole_prompt_whatever_of_it_is_reused() -> None:
     model = models.shared("llama")
     processors = make_logits_processors(repetition_penalty=1.5, repetition_context_size=64)
@@ -96,7 +109,7 @@ def test_what_was_evicted_and_what_a_store_has_comes_back(name: str) -> None:
 
 def test_several_conversations_are_open_side_by_side(name: str) -> None:
     prompts = [[*FIRST[:20], *models.prompt_of(4, seed=i)] for i in (4, 5)]
-    with MLXPrefixCache(models.shared(name), max_sequences=2, capacity=128, **OPTIONS) as cache:
+    with MLXPrefixCache(models.shared(name), max_sequences=2, capacity=256, **OPTIONS) as cache:
         running = [cache.generate(prompt, max_tokens=8, prefill_step_size=7) for prompt in prompts]
         answers: list[list[int]] = [[], []]
         for _ in range(8):

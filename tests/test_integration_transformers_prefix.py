@@ -55,6 +55,23 @@ def test_a_chat_is_never_read_again(name: str) -> None:
         assert prefix.prefix.stats.reused - sum(told) >= 16
 
 
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "qwen3-next"])
+def test_more_chats_in_turn_than_sequences_compute_what_is_new(name: str) -> None:
+    """The cells of a window are those of two conversations; what is kept of six goes beside them."""
+    made, chats = hf.model(name), [hf.tokens(1, 40, seed=seed) for seed in range(6)]
+    options: dict[str, Any] = {"max_sequences": 2, "capacity": 512, "lookback": 8, "interval": 16}
+    if name == "mistral":  # windows alone: without a budget, copies of them take no more than their few cells
+        options["budget"] = "1MiB"
+    with HFPrefixCache(made, **options) as prefix:
+        for turn in range(3):
+            for i, ids in enumerate(chats):
+                before, expected = prefix.prefix.stats.reused, plain(made, ids)
+                assert torch.equal(prefix.generate(ids, **OPTIONS), expected)
+                computed = ids.shape[1] - (prefix.prefix.stats.reused - before)
+                assert computed == 40 if not turn else computed <= 31
+                chats[i] = torch.cat((expected, hf.tokens(1, 30, seed=10 * turn + i)), 1)
+
+
 def test_a_model_whose_config_has_no_longest_position_shares_prefixes() -> None:
     config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
     made, ids = transformers.BloomForCausalLM(config).eval(), hf.tokens(1, 20)

@@ -315,8 +315,11 @@ class AttentionSnapshots:
         assert snapshot.source is not None
         table, row = self.storage.table, self.storage.table.rows[seq]
         table.drop(seq, row.index(snapshot.begin), len(row))
+        positions, cells = snapshot.positions, snapshot.source.pin.cells
+        if some.size < positions.size:
+            positions, cells = positions[some], cells[some]
         if some.size:
-            table.adopt(seq, snapshot.positions[some], snapshot.source.pin.cells[some])
+            table.adopt(seq, positions, cells)
 
     def _put_back(self, seq: int, snapshot: AttentionSnapshot, some: np.ndarray) -> None:
         """Replace the row's end first, then the data; the row is changed back where the data fails."""
