@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -90,7 +91,8 @@ class PrefixCache(Closing):
 
     ``break_even`` says when a store is not asked, as computing is faster (None: a new one, which asks as long
     as nobody tells it by ``break_even.computed`` how long passes over prompts take). ``read_ahead`` limits
-    the bytes of host memory that ``prefetch`` fills (0: it does nothing).
+    the bytes of host memory that ``prefetch`` fills (0: it does nothing). With ``write_through`` a session that
+    closes has a thread write what no store has of it: a process that is killed loses what is under way then.
 
     The PrefixCache uses all sequences of the cache. It is not thread-safe; a thread writes to the stores.
     A forked child can go on with its copy; fork when nothing is under way, after ``flush``.
@@ -113,12 +115,15 @@ class PrefixCache(Closing):
         tenant_budget: TenantBudget | Callable[[str], TenantBudget | None] | None = None,
         break_even: BreakEven | None = None,
         read_ahead: int = 256 << 20,
+        write_through: bool = False,
     ) -> None:
         settings = _settings_of(cache)
         budget = None if budget is None else parse_bytes(budget, "PrefixCache: budget")
         check_whole("PrefixCache", "interval", interval, least=1)
         for name, value in (("backlog", backlog), ("in_flight", in_flight), ("read_ahead", read_ahead)):
             check_whole("PrefixCache", name, value)
+        if not isinstance(write_through, bool):
+            raise InvalidRangeError(f"PrefixCache: write_through={write_through!r:.60}; it must be a bool")
         if not isinstance(salt, str):
             raise InvalidRangeError(f"PrefixCache: salt={salt!r:.60}; it must be a string")
         if not isinstance(break_even, BreakEven | None):
@@ -148,7 +153,7 @@ class PrefixCache(Closing):
         )
         shapes = {i: LayerShape(*shape) for i, shape in (layers or {}).items()}
         lookup = StoreLookup(self.tree, shapes, self._prefetcher)
-        self._open = OpenSessions(self.tree, self.evictor, lookup, interval, self.stats)
+        self._open = OpenSessions(self.tree, self.evictor, lookup, interval, self.stats, write_through)
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
         cache.on_pressure = self.evictor.relieve
@@ -262,14 +267,23 @@ class PrefixCache(Closing):
         """
         self._check("evict")
         nbytes = None if nbytes is None else parse_bytes(nbytes, "evict: nbytes")
-        count = self.evictor.evict(nbytes)
-        self.tree.settle()
+        with self.tree.patient():
+            count = self.evictor.evict(nbytes)
+            self.tree.settle()
         return count
 
     def clear(self) -> None:
-        """Discard everything kept in the cache and in host memory. Open sessions and stores are unchanged."""
+        """Discard everything kept in the cache and in host memory, as when the weights have changed.
+
+        That includes what was read ahead, and what waits to be written: nothing that was computed before
+        reaches a store after this. Open sessions go on, but share nothing of what they hold, and leave
+        nothing when they close. Stores are unchanged: empty them afterwards, or give new weights an identity
+        of their own.
+        """
         self._check("clear")
-        self.tree.clear()
+        self._open.clear()
+        if self._prefetcher is not None:
+            self._prefetcher.clear()
 
     def flush(self) -> None:
         """Wait for pending transfers; with stores, write all that they lack, and wait for that too."""
@@ -284,9 +298,9 @@ class PrefixCache(Closing):
         killed loses only what it computed since. Open sessions are not included.
         """
         self._check("write_through")
-        nbytes = None if nbytes is None else parse_bytes(nbytes, "write_through: nbytes")
+        limit = math.inf if nbytes is None else parse_bytes(nbytes, "write_through: nbytes")
         self.tree.settle()
-        return self.tree.write_through(nbytes)
+        return self.tree.write_through(limit)
 
     def close(self, flush: bool = True) -> None:
         """Close open sessions, write what is kept to the stores (``flush``), and release the cache."""
@@ -297,7 +311,8 @@ class PrefixCache(Closing):
         failed = []
         for session in list(self._open.sessions.values()):
             try:
-                session.close()
+                with self.tree.patient():
+                    session.close()
             except Exception as error:  # what others keep is written all the same
                 failed.append(error)
         with contextlib.ExitStack() as rest:  # all of it, whatever one of them raises; the last comes first
@@ -307,8 +322,7 @@ class PrefixCache(Closing):
             if self.tree.store is not None:
                 rest.callback(self.tree.store.close)
             rest.callback(self.tree.clear)
-            if flush:
-                rest.callback(self._flush_at_end)
+            rest.callback(self._flush_at_end if flush else self.tree.drain)
             if self._prefetcher is not None:
                 rest.callback(self._prefetcher.close)
         if failed:
