@@ -91,8 +91,8 @@ class PrefixCache(Closing):
 
     ``break_even`` says when a store is not asked, as computing is faster (None: a new one, which asks as long
     as nobody tells it by ``break_even.computed`` how long passes over prompts take). ``read_ahead`` limits
-    the bytes of host memory that ``prefetch`` fills (0: it does nothing). With ``write_through`` a session that
-    closes has a thread write what no store has of it: a process that is killed loses what is under way then.
+    the bytes of host memory that ``prefetch`` fills (0: it does nothing). With ``write_through`` a thread
+    writes what the stores lack of each session when it closes: a process that is killed loses little.
 
     The PrefixCache uses all sequences of the cache. It is not thread-safe; a thread writes to the stores.
     A forked child can go on with its copy; fork when nothing is under way, after ``flush``.

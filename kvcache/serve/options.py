@@ -14,7 +14,7 @@ class ServeOptions:
     ``max_waiting`` requests may wait for a sequence, further ones get 429. A body of more than ``max_body``
     bytes gets 413. A request that is not answered, and read, within ``request_timeout`` is given up. When
     the server is told to end, requests that are running or waiting have ``shutdown_timeout`` to finish.
-    Stores are given what is new every ``write_interval``.
+    Stores are given each answer when it ends, and every ``write_interval`` what they did not take then.
 
     ``show_cached``: answers, /health and /metrics say how many tokens were in the cache already, from which a
     client learns what others have asked.

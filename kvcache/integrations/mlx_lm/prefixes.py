@@ -84,7 +84,8 @@ class MLXPrefixCache(SharedPrefixes):
         backend: ml.Backend | None = None,
         **options: Any,
     ) -> None:
-        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``interval``, ...
+        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``interval``, ...; but for
+        ``write_through=False``, a thread writes each conversation to the stores when it ends.
 
         Raises NotSupportedError for layers that there is no cache for, as CachePool does, and for ``tiers``
         of a model that is split over ranks (``model.shard``).
@@ -97,7 +98,7 @@ class MLXPrefixCache(SharedPrefixes):
         )  # fmt: skip
         self.pool.sequences.give_away()
         try:
-            self.prefix = PrefixCache(self.pool.cache, **options)
+            self.prefix = PrefixCache(self.pool.cache, **{"write_through": True, **options})
         except BaseException:
             self.pool.close()
             raise

@@ -269,7 +269,8 @@ class HFPrefixCache(SharedPrefixes):
         """``max_sequences`` conversations of ``capacity`` tokens; ``dtype`` and ``backend`` as in HFCache.
 
         ``lookback`` is how many tokens sliding windows keep beyond what they show, as in HFCache. ``options``
-        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, ``interval``, ...
+        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, ``interval``, ...; but for
+        ``write_through=False``, a thread writes each conversation to the stores when it ends.
         """
         check_model("HFPrefixCache", model)
         if model.config.is_encoder_decoder:
@@ -314,7 +315,7 @@ class HFPrefixCache(SharedPrefixes):
         """Tokens that a conversation may have, and why; None: as many as there is room for."""
         self._placing = [part for part in getattr(model, "modules", list)() if "rope_deltas" in vars(part)]
         whole: Any = family.all
-        self.prefix = PrefixCache(whole, **options)
+        self.prefix = PrefixCache(whole, **{"write_through": True, **options})
 
     def __dir__(self) -> list[str]:
         """What a user calls."""
