@@ -283,7 +283,7 @@ class BlockEvents:
         tokens = _tokens(node, 0, node.end)
         negative = np.flatnonzero(tokens < 0)
         for at, item in zip(negative, self._alphabet.named(tokens[negative]), strict=True):
-            if isinstance(item, SaltedToken):
+            if isinstance(item, SaltedToken) and item.salt:
                 own = int(at) // size
                 return [item.salt if known.first + i >= own else None for i in range(len(known.hashes))]
         return [None] * len(known.hashes)

@@ -53,7 +53,7 @@ from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.sizes import bytes_text
-from kvcache.stores import Keys, SnapshotStore, open_store
+from kvcache.stores import Keys, Part, SnapshotStore, open_store
 from kvcache.stores.closing import Closing
 from kvcache.stores.sizes import parse_bytes
 
@@ -173,12 +173,21 @@ class PrefixCache(Closing):
     # Sessions.
 
     def begin(
-        self, tokens: Tokens, salt: str = "", shared: int = 0, retention: Retention | None = None
+        self,
+        tokens: Tokens,
+        salt: str = "",
+        shared: int = 0,
+        retention: Retention | None = None,
+        variant: Part = None,
     ) -> Session:
         """Start a conversation with the prompt ``tokens``, from the longest prefix that is cached.
 
         Only conversations with the same ``salt`` find what is computed for it, here and in stores (like
         vLLM's ``cache_salt``). Its first ``shared`` tokens, such as a system prompt, are shared by everyone.
+
+        ``variant`` is what else K and V depend on beside the tokens and what ``identity`` names, such as the
+        digest of an adapter: None, numbers, strings, bytes, or lists and dicts of these. Conversations of
+        different variants share nothing, whatever their salts; a salt cannot imitate a variant.
 
         ``retention`` says in which order ranges of it are evicted, and for how long that holds from when the
         session closes; what is pinned (``pin``) goes after all of that.
@@ -189,7 +198,7 @@ class PrefixCache(Closing):
         prompt. If it raises, no session has been started.
         """
         self._check("begin")
-        tenant = Tenant(salt, shared)
+        tenant = Tenant.of(salt, shared, variant)
         check_retention(retention)
         self._open.forget_items()
         ids = self.alphabet.encode(tokens, tenant)
@@ -205,7 +214,9 @@ class PrefixCache(Closing):
         session.retention = retention
         return session
 
-    def prefetch(self, tokens: Tokens, salt: str = "", shared: int = 0) -> Prefetch | None:
+    def prefetch(
+        self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None
+    ) -> Prefetch | None:
         """Have threads look up what stores have of a prompt and read it into host memory, for ``begin``.
 
         It stays there until ``release`` of what is returned, which is to be called when the session has
@@ -214,17 +225,19 @@ class PrefixCache(Closing):
         go straight into the cache, is read into the system's page cache. None: there is nothing to read.
         """
         self._check("prefetch")
-        ids = self.alphabet.encode(tokens, Tenant(salt, shared))
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         return self._open.matcher.prefetch(ids) if ids.size else None
 
-    def adopt(self, tokens: Tokens, snapshot: Snapshot, salt: str = "", shared: int = 0) -> bool:
+    def adopt(
+        self, tokens: Tokens, snapshot: Snapshot, salt: str = "", shared: int = 0, variant: Part = None
+    ) -> bool:
         """Keep a snapshot of ``tokens`` that was made elsewhere, as if a session had computed it.
 
         It is briefly restored into a free sequence. Returns False, and keeps nothing, if it is incomplete.
         Raises SessionLimitError without a free sequence, and whatever the cache's ``restore`` raises.
         """
         self._check("adopt")
-        ids = self.alphabet.encode(tokens, Tenant(salt, shared))
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         if not self._open.free:
             raise SessionLimitError(f"adopt: {len(self._open.sessions)} sessions are open; close one first")
         self.tree.settle()
@@ -244,21 +257,21 @@ class PrefixCache(Closing):
         """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
         return self._open.next_snapshot(seq)
 
-    def longest(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
+    def longest(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
         """How many of the tokens ``begin`` would find now, without asking the stores."""
         self._check("longest")
-        ids = self.alphabet.encode(tokens, Tenant(salt, shared))
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         return self._open.matcher.best(ids, int(ids.size) - 1).length if ids.size else 0
 
-    def pin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
+    def pin(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
         """Evict the kept part of this prefix last; returns its number of tokens."""
         self._check("pin")
-        return self.tree.pin(self.alphabet.encode(tokens, Tenant(salt, shared)), 1)
+        return self.tree.pin(self.alphabet.encode(tokens, Tenant.of(salt, shared, variant)), 1)
 
-    def unpin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
+    def unpin(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
         """Undo one ``pin``."""
         self._check("unpin")
-        return self.tree.pin(self.alphabet.encode(tokens, Tenant(salt, shared)), -1)
+        return self.tree.pin(self.alphabet.encode(tokens, Tenant.of(salt, shared, variant)), -1)
 
     def evict(self, nbytes: int | str | None = None) -> int:
         """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many.

@@ -13,9 +13,11 @@ from mlx_lm.generate import generate_step
 import ml
 from kvcache.cache import CacheDType, ClosedError, InvalidRangeError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
+from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.stores import Part
 
 __all__ = ["MLXPrefixCache", "MLXSession"]
 
@@ -36,8 +38,9 @@ class MLXSession(Conversation):
     later conversations start from the wrong keys and values.
     """
 
-    def __init__(self, owner: MLXPrefixCache, session: Session) -> None:
-        self._owner = owner
+    def __init__(self, owner: MLXPrefixCache, session: Session, variant: Part = None) -> None:
+        """``variant``: what computes it."""
+        self._owner, self._variant = owner, variant
         rows = BatchRows.adopted(owner.pool.sequences, session.seq, session.cached)
         super().__init__(session, rows, lambda: rows.lengths[0])
         self.prompt_cache = owner.pool.prompt_cache_of(rows)
@@ -60,6 +63,8 @@ class MLXSession(Conversation):
     def _ending(self) -> Iterator[None]:
         try:
             self._owner.pool.sequences.undo_unwritten()
+            if self._owner.adapters.variant() != self._variant:  # who knows which of them computed what
+                self._session.close(keep=False)
             yield
         finally:
             self._owner.pool.sequences.current = None
@@ -92,6 +97,7 @@ class MLXPrefixCache(SharedPrefixes):
         """
         self._check_options(MLXPrefixCache, options, _ranks_of(model))
         self.model = model
+        self.adapters = Adapters(model)
         self.pool = CachePool(
             model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,
             backend=backend,
@@ -106,7 +112,8 @@ class MLXPrefixCache(SharedPrefixes):
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> MLXSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.
 
-        ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``.
+        ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``. What adapters compute is shared
+        among conversations with the same adapters, of the same content and scales.
         """
         if len(tokens) > self.pool.room:
             raise InvalidRangeError(
@@ -114,7 +121,8 @@ class MLXPrefixCache(SharedPrefixes):
                 "included: make the MLXPrefixCache with a larger capacity or max_sequences"
             )
         self.pool.sequences.current = None
-        return MLXSession(self, self.prefix.begin(tokens, salt, shared))
+        variant = self.adapters.variant()
+        return MLXSession(self, self.prefix.begin(tokens, salt, shared, variant=variant), variant)
 
     def generate(
         self,
