@@ -139,7 +139,7 @@ class Evictor:
         assert held is not None
         at = node.end - tokens
         at -= at % self.grain
-        kept_below = held.host is not None or held.leaving is not None
+        kept_below = held.serialized is not None or held.leaving is not None
         if self._tree.divisible and node.begin < at and not kept_below and _holds_cells(node):
             with contextlib.suppress(SequenceLostError):  # a device failure took it, and all of it goes
                 self._tree.split(node, at)

@@ -354,8 +354,10 @@ class PrefixTree:
         assert held is not None
         if ages:
             age(self.device, held, held.scores[0])
-        if held.host is None and held.leaving is None and self._is_wanted(node, held):
-            if self.worker is not None:
+        if held.serialized is None and held.leaving is None and self._is_wanted(node, held):
+            if held.writing is not None and held.store_write is not None and not held.store_write.parted:
+                self._keep_on_host(node, held.writing)  # it is in host memory as it is
+            elif self.worker is not None:
                 self._send(self.worker, node, held)
             elif (serialized := self._copied_out(held)) is not None:
                 if self.host is not None and self.host.fits(serialized.nbytes, node):
@@ -398,7 +400,7 @@ class PrefixTree:
 
     def _is_wanted(self, node: Node[TreeEntry], held: TreeEntry) -> bool:
         """Whether there is a place below the device for what a node holds."""
-        if self.store is not None and not held.stored:
+        if self.store is not None and not held.stored and held.store_write is None:
             return True
         host, snapshot = self.host, held.snapshot
         return host is not None and snapshot is not None and host.fits(snapshot.nbytes, node)
