@@ -36,18 +36,22 @@ class Adapters:
         self._model = model
         self._weights = WatchedWeights()
         self._merged: list[tuple[str, ...]] = []
-        self._look(_layers_of(model))
+        self._samples: dict[str, Samples] = {}
+        """By adapter; "": of the weights that are none's."""
+        self._look(_modules_of(model))
 
     def variant(self) -> Part:
         """What to begin a conversation with; None: the weights alone, as they were at first.
 
         NotSupportedError for adapters whose keys and values cannot be shared.
         """
-        layers = _layers_of(self._model)
+        modules = _modules_of(self._model)
+        layers = _layers_of(self._model, modules)
         active = [_computing(layer) for layer in layers]
         _check(self._model, layers, active)
-        own = self._look(layers)
-        told: list[Part] = [[(self._digest(name, own), scale) for name, scale in each] for each in active]
+        own = self._look(modules)
+        digests = {name: self._digest(name, own) for name in {name for each in active for name, _ in each}}
+        told: list[Part] = [[(digests[name], scale) for name, scale in each] for each in active]
         if not any(active):
             return self._weights.version
         return self._weights.version, told if any(one != told[0] for one in told) else told[:1]
@@ -59,41 +63,84 @@ class Adapters:
         except NotSupportedError:
             return False
 
-    def _look(self, layers: Sequence[Any]) -> dict[str, list[Named]]:
+    def _look(self, modules: Sequence[tuple[str, Any]]) -> dict[str, list[Named]]:
         """Look at the weights; returns the tensors of each adapter."""
         own: dict[str, list[Named]] = {name: [] for name in getattr(self._model, "peft_config", ())}
         base: list[Named] = []
-        for name, tensor in _tensors_of(self._model, bool(own)):
+        for name, tensor in _tensors_of(modules, bool(own)):
             path = name.split(".")
-            adapter = next((part for part in path if part in own), None)
+            adapter = next((part for part in path if part in own), None) if own else None
             if adapter is not None:
                 own[adapter].append((".".join("" if part == adapter else part for part in path), tensor))
             elif isinstance(tensor, torch.nn.Parameter):
                 base.append((".".join(part for part in path if part not in _WRAPPED), tensor))
+        layers = _layers_of(self._model, modules)
         merged = [tuple(getattr(layer, "merged_adapters", ())) for layer in layers]
         # To merge an adapter is to change the weights: what they are then is told by its name.
-        self._weights.look(_marks(base), len(merged) == len(self._merged) and merged != self._merged)
+        self._weights.look(self._marks("", base), len(merged) == len(self._merged) and merged != self._merged)
         self._merged = merged
         return own
 
     def _digest(self, name: str, own: dict[str, list[Named]]) -> str:
         tensors = own.get(name, [])
-        marks = _marks(tensors)
-        return self._weights.digest(name, marks, lambda: map(_content, tensors))
+        return self._weights.digest(name, self._marks(name, tensors), lambda: map(_content, tensors))
+
+    def _marks(self, whose: str, tensors: Sequence[Named]) -> Marks:
+        samples = self._samples.setdefault(whose, Samples())
+        return samples.marks(tensors)
 
 
-def _layers_of(model: Any) -> list[Any]:
+class Samples:
+    """A few elements of each of some tensors: views, which are made when other tensors come."""
+
+    def __init__(self) -> None:
+        self._objects: Marks = ()
+        self._views: list[list[torch.Tensor]] = []
+
+    def marks(self, tensors: Sequence[Named]) -> Marks:
+        """Of each tensor its object, place, version and few elements, read in one go for each dtype."""
+        objects = [_object(name, tensor) for name, tensor in tensors]
+        if objects != self._objects:
+            views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+            for _, tensor in tensors:
+                if tensor.numel() and not tensor.is_meta:
+                    flat = tensor.detach().reshape(-1)
+                    few = flat[:: -(-flat.numel() // SAMPLES)]
+                    views.setdefault((tensor.device, tensor.dtype), []).append(few)
+            self._objects, self._views = objects, [*views.values()]
+        return [*objects, *((_bytes(torch.cat(group)),) for group in self._views)]
+
+
+def _object(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+    if tensor.is_meta:  # offloaded by accelerate, which brings another object for each pass
+        return name, tensor.shape, tensor.dtype
+    return name, id(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+
+
+def _modules_of(model: Any) -> list[tuple[str, Any]]:
+    """All modules, each with what stands before the names of its tensors."""
+    found = [("", model)] if isinstance(model, torch.nn.Module) else []
+    seen = {id(model)}
+    for name, module in found:  # it grows
+        for key, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append((f"{name}{key}.", child))
+    return found
+
+
+def _layers_of(model: Any, modules: Sequence[tuple[str, Any]]) -> list[Any]:
     """The layers that have adapters."""
     if not hasattr(model, "peft_config"):
         return []
     # PEFT's layers have a property; models have methods of the same name.
-    return [part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool)]
+    return [part for _, part in modules if isinstance(getattr(part, "disable_adapters", None), bool)]
 
 
-def _tensors_of(model: Any, buffers: bool) -> Iterator[Named]:
-    if isinstance(model, torch.nn.Module):
-        yield from model.named_parameters()
-        yield from model.named_buffers() if buffers else ()
+def _tensors_of(modules: Sequence[tuple[str, Any]], buffers: bool) -> Iterator[Named]:
+    for name, module in modules:
+        for own in (module._parameters, module._buffers) if buffers else (module._parameters,):
+            yield from ((name + key, tensor) for key, tensor in own.items() if tensor is not None)
 
 
 def _computing(layer: Any) -> list[tuple[str, float | None]]:
@@ -128,23 +175,6 @@ def _check_adapter(config: Any) -> None:
         why = "(alora_invocation_tokens) starts at the last invocation, which later tokens move"
     if why is not None:
         raise NotSupportedError(f"begin: {kind} {why}; call the model without HFPrefixCache")
-
-
-def _marks(tensors: Sequence[Named]) -> Marks:
-    """Of each its object, place and version, and a few elements, which are read in one go for each dtype."""
-    marks: list[tuple[object, ...]] = []
-    parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for name, tensor in tensors:
-        if tensor.is_meta:  # offloaded by accelerate, which brings another object for each pass
-            marks.append((name, tensor.shape, tensor.dtype))
-            continue
-        version = None if tensor.is_inference() else tensor._version
-        marks.append((name, tensor.shape, tensor.dtype, id(tensor), tensor.data_ptr(), version))
-        if tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            few = flat[:: -(-flat.numel() // SAMPLES)]
-            parts.setdefault((tensor.device, tensor.dtype), []).append(few)
-    return [*marks, *((_bytes(torch.cat(group)),) for group in parts.values())]
 
 
 def _content(named: Named) -> tuple[str, bytes]:
