@@ -587,7 +587,9 @@ class PrefixTree:
     def _hand_over(self, nodes: Sequence[Node[TreeEntry]], limit: float) -> tuple[bool, bool]:
         """Whether all of these were looked at, and whether something of them is left to be written."""
         total, left = 0, False
-        for node in nodes if self.store is not None else ():
+        if self.store is None:
+            return True, False
+        for node in nodes:
             held = node.data
             if held is None or held.stored or held.store_write is not None or held.tried == self._round:
                 continue

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvcache.stores.errors import StoreValueError
 
 __all__ = ["Part", "compose", "digest_of", "framed"]
 
-Part = None | bool | int | float | str | bytes | Sequence["Part"] | Mapping["Part", "Part"]
+Part = None | bool | int | float | str | bytes | Sequence["Part"] | Mapping[Any, "Part"]
 """What can be put together; lists and tuples are alike, and mappings in any order."""
 
 

@@ -67,7 +67,7 @@ def chunk_key(identity: Mapping[str, Any], key: Any) -> str:
     All of its fields, but for those of the request that are no tags: its ``to_string`` escapes nothing, so
     that two keys may have one. Raises StoreValueError for tags that ``compose`` does not take.
     """
-    named = {field.name: getattr(key, field.name) for field in fields(key)}
+    named: dict[str, Any] = {field.name: getattr(key, field.name) for field in fields(key)}
     del named["request_configs"]
     return digest_of(identity, type(key).__name__, {**named, "dtype": str(key.dtype)})
 
