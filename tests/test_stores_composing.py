@@ -95,7 +95,8 @@ def lmcache_names() -> list[str]:
         ChunkKey(), ChunkKey(b"\x07"), ChunkKey(model_name="m@1"), ChunkKey(world_size=11, worker_id=0),
         ChunkKey(dtype="torch.float16"), LayerKey(), LayerKey(layer_id=1), tagged(("a", "1")),
         tagged(("a", 1)), tagged(("a", "1@b%2")), tagged(("a", "1"), ("b", "2")),
-        tagged(("b", "2"), ("a", "1")), tagged(("a%1@b", "2")), tagged(("a", "1%@b%2")), tagged(("a", None)), tagged(("a", "None")),
+        tagged(("b", "2"), ("a", "1")), tagged(("a%1@b", "2")), tagged(("a", "1%@b%2")),
+        tagged(("a", None)), tagged(("a", "None")),
     ]  # fmt: skip
     identities: list[dict[str, Any]] = [{"m": 1}, {"m": "1"}, {"m": {"1": 1}}]
     assert chunk_key({"a": 1, "b": 2}, keys[0]) == chunk_key({"b": 2, "a": 1}, tagged(other="x"))
