@@ -44,6 +44,7 @@ class OpenSessions:
         """By sequence."""
         self.free = list(range(tree.cache.max_sequences))
         self.matcher = PrefixMatcher(tree, self.sessions, lookup)
+        self._lookup = lookup
         self._cache, self._tree, self._evictor = tree.cache, tree, evictor
         self._interval, self._stats, self._write_through = interval, stats, write_through
 
@@ -170,6 +171,8 @@ class OpenSessions:
                 self.free.append(seq)  # emptied now, or when it is used next
                 self._cache.cancel_snapshots(seq)
                 self._cache.remove(seq, 0)
+                if not self.sessions:
+                    self._lookup.unlearn()
         self._tree.settle()
         if self._write_through and ids is not None:
             self._tree.write_on(ids)
