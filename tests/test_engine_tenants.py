@@ -48,6 +48,7 @@ def test_a_strangers_prompt_costs_what_a_new_one_does(model: Any) -> None:
             while engine.busy:
                 kinds.append([type(event) for event in engine.step()])
             assert request.tokens[30:] == tuple(reference(model, prompt, 1))
+            engine.prefix.flush()  # a thread writes the answer
             work = {name: value - before[name] for name, value in work_of(engine).items()}
             told[asked] = (kinds, work, store.calls - calls, request.run.reused)
     assert told["stranger's"] == told["nobody's"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,8 +17,10 @@ pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
 from mlx.nn.layers.distributed import shard_linear
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters, remove_lora_layers
 
 import ml
 from kvcache import ClosedError, HostTier, InvalidRangeError, NotSupportedError, OrderError
@@ -274,6 +278,95 @@ def test_stores_of_a_model_that_is_split_over_ranks_are_refused() -> None:
 def test_repr_says_what_it_is_of() -> None:
     with MLXPrefixCache(models.shared("llama"), capacity=32, backend=ml.open_backend("mlx")) as cache:
         assert repr(cache).startswith("<MLXPrefixCache of a Model; <PrefixCache, open sessions: 0")
+
+
+def adapted(folder: Path, seed: int = 0, scale: float = 8.0) -> Path:
+    """The files of an adapter."""
+    made = models.make_llama()
+    parameters = {"rank": 2, "scale": scale, "dropout": 0.0, "keys": ["self_attn.q_proj", "self_attn.k_proj"]}
+    linear_to_lora_layers(made, 2, parameters)
+    mx.random.seed(seed)
+    leaves = [(name, array) for name, array in tree_flatten(made.parameters()) if ".lora_" in name]
+    folder.mkdir()
+    mx.save_safetensors(
+        str(folder / "adapters.safetensors"), {name: mx.random.normal(array.shape) for name, array in leaves}
+    )
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def reloaded(model: Any, folder: Path) -> None:
+    load_adapters(remove_lora_layers(model), str(adapted(folder / "other", seed=9)))
+
+
+def rescaled(model: Any, folder: Path) -> None:
+    for _, layer in model.named_modules():
+        if hasattr(layer, "lora_a"):
+            layer.scale = 1.0
+
+
+def written(model: Any, folder: Path) -> None:
+    for _, layer in model.named_modules():
+        if hasattr(layer, "lora_a"):
+            layer.lora_a[:] = -layer.lora_a
+
+
+def added(model: Any, folder: Path) -> None:
+    for _, layer in model.named_modules():
+        if hasattr(layer, "lora_a"):
+            layer.lora_b += 0.5
+
+
+def fused(model: Any, folder: Path) -> None:
+    layers = [(name, layer.fuse()) for name, layer in model.named_modules() if hasattr(layer, "fuse")]
+    model.update_modules(tree_unflatten(layers))
+
+
+def base(model: Any, folder: Path) -> None:
+    model.model.embed_tokens.weight = model.model.embed_tokens.weight * 0.5
+
+
+def base_written(model: Any, folder: Path) -> None:
+    model.model.embed_tokens.weight[:] = model.model.embed_tokens.weight * 0.5
+
+
+@pytest.mark.parametrize("change", [reloaded, rescaled, written, added, fused, base, base_written])
+def test_weights_that_have_changed_find_nothing_that_they_did_not_compute(
+    change: Callable[[Any, Path], None], tmp_path: Path
+) -> None:
+    model, first = models.make_llama(), adapted(tmp_path / "first")
+    with MLXPrefixCache(model, capacity=128, **OPTIONS) as cache:
+        steps: list[tuple[Callable[[], object], int]] = [
+            (lambda: None, 0),
+            (lambda: load_adapters(model, str(first)), 0),
+            (lambda: None, 29),
+            (lambda: change(model, tmp_path), 0),
+            (lambda: None, 29),
+        ]
+        for step, reused in steps:
+            step()
+            before = cache.prefix.stats.reused
+            assert said(cache, FIRST, 5) == models.greedy(model, FIRST, 5, None)
+            assert cache.prefix.stats.reused - before == reused
+
+
+def test_an_adapter_is_found_again_by_what_it_is(tmp_path: Path) -> None:
+    folder, store = adapted(tmp_path / "first"), MemoryStore()
+    model = models.make_llama()
+    with MLXPrefixCache(model, capacity=128, tiers=[store], **OPTIONS) as cache:
+        plain_answer = said(cache, FIRST, 5)
+        load_adapters(model, str(folder))
+        answer = said(cache, FIRST, 5)
+        remove_lora_layers(model)
+        assert said(cache, FIRST, 5) == plain_answer
+        assert cache.prefix.stats.reused == 29
+    model = load_adapters(models.make_llama(), str(folder))
+    with MLXPrefixCache(model, capacity=128, tiers=[store], **OPTIONS) as cache:
+        assert said(cache, FIRST, 5, salt=repr(("", cache.adapters.variant()))) == answer
+        assert cache.prefix.stats.reused == 0
+        assert said(cache, FIRST, 5) == answer
+        assert cache.prefix.stats.store >= 24
 
 
 def test_threads_wait_for_each_other_and_for_a_free_conversation(name: str) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers import HFPrefixCache
+from kvcache.stores import MemoryStore, compose
 
 from . import hf_models as hf
 
@@ -125,3 +126,129 @@ def test_adapters_that_no_prefix_can_be_shared_with_are_refused(kind: str, why: 
         if kind in ("LORA", "LILY"):
             with made.disable_adapter():
                 assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+
+
+def replaced(made: Any, folder: Path) -> None:
+    """Another adapter under the name."""
+    other = peft.get_peft_model(llama(2), lora(), adapter_name="one")
+    trained(other, folder)
+    other.save_pretrained(folder)
+    made.delete_adapter("one")
+    made.load_adapter(folder / "one", "one")
+    made.set_adapter("one")
+
+
+def tensors(made: Any) -> list[torch.Tensor]:
+    return [tensor for name, tensor in made.named_parameters() if "lora_A.one" in name]
+
+
+def rescaled(made: Any, folder: Path) -> None:
+    for layer in made.modules():
+        if hasattr(layer, "set_scale"):
+            layer.set_scale("one", 0.25)
+
+
+@torch.no_grad()
+def trained(made: Any, folder: Path) -> None:
+    tensors(made)[0].add_(0.5)
+
+
+@torch.no_grad()
+def one_element(made: Any, folder: Path) -> None:
+    tensors(made)[0][1, 7] += 3
+
+
+def written(made: Any, folder: Path) -> None:
+    """As weights are synchronized: no version counts it."""
+    for tensor in tensors(made):
+        tensor.data.mul_(-1)
+
+
+def assigned(made: Any, folder: Path) -> None:
+    tensors(made)[0].data = torch.randn_like(tensors(made)[0])
+
+
+@torch.no_grad()
+def base(made: Any, folder: Path) -> None:
+    made.get_input_embeddings().weight.add_(0.5)
+
+
+def base_written(made: Any, folder: Path) -> None:
+    made.get_input_embeddings().weight.data.mul_(0.5)
+
+
+def fused(made: Any, folder: Path) -> None:
+    made.merge_and_unload()
+
+
+def none(made: Any, folder: Path) -> None:
+    made.delete_adapter("two")
+
+
+CHANGES = {
+    "another under its name": replaced, "its scale": rescaled, "a training step": trained,
+    "one element": one_element, "through .data": written, "new .data": assigned, "the model's own": base,
+    "the model's own through .data": base_written, "merged for good": fused, "an adapter at rest": none,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_have_changed_find_nothing_that_they_did_not_compute(
+    change: str, tmp_path: Path
+) -> None:
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    made.add_adapter("two", lora())
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        with made.disable_adapter():
+            assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        assert prefix.stats.reused == 0
+        CHANGES[change](made, tmp_path)
+        computing = made if change != "merged for good" else made.base_model.model
+        for reused in (13 * (change == "an adapter at rest"), 13):
+            before = prefix.stats.reused
+            assert torch.equal(prefix.generate(ids, **OPTIONS), plain(computing, ids))
+            assert prefix.stats.reused - before == reused
+
+
+def test_an_adapter_is_found_again_by_what_it_is_in_another_process_too(tmp_path: Path) -> None:
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    store = MemoryStore()
+    trained(made, tmp_path)
+    made.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"capacity": 64, "tiers": [store], "identity": {"model": "m"}, "block_size": 4}
+    with HFPrefixCache(made, **options) as prefix:
+        prefix.generate(ids, salt="a", shared=9, **OPTIONS)
+    made = peft.get_peft_model(llama(2), lora(), adapter_name="new").eval()
+    made.load_adapter(tmp_path / "one", "again")
+    with HFPrefixCache(made, **options) as prefix:
+        for name, salt, reused in (("new", "a", 0), ("again", "a", 12), ("again", "b", 9)):
+            made.set_adapter(name)
+            before = prefix.stats.reused
+            assert torch.equal(prefix.generate(ids, salt=salt, shared=9, **OPTIONS), plain(made, ids))
+            assert prefix.stats.reused - before == reused, name
+
+
+def test_a_salt_imitates_no_adapter() -> None:
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        prefix.generate(ids, **OPTIONS)
+        variant = prefix.adapters.variant()
+        name = compose(variant)
+        with made.disable_adapter():
+            for salt in (repr(("", variant)), name.decode("latin-1"), name.hex(), str(variant)):
+                assert torch.equal(prefix.generate(ids, salt=salt, **OPTIONS), plain(made, ids))
+        assert prefix.stats.reused == 0
+
+
+def test_what_two_adapters_have_computed_together_is_kept_for_none() -> None:
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    made.add_adapter("two", lora())
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        with prefix.begin(ids[0].tolist()) as session:
+            made.set_adapter("two")
+            session.prefill()
+        for name in ("one", "two"):
+            made.set_adapter(name)
+            assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        assert prefix.stats.reused == 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcache import InvalidRangeError
-from kvcache.integrations.lmcache.chunks import ChunkShape, ConnectorOptions, chunk_key, identity_of_model
+from kvcache.integrations.lmcache.chunks import ChunkShape, ConnectorOptions, identity_of_model
 from kvcache.runner.errors import ModelError
 from kvcache.stores import MemoryStore, SerializedSnapshot, SnapshotCorruptError, get_snapshot, put_snapshot
 
@@ -55,16 +55,6 @@ def test_a_chunk_comes_back_with_its_shapes_and_dtypes() -> None:
 def test_anything_else_under_a_chunks_key_is_corrupt(meta: dict[str, Any], array: np.ndarray) -> None:
     with pytest.raises(SnapshotCorruptError, match="chunk of LMCache"):
         ChunkShape.unpack(SerializedSnapshot(meta, {"0": array}))
-
-
-def test_keys_differ_by_model_and_by_what_lmcache_names() -> None:
-    keys = {
-        chunk_key(identity, key)
-        for identity in ({"m": 1}, {"m": 2})
-        for key in ("m@1@0@a@half", "m@1@0@b@half")
-    }
-    assert len(keys) == 4
-    assert chunk_key({"a": 1, "b": 2}, "k") == chunk_key({"b": 2, "a": 1}, "k")
 
 
 def test_a_model_is_named_by_its_files(tmp_path: Path) -> None:

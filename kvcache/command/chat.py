@@ -93,7 +93,12 @@ def chat(
         settings, path = sampling.settings(max_tokens), place.path
         config = load_config(path)
         tokenizer = Tokenizer.load(path)
-        options = EngineOptions(max_sequences=SEQUENCES, capacity=capacity, cache_dtype=dtypes.cache)
+        options = EngineOptions(
+            max_sequences=SEQUENCES,
+            capacity=capacity,
+            cache_dtype=dtypes.cache,
+            write_through=False,  # Conversations do so, where the store can be written
+        )
         tiers: list[Tier] = [HostTier(), *([named_store(store)] if store else [])]
         with place.open(config) as opened:
             with bars_until_done(as_json) as bars:

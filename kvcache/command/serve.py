@@ -194,7 +194,10 @@ class Limits:
     ] = 20.0
     write_interval: Annotated[
         float,
-        typer.Option(help="Seconds between writes of new prefixes to the stores.", callback=_above_zero),
+        typer.Option(
+            help="Seconds until prefixes that the stores did not take are offered again.",
+            callback=_above_zero,
+        ),
     ] = 60.0
     client_timeout: Annotated[
         float,

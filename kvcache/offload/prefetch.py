@@ -52,8 +52,8 @@ class Prefetch:
     found: LookUp | None = None
     ends: deque[tuple[int, int]] = field(default_factory=deque)
     """(end, where the entry before it ends) of the entries that are still to be read, in order."""
-    pages: list[str] = field(default_factory=list)
-    """The keys of the others."""
+    pages: list[tuple[str, _Page]] = field(default_factory=list)
+    """The others, by their keys."""
     busy: int = 0
     """Threads that work on it."""
     users: int = 1
@@ -137,6 +137,19 @@ class Prefetcher:
                 del self._known[key]
             self._let_go(prefetch)
             self._wake()
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Let go of all that was read, and of what is being read; prompts that wait are looked up anew."""
+        with self._changed:
+            for prefetch in [*self._queue]:
+                self._leave_queue(prefetch)
+            self._known.clear()
+            pages, self._pages = self._pages, {}
+            for key, page in pages.items():
+                page.users = 0  # one that is being read goes when it is there
+                if page.loan is not None:
+                    self._drop(key, page)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -230,14 +243,14 @@ class Prefetcher:
             page = self._pages.get(key)
             if page is None:
                 prefetch.ends.popleft()
-                prefetch.pages.append(key)
                 self._pages[key] = page = _Page()
+                prefetch.pages.append((key, page))
                 prefetch.busy += 1
                 return lambda: self._fetch(prefetch, key, page, end, before)
             if page.loan is None:
                 return None
             prefetch.ends.popleft()
-            prefetch.pages.append(key)
+            prefetch.pages.append((key, page))
             page.users += 1
             self._lead_to(prefetch, page, before)
         if not prefetch.busy and prefetch.found is not None:
@@ -290,7 +303,7 @@ class Prefetcher:
                 page.loan = loan
                 self.read += 1
                 self._lead_to(prefetch, page, before)
-                if not page.users:
+                if page.users <= 0:
                     self._drop(key, page)
             self._wake()
             self._changed.notify_all()
@@ -305,7 +318,7 @@ class Prefetcher:
         self._drop(key, page)
         if prefetch.over:
             return
-        prefetch.pages.remove(key)
+        prefetch.pages.remove((key, page))
         refused = page.refused >= 0
         if refused and (page.refused < self._freed or len(self._pages) > len(prefetch.pages)):
             prefetch.ends.appendleft((end, before))
@@ -332,12 +345,10 @@ class Prefetcher:
             return fits
 
     def _let_go(self, prefetch: Prefetch) -> None:
-        for key in prefetch.pages:
-            page = self._pages.get(key)
-            if page is not None:
-                page.users -= 1
-                if not page.users and page.loan is not None:
-                    self._drop(key, page)
+        for key, page in prefetch.pages:
+            page.users -= 1
+            if page.users <= 0 and page.loan is not None:
+                self._drop(key, page)
         prefetch.pages.clear()
 
     def _drop(self, key: str, page: _Page) -> None:

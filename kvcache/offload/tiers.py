@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,7 +57,10 @@ class StoreWrite:
     serialized: SerializedSnapshot
     """What they are cut from."""
     owner: object = None
+    parted: list[object] = field(default_factory=list)
+    """Further owners, of parts of it."""
     failed: bool = False
+    cancelled: bool = False
     paths: Sequence[Sequence[str]] = ()
     """Keys that are used with them, each path from its beginning: see ``StoreTier.touch``."""
 
@@ -113,6 +116,7 @@ class StoreTier:
         self._lender = self._new_lender()
         self._queue: queue.SimpleQueue[StoreWrite | Sequence[str] | None] = queue.SimpleQueue()
         self._touching = 0
+        self._pending: set[StoreWrite] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._probe: threading.Thread | None = None
@@ -125,6 +129,7 @@ class StoreTier:
         with self._changed:
             self._changed.wait_for(lambda: self.has_room(store_write.nbytes))
             self.waiting += store_write.nbytes
+            self._pending.add(store_write)
         self._queue.put(store_write)
 
     def touch(self, keys: Sequence[str]) -> None:
@@ -138,6 +143,7 @@ class StoreTier:
         if self._thread is None or not self._thread.is_alive():
             # A forked child has no such thread: what was under way is the parent's to write.
             self._queue, self.waiting, self._touching = queue.SimpleQueue(), 0, 0
+            self._pending.clear()
             thread = threading.Thread(target=self._work, name="kvcache-store-write", daemon=True)
             thread.start()
             self._thread = thread
@@ -145,6 +151,11 @@ class StoreTier:
     def has_room(self, nbytes: int) -> bool:
         """Whether a store write of ``nbytes`` can be submitted without a wait."""
         return not self.waiting or self.waiting + nbytes <= self.backlog
+
+    @property
+    def away(self) -> bool:
+        """Whether all stores are left alone at present by who writes to them."""
+        return all(self.outages.away(store, WRITING) for store in self.stores)
 
     def finished(self) -> Iterator[StoreWrite]:
         """Writes that ended, or failed, since the last call."""
@@ -157,6 +168,13 @@ class StoreTier:
             self._start()
         with self._changed:
             self._changed.wait_for(lambda: not self.waiting and not self._touching)
+
+    def cancel(self) -> None:
+        """Write nothing more of what was submitted; waits for the entry that is being written."""
+        with self._changed:
+            for store_write in self._pending:
+                store_write.cancelled = True
+        self.flush()
 
     def close(self, timeout: float | None = None) -> bool:
         """Write what is left, and end the thread. The stores stay open: they are the caller's.
@@ -185,18 +203,25 @@ class StoreTier:
                     self._changed.notify_all()
                 continue
             try:
-                for key, serialized in store_write.entries:
-                    store_write.failed |= not self.write(key, serialized)
-                for path in () if store_write.failed else store_write.paths:
-                    self.prefix(path)
+                self._write_entries(store_write)
             except Exception:
                 store_write.failed = True
                 log.exception("offload: a store write of %d bytes was not written", store_write.nbytes)
-            self.failed += store_write.failed
+            self.failed += store_write.failed and not store_write.cancelled
             self._finished.append(store_write)
             with self._changed:
                 self.waiting -= store_write.nbytes
+                self._pending.discard(store_write)
                 self._changed.notify_all()
+
+    def _write_entries(self, store_write: StoreWrite) -> None:
+        for key, serialized in store_write.entries:
+            if store_write.cancelled:
+                store_write.failed = True
+                return
+            store_write.failed |= not self.write(key, serialized)
+        for path in () if store_write.failed else store_write.paths:
+            self.prefix(path)
 
     def write(self, key: str, serialized: SerializedSnapshot) -> bool:
         """Write an entry now, in this thread. Whether at least one store has it then."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.cache import InvalidRangeError, check_whole
-from kvcache.stores import SaltedToken
+from kvcache.stores import Part, SaltedToken, compose
 
 __all__ = ["EVERYONE", "Alphabet", "Tenant"]
 
@@ -21,10 +21,18 @@ _SPARE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who may share a conversation: those with the same ``salt``; its first ``shared`` tokens, everyone."""
+    """Who may share a conversation: those with the same ``salt``; its first ``shared`` tokens, everyone.
+
+    Among those of another ``variant``, which says what else computes it (``compose``), nobody.
+    """
 
     salt: str = ""
     shared: int = 0
+    variant: bytes = b""
+
+    @classmethod
+    def of(cls, salt: str, shared: int, variant: Part) -> Tenant:
+        return cls(salt, shared, b"" if variant is None else compose(variant))
 
     def __post_init__(self) -> None:
         if not isinstance(self.salt, str):
@@ -42,8 +50,8 @@ EVERYONE = Tenant()
 class Alphabet:
     """Ids stay themselves; other items (bytes of an image's digest) get negative numbers.
 
-    So does the first token that is a tenant's own, another for each salt and token: conversations
-    of different tenants part there, whatever follows.
+    So does the first token that is a tenant's own, another for each salt and token, and the first of all of
+    a variant: conversations of different tenants part there, whatever follows.
     """
 
     def __init__(self) -> None:
@@ -59,12 +67,18 @@ class Alphabet:
         """
         found = self._plain(tokens)
         own = tenant.shared - begin
+        if tenant.variant and not begin and found.size:
+            self._mark(found, 0, tenant.salt if not own else "", tenant.variant)
+            own = own or -1
         if tenant.salt and 0 <= own < found.size:
-            token = int(found[own])
-            item = token if token >= 0 else self._items[token]
-            assert not isinstance(item, SaltedToken)
-            found[own] = self._code(SaltedToken(tenant.salt, item))
+            self._mark(found, own, tenant.salt)
         return found
+
+    def _mark(self, tokens: np.ndarray, at: int, salt: str, variant: bytes = b"") -> None:
+        token = int(tokens[at])
+        item = token if token >= 0 else self._items[token]
+        assert not isinstance(item, SaltedToken)
+        tokens[at] = self._code(SaltedToken(salt, item, variant))
 
     def _plain(self, tokens: Tokens) -> np.ndarray:
         shape = getattr(tokens, "shape", None)
@@ -100,7 +114,7 @@ class Alphabet:
     def tenant_of(self, tokens: np.ndarray) -> tuple[str, int]:
         """The salt of a conversation, and its first token that is the tenant's own; ("", all) without one."""
         for at in np.flatnonzero(tokens < 0).tolist():
-            if isinstance(item := self._items[int(tokens[at])], SaltedToken):
+            if isinstance(item := self._items[int(tokens[at])], SaltedToken) and item.salt:
                 return item.salt, at
         return "", int(tokens.size)
 

@@ -2,8 +2,9 @@
 
 The events are those of vLLM (vllm/distributed/kv_events.py of 0.32), and ``encode`` gives what its
 subscribers decode. A block is ``block_size`` tokens of the PrefixCache, and its hash the key under which
-stores have the prefix that it ends (``kvcache.stores.Keys``). It is in a tier if all of it is. A move is a
-BlockStored and a BlockRemoved.
+stores have the prefix that it ends (``kvcache.stores.Keys``). It is in a tier if all of it is; in host memory
+also if part of it is there, and the rest on the device: it is had from both. A move is a BlockStored and a
+BlockRemoved.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ log = logging.getLogger("kvcache")
 
 DEVICE, HOST, STORAGE = "GPU", "CPU", "STORAGE"
 """vLLM's names of what is kept on the device (whatever device that is), in host memory, and in stores."""
+_LOCAL = frozenset((DEVICE, HOST))
+"""Of what is found without a store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +157,10 @@ class BlockEvents:
             return
         events: list[Event] = [AllBlocksCleared()] if self._cleared else []
         self._cleared = False
-        lost = [bytes.fromhex(self._dropped.popleft()) for _ in range(len(self._dropped))]
-        events += [BlockRemoved(lost, STORAGE)] if lost else []
+        lost = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        for known in self._known.values() if lost else ():
+            known.told.get(STORAGE, set()).difference_update(lost)
+        events += [BlockRemoved([bytes.fromhex(key) for key in lost], STORAGE)] if lost else []
         events += self._moves(root)
         if events:
             try:
@@ -177,13 +182,15 @@ class BlockEvents:
             if node is root:
                 continue
             known = self._blocks_of(node)
-            for medium, there in self._media(node, known).items():
-                known.told[medium] = set(there)
-                now.setdefault(medium, set()).update(there)
-                fresh = set(there) - before.get(medium, set())
-                stored += self._stored(node, known, medium, fresh)
+            there = self._media(node, known)
+            if STORAGE in before:  # what a store was given it has until it is dropped
+                there.setdefault(STORAGE, set()).update(before[STORAGE].intersection(known.hashes))
+            for medium, hashes in there.items():
+                known.told[medium] = hashes
+                now.setdefault(medium, set()).update(hashes)
+                stored += self._stored(node, known, medium, hashes - before.get(medium, set()))
         removed: list[Event] = []
-        for medium in (DEVICE, HOST):  # what a store was given it has until it is dropped
+        for medium in (DEVICE, HOST):
             gone = before.get(medium, set()) - now.get(medium, set())
             if gone:
                 removed.append(BlockRemoved([bytes.fromhex(key) for key in sorted(gone)], medium))
@@ -220,16 +227,22 @@ class BlockEvents:
         ids = _tokens(node, first * size, last * size)
         return _Known(first, parent, self._keys.chain(self._alphabet.named(ids), after=parent).aligned)
 
-    def _media(self, node: Node[Any], known: _Known) -> dict[str, list[str]]:
-        """By medium, those blocks of a node that are there whole: the first may begin in nodes above."""
+    def _media(self, node: Node[Any], known: _Known) -> dict[str, set[str]]:
+        """By medium, those blocks of a node that are there: the first may begin in nodes above."""
         here = _media_of(node)
         if not known.hashes or not here:
             return {}
-        up, first = node.parent, here
+        parts, up = [here], node.parent
         while up is not None and up.end > known.first * self._keys.block_size:
-            first = first & _media_of(up)
+            parts.append(_media_of(up))
             up = up.parent
-        return {medium: known.hashes[medium not in first :] for medium in sorted(here)}
+        first = set(frozenset.intersection(*parts))
+        if not first & _LOCAL and all(part & _LOCAL for part in parts):
+            first.add(HOST)  # some of it, and the rest on the device
+        there = {medium: set(known.hashes[1:]) for medium in here}
+        for medium in first:
+            there.setdefault(medium, set()).add(known.hashes[0])
+        return there
 
     def _stored(self, node: Node[Any], known: _Known, medium: str, fresh: set[str]) -> Iterator[BlockStored]:
         """Events for blocks that are new in a medium: one for each run that is told alike."""
@@ -270,7 +283,7 @@ class BlockEvents:
         tokens = _tokens(node, 0, node.end)
         negative = np.flatnonzero(tokens < 0)
         for at, item in zip(negative, self._alphabet.named(tokens[negative]), strict=True):
-            if isinstance(item, SaltedToken):
+            if isinstance(item, SaltedToken) and item.salt:
                 own = int(at) // size
                 return [item.salt if known.first + i >= own else None for i in range(len(known.hashes))]
         return [None] * len(known.hashes)

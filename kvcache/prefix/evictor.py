@@ -160,8 +160,8 @@ class Evictor:
         assert held is not None
         at = node.end - tokens
         at -= at % self.grain
-        only_here = held.host is None and held.leaving is None and in_cells(held)
-        if self._tree.divisible and node.begin < at and only_here:
+        kept_below = held.serialized is not None or held.leaving is not None
+        if self._tree.divisible and node.begin < at and not kept_below and in_cells(held):
             with contextlib.suppress(SequenceLostError):  # a device failure took it, and all of it goes
                 self._tree.split(node, at)
         return node

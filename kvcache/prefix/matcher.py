@@ -125,6 +125,8 @@ class PrefixMatcher:
         """The longest prefix of ``ids[:limit]`` that a session or the tree has; stores are not asked."""
         best = Source()
         for session in self._sessions.values():
+            if session.stale:
+                continue
             shared = min(common_length(session.computed(), ids), limit)
             if shared > best.length:
                 length = self._cache.resume_point(session.seq, shared)

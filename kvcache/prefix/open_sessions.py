@@ -29,10 +29,17 @@ class OpenSessions:
     """Begins sessions in free sequences of the cache of ``tree``, rewinds and ends them.
 
     ``interval`` is how far apart snapshots of content that is whole are taken in a prompt.
+    ``write_through``: what a session leaves is handed to the stores when it ends.
     """
 
     def __init__(
-        self, tree: PrefixTree, evictor: Evictor, lookup: StoreLookup, interval: int, stats: PrefixStats
+        self,
+        tree: PrefixTree,
+        evictor: Evictor,
+        lookup: StoreLookup,
+        interval: int,
+        stats: PrefixStats,
+        write_through: bool = False,
     ) -> None:
         self.alphabet = tree.alphabet
         self.sessions: dict[int, Session] = {}
@@ -41,7 +48,7 @@ class OpenSessions:
         self.matcher = PrefixMatcher(tree, self.sessions, lookup)
         self._lookup = lookup
         self._cache, self._tree, self._evictor = tree.cache, tree, evictor
-        self._interval, self._stats = interval, stats
+        self._interval, self._stats, self._write_through = interval, stats, write_through
 
     def begin(self, ids: np.ndarray, tenant: Tenant = EVERYONE) -> Session:
         """A session over ``ids`` in a free sequence, which holds the longest prefix that can be had."""
@@ -109,7 +116,7 @@ class OpenSessions:
     def keep(self, session: Session) -> None:
         """Let others start from the snapshots that were taken of an open session."""
         seq, ids = session.seq, session.computed()
-        if self._tree.divisible:
+        if self._tree.divisible or session.stale:
             return
         self._note_skipped(seq, int(ids.size))
         pieces = [part for part in self._cache.take_snapshots(seq) if part.end <= ids.size]
@@ -154,10 +161,10 @@ class OpenSessions:
 
     def end(self, session: Session, keep: bool, upto: int | None) -> None:
         """Free the sequence; with ``keep`` what it holds of the first ``upto`` tokens stays for others."""
-        seq = session.seq
+        seq, ids = session.seq, None
         with self._evictor.within_budgets():
             try:
-                if keep:
+                if keep and not session.stale:
                     computed = session.computed()
                     self._note_skipped(seq, int(computed.size))
                     ids = computed[:upto]
@@ -174,6 +181,14 @@ class OpenSessions:
                 if not self.sessions:
                     self._lookup.unlearn()
         self._tree.settle()
+        if self._write_through and ids is not None:
+            self._tree.write_on(ids)
+
+    def clear(self) -> None:
+        """Forget all that is kept. What open sessions hold by now is theirs, and nobody else's any more."""
+        self._tree.clear()
+        for session in self.sessions.values():
+            session.stale = True
 
     def rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:
         """Make the sequence hold ``ids``, or what it can go on from; returns where.

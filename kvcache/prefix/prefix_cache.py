@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -52,7 +53,7 @@ from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.sizes import bytes_text
-from kvcache.stores import Keys, SnapshotStore, open_store
+from kvcache.stores import Keys, Part, SnapshotStore, open_store
 from kvcache.stores.closing import Closing
 from kvcache.stores.sizes import parse_bytes
 
@@ -92,7 +93,8 @@ class PrefixCache(Closing):
 
     ``break_even`` says when a store is not asked, as computing is faster (None: a new one, which asks as long
     as nobody tells it by ``break_even.computed`` how long passes over prompts take). ``read_ahead`` limits
-    the bytes of host memory that ``prefetch`` fills (0: it does nothing).
+    the bytes of host memory that ``prefetch`` fills (0: it does nothing). With ``write_through`` a thread
+    writes what the stores lack of each session when it closes: a process that is killed loses little.
 
     The PrefixCache uses all sequences of the cache. It is not thread-safe; a thread writes to the stores.
     A forked child can go on with its copy; fork when nothing is under way, after ``flush``.
@@ -115,12 +117,15 @@ class PrefixCache(Closing):
         tenant_budget: TenantBudget | Callable[[str], TenantBudget | None] | None = None,
         break_even: BreakEven | None = None,
         read_ahead: int = 256 << 20,
+        write_through: bool = False,
     ) -> None:
         settings = _settings_of(cache)
         budget = None if budget is None else parse_bytes(budget, "PrefixCache: budget")
         check_whole("PrefixCache", "interval", interval, least=1)
         for name, value in (("backlog", backlog), ("in_flight", in_flight), ("read_ahead", read_ahead)):
             check_whole("PrefixCache", name, value)
+        if not isinstance(write_through, bool):
+            raise InvalidRangeError(f"PrefixCache: write_through={write_through!r:.60}; it must be a bool")
         if not isinstance(salt, str):
             raise InvalidRangeError(f"PrefixCache: salt={salt!r:.60}; it must be a string")
         if not isinstance(break_even, BreakEven | None):
@@ -150,7 +155,7 @@ class PrefixCache(Closing):
         )
         shapes = {i: LayerShape(*shape) for i, shape in (layers or {}).items()}
         lookup = StoreLookup(self.tree, shapes, self._prefetcher)
-        self._open = OpenSessions(self.tree, self.evictor, lookup, interval, self.stats)
+        self._open = OpenSessions(self.tree, self.evictor, lookup, interval, self.stats, write_through)
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
         cache.on_pressure = self.evictor.relieve
@@ -170,12 +175,21 @@ class PrefixCache(Closing):
     # Sessions.
 
     def begin(
-        self, tokens: Tokens, salt: str = "", shared: int = 0, retention: Retention | None = None
+        self,
+        tokens: Tokens,
+        salt: str = "",
+        shared: int = 0,
+        retention: Retention | None = None,
+        variant: Part = None,
     ) -> Session:
         """Start a conversation with the prompt ``tokens``, from the longest prefix that is cached.
 
         Only conversations with the same ``salt`` find what is computed for it, here and in stores (like
         vLLM's ``cache_salt``). Its first ``shared`` tokens, such as a system prompt, are shared by everyone.
+
+        ``variant`` is what else K and V depend on beside the tokens and what ``identity`` names, such as the
+        digest of an adapter: None, numbers, strings, bytes, or lists and dicts of these. Conversations of
+        different variants share nothing, whatever their salts; a salt cannot imitate a variant.
 
         ``retention`` says in which order ranges of it are evicted, and for how long that holds from when the
         session closes; what is pinned (``pin``) goes after all of that.
@@ -186,7 +200,7 @@ class PrefixCache(Closing):
         prompt. If it raises, no session has been started.
         """
         self._check("begin")
-        tenant = Tenant(salt, shared)
+        tenant = Tenant.of(salt, shared, variant)
         check_retention(retention)
         self._open.forget_items()
         ids = self.alphabet.encode(tokens, tenant)
@@ -202,7 +216,9 @@ class PrefixCache(Closing):
         session.retention = retention
         return session
 
-    def prefetch(self, tokens: Tokens, salt: str = "", shared: int = 0) -> Prefetch | None:
+    def prefetch(
+        self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None
+    ) -> Prefetch | None:
         """Have threads look up what stores have of a prompt and read it into host memory, for ``begin``.
 
         It stays there until ``release`` of what is returned, which is to be called when the session has
@@ -211,17 +227,19 @@ class PrefixCache(Closing):
         go straight into the cache, is read into the system's page cache. None: there is nothing to read.
         """
         self._check("prefetch")
-        ids = self.alphabet.encode(tokens, Tenant(salt, shared))
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         return self._open.matcher.prefetch(ids) if ids.size else None
 
-    def adopt(self, tokens: Tokens, snapshot: Snapshot, salt: str = "", shared: int = 0) -> bool:
+    def adopt(
+        self, tokens: Tokens, snapshot: Snapshot, salt: str = "", shared: int = 0, variant: Part = None
+    ) -> bool:
         """Keep a snapshot of ``tokens`` that was made elsewhere, as if a session had computed it.
 
         It is briefly restored into a free sequence. Returns False, and keeps nothing, if it is incomplete.
         Raises SessionLimitError without a free sequence, and whatever the cache's ``restore`` raises.
         """
         self._check("adopt")
-        ids = self.alphabet.encode(tokens, Tenant(salt, shared))
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         if not self._open.free:
             raise SessionLimitError(f"adopt: {len(self._open.sessions)} sessions are open; close one first")
         self.tree.settle()
@@ -241,21 +259,21 @@ class PrefixCache(Closing):
         """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
         return self._open.next_snapshot(seq)
 
-    def longest(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
+    def longest(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
         """How many of the tokens ``begin`` would find now, without asking the stores."""
         self._check("longest")
-        ids = self.alphabet.encode(tokens, Tenant(salt, shared))
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         return self._open.matcher.best(ids, int(ids.size) - 1).length if ids.size else 0
 
-    def pin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
+    def pin(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
         """Evict the kept part of this prefix last; returns its number of tokens."""
         self._check("pin")
-        return self.tree.pin(self.alphabet.encode(tokens, Tenant(salt, shared)), 1)
+        return self.tree.pin(self.alphabet.encode(tokens, Tenant.of(salt, shared, variant)), 1)
 
-    def unpin(self, tokens: Tokens, salt: str = "", shared: int = 0) -> int:
+    def unpin(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
         """Undo one ``pin``."""
         self._check("unpin")
-        return self.tree.pin(self.alphabet.encode(tokens, Tenant(salt, shared)), -1)
+        return self.tree.pin(self.alphabet.encode(tokens, Tenant.of(salt, shared, variant)), -1)
 
     def evict(self, nbytes: int | str | None = None) -> int:
         """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many.
@@ -264,14 +282,23 @@ class PrefixCache(Closing):
         """
         self._check("evict")
         nbytes = None if nbytes is None else parse_bytes(nbytes, "evict: nbytes")
-        count = self.evictor.evict(nbytes)
-        self.tree.settle()
+        with self.tree.patient():
+            count = self.evictor.evict(nbytes)
+            self.tree.settle()
         return count
 
     def clear(self) -> None:
-        """Discard everything kept in the cache and in host memory. Open sessions and stores are unchanged."""
+        """Discard everything kept in the cache and in host memory, as when the weights have changed.
+
+        That includes what was read ahead, and what waits to be written: nothing that was computed before
+        reaches a store after this. Open sessions go on, but share nothing of what they hold, and leave
+        nothing when they close. Stores are unchanged: empty them afterwards, or give new weights an identity
+        of their own.
+        """
         self._check("clear")
-        self.tree.clear()
+        self._open.clear()
+        if self._prefetcher is not None:
+            self._prefetcher.clear()
 
     def flush(self) -> None:
         """Wait for pending transfers; with stores, write all that they lack, and wait for that too."""
@@ -286,9 +313,9 @@ class PrefixCache(Closing):
         killed loses only what it computed since. Open sessions are not included.
         """
         self._check("write_through")
-        nbytes = None if nbytes is None else parse_bytes(nbytes, "write_through: nbytes")
+        limit = math.inf if nbytes is None else parse_bytes(nbytes, "write_through: nbytes")
         self.tree.settle()
-        return self.tree.write_through(nbytes)
+        return self.tree.write_through(limit)
 
     def close(self, flush: bool = True) -> None:
         """Close open sessions, write what is kept to the stores (``flush``), and release the cache."""
@@ -299,7 +326,8 @@ class PrefixCache(Closing):
         failed = []
         for session in list(self._open.sessions.values()):
             try:
-                session.close()
+                with self.tree.patient():
+                    session.close()
             except Exception as error:  # what others keep is written all the same
                 failed.append(error)
         with contextlib.ExitStack() as rest:  # all of it, whatever one of them raises; the last comes first
@@ -309,8 +337,7 @@ class PrefixCache(Closing):
             if self.tree.store is not None:
                 rest.callback(self.tree.store.close)
             rest.callback(self.tree.clear)
-            if flush:
-                rest.callback(self._flush_at_end)
+            rest.callback(self._flush_at_end if flush else self.tree.drain)
             if self._prefetcher is not None:
                 rest.callback(self._prefetcher.close)
         if failed:

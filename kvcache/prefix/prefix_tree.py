@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +88,10 @@ class PrefixTree:
         self._backend = cache.backend
         self._round = 0
         """Counts the times that ``write_through`` has gone through all."""
+        self._behind = self._lost = False
+        """Whether ``write_on`` left something, and whether the stores' last write failed."""
+        self._patient = False
+        """Whether the caller waits where more is to be written than may wait."""
         self.evicted = 0
         """Snapshots that went from everywhere."""
         self.over_budget = 0
@@ -252,17 +256,18 @@ class PrefixTree:
             at = node
 
     def _refill(self, seq: int, ids: np.ndarray, stored: bool, salt: str, own: int) -> None:
-        """Give the nodes on the way that lost their content what the sequence has of it."""
+        """Give the nodes on the way what the sequence has of it, where theirs is gone, or goes soon."""
         nodes = self.radix_tree.match(ids).nodes
         for node in nodes:
-            if node.end <= ids.size and (node.data is None or not node.data.present):
+            if node.end <= ids.size and (node.data is None or node.data.tier in ("none", "writing")):
                 try:
                     snapshot = self.cache.snapshot(seq, node.begin, node.end)
                 except SequenceLostError:
                     self._prune(nodes[-1])
                     self._prune(node)
                     raise
-                node.data = TreeEntry(node.begin, stored=stored, tenant=salt if node.end > own else "")
+                if node.data is None or not node.data.present:
+                    node.data = TreeEntry(node.begin, stored=stored, tenant=salt if node.end > own else "")
                 self._keep_on_device(node, snapshot)
 
     def node_at(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Node[TreeEntry]:
@@ -282,10 +287,11 @@ class PrefixTree:
         return node
 
     def _is_leaving(self, node: Node[TreeEntry]) -> bool:
-        """Whether a node was under way; it has arrived now, and the radix tree may have changed."""
-        if node.data is None or (node.data.store_write is None and node.data.leaving is None):
+        """Whether a node was leaving the device; it has now, and the radix tree may have changed."""
+        if node.data is None or node.data.leaving is None or self.worker is None:
             return False
-        self.drain()
+        self.worker.drain()
+        self._land()
         return True
 
     def split(self, node: Node[TreeEntry], at: int) -> Node[TreeEntry]:
@@ -297,6 +303,7 @@ class PrefixTree:
             return upper
         snapshots = None if held.snapshot is None else self.cache.split(held.snapshot, at)
         halves = None if held.serialized is None else cut_serialized(held.serialized, at, own=True)
+        writing = None if held.writing is None else cut_serialized(held.writing, at)
         upper = self.radix_tree.split(node, at)
         self._changed(upper, node)
         stored = held.stored and at % self.keys.block_size == 0
@@ -304,6 +311,9 @@ class PrefixTree:
         upper.data.end_used, upper.data.end_uses, upper.data.end_scores = held.used, held.uses, held.scores
         self.parted += [upper] if held.grants else []
         held.begin, held.used, held.uses, held.scores = at, held.end_used, held.end_uses, held.end_scores
+        if writing is not None and held.store_write is not None:
+            upper.data.writing, held.writing = writing
+            held.store_write.parted.append(upper)
         if snapshots is not None:
             self._off_device(node)
             self._keep_on_device(upper, snapshots[0])
@@ -372,8 +382,10 @@ class PrefixTree:
         assert held is not None
         if ages:
             age(self.device, held, held.scores[0])
-        if held.host is None and held.leaving is None and self._is_wanted(node, held):
-            if self.worker is not None:
+        if held.serialized is None and held.leaving is None and self._is_wanted(node, held):
+            if held.writing is not None and held.store_write is not None and not held.store_write.parted:
+                self._keep_on_host(node, held.writing)  # it is in host memory as it is
+            elif self.worker is not None:
                 self._send(self.worker, node, held)
             elif (serialized := self._copied_out(held)) is not None:
                 if self.host is not None and self.host.fits(serialized.nbytes, node):
@@ -417,7 +429,7 @@ class PrefixTree:
 
     def _is_wanted(self, node: Node[TreeEntry], held: TreeEntry) -> bool:
         """Whether there is a place below the device for what a node holds."""
-        if self.store is not None and not held.stored:
+        if self.store is not None and not held.stored and held.store_write is None:
             return True
         host, snapshot = self.host, held.snapshot
         return host is not None and snapshot is not None and host.fits(snapshot.nbytes, node)
@@ -433,10 +445,33 @@ class PrefixTree:
                 held.leaving = None  # nobody has room for it; that it is still found depends on no thread
 
     def _write(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
-        """Have a serialized snapshot written that host memory has no place for, unless the stores have it."""
+        """Have a serialized snapshot written that host memory has no place for, unless the stores have it.
+
+        Where the stores are so far behind that it would have to wait, it is not: no answer waits for a store.
+        """
         assert node.data is not None
-        if self.writer is not None and not node.data.stored and node.data.store_write is None:
+        if self.store is None or node.data.stored or node.data.store_write is not None:
+            return
+        if self._patient or self.store.has_room(serialized.nbytes):
+            assert self.writer is not None
             self.writer.submit(node, serialized)
+        elif not self._behind:
+            self._behind = True
+            log.warning(
+                "the stores take less than is to be written: %d bytes wait, of at most backlog=%d; what is "
+                "evicted meanwhile is computed again",
+                self.store.waiting,
+                self.store.backlog,
+            )
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """In this block the caller waits for the stores, so that nothing is lost that has to leave."""
+        before, self._patient = self._patient, True
+        try:
+            yield
+        finally:
+            self._patient = before
 
     def _land(self) -> None:
         """Take note of what has left the device by now."""
@@ -522,8 +557,7 @@ class PrefixTree:
             node = parent
 
     def clear(self) -> None:
-        """Forget all that is kept on the device and in host memory; what is being written is written."""
-        self.drain()
+        """Forget all that is kept on the device and in host memory, and what waits to be written."""
         gone = list(self.radix_tree)
         for node in gone:
             self._off_device(node)
@@ -532,6 +566,12 @@ class PrefixTree:
             node.data = None
         self.radix_tree = RadixTree()
         self.interior = InteriorSnapshots(not self.divisible and self.store is None)
+        if self.worker is not None:
+            self.worker.drain()
+        if self.store is not None:
+            self.store.cancel()
+        self.settle()  # what was under way is nobody's
+        self._behind = False
         if self._events is not None and self.store is None:
             self._events.cleared()
         self.tell()
@@ -552,35 +592,50 @@ class PrefixTree:
                 assert node.data is not None
                 node.data.stored = False
                 self._changed(node)
-        self.write_through()
+        self._round += 1  # what was tried before is tried again
+        with self.patient():
+            self.write_through()
         self.drain()
 
-    def write_through(self, limit: int | None = None) -> bool:
+    def write_through(self, limit: float = math.inf) -> bool:
         """Hand what the stores lack to the thread that writes to them; True: some of it is left.
 
-        With a ``limit`` that is about so many bytes at a time, and nobody waits for the stores. What is
+        About ``limit`` bytes, and unless the tree is ``patient`` no more than may wait to be written. What is
         handed over stays where it is. What could not be written is tried again when all else has been.
         """
-        done, left = 0, False
-        for node in list(self.radix_tree) if self.writer is not None else ():
+        done, left = self._hand_over([*self.radix_tree], limit)
+        self._round += done
+        return left
+
+    def write_on(self, ids: np.ndarray) -> None:
+        """As ``write_through``, of what is kept of ``ids``, and of all where something was left before."""
+        if self.store is None or self.store.away:
+            self._behind = self.store is not None
+        elif self._behind:
+            self._behind = self.write_through()
+        else:
+            _, self._behind = self._hand_over(self.radix_tree.match(ids).nodes, math.inf)
+
+    def _hand_over(self, nodes: Sequence[Node[TreeEntry]], limit: float) -> tuple[bool, bool]:
+        """Whether all of these were looked at, and whether something of them is left to be written."""
+        total, left = 0, False
+        if self.store is None:
+            return True, False
+        for node in nodes:
             held = node.data
-            if held is None or held.stored or held.store_write is not None:
+            if held is None or held.stored or held.store_write is not None or held.tried == self._round:
                 continue
-            if limit is not None:
-                if held.tried == self._round:
-                    continue
-                source = held.serialized or held.snapshot
-                waits = source is not None and self.store and not self.store.has_room(source.nbytes)
-                if done >= limit or waits:
-                    return True
+            source = held.serialized or held.snapshot
+            room = self._patient or source is None or self.store.has_room(source.nbytes)
+            if total >= limit or not room:
+                return False, True
             held.tried = self._round
             serialized = self._to_write(held)
             if serialized is not None:
-                done += serialized.nbytes
+                total += serialized.nbytes
                 self._write(node, serialized)
             left |= held.leaving is not None
-        self._round += 1
-        return left
+        return True, left
 
     def _to_write(self, held: TreeEntry) -> SerializedSnapshot | None:
         """What a node holds, serialized; None, which is told, where there is no memory for that."""
@@ -601,7 +656,8 @@ class PrefixTree:
         """Wait until nothing is under way, from the device or to the stores."""
         if self.worker is not None:
             self.worker.drain()
-            self.settle()
+            with self.patient():
+                self.settle()
         if self.store is not None:
             self.store.flush()
             self.settle()
@@ -611,11 +667,11 @@ class PrefixTree:
         self._land()
         self.shrink_host()
         for store_write in () if self.store is None else self.store.finished():
-            node = store_write.owner
-            assert isinstance(node, Node)
-            held: TreeEntry | None = node.data
-            if held is not None and held.store_write is store_write:
-                held.stored, held.store_write = not store_write.failed, None
+            assert self.writer is not None
+            if self._lost and not store_write.failed:  # they take something again: all is tried once more
+                self._behind, self._round = True, self._round + 1
+            self._lost = store_write.failed
+            for node in self.writer.finish(store_write):
                 self._changed(node)
                 self.tell()  # before the node goes, which only the stores have now
                 self._prune(node)

@@ -131,6 +131,8 @@ class Session:
         self._certain: int | None = None
         self._replaced = False
         self.closed = False
+        self.stale = False
+        """Whether all that is kept was forgotten since it began: what it holds is of no use to others."""
         self.spared = 0
         """Tokens that stores were not asked for at its begin, since computing them is faster."""
         self.retention: Retention | None = None

@@ -28,7 +28,21 @@ class StoreWriter:
         paths = [[chain.at(end) for end in ends] for ends in self._paths(node)]
         store_write = StoreWrite(entries, serialized, node, paths=paths)
         self._store.submit(store_write)
-        node.data.store_write = store_write
+        node.data.store_write, node.data.writing = store_write, serialized
+
+    def finish(self, store_write: StoreWrite) -> Iterator[Node[TreeEntry]]:
+        """The nodes whose content was written, or was not, with that noted.
+
+        What was parted on the way has an entry only where it ends with a block.
+        """
+        for node in (store_write.owner, *store_write.parted):
+            assert isinstance(node, Node)
+            held: TreeEntry | None = node.data
+            if held is not None and held.store_write is store_write:
+                whole = node is store_write.owner or node.end % self._keys.block_size == 0
+                held.stored = whole and not store_write.failed
+                held.store_write = held.writing = None
+                yield node
 
     def gone(self, tree: RadixTree[TreeEntry]) -> Iterator[Node[TreeEntry]]:
         """The nodes that were stored, and of which every store lacks an entry by now."""

@@ -50,6 +50,8 @@ class TreeEntry:
     """Its content on the way from the device to host memory."""
     store_write: StoreWrite | None = None
     """Its serialized snapshots on their way to the stores."""
+    writing: SerializedSnapshot | None = None
+    """What these are of it."""
     stored: bool = False
     tried: int = -1
     """The last round of ``PrefixTree.write_through`` that was to write it."""
@@ -83,7 +85,7 @@ class TreeEntry:
     @property
     def host(self) -> SerializedSnapshot | None:
         """Its serialized snapshot, also while it is being written."""
-        return self.serialized or (self.store_write.serialized if self.store_write is not None else None)
+        return self.serialized or self.writing
 
     @property
     def media(self) -> frozenset[str]:

@@ -132,6 +132,7 @@ class Engine(Closing):
                 break_even=BreakEven(always=options.fetch == "always"),
                 read_ahead=options.read_ahead,
                 backlog=options.backlog,
+                write_through=options.write_through,
             )
         except BaseException:
             self.cache.close()

@@ -30,7 +30,8 @@ class EngineOptions:
     others need less. ``budget`` bounds the bytes of kept snapshots on the device, those in the cache's own
     cells too (None: twice what the cache takes); ``interval`` and ``block_size`` are as PrefixCache has them:
     entries of stores, and blocks that events tell of, have ``block_size`` tokens, and keys depend on it.
-    ``eviction_policy``, ``tenant_budget``, ``read_ahead`` and ``backlog`` are PrefixCache's, too.
+    ``eviction_policy``, ``tenant_budget``, ``read_ahead`` and ``backlog`` are PrefixCache's, too, as is
+    ``write_through``: each answer is written to the stores when it ends, by a thread.
 
     ``fetch``: "measured" asks a store where fetching beats computing, by what both took so far
     (``BreakEven``); "always" asks for every prefix.
@@ -49,6 +50,7 @@ class EngineOptions:
     fetch: Fetch = "measured"
     read_ahead: int = 256 << 20
     backlog: int = 256 << 20
+    write_through: bool = True
 
     def __post_init__(self) -> None:
         self._check_positive("max_sequences", "prefill_chunk", "block_size")

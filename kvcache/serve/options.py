@@ -16,8 +16,9 @@ class ServeOptions:
     ``max_waiting`` requests may wait for a sequence, further ones get 429. A body of more than ``max_body``
     bytes gets 413. A request that is not answered, and read, within ``request_timeout`` is given up. When
     the server is told to end, requests that are running or waiting have ``shutdown_timeout`` to finish.
-    Stores are given what is new every ``write_interval``. A client has ``client_timeout`` to send the head of
-    a request, and from one part of its body to the next; then its connection is closed, or it gets 408.
+    Stores are given each answer when it ends, and every ``write_interval`` what they did not take then. A
+    client has ``client_timeout`` to send the head of a request, and from one part of its body to the next;
+    then its connection is closed, or it gets 408.
 
     ``api_key``: what requests must have as "Authorization: Bearer KEY", but for /health, which tells those
     without it nothing but that the server is there (None: nobody needs one). ``allowed_hosts`` are names by

@@ -83,7 +83,7 @@ class Ticket:
 
 
 class _Keeper:
-    """Has the stores given, every ``interval`` seconds, what they lack: who is killed loses no more.
+    """Has the stores given, every ``interval`` seconds, what they did not take when it was computed.
 
     A part at a time between two passes, and nobody waits for a store. Where one takes nothing, it is
     tried less and less often.
@@ -127,7 +127,8 @@ def has_stores(engine: Engine) -> bool:
 class Worker:
     """Runs the engine that ``make`` opens, in a thread, within the limits of ``options``. A context manager.
 
-    Now and then what is kept goes to the engine's stores, if it has any; the rest at the end.
+    What the engine's stores, if it has any, did not take of an answer when it ended is offered to them now
+    and then, and at the end.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvcache.stores.buffers import Buffer, WritableBuffer
+from kvcache.stores.composing import Part, compose
 from kvcache.stores.errors import (
     SnapshotCorruptError,
     StoreClosedError,
@@ -47,6 +48,7 @@ __all__ = [
     "Keys",
     "MemoryStore",
     "MooncakeStore",
+    "Part",
     "SaltedToken",
     "SerializedSnapshot",
     "SnapshotCorruptError",
@@ -64,6 +66,7 @@ __all__ = [
     "WritableBuffer",
     "check_budget",
     "check_key",
+    "compose",
     "get_snapshot",
     "hookimpl",
     "open_store",

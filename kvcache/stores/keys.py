@@ -19,21 +19,27 @@ from typing import Any
 import numpy as np
 
 from kvcache.stores import strict_json
+from kvcache.stores.composing import framed
 from kvcache.stores.errors import StoreValueError
 from kvcache.stores.serialized_snapshot import SNAPSHOT_FORMAT
 
 __all__ = ["Chain", "Keys", "SaltedToken"]
 
-_INTEGERS, _MIXED, _SALTED = b"i", b"m", b"s"
+_INTEGERS, _MIXED, _SALTED, _VARIANT = b"i", b"m", b"s", b"v"
 """What is hashed of a block: 8 bytes per token, or items that each say their kind and length."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaltedToken:
-    """A token of conversations that share nothing from here on with those of another salt."""
+    """A token of conversations that share nothing from here on with those of another salt, or variant.
+
+    ``variant``: the bytes that ``compose`` makes of what else K and V depend on, such as an adapter. An empty
+    salt is everyone's.
+    """
 
     salt: str
     token: int | bytes
+    variant: bytes = b""
 
 
 class Keys:
@@ -129,13 +135,14 @@ class _Items:
         for place in range(start, stop):
             other = self._others.get(place)
             if isinstance(other, SaltedToken):
-                salt = other.salt.encode()
-                found += [_SALTED, len(salt).to_bytes(8, "little"), salt]
+                salt = other.salt.encode("utf-8", "surrogatepass")
+                found += [framed(_VARIANT, other.variant)] if other.variant else []
+                found += [framed(_SALTED, salt)] if salt else []
                 other = other.token if isinstance(other.token, bytes) else None
             if other is None:
                 found += [_INTEGERS, self._tokens[place : place + 1].data]
             else:
-                found += [_MIXED, len(other).to_bytes(8, "little"), other]
+                found.append(framed(_MIXED, other))
         return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache import HostTier, InvalidRangeError
+from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.tree_entry import TreeEntry
@@ -38,6 +39,8 @@ class Router:
                 assert event.medium is not None
                 parent = event.parent_block_hash
                 assert len(event.token_ids) in (0, len(event.block_hashes) * event.block_size)
+                if event.medium != "STORAGE":  # where what has left is told again when it is read
+                    assert self.media[event.medium].isdisjoint(event.block_hashes)
                 for key in event.block_hashes:
                     assert self.parents.setdefault(key, parent) == parent
                     self.media[event.medium].add(key)
@@ -60,9 +63,22 @@ def held(tree: PrefixTree) -> dict[str, set[bytes]]:
         where = [media(part.data) for part in path for _ in part.tokens]
         keys = tree.keys.chain(tree.alphabet.named(node.prefix())).aligned
         for i, key in enumerate(keys):
-            for medium in frozenset.intersection(*where[i * SIZE : (i + 1) * SIZE]):
+            block = where[i * SIZE : (i + 1) * SIZE]
+            there = set(frozenset.intersection(*block))
+            if "GPU" not in there and all(part & {"GPU", "CPU"} for part in block):
+                there.add("CPU")
+            for medium in there:
                 found[medium].add(bytes.fromhex(key))
     return found
+
+
+def blocks_of(r: Rig, router: Router, tokens: Sequence[int], **whose: Any) -> tuple[int, int]:
+    """How many leading blocks ``begin`` finds, but for open sessions and stores, and a router knows of."""
+    tree, ids = r.prefix.tree, r.prefix.alphabet.encode(list(tokens), Tenant(**whose))
+    keys = [bytes.fromhex(key) for key in tree.keys.chain(r.prefix.alphabet.named(ids)).aligned]
+    near = router.media["GPU"] | router.media["CPU"]
+    known = next((i for i, key in enumerate(keys) if key not in near), len(keys))
+    return tree.along(ids)[0] // SIZE, known
 
 
 def media(kept: TreeEntry | None) -> frozenset[str]:
@@ -88,12 +104,14 @@ def test_a_router_that_follows_events_knows_every_tier(talk: Talk, cache: str, t
     r, rnd = talk(cache, 6000, places[tiers]), random.Random(cache + tiers)
     router = known(r)
     chats: list[Any] = []
+    asked: list[tuple[list[int], dict[str, Any]]] = []
     moved: set[str] = set()
     for step in range(60):
         roll = rnd.random()
         if roll < 0.5 and len(chats) < 3:
             tokens = rnd.choice(([1, 2, 3, 4, 5, 6], [1, 2, 3, 9])) + rnd.choices((6, 7), k=rnd.randint(1, 9))
-            chats.append(r.chat(tokens, salt=rnd.choice(SALTS), shared=rnd.choice((0, 3))))
+            asked.append((tokens, {"salt": rnd.choice(SALTS), "shared": rnd.choice((0, 3))}))
+            chats.append(r.chat(tokens, **asked[-1][1]))
         elif roll < 0.85 and chats:
             chats.pop(rnd.randrange(len(chats))).close(keep=rnd.random() < 0.9)
         elif roll < 0.92:
@@ -107,11 +125,37 @@ def test_a_router_that_follows_events_knows_every_tier(talk: Talk, cache: str, t
         assert {name: router.media[name] for name in ("GPU", "CPU")} == {
             name: truth[name] for name in ("GPU", "CPU")
         }
+        for tokens, whose in asked:
+            found, told = blocks_of(r, router, tokens, **whose)
+            assert found == told
         assert truth["STORAGE"] <= router.media["STORAGE"]
         assert all(store.stat([key.hex()])[0] is not None for key in router.media["STORAGE"])
         moved |= {name for name, keys in router.media.items() if keys}
     expected = {"none": {"GPU"}, "host": {"GPU", "CPU"}}.get(tiers, {"GPU", "STORAGE"})
     assert moved >= expected
+    r.prefix.close()
+
+
+def test_a_block_in_two_tiers_is_told_in_the_lower_and_a_stored_one_once(talk: Talk) -> None:
+    store = MemoryStore()
+    r = talk(tiers=[HostTier(1 << 20), store])
+    router = known(r)
+    r.keep(LONG[:12])
+    r.prefix.flush()
+    r.keep([*LONG[:6], 90])  # parts the edge inside the second block
+    r.keep(LONG[:12])
+    r.prefix.evict(6 * r.setup.token_bytes)
+    assert len({node.data.tier for node in r.prefix.tree.radix_tree}) == 2
+    assert blocks_of(r, router, LONG[:12]) == (3, 3)
+    r.prefix.flush()
+    told = [
+        key
+        for batch in router.batches
+        for event in batch.events
+        if isinstance(event, BlockStored) and event.medium == "STORAGE"
+        for key in event.block_hashes
+    ]
+    assert len(told) == len(set(told)) == 3
     r.prefix.close()
 
 

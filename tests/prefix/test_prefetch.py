@@ -239,6 +239,48 @@ def test_what_the_tree_has_lost_meanwhile_is_asked_for_again(talk: Talk) -> None
     prefetch.release()
 
 
+@some_caches
+@pytest.mark.parametrize("when", ["looked up", "being read", "read"])
+def test_what_was_read_ahead_is_forgotten_with_all_else(talk: Talk, cache: str, when: str) -> None:
+    """By ``clear``, as where the weights have changed and the store is emptied."""
+    r, store = gated(talk, cache=cache)
+    if when == "being read":
+        store.gate.clear()
+    prefetch = ahead(r, PROMPT)
+    if when == "being read":
+        assert store.entered.wait(60)
+    elif when == "read":
+        prefetch.wait()
+        assert held(r.prefix) > 0
+    r.prefix.clear()
+    for key in list(store.store._entries):
+        store.delete(key)
+    again = ahead(r, PROMPT)
+    store.gate.set()
+    again.wait()
+    prefetch.wait()
+    assert r.peek(PROMPT) == 0
+    prefetch.release()
+    assert r.peek(PROMPT) == 0
+    again.release()
+    assert held(r.prefix) == 0
+    r.prefix.close()
+
+
+def test_what_was_let_go_of_by_clear_is_not_let_go_of_again(talk: Talk) -> None:
+    r, store = gated(talk)
+    old = read(r, PROMPT)
+    r.prefix.clear()
+    new = read(r, PROMPT)
+    size, calls = held(r.prefix), len(store.threads)
+    old.release()
+    assert held(r.prefix) == size > 0
+    assert r.keep(PROMPT) == 20
+    assert len(store.threads) == calls
+    new.release()
+    assert held(r.prefix) == 0
+
+
 def test_a_cache_that_is_closed_waits_for_what_is_being_read(talk: Talk) -> None:
     store = GatedStore(stored(talk))
     store.gate.clear()

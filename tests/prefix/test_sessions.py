@@ -233,9 +233,12 @@ def test_close_ends_sessions_and_lets_go_of_the_cache(talk: Talk) -> None:
         assert again.begin([*LONG, 1]).cached == 20, "the caller's store stays open"
 
 
-def test_clear_forgets_all_but_open_sessions_and_stores(talk: Talk) -> None:
+@some_caches
+def test_clear_forgets_all_but_stores_and_what_open_sessions_hold_for_themselves(
+    talk: Talk, cache: str
+) -> None:
     store = MemoryStore()
-    r = talk(tiers=[HostTier(), store])
+    r = talk(cache, tiers=[HostTier(), store])
     r.keep([1, 2, 3, 4])
     chat = r.chat(LONG)
     r.prefix.flush()
@@ -243,9 +246,11 @@ def test_clear_forgets_all_but_open_sessions_and_stores(talk: Talk) -> None:
     assert not any(r.prefix.nbytes.values())
     chat.say([1])
     other = r.chat([*LONG, 1, 2])
-    assert other.cached == 21
+    assert other.cached == 0, "computed by what was forgotten"
     assert r.keep([1, 2, 3, 4, 5]) == r.prefix.stats.store == 4
+    other.close(keep=False)
+    chat.session.keep()
     chat.close()
-    other.close()
+    assert r.peek([*LONG, 1, 2]) == 0
     r.prefix.clear()
     r.check_empty()

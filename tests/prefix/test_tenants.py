@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,8 +12,9 @@ import pytest
 
 from kvcache import HostTier, InvalidRangeError
 from kvcache.prefix import alphabet
+from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.tenant_budget import TenantBudget
-from kvcache.stores import MemoryStore
+from kvcache.stores import MemoryStore, compose
 
 from .models.digests import shared as common
 from .rigs.conversing import LONG, Talk, some_caches
@@ -24,6 +26,8 @@ Whose = dict[str, Any]
 def visible(tokens: Sequence[int], whose: Whose, other: Sequence[int], others: Whose) -> int:
     """How many tokens a conversation may have from another one."""
     agreed = common(tokens, other)
+    if repr(whose.get("variant")) != repr(others.get("variant")):  # True == 1
+        return 0
     if whose == others:
         return agreed
     own = [tenant.get("shared", 0) for tenant in (whose, others) if tenant.get("salt")]
@@ -36,7 +40,10 @@ def visible(tokens: Sequence[int], whose: Whose, other: Sequence[int], others: W
 def test_each_request_finds_what_its_tenant_may_see_and_no_more(
     talk: Talk, count: int, tiers: list[Any]
 ) -> None:
-    """Three tenants and none, with system prompts that all may share or not, whose requests often agree."""
+    """Three tenants and none, with system prompts that all may share or not, whose requests often agree.
+
+    Some are computed by an adapter, with a name that is a salt of others.
+    """
     r, rnd = talk(tiers=tiers, capacity=160, options={"block_size": 1}), random.Random(5)
     prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9]]
     done: list[tuple[list[int], Whose]] = []
@@ -44,11 +51,36 @@ def test_each_request_finds_what_its_tenant_may_see_and_no_more(
         tokens = rnd.choice(prompts) + rnd.choices((6, 7), k=rnd.randint(1, 7))
         salt = rnd.choice(["", "a", "b", "c"])
         whose: Whose = {"salt": salt, "shared": rnd.choice([0, 5])} if salt else {}
+        if (variant := rnd.choice([None, None, "a", 1, True])) is not None:
+            whose["variant"] = variant
         expected = max((visible(tokens, whose, *other) for other in done), default=0)
         assert r.keep(tokens, **whose) == min(expected, len(tokens) - 1)
         if (tokens, whose) not in done:
             done.append((tokens, whose))
     r.prefix.close()
+
+
+CROSSINGS: list[Whose] = [
+    {}, {"salt": "a"}, {"salt": "a", "shared": 1}, {"variant": "a"}, {"variant": b"a"}, {"variant": ["a"]},
+    {"variant": "a", "salt": "a"}, {"variant": "a", "salt": "a", "shared": 3}, {"variant": ""},
+    {"variant": [None]}, {"variant": 1}, {"variant": True}, {"variant": 1.0}, {"salt": "1"},
+    {"variant": {"a": None}}, {"variant": "aa"}, {"salt": compose("a").decode("latin-1")},
+    {"salt": compose("a").hex()}, {"salt": repr(("", "a"))}, {"variant": ("a", 1)}, {"variant": "a1"},
+]  # fmt: skip
+
+
+def test_no_salt_and_no_variant_can_be_taken_for_another(talk: Talk) -> None:
+    """Two of these share what both of them say that they share, and nothing else."""
+    tokens, keys = [7, 8, 9, 10, 11], set()
+    for one, other in itertools.permutations(CROSSINGS, 2):
+        r = talk(capacity=16, max_sequences=2)
+        r.keep(tokens, **one)
+        assert r.keep([*tokens, 12], **other) == visible(tokens, one, tokens, other), (one, other)
+        ids = r.prefix.alphabet.encode(
+            tokens, Tenant.of(one.get("salt", ""), one.get("shared", 0), one.get("variant"))
+        )
+        keys.add(r.prefix.tree.keys.chain(r.prefix.alphabet.named(ids)).at(5))
+    assert len(keys) == len(CROSSINGS)
 
 
 @some_caches

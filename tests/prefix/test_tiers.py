@@ -437,7 +437,8 @@ def test_what_waits_to_be_written_is_bounded(talk: Talk) -> None:
     assert r.keep([0, 1, 2, 3, 4]) == 4
 
 
-def test_writing_through_waits_for_no_store(talk: Talk) -> None:
+@pytest.mark.parametrize("nbytes", [500, None])
+def test_writing_through_waits_for_no_store(talk: Talk, nbytes: int | None) -> None:
     """One that has stopped answering: what is handed over goes as far as the backlog."""
     store = SlowStore()
     store.gate.clear()
@@ -446,7 +447,7 @@ def test_writing_through_waits_for_no_store(talk: Talk) -> None:
         r.keep(line(100 * first, 12))
     try:
         for _ in range(6):
-            assert r.prefix.write_through(500)
+            assert r.prefix.write_through(nbytes)
         assert 0 < r.prefix.nbytes["writing"] <= 6000
     finally:
         store.gate.set()

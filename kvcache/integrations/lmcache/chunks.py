@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,6 +14,7 @@ from kvcache.integrations.open_stores import check_number, parse_options
 from kvcache.runner.errors import ModelError
 from kvcache.runner.fingerprint import files_digest
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError
+from kvcache.stores.composing import digest_of
 
 __all__ = ["ChunkShape", "ConnectorOptions", "chunk_key", "identity_of_model"]
 
@@ -63,9 +62,15 @@ def identity_of_model(name: str) -> dict[str, Any]:
     return {"files": files_digest(folder)}
 
 
-def chunk_key(identity: Mapping[str, Any], key: str) -> str:
-    """An entry's key; ``key`` is LMCache's, which names the model, rank, tokens, dtype and tags."""
-    return hashlib.sha256(json.dumps([identity, key], sort_keys=True).encode()).hexdigest()
+def chunk_key(identity: Mapping[str, Any], key: Any) -> str:
+    """An entry's key; ``key`` is LMCache's, which names the model, rank, tokens, dtype, tags and layer.
+
+    All of its fields, but for those of the request that are no tags: its ``to_string`` escapes nothing, so
+    that two keys may have one. Raises StoreValueError for tags that ``compose`` does not take.
+    """
+    named: dict[str, Any] = {field.name: getattr(key, field.name) for field in fields(key)}
+    del named["request_configs"]
+    return digest_of(identity, type(key).__name__, {**named, "dtype": str(key.dtype)})
 
 
 @dataclass(frozen=True)

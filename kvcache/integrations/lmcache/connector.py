@@ -98,7 +98,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         self._stores.close()
 
     def _name(self, key: Any) -> str:
-        return chunk_key(self._identity, key.to_string())
+        return chunk_key(self._identity, key)
 
     async def _run(self, call: Callable[..., T], *args: Any) -> T:
         return await self._loop.run_in_executor(self._threads, call, *args)

@@ -16,11 +16,13 @@ from mlx_lm.generate import generate_step
 import ml
 from kvcache.cache import CacheDType, ClosedError, InvalidRangeError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
+from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.layers import Attention
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
 from kvcache.storage.layer_shape import LayerShape
+from kvcache.stores import Part
 
 __all__ = ["MLXPrefixCache", "MLXSession"]
 
@@ -41,8 +43,9 @@ class MLXSession(Conversation):
     later conversations start from the wrong keys and values.
     """
 
-    def __init__(self, owner: MLXPrefixCache, session: Session) -> None:
-        self._owner = owner
+    def __init__(self, owner: MLXPrefixCache, session: Session, variant: Part = None) -> None:
+        """``variant``: what computes it."""
+        self._owner, self._variant = owner, variant
         rows = BatchRows.adopted(owner.pool.sequences, session.seq, session.cached)
         super().__init__(session, rows, lambda: rows.lengths[0])
         self.prompt_cache = owner.pool.prompt_cache_of(rows)
@@ -77,6 +80,8 @@ class MLXSession(Conversation):
         with self._owner.pool.lock:
             try:
                 self._owner.pool.sequences.undo_unwritten()
+                if self._owner.adapters.variant() != self._variant:  # who knows which of them computed what
+                    self._session.close(keep=False)
                 yield
             finally:
                 self._owner.pool.sequences.current = None
@@ -108,13 +113,15 @@ class MLXPrefixCache(SharedPrefixes):
         backend: ml.Backend | None = None,
         **options: Any,
     ) -> None:
-        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``interval``, ...
+        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``interval``, ...; but for
+        ``write_through=False``, a thread writes each conversation to the stores when it ends.
 
         Raises NotSupportedError for layers that there is no cache for, as CachePool does, and for ``tiers``
         of a model that is split over ranks (``model.shard``).
         """
         self._check_options(MLXPrefixCache, options, _ranks_of(model))
         self.model = model
+        self.adapters = Adapters(model)
         self.pool = CachePool(
             model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,
             backend=backend,
@@ -124,7 +131,7 @@ class MLXPrefixCache(SharedPrefixes):
         """By sequence, who began the conversation that is open in it, and its part of the room."""
         options = {"layers": _shapes(self.pool), **options}
         try:
-            self.prefix = PrefixCache(self.pool.cache, **options)
+            self.prefix = PrefixCache(self.pool.cache, **{"write_through": True, **options})
         except BaseException:
             self.pool.close()
             raise
@@ -132,7 +139,8 @@ class MLXPrefixCache(SharedPrefixes):
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> MLXSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.
 
-        ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``.
+        ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``. What adapters compute is shared
+        among conversations with the same adapters, of the same content and scales.
         """
         room = self.pool.room
         if len(tokens) > room:
@@ -145,9 +153,10 @@ class MLXPrefixCache(SharedPrefixes):
             while self._is_full(claim):
                 self.pool.lock.wait(1.0)  # a thread may end without closing what it began
             self.pool.sequences.current = None
-            session = self.prefix.begin(tokens, salt, shared)
+            variant = self.adapters.variant()
+            session = self.prefix.begin(tokens, salt, shared, variant=variant)
             self._claims[session.seq] = threading.current_thread(), claim
-            return MLXSession(self, session)
+            return MLXSession(self, session, variant)
 
     def _is_full(self, claim: float) -> bool:
         """Whether other threads, which will go on, hold what a conversation with such a claim needs."""

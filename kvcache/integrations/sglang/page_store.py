@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import secrets
@@ -15,6 +14,7 @@ import numpy as np
 
 from kvcache.offload.tiers import StoreTier
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, StoreError
+from kvcache.stores.composing import digest_of
 from kvcache.stores.protocol import Reader
 from kvcache.stores.serialized_snapshot import read_outline
 
@@ -37,8 +37,7 @@ class PageKind:
     prefix: str = field(init=False)
 
     def __post_init__(self) -> None:
-        told = json.dumps(self.settings, sort_keys=True)
-        object.__setattr__(self, "prefix", hashlib.sha256(told.encode()).hexdigest())
+        object.__setattr__(self, "prefix", digest_of(self.settings))
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +64,7 @@ class PageStore:
 
     def key(self, kind: PageKind, page: str) -> str:
         """An entry's key; ``page`` is SGLang's hash of the namespace and all tokens up to the page's end."""
-        return hashlib.sha256(f"{kind.prefix}{self._renamed}/{page}".encode()).hexdigest()
+        return digest_of(kind.prefix, self._renamed, page)
 
     def leading(self, kind: PageKind, pages: Sequence[str]) -> int:
         """How many leading pages are stored. They become the most recently used."""

@@ -15,6 +15,7 @@ import torch
 import ml
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
+from kvcache.integrations.transformers.adapters import Adapters
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
 from kvcache.integrations.transformers.cache import HFCache, cache_argument, generating
@@ -24,6 +25,7 @@ from kvcache.integrations.transformers.rope import check_rotation, rotation_limi
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.snapshots.layer_shapes import Layers, layers_of_cache
+from kvcache.stores import Part
 
 __all__ = ["HFPrefixCache", "HFSession"]
 
@@ -37,8 +39,9 @@ class HFSession(Conversation):
     conversations start from the wrong keys and values.
     """
 
-    def __init__(self, owner: HFPrefixCache, session: Session) -> None:
-        self._owner = owner
+    def __init__(self, owner: HFPrefixCache, session: Session, variant: Part = None) -> None:
+        """``variant``: what computes it."""
+        self._owner, self._variant = owner, variant
         self.cache = type(owner.cache).of(owner.cache.rows.adopt(session.seq, session.cached))
         super().__init__(session, self.cache.rows, self.cache.get_seq_length)
         self.cache.rows.limit = owner.limit
@@ -62,6 +65,8 @@ class HFSession(Conversation):
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
         try:
+            if not self._owner.adapters.are(self._variant):  # who knows which of them computed what
+                self._session.close(keep=False)
             yield
         finally:
             self.cache.detach()
@@ -136,56 +141,6 @@ def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
     for name in ("cache", "past_key_values", "cache_params", "cache_implementation"):
         if name in options:
             raise ArgumentError(f"generate: {name} is given; the HFPrefixCache passes a cache of its own")
-
-
-_TUNERS = {
-    "ADAPTION_PROMPT": "adds prompts inside the layers, which do not tell whether they are disabled",
-    "LILY": "weighs its experts by all tokens of a pass",
-    "SHADOW": "has a second network, whose keys and values are in no cache",
-    "XLORA": "evaluates each pass twice",
-}
-"""Kinds of PEFT whose keys and values cannot be shared, and why."""
-
-
-def _check_adapter(config: Any) -> None:
-    """Refuse an adapter whose keys and values depend on more than the tokens before, or cannot be told."""
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    why = _TUNERS.get(kind)
-    if config.is_prompt_learning:
-        why = "puts virtual tokens before the prompt, which no prefix has"
-    elif getattr(config, "alora_invocation_tokens", None):
-        why = "(alora_invocation_tokens) starts at the last invocation, which later tokens move"
-    if why is not None:
-        raise NotSupportedError(f"begin: {kind} {why}; call the model without HFPrefixCache")
-
-
-def _adapters(model: Any) -> str:
-    """The adapters of PEFT that compute now, as a part of a salt; "" where there are none.
-
-    NotSupportedError for those whose keys and values cannot be shared.
-    """
-    if not hasattr(model, "peft_config"):
-        return ""
-    # PEFT's layers have a property; models have methods of the same name.
-    layers = [part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool)]
-    active = [_computing(part) for part in layers]
-    configs = [model.peft_config.get(name) for name in {name for each in active for name, _ in each}]
-    own: Any = getattr(model, "active_peft_config", None)
-    if own is not None and (any(active) or not layers or own.is_prompt_learning):
-        configs.append(own)
-    for config in configs:
-        if config is not None:
-            _check_adapter(config)
-    return repr(active if any(one != active[0] for one in active) else active[0]) if any(active) else ""
-
-
-def _computing(layer: Any) -> list[tuple[str, Any]]:
-    """The adapters of a layer that compute now, and by how much each is scaled."""
-    if layer.disable_adapters:
-        return []
-    names = layer.merged_adapters if getattr(layer, "merged", False) else layer.active_adapters
-    scaling = getattr(layer, "scaling", None)  # of attention that an adapter has saved whole, a number
-    return [(name, scaling.get(name) if isinstance(scaling, dict) else None) for name in names]
 
 
 _DRAFTS = "drafts from hidden states of the whole prompt, of which only the last token is computed"
@@ -271,7 +226,8 @@ class HFPrefixCache(SharedPrefixes):
         """``max_sequences`` conversations of ``capacity`` tokens; ``dtype`` and ``backend`` as in HFCache.
 
         ``lookback`` is how many tokens sliding windows keep beyond what they show, as in HFCache. ``options``
-        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, ``interval``, ... With a store
+        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, ``interval``, ...; but for
+        ``write_through=False``, a thread writes each conversation to the stores when it ends. With a store
         among the ``tiers``, and without ``layers``, the model is called once, with one token: what a store
         has of layers that the model does not put is not used.
         """
@@ -299,6 +255,7 @@ class HFPrefixCache(SharedPrefixes):
             plan.refuse("HFPrefixCache", trait, "prefixes cannot be shared")
         self.by_one = Trait.BY_ONE in plan.traits
         self.model = model
+        self.adapters = Adapters(model)
         self.cache = HFCache(
             model.config, backend=backend, max_sequences=max_sequences, capacity=capacity, dtype=dtype,
             lookback=lookback,
@@ -321,7 +278,7 @@ class HFPrefixCache(SharedPrefixes):
         stores = [tier for tier in options.get("tiers") or () if not isinstance(tier, HostTier)]
         if stores and options.get("layers") is None:
             options["layers"] = self._stored_layers(whole)
-        self.prefix = PrefixCache(whole, **options)
+        self.prefix = PrefixCache(whole, **{"write_through": True, **options})
 
     def _stored_layers(self, whole: Any) -> Layers:
         """What the model stores in each layer, by a pass over one token, which is forgotten again."""
@@ -333,7 +290,16 @@ class HFPrefixCache(SharedPrefixes):
         """What a user calls."""
         return sorted(
             set(super().__dir__())
-            - {"by_one", "forget_images", "is_compileable", "limit", "longest_pass", "named", "room"}
+            - {
+                "adapters",
+                "by_one",
+                "forget_images",
+                "is_compileable",
+                "limit",
+                "longest_pass",
+                "named",
+                "room",
+            }
         )
 
     @property
@@ -356,11 +322,10 @@ class HFPrefixCache(SharedPrefixes):
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.
 
-        ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``. While adapters of PEFT are
-        active, their names are a part of the salt, and nothing is shared beyond it.
+        ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``. What adapters of PEFT compute
+        is shared among conversations with the same adapters, of the same content and scales.
         """
-        if adapters := _adapters(self.model):
-            salt, shared = repr((salt, adapters)), 0
+        variant = self.adapters.variant()
         if len(tokens) > self.room:
             raise InvalidRangeError(
                 f"begin: a prompt of {len(tokens)} tokens; there is room for {self.room}, answers included: "
@@ -368,7 +333,7 @@ class HFPrefixCache(SharedPrefixes):
             )
         if self.limit is not None:
             check_rotation("begin", len(tokens), self.limit)
-        session = self.prefix.begin(tokens, salt, shared)
+        session = self.prefix.begin(tokens, salt, shared, variant=variant)
         stored = {i for cache in self._family.caches.values() for i in cache.storage.buffers}
         strange = sorted(i for i in stored if i >= self._layers)
         if strange:
@@ -378,7 +343,7 @@ class HFPrefixCache(SharedPrefixes):
                 f"are below {self._layers}; it is another model's: give this one an identity of its own"
             )
         self.forget_images()
-        return HFSession(self, session)
+        return HFSession(self, session, variant)
 
     def generate(
         self,

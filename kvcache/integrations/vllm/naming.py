@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -11,7 +10,7 @@ import numpy as np
 
 from kvcache.cache import NotSupportedError
 from kvcache.integrations.model_folder import weights_digest
-from kvcache.stores import Keys, SaltedToken
+from kvcache.stores import Keys, SaltedToken, compose
 
 __all__ = ["Pages", "Request", "RequestKeys", "salted"]
 
@@ -115,20 +114,20 @@ def salted(
     """A request's tokens ``[begin, end)`` as they are named, for a chain: ids, and by place what is more.
 
     The first token of all carries vLLM's ``cache_salt``, as ``PrefixCache.begin`` has it, and the adapter;
-    the first one of each image its hash. What is more than an id is bytes, which no salt can imitate.
+    the first one of each image its hash. What is more than an id is a variant, which no salt can imitate.
     """
     ids = np.array(request.all_token_ids[begin:end], np.int64)
-    more: dict[int, list[str]] = {}
+    more: dict[int, list[tuple[str, str]]] = {}
     if adapter is not None:
-        more[0] = ["lora", adapter]
+        more[0] = [("lora", adapter)]
     for feature in request.mm_features:
-        more.setdefault(feature.mm_position.offset, []).extend(("mm", feature.identifier))
-    others: dict[int, bytes | SaltedToken] = {
-        place - begin: json.dumps([int(ids[place - begin]), *what]).encode()
-        for place, what in more.items()
-        if begin <= place < end
-    }
-    if request.cache_salt and not begin and ids.size:
-        first = others.get(0)
-        others[0] = SaltedToken(request.cache_salt, first if isinstance(first, bytes) else int(ids[0]))
+        more.setdefault(feature.mm_position.offset, []).append(("image", feature.identifier))
+    if request.cache_salt:
+        more.setdefault(0, [])
+    others: dict[int, bytes | SaltedToken] = {}
+    for place, what in more.items():
+        if begin <= place < begin + ids.size:
+            salt = (request.cache_salt or "") if not place else ""
+            variant = compose(*what) if what else b""
+            others[place - begin] = SaltedToken(salt, int(ids[place - begin]), variant)
     return ids, others

@@ -1,0 +1,186 @@
+"""What computes in a model of transformers now: adapters of PEFT, and weights that have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kvcache import NotSupportedError
+from kvcache.integrations.weights import SAMPLES, Marks, WatchedWeights
+from kvcache.stores import Part
+
+__all__ = ["Adapters"]
+
+Named = tuple[str, torch.Tensor]
+_TUNERS = {
+    "ADAPTION_PROMPT": "adds prompts inside the layers, which do not tell whether they are disabled",
+    "LILY": "weighs its experts by all tokens of a pass",
+    "SHADOW": "has a second network, whose keys and values are in no cache",
+    "XLORA": "evaluates each pass twice",
+}
+"""Kinds of PEFT whose keys and values cannot be shared, and why."""
+_WRAPPED = {"base_layer", "original_module"}
+"""Where PEFT puts the layer that it wraps."""
+
+
+class Adapters:
+    """Tells what K and V of ``model`` depend on beside the tokens and the weights that it has now.
+
+    Writes that neither replace a tensor nor count as its versions (through ``.data``) are noticed where they
+    change one of a few elements of it, as those of whole tensors do.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._weights = WatchedWeights()
+        self._merged: list[tuple[str, ...]] = []
+        self._samples: dict[str, Samples] = {}
+        """By adapter; "": of the weights that are none's."""
+        self._look(_modules_of(model))
+
+    def variant(self) -> Part:
+        """What to begin a conversation with; None: the weights alone, as they were at first.
+
+        NotSupportedError for adapters whose keys and values cannot be shared.
+        """
+        modules = _modules_of(self._model)
+        layers = _layers_of(self._model, modules)
+        active = [_computing(layer) for layer in layers]
+        _check(self._model, layers, active)
+        own = self._look(modules)
+        digests = {name: self._digest(name, own) for name in {name for each in active for name, _ in each}}
+        told: list[Part] = [[(digests[name], scale) for name, scale in each] for each in active]
+        if not any(active):
+            return self._weights.version
+        return self._weights.version, told if any(one != told[0] for one in told) else told[:1]
+
+    def are(self, variant: Part) -> bool:
+        """Whether the same compute now."""
+        try:
+            return self.variant() == variant
+        except NotSupportedError:
+            return False
+
+    def _look(self, modules: Sequence[tuple[str, Any]]) -> dict[str, list[Named]]:
+        """Look at the weights; returns the tensors of each adapter."""
+        own: dict[str, list[Named]] = {name: [] for name in getattr(self._model, "peft_config", ())}
+        base: list[Named] = []
+        for name, tensor in _tensors_of(modules, bool(own)):
+            path = name.split(".")
+            adapter = next((part for part in path if part in own), None) if own else None
+            if adapter is not None:
+                own[adapter].append((".".join("" if part == adapter else part for part in path), tensor))
+            elif isinstance(tensor, torch.nn.Parameter):
+                base.append((".".join(part for part in path if part not in _WRAPPED), tensor))
+        layers = _layers_of(self._model, modules)
+        merged = [tuple(getattr(layer, "merged_adapters", ())) for layer in layers]
+        # To merge an adapter is to change the weights: what they are then is told by its name.
+        self._weights.look(self._marks("", base), len(merged) == len(self._merged) and merged != self._merged)
+        self._merged = merged
+        return own
+
+    def _digest(self, name: str, own: dict[str, list[Named]]) -> str:
+        tensors = own.get(name, [])
+        return self._weights.digest(name, self._marks(name, tensors), lambda: map(_content, tensors))
+
+    def _marks(self, whose: str, tensors: Sequence[Named]) -> Marks:
+        samples = self._samples.setdefault(whose, Samples())
+        return samples.marks(tensors)
+
+
+class Samples:
+    """A few elements of each of some tensors: views, which are made when other tensors come."""
+
+    def __init__(self) -> None:
+        self._objects: Marks = ()
+        self._views: list[list[torch.Tensor]] = []
+
+    def marks(self, tensors: Sequence[Named]) -> Marks:
+        """Of each tensor its object, place, version and few elements, read in one go for each dtype."""
+        objects = [_object(name, tensor) for name, tensor in tensors]
+        if objects != self._objects:
+            views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+            for _, tensor in tensors:
+                if tensor.numel() and not tensor.is_meta:
+                    flat = tensor.detach().reshape(-1)
+                    few = flat[:: -(-flat.numel() // SAMPLES)]
+                    views.setdefault((tensor.device, tensor.dtype), []).append(few)
+            self._objects, self._views = objects, [*views.values()]
+        return [*objects, *((_bytes(torch.cat(group)),) for group in self._views)]
+
+
+def _object(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+    if tensor.is_meta:  # offloaded by accelerate, which brings another object for each pass
+        return name, tensor.shape, tensor.dtype
+    return name, id(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+
+
+def _modules_of(model: Any) -> list[tuple[str, Any]]:
+    """All modules, each with what stands before the names of its tensors."""
+    found = [("", model)] if isinstance(model, torch.nn.Module) else []
+    seen = {id(model)}
+    for name, module in found:  # it grows
+        for key, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append((f"{name}{key}.", child))
+    return found
+
+
+def _layers_of(model: Any, modules: Sequence[tuple[str, Any]]) -> list[Any]:
+    """The layers that have adapters."""
+    if not hasattr(model, "peft_config"):
+        return []
+    # PEFT's layers have a property; models have methods of the same name.
+    return [part for _, part in modules if isinstance(getattr(part, "disable_adapters", None), bool)]
+
+
+def _tensors_of(modules: Sequence[tuple[str, Any]], buffers: bool) -> Iterator[Named]:
+    for name, module in modules:
+        for own in (module._parameters, module._buffers) if buffers else (module._parameters,):
+            yield from ((name + key, tensor) for key, tensor in own.items() if tensor is not None)
+
+
+def _computing(layer: Any) -> list[tuple[str, float | None]]:
+    """The adapters of a layer that compute now, and by how much each is scaled."""
+    if layer.disable_adapters:
+        return []
+    names = layer.merged_adapters if getattr(layer, "merged", False) else layer.active_adapters
+    scaling = getattr(layer, "scaling", None)  # of attention that an adapter has saved whole, a number
+    scales = {name: scaling.get(name) if isinstance(scaling, dict) else None for name in names}
+    return [(name, None if scale is None else float(scale)) for name, scale in scales.items()]
+
+
+def _check(model: Any, layers: Sequence[Any], active: Sequence[Sequence[tuple[str, Any]]]) -> None:
+    """Refuse adapters whose keys and values depend on more than the tokens before, or cannot be told."""
+    if not hasattr(model, "peft_config"):
+        return
+    configs = [model.peft_config.get(name) for name in {name for each in active for name, _ in each}]
+    own: Any = getattr(model, "active_peft_config", None)
+    if own is not None and (any(active) or not layers or own.is_prompt_learning):
+        configs.append(own)
+    for config in configs:
+        if config is not None:
+            _check_adapter(config)
+
+
+def _check_adapter(config: Any) -> None:
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    why = _TUNERS.get(kind)
+    if config.is_prompt_learning:
+        why = "puts virtual tokens before the prompt, which no prefix has"
+    elif getattr(config, "alora_invocation_tokens", None):
+        why = "(alora_invocation_tokens) starts at the last invocation, which later tokens move"
+    if why is not None:
+        raise NotSupportedError(f"begin: {kind} {why}; call the model without HFPrefixCache")
+
+
+def _content(named: Named) -> tuple[str, bytes]:
+    name, tensor = named
+    return f"{name} {tensor.dtype} {tuple(tensor.shape)}", _bytes(tensor.detach().reshape(-1))
+
+
+def _bytes(flat: torch.Tensor) -> bytes:
+    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,0 +1,88 @@
+"""Stores that take their time: who computes waits for none of them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvcache.offload.tiers import HostTier
+
+from .rigs.conversing import LONG, Talk, some_caches
+from .rigs.stores import SlowStore
+from .test_tiers import line
+
+WRITING = {"block_size": 4, "interval": 8, "write_through": True}
+
+
+@pytest.mark.parametrize("host", [False, True])
+@some_caches
+def test_no_session_waits_for_a_store_that_has_stopped_answering(
+    talk: Talk, cache: str, host: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not where it parts an edge that is being written, and not where what it evicts has no room to wait."""
+    store = SlowStore()
+    tiers = [HostTier(2000), store] if host else [store]
+    r = talk(cache, 9000, tiers, backlog=3000, options=WRITING)
+    r.keep(LONG)
+    r.prefix.flush()
+    store.gate.clear()
+    try:
+        r.keep([*LONG, 1, 2, 3, 4, 5, 6])
+        r.prefix.write_through()
+        r.keep([*LONG, 1, 2, 3, 90])
+        r.keep([*LONG[:10], 91])
+        for first in range(100, 700, 100):
+            chat = r.chat(line(first, 20))
+            chat.say([1, 2, 3])
+            chat.close()
+        assert 0 < r.prefix.nbytes["writing"] <= 3000 + 9000, "one always fits"
+        r.check_books()
+    finally:
+        store.gate.set()
+    assert caplog.text.count("the stores take less than is to be written") <= 1
+    r.prefix.flush()
+    r.prefix.close()
+    other = talk(cache, tiers=[store])
+    assert other.peek([*LONG, 1]) == other.prefix.stats.store == 20
+    assert other.peek([*LONG, 1, 2, 3, 4, 5, 6, 7]) >= 20
+    other.prefix.close()
+
+
+def test_an_edge_that_is_parted_while_it_is_written_is_stored_whole(talk: Talk) -> None:
+    store = SlowStore()
+    store.gate.clear()
+    r = talk(tiers=[store])
+    r.keep(LONG)
+    r.prefix.evict()
+    assert [node.data.tier for node in r.prefix.tree.radix_tree] == ["writing"]
+    for at in (10, 7, 12):
+        assert r.keep([*LONG[:at], 90 + at]) == at
+        r.check_books()
+    store.gate.set()
+    r.prefix.flush()
+    r.check_books()
+    r.prefix.close()
+    other = talk(tiers=[store])
+    prompts = [[*LONG, 1], *([*LONG[:at], 90 + at, 1] for at in (10, 7, 12))]
+    assert [other.peek(prompt) for prompt in prompts] == [20, 11, 8, 13]
+
+
+def test_what_waits_to_be_written_is_not_written_after_all_was_forgotten(talk: Talk) -> None:
+    store = SlowStore()
+    store.gate.clear()
+    r = talk(tiers=[store], options=WRITING)
+    r.keep(LONG)
+    opening = threading.Timer(0.05, store.gate.set)
+    opening.start()
+    r.prefix.clear()
+    opening.join()
+    assert r.prefix.nbytes["writing"] == 0
+    entries = store._entries
+    assert entries is not None
+    assert len(entries) <= 1, "the one that was under way"
+    assert r.prefix.failed["store"] == 0, "nobody asked for it any more"
+    for key in [*entries]:
+        store.delete(key)
+    r.prefix.close()
+    assert not entries
