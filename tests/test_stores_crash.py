@@ -27,8 +27,9 @@ from kvcache.testing.servers import ValkeyServer
 from kvcache.testing.stores import content
 
 from .mooncake_pool import MooncakePool
+from .needs import need_server
 from .stores_crash import IN_FOLDERS, ON_SERVERS
-from .stores_rig import MIB, need_server, pool, posix, server
+from .stores_rig import MIB, pool, posix, server
 
 __all__ = ["pool", "server"]
 
@@ -227,13 +228,13 @@ def call_all_the_time(store: object, life: Life, seed: int, problems: list[str])
 
 
 def valkey_store(url: str, **options: object) -> contextlib.AbstractContextManager:
-    need_server()
     from kvcache.stores import ValkeyStore
 
     return ValkeyStore(url, **options)
 
 
 def test_killed_at_any_moment_again_and_again_nothing_wrong_comes_back_and_the_client_goes_on() -> None:
+    need_server()
     rng, life, problems = random.Random(1), Life(), list[str]()
     with ValkeyServer() as server, valkey_store(server.url, timeout=5, connect_timeout=5) as store:
         workers = [
@@ -265,6 +266,7 @@ def test_killed_at_any_moment_again_and_again_nothing_wrong_comes_back_and_the_c
 
 def test_of_a_server_that_keeps_its_data_all_that_was_acknowledged_is_there_after_each_kill() -> None:
     """With an append-only file, whatever it had half written when it was killed."""
+    need_server()
     rng, acknowledged, cut = random.Random(2), dict[str, bytes](), 0
     options = ["--appendonly", "yes", "--appendfsync", "no", "--auto-aof-rewrite-percentage", "0"]
     with ValkeyServer(*options) as server, valkey_store(server.url) as store:

@@ -48,8 +48,11 @@ def specs() -> list[StoreSpec]:
         StoreSpec("mooncake", install("mooncake"), _probe_mooncake, _open_mooncake, _check_mooncake),
         *(
             StoreSpec(
-                scheme, install("valkey"), _probe_valkey,
-                functools.partial(_open_valkey, scheme), functools.partial(_check_valkey, scheme),
+                scheme,
+                install("valkey"),
+                _probe_valkey,
+                functools.partial(_open_valkey, scheme),
+                functools.partial(_check_valkey, scheme),
             )
             for scheme in _VALKEY_SCHEMES
         ),
