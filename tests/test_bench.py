@@ -135,7 +135,10 @@ def test_what_is_measured_has_a_row_for_ours_and_for_the_floor(name: str) -> Non
     floors = [row for row in rows if row.contender.startswith("floor")]
     assert {row.measurement for row in floors} == {row.measurement for row in ours[:2]}
     assert all((row.ratio is None) == bool(row.no_floor) for row in rows)
-    assert [row.measurement for row in rows if row.no_floor] == [row.measurement for row in ours[2:4]]
+    assert [row.measurement for row in rows if row.no_floor] == [row.measurement for row in ours[2:]]
+    compared = [row for row in rows if row.contender == bench.APART]
+    assert [row.measurement for row in compared] == ["shared", "ragged"]
+    assert all("x one pass" in bench.shown(row) for row in compared)
     assert all(row.no_floor in bench.shown(row) for row in rows)
     assert all(row.low <= row.median <= row.high for row in rows)
     assert all(row.contender in bench.shown(row) for row in rows)

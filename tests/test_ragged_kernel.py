@@ -21,6 +21,7 @@ from ml.testing.samples import FLOATS, exact, normal
 
 from .cupy_double import module
 from .kernel_emulator import mlx_kernel
+from .needs import wanting
 
 ours = module.ragged_attention.__globals__
 """Of backends.cupy.ragged, on the double."""
