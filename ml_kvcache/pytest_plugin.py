@@ -55,6 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
     limit = config.getoption("--ml-time-limit")
     if limit is None:
         limit = time_limit.SECONDS
+    if not 0 <= limit <= time_limit.MOST:
+        import pytest
+
+        raise pytest.UsageError(f"--ml-time-limit={limit:g}: from 0 to {time_limit.MOST:g} seconds")
     if limit:
         config.pluginmanager.register(time_limit.TimeLimit(limit), "ml-time-limit")
 

@@ -73,7 +73,7 @@ def conformance(
     first: Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first failure.")] = False,
     time_limit: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, help="A test that takes longer fails. 0: no limit."),
+        typer.Option(metavar="SECONDS", min=0, max=1e6, help="A test that takes longer fails. 0: no limit."),
     ] = 600.0,
     resume: Annotated[
         Path | None,
