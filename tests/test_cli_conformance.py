@@ -235,7 +235,7 @@ def test_where_no_bar_can_be_drawn_lines_say_how_far_it_is(
     lines = [*dict.fromkeys(result.stderr.splitlines())]
     assert lines[0] == "collecting the tests"
     assert len(lines) > 1
-    told = re.compile(r"\d+/4 tests, at ml\.testing\.\w+(: test_\w+(\[.*\])?( for \d+ s)?)?")
+    told = re.compile(r"\d+/4 tests, at ml\.testing\.\w+(: test_\w+(\[.*\])?)?( for \d+ s)?")
     assert all(told.fullmatch(line) for line in lines[1:])
     assert load(tmp_path / "kept").tests == 4
 

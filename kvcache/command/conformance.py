@@ -170,7 +170,7 @@ def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, d
                 counts = f"{count}/{total}{f', {failed} failed' if failed else ''}"
                 since.at(at)
                 bars.show("tests", count, total, f"{counts}  {since}")
-            if lines is not None and not (total and count == total):
+            if lines is not None:
                 lines.tell(f"{counts} tests, at {since}" if total else "collecting the tests")
 
         try:
