@@ -295,12 +295,25 @@ def test_a_test_that_no_signal_interrupts_ends_the_run_by_name(
     assert "in test_hanging" in (tmp_path / "log").read_text(), "all threads are printed"
 
 
+def test_a_crash_before_the_first_test_names_the_signal(
+    suites_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suites_of("suite_that_cannot_be_imported", "import os\nos.abort()\n")
+    monkeypatch.setattr(Suite, "packages", ("suite_that_cannot_be_imported",))
+    result = run("--backend", "numpy")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        "kvcache: conformance: before the first test, the process was killed by SIGABRT; "
+        "--debug shows the output"
+    )
+
+
 @pytest.mark.parametrize(
     ("end", "said"),
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV in"),
         ("os.abort()", "was killed by SIGABRT in"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL, as it is when memory runs out, in"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL (as it is when memory runs out) in"),
         ("os._exit(3)", "ended with exit code 3 in"),
         ("os._exit(0)", "ended with exit code 0 in"),
     ],
@@ -313,9 +326,9 @@ def test_a_crash_names_signal_and_test(
     monkeypatch.setattr(Suite, "packages", ("suite_that_crashes",))
     result = run("--backend", "numpy", "--resume", tmp_path / "kept")
     assert result.exit_code == 1
-    assert result.stderr == (
+    assert result.stderr.splitlines()[-1] == (
         f"kvcache: conformance: after 1 of 3 tests, the process {said} suite_that_crashes: test_2; "
-        "-k 'not TEST' leaves a test out, --debug shows the output\n"
+        "-k 'not TEST' leaves a test out; --debug shows the output"
     )
     mended = run("--backend", "numpy", "--resume", tmp_path / "kept", "-k", "not test_2")
     assert (mended.exit_code, len(load(tmp_path / "kept").results)) == (0, 2)

@@ -180,10 +180,10 @@ def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, d
             again = f"; continue with --resume {resume}" if resume else ""
             raise KeyboardInterrupt(f"interrupted {done}{again}") from None
         except CrashedError as error:
-            again = "" if resume else "; --resume FILE keeps what has passed"
+            again = "; --resume FILE keeps what has passed" if error.test and resume is None else ""
+            without = "; -k 'not TEST' leaves a test out" if error.test else ""
             raise RunnerError(
-                f"conformance: {done}, {error}{again}; -k 'not TEST' leaves a test out, --debug shows the "
-                "output"
+                f"conformance: {done}, {error}{again}{without}; --debug shows the output"
             ) from error
         except RuntimeError as error:
             raise RunnerError(

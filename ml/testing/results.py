@@ -37,7 +37,14 @@ of these failed, and which is running, by area and name."""
 
 
 class CrashedError(RuntimeError):
-    """The process ended in the middle of a test; the message says how, and in which."""
+    """The process was killed, or ended in the middle of a test; the message says how, and in which.
+
+    ``test``: its area and name; empty before the first, and after the last.
+    """
+
+    def __init__(self, how: str, test: str) -> None:
+        super().__init__(how)
+        self.test = test
 
 
 class Result(NamedTuple):
@@ -209,8 +216,8 @@ def run_suites(
 
     What is in ``path`` already is not run again. What pytest prints goes to ``log`` (None: this process's
     stderr). Returns pytest's exit code where it left results: 0, 1 (tests failed), or NO_TESTS. CrashedError
-    when the process ends in the middle of a test, RuntimeError when pytest itself fails. Whatever is raised,
-    the process is over.
+    when the process is killed or ends in the middle of a test, RuntimeError when pytest itself fails.
+    Whatever is raised, the process is over.
     """
     fixed = f"--ml-backend={name} --ml-results={path} -q --tb=short -p no:cacheprovider -p no:xdist".split()
     selection = selection or Selection()
@@ -230,13 +237,12 @@ def run_suites(
         _end(process)
     record = _Record(path)
     record.read()
-    if record.running and code != _INTERRUPTED:
+    if code < 0 or (record.running and code != _INTERRUPTED):
+        how = f"{_ended(code)} in {record.running}" if record.running else _ended(code)
         limit = SECONDS if selection.time_limit is None else selection.time_limit
-        if code == 1 and limit and time.time() - record.began > limit:
-            raise CrashedError(
-                f"{record.running} hung for more than {limit:g} s and could not be interrupted"
-            )
-        raise CrashedError(f"{_ended(code)} in {record.running}")
+        if record.running and code == 1 and limit and time.time() - record.began > limit:
+            how = f"{record.running} hung for more than {limit:g} s and could not be interrupted"
+        raise CrashedError(how, record.running)
     if code not in (0, 1, NO_TESTS):
         raise RuntimeError(f"{' '.join(command)}: {_ended(code)}")
     return code
@@ -250,7 +256,7 @@ def _ended(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    memory = ", as it is when memory runs out," if name == "SIGKILL" else ""
+    memory = " (as it is when memory runs out)" if name == "SIGKILL" else ""
     return f"the process was killed by {name}{memory}"
 
 
