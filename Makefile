@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test test-vllm test-sglang test-lmcache check lint types docs bench census mutation dist oldest newest clean
+.PHONY: run test system test-vllm test-sglang test-lmcache check lint types docs bench census mutation dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -14,8 +14,13 @@ run: $(VENV)/.installed-run
 
 # Tests start hundreds of processes, which would each compile the sources anew.
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(VENV)/.installed-test
+test: system $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# Where it may, it brings the programs and libraries that tests need; elsewhere those tests are skipped, which the run says
+# at its end.
+system:
+	@PYTHON=$(PYTHON) .ci/packages || echo "apt-get failed: tests that need these packages are skipped"
 
 # Our connector inside vLLM itself, on the CPU, in an environment of its own: it takes 3.5 GB.
 VLLM = .venv-vllm/bin/python
@@ -124,7 +129,10 @@ clean:
 	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-lmcache .oldest .newest dist build site .hypothesis .mutation .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: Python 3.11 or newer is needed, and '$(PYTHON)' is not one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "make: '$(PYTHON)' makes no virtual environments; on Debian: apt-get install python3-venv"; exit 1; }
 
 # Each stamp is as new as the project file, so that a changed dependency is installed.
 $(VENV)/.installed-run: pyproject.toml | $(VENV)/bin/python

@@ -39,6 +39,7 @@ class Record(Protocol):
 
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,15 @@ class PluginHost(Generic[R]):
     def usable(self, name: str, note: str = "") -> R:
         """The record of this name, whose probe is ok.
 
-        Raises the hook's ``unknown``, which lists what there is, or ``unavailable``, with the reason and
-        how to install it, PluginError for a name that two plugins claim; ``note`` ends the message.
+        Raises what :meth:`claimed` and :meth:`ready` raise; ``note`` ends the message.
+        """
+        return self.ready(self.claimed(name, note), note)
+
+    def claimed(self, name: str, note: str = "") -> R:
+        """The record of this name, which is not probed.
+
+        Raises the hook's ``unknown``, which lists what there is, PluginError for a name that two plugins
+        claim; ``note`` ends the message.
         """
         claims = self._claims().get(name, ())
         if len(claims) > 1:
@@ -158,39 +166,57 @@ class PluginHost(Generic[R]):
             )
         if not claims:
             raise self._hook.unknown(f"{self._hook.call}: {self._missing(name)}{note}")
-        spec = claims[0]
+        return claims[0]
+
+    def ready(self, spec: R, note: str = "") -> R:
+        """The record, whose probe is ok.
+
+        Raises the hook's ``unavailable``, with the reason and how to install it; ``note`` ends the message.
+        """
         found = self.probe(spec)
         if not found.ok:
             said = not spec.install_hint or spec.install_hint in found.reason or self.late(spec)
             hint = "" if said else f"; install it with: {spec.install_hint}"
             raise self._hook.unavailable(
-                f"{self._hook.call}: {name!r} cannot run here: {found.reason}{hint}{note}"
+                f"{self._hook.call}: {spec.name!r} cannot run here: {found.reason}{hint}{note}"
             )
         return spec
 
     def opened(self, spec: R, *arguments: Any, **options: Any) -> Any:
         """What the record opens.
 
-        Its errors of this package pass as they are, and TypeError and ValueError where it was given something
-        to refuse; others come as the hook's ``unavailable``, as does something that is not what it opens.
+        Raises what :meth:`called` raises, and the hook's ``unavailable`` for something that is not what it
+        opens.
         """
-        hook, what = self._hook, f"{self._hook.call}: {spec.name!r}"
-        given = (TypeError, ValueError) if arguments or options else ()
-        try:
+        hook = self._hook
+
+        def opened() -> tuple[Any, list[str]]:
             made = spec.open(*arguments, **options)
             owner = None if isinstance(made, type) else made
-            lacks = [name for name in hook.methods if not callable(getattr(owner, name, None))]
-        except (MLError, *given):
+            return made, [name for name in hook.methods if not callable(getattr(owner, name, None))]
+
+        made, lacks = self.called(spec, opened, given=bool(arguments or options))
+        if lacks:
+            raise hook.unavailable(
+                f"{hook.call}: {spec.name!r} failed to open: its open() returned {shown(made)}, which does "
+                f"not implement {hook.opens}: it lacks {', '.join(lacks)}"
+            )
+        return made
+
+    def called(self, spec: R, function: Callable[[], T], given: bool) -> T:
+        """What a function of the record returns.
+
+        Its errors of this package pass as they are, and TypeError and ValueError where it was ``given``
+        something to refuse; others come as the hook's ``unavailable``.
+        """
+        refusals = (TypeError, ValueError) if given else ()
+        try:
+            return function()
+        except (MLError, *refusals):
             raise
         except FAILURES as error:
-            raise hook.unavailable(f"{what} failed to open: {summary(error)}") from error
-        if lacks:
-            wrong = (
-                f"its open() returned {shown(made)}, which does not implement {hook.opens}: it lacks "
-                f"{', '.join(lacks)}"
-            )
-            raise hook.unavailable(f"{what} failed to open: {wrong}")
-        return made
+            what = f"{self._hook.call}: {spec.name!r}"
+            raise self._hook.unavailable(f"{what} failed to open: {summary(error)}") from error
 
     def _claims(self) -> dict[str, list[R]]:
         """Every record by its name."""

@@ -29,23 +29,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="an option of ml.open_backend, such as device=cuda or dtype=BF16; may be given often",
     )
+    group.addoption(
+        "--ml-time-limit",
+        metavar="SECONDS",
+        type=float,
+        help="a test of the suites that takes longer fails (default: 600 with --ml-backend; 0: no limit)",
+    )
     group.addoption("--ml-quick", action="store_true", help="the part of the suites that takes a minute")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The rest is loaded where it is asked for."""
-    asked = [config.getoption(name) for name in ("--ml-backend", "--ml-backend-option", "--ml-quick")]
-    if not any(asked):
+    names = "--ml-backend", "--ml-backend-option", "--ml-quick", "--ml-time-limit"
+    if not any(config.getoption(name) for name in names):
         return
     if reason := hidden("ml") or hidden("kvcache"):
         import pytest
 
         raise pytest.UsageError(f"--ml-backend: {reason}")
-    from ml.testing import plugin, quick
+    from ml.testing import plugin, quick, time_limit
 
     config.pluginmanager.register(plugin, "ml-backend")
     if config.getoption("--ml-quick"):
         config.pluginmanager.register(quick, "ml-quick")
+    limit = config.getoption("--ml-time-limit")
+    if limit is None:
+        limit = time_limit.SECONDS
+    if not 0 <= limit <= time_limit.MOST:
+        import pytest
+
+        raise pytest.UsageError(f"--ml-time-limit={limit:g}: from 0 to {time_limit.MOST:g} seconds")
+    if limit:
+        config.pluginmanager.register(time_limit.TimeLimit(limit), "ml-time-limit")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

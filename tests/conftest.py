@@ -24,6 +24,7 @@ import ml
 from backends.numpy.backend import NumpyBackend
 from kvcache.runner.loading import load_model
 
+from .needs import not_run, wanting
 from .small_models import KINDS
 
 # Caches on NumPy go by calls of attention here, as they do where numba is not installed; on PyTorch by its
@@ -69,6 +70,16 @@ def _off_the_board(table: dict[pytest.Item, dict[str, object]]) -> set[pytest.It
     return {item for item, given in table.items() if sum(axes[n][id(v)] for n, v in given.items()) % step}
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """The last line of all, below pytest's own: what was not run, and what it takes."""
+    yield
+    terminal = session.config.pluginmanager.getplugin("terminalreporter")
+    skipped = () if terminal is None else terminal.stats.get("skipped", ())
+    if line := not_run(report.longrepr[2] for report in skipped if isinstance(report.longrepr, tuple)):
+        terminal.write_line(line)
+
+
 def pytest_collection_finish() -> None:
     """What exists by now stays to the end: a million objects that no later garbage collection looks through.
 
@@ -96,7 +107,7 @@ STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories26
 def stories() -> Path:
     """The folder of stories260K, a real model whose greedy text is known."""
     if not STORIES.is_dir():
-        pytest.skip(f"{STORIES} is not here: it is test data that lies beside the repository")
+        pytest.skip(wanting("the model stories260K", f"put it beside the repository, in {STORIES}"))
     return STORIES
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from .needs import need_program
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -77,8 +78,7 @@ class Shell:
     def __init__(self, home: Path, folder: Path) -> None:
         for package in ("typer", "rich", "xxhash"):
             pytest.importorskip(package)
-        if shutil.which("bash") is None:
-            pytest.skip("there is no bash")
+        need_program("bash")
         (home / "kvcache").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcache "$@"\n')
         (home / "kvcache").chmod(0o755)
         self.folder = folder

@@ -25,6 +25,8 @@ from kvcache.stores.errors import StoreUnavailableError
 from kvcache.stores.mooncake.connecting import load
 from kvcache.testing.servers import PATIENCE, free_port, wait_until
 
+from .needs import wanting
+
 __all__ = ["MooncakePool"]
 
 _HOST = """
@@ -54,7 +56,7 @@ class MooncakePool:
         try:
             load()
         except StoreUnavailableError as error:
-            return str(error)
+            return wanting("libibverbs1 libnuma1 libcurl4") if ".so" in str(error) else str(error)
         return None if _program().is_file() else f"{_program()} is not there"
 
     @property

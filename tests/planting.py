@@ -85,6 +85,8 @@ class Planter:
     def __init__(self, bugs: list[Bug]) -> None:
         self.bugs = bugs
         self.unnoticed = [f"{target}: {test}" for target, test, _ in bugs]
+        self.skipped: dict[str, str] = {}
+        """Bugs that only tests notice which do not run here, and why these do not."""
         self.error: BaseException | None = None
 
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -101,16 +103,23 @@ class Planter:
             with pytest.MonkeyPatch.context() as patch:
                 owner, _, attribute = target.rpartition("." if "." in target.partition(":")[2] else ":")
                 patch.setattr(named(owner), attribute, in_place_of(named(target), plant))
-                if any(self.fails(item) for item in items * RANDOM):
+                skips: list[str] = []
+                if any(self.fails(item, skips) for item in items * RANDOM):
                     self.unnoticed.remove(f"{target}: {test}")
+                elif skips:
+                    self.unnoticed.remove(f"{target}: {test}")
+                    self.skipped[f"{target}: {test}"] = skips[0]
                 elif isinstance(self.error, SLIPS):
                     self.unnoticed.append(f"  {self.error!r}")
         return True
 
-    def fails(self, item: Any) -> bool:
+    def fails(self, item: Any, skips: list[str]) -> bool:
+        """Whether the test fails; where it is skipped, ``skips`` has the reason then."""
         self.error = None
         item._initrequest()
         runtestprotocol(item, log=False, nextitem=None)
+        if isinstance(self.error, pytest.skip.Exception):
+            skips.append(str(self.error))
         return not isinstance(self.error, (type(None), pytest.skip.Exception, *SLIPS))
 
 

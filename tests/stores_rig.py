@@ -15,6 +15,7 @@ from kvcache.stores import FileStore, StoreUnavailableError
 from kvcache.testing.servers import ValkeyServer
 
 from .mooncake_pool import MooncakePool
+from .needs import need_server
 
 posix = pytest.mark.skipif(os.name != "posix", reason="FileStore needs a POSIX system")
 KINDS = ("file", "valkey", "mooncake")
@@ -181,13 +182,6 @@ class MooncakePlace(Place):
 
     def values(self) -> None:
         return None
-
-
-def need_server() -> None:
-    """Skip the test where the client or the server of Valkey is not installed."""
-    pytest.importorskip("valkey", reason="the package valkey is not installed")
-    if ValkeyServer.program() is None:
-        pytest.skip("neither valkey-server nor redis-server is installed")
 
 
 @pytest.fixture(scope="module")

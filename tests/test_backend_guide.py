@@ -57,6 +57,9 @@ def perform(project: Path, plugins: Any, command: str) -> None:
     if program == "pip":
         assert arguments == ["install", "-e", "."]
         plugins.install(project)
+    elif program == "kvcache":
+        rows = plugins.run([sys.executable, "-m", program, *arguments]).splitlines()
+        assert any(row.startswith("put + get of 1 after 8192") and "x floor" in row for row in rows)
     else:
         assert program == "pytest"
         assert " passed" in plugins.run([sys.executable, "-m", program, *arguments], sample=SAMPLE)
@@ -108,6 +111,44 @@ def test_the_recipe_for_frameworks_that_compile_is_green(
             assert " passed" in plugins.run([sys.executable, "-m", "pytest", *chosen])
     finally:
         record.write_text(text, encoding="utf-8")
+
+
+OUT_OF_MEMORY = """
+import types
+import ml
+from ml_backend_mine import tensor
+from ml_backend_mine.errors import translating
+
+def failing(self, *arguments, **options):
+    raise MemoryError("4 TiB")
+
+hooks = [name for name, value in vars(tensor.MineTensor).items()
+         if isinstance(value, (types.FunctionType, property)) and not name.startswith("__")]
+assert len(hooks) > 15
+Failing = translating(type("Failing", (tensor.MineTensor,), {"__slots__": (), **{
+    name: property(named) if isinstance(vars(tensor.MineTensor)[name], property) else named
+    for name in hooks for named in [types.FunctionType(failing.__code__, globals(), name)]}}))
+with ml.open_backend("mine") as backend, backend.new_context() as ctx:
+    made = ctx.zeros((2, 3), ml.DType.F32)
+    broken = Failing.whole(made.storage, made.dtype, made.shape)
+    for name in hooks:
+        try:
+            found = getattr(broken, name)
+            found(ctx)
+        except ml.DeviceError as error:
+            assert str(error) == f"{name.lstrip('_')}: out of memory on cpu: 4 TiB", error
+        else:
+            raise AssertionError(name)
+    whole = translating(tensor.MineTensor).whole(made.storage, made.dtype, made.shape)
+    assert whole.add(ctx, whole).to_numpy().tolist() == [[0, 0, 0]] * 2
+print("1 passed")
+"""
+
+
+def test_the_wrapper_makes_running_out_of_memory_in_any_hook_a_device_error(
+    project: Path, plugins: Any
+) -> None:
+    assert " passed" in plugins.run([sys.executable, "-c", OUT_OF_MEMORY])
 
 
 def test_what_the_guide_shows_at_the_prompt_is_what_it_prints(tmp_path: Path) -> None:

@@ -34,6 +34,27 @@ def test_finding_the_plugins_imports_no_framework() -> None:
     assert {name: found[name] for name in PLUGINS} == {name: PLUGINS[name][1] for name in PLUGINS}
 
 
+MODES = """
+import torch
+import mlx.core as mx
+print(torch.get_num_threads(), torch.get_num_interop_threads(), torch.get_default_dtype(),
+      torch.get_default_device(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+      torch.is_autocast_enabled("cpu"), mx.default_device(), mx.default_stream(mx.default_device()))
+"""
+
+
+def test_a_framework_is_the_same_whether_or_not_backends_were_listed_before_it_was_imported() -> None:
+    """The probes of ours import theirs, in threads of their own."""
+    for module in ("torch", "mlx.core"):
+        pytest.importorskip(module)
+    listed = "import sys, ml; ml.available_backends(); assert 'torch' in sys.modules"
+    found = {
+        subprocess.run([sys.executable, "-c", before + MODES], check=True, capture_output=True).stdout
+        for before in ("", listed)
+    }
+    assert len(found) == 1
+
+
 @pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("name", PLUGINS)
 def test_without_its_framework_the_probe_says_why_and_what_to_install(

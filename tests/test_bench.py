@@ -133,8 +133,13 @@ def test_what_is_measured_has_a_row_for_ours_and_for_the_floor(name: str) -> Non
     assert ragged.shared == 0
     assert all(f"reads {row.reads.cells:,} cells" in bench.shown(row) for row in ours if row.reads)
     floors = [row for row in rows if row.contender.startswith("floor")]
-    assert bool(floors) == (name != "numpy")
-    assert all(row.ratio is not None for row in floors)
+    assert {row.measurement for row in floors} == {row.measurement for row in ours[:2]}
+    assert all((row.ratio is None) == bool(row.no_floor) for row in rows)
+    assert [row.measurement for row in rows if row.no_floor] == [row.measurement for row in ours[2:]]
+    compared = [row for row in rows if row.contender == bench.APART]
+    assert [row.measurement for row in compared] == ["shared", "ragged"]
+    assert all("x one pass" in bench.shown(row) for row in compared)
+    assert all(row.no_floor in bench.shown(row) for row in rows)
     assert all(row.low <= row.median <= row.high for row in rows)
     assert all(row.contender in bench.shown(row) for row in rows)
 

@@ -232,10 +232,106 @@ def test_where_no_bar_can_be_drawn_lines_say_how_far_it_is(
     monkeypatch.setattr(conformance, "EVERY_S", 0.0)
     four = ["-k", "converts_exactly or float64 or any_walk", "--suite", "ml"]
     result = run("--backend", "numpy", *four, "--resume", tmp_path / "kept")
-    lines = result.stderr.splitlines()
-    assert lines
-    assert all(re.fullmatch(r"\d+/4 tests, at ml\.testing\.\w+", line) for line in lines)
+    lines = [*dict.fromkeys(result.stderr.splitlines())]
+    assert lines[0] == "collecting the tests"
+    assert len(lines) > 1
+    told = re.compile(r"\d+/4 tests, at ml\.testing\.\w+(: test_\w+(\[.*\])?)?( for \d+ s)?")
+    assert all(told.fullmatch(line) for line in lines[1:])
     assert load(tmp_path / "kept").tests == 4
+
+
+HANGING = """
+import os
+import signal
+import time
+
+import pytest
+
+def test_before():
+    pass
+
+@pytest.mark.parametrize("dtype", ["F32"])
+def test_hanging(dtype):
+    if "BLOCKED" in os.environ:  # as in a framework's own code
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    try:
+        time.sleep(600)
+    except Exception:
+        pytest.fail("what is under test would have gone on")
+
+def test_after():
+    pass
+"""
+
+
+def told_lines(console: list[str]) -> Callable[[int, int, int, str], None]:
+    return lambda done, total, failed, at: console.append(f"{done}/{total} {failed} {at}")
+
+
+def test_a_test_that_hangs_is_named_while_it_hangs_and_fails_when_its_time_is_over(
+    tmp_path: Path, suites_of: Any
+) -> None:
+    suites_of("suite_that_hangs", HANGING)
+    selection, told = Selection(("suite_that_hangs",), isolated=True, time_limit=0.5), list[str]()
+    with (tmp_path / "log").open("w") as log:
+        assert run_suites("numpy", tmp_path / "kept", selection, log, told_lines(told)) == 1
+    assert "1/3 0 suite_that_hangs: test_hanging[F32]" in told
+    assert [result.outcome for result in load(tmp_path / "kept").results] == ["pass", "FAIL", "pass"]
+    reason = load(tmp_path / "kept").results[1].reason
+    assert reason.endswith("test_hanging[F32] did not end within 0.5 s (--ml-time-limit)")
+
+
+def test_a_test_that_no_signal_interrupts_ends_the_run_by_name(
+    tmp_path: Path, suites_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suites_of("suite_that_hangs", HANGING)
+    monkeypatch.setenv("BLOCKED", "1")
+    selection = Selection(("suite_that_hangs",), isolated=True, time_limit=0.5)
+    with (
+        (tmp_path / "log").open("w") as log,
+        pytest.raises(RuntimeError, match=r"^suite_that_hangs: test_hanging\[F32\] hung for more than 0.5 s"),
+    ):
+        run_suites("numpy", tmp_path / "kept", selection, log)
+    assert "in test_hanging" in (tmp_path / "log").read_text(), "all threads are printed"
+
+
+def test_a_crash_before_the_first_test_names_the_signal(
+    suites_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suites_of("suite_that_cannot_be_imported", "import os\nos.abort()\n")
+    monkeypatch.setattr(Suite, "packages", ("suite_that_cannot_be_imported",))
+    result = run("--backend", "numpy")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        "kvcache: conformance: before the first test, the process was killed by SIGABRT; "
+        "--debug shows the output"
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV in"),
+        ("os.abort()", "was killed by SIGABRT in"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL (as it is when memory runs out) in"),
+        ("os._exit(3)", "ended with exit code 3 in"),
+        ("os._exit(0)", "ended with exit code 0 in"),
+    ],
+)
+def test_a_crash_names_signal_and_test(
+    tmp_path: Path, suites_of: Any, monkeypatch: pytest.MonkeyPatch, end: str, said: str
+) -> None:
+    text = f"import os, signal\ndef test_1():\n    pass\ndef test_2():\n    {end}\ndef test_3():\n    pass\n"
+    suites_of("suite_that_crashes", text)
+    monkeypatch.setattr(Suite, "packages", ("suite_that_crashes",))
+    result = run("--backend", "numpy", "--resume", tmp_path / "kept")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        f"kvcache: conformance: after 1 of 3 tests, the process {said} suite_that_crashes: test_2; "
+        "-k 'not TEST' leaves a test out; --debug shows the output"
+    )
+    mended = run("--backend", "numpy", "--resume", tmp_path / "kept", "-k", "not test_2")
+    assert (mended.exit_code, len(load(tmp_path / "kept").results)) == (0, 2)
 
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import select
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,16 +17,11 @@ import pytest
 
 pytest.importorskip("typer")
 
+from .needs import need_program
+
 ROOT = Path(__file__).resolve().parents[1]
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[a-zA-Z]|[=>])")
 PATIENCE = 30.0
-
-
-def shell(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"there is no {name}")
-    return found
 
 
 @pytest.fixture
@@ -74,7 +68,7 @@ def typed(program: str, settings: dict[str, str], steps: list[tuple[str, str]]) 
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no pseudo-terminals")
 def test_zsh_completes_from_the_first_tab_on(home: dict[str, str]) -> None:
-    zsh = shell("zsh")
+    zsh = need_program("zsh")
     typed(zsh, home, [("> ", "kvcache --install-completion\n"), ("completion installed in", "")])
     settings = Path(home["HOME"]) / ".zshrc"
     assert "compinit" in settings.read_text()
@@ -99,11 +93,11 @@ def test_bash_completes_with_the_script_that_is_shown(home: dict[str, str]) -> N
         "_kvcache_completion kvcache\n"
         'echo "${COMPREPLY[@]}"'
     )
-    assert ran(shell("bash"), home, script) == "numpy\n"
+    assert ran(need_program("bash"), home, script) == "numpy\n"
 
 
 def test_fish_completes_commands_and_backends(home: dict[str, str]) -> None:
-    run = functools.partial(ran, shell("fish"), home)
+    run = functools.partial(ran, need_program("fish"), home)
     script = run("kvcache --show-completion fish")
     folder = Path(home["HOME"]) / ".config" / "fish" / "completions"
     folder.mkdir(parents=True, exist_ok=True)

@@ -286,6 +286,8 @@ def test_the_shipped_suite_runs_by_package_name(tmp_path: Path) -> None:
         (["--ml-backend-option=device=cpu"], "needs --ml-backend"),
         (["--ml-backend=numpy", "--ml-backend-option=device"], "give KEY=VALUE"),
         (["--ml-backend=numpy", "--ml-backend-option=dtype=F99"], "one of .*BF16"),
+        (["--ml-backend=numpy", "--ml-time-limit=-1"], "--ml-time-limit=-1: from 0 to 1e"),
+        (["--ml-backend=numpy", "--ml-time-limit=nan"], "--ml-time-limit=nan: from 0 to 1e"),
     ],
 )
 def test_a_wrong_command_line_is_a_usage_error(

@@ -23,9 +23,9 @@ from kvcache.stores import (
 )
 from kvcache.testing.servers import ValkeyServer
 
+from .needs import need_server
 from .prefix.rigs.conversing import ConversationSetup, Rig
 from .prefix.rigs.stores import CALLS, Clock, FlakyStore
-from .stores_rig import need_server
 
 LONG = list(range(20))
 

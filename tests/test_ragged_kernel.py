@@ -21,6 +21,7 @@ from ml.testing.samples import FLOATS, exact, normal
 
 from .cupy_double import module
 from .kernel_emulator import mlx_kernel
+from .needs import wanting
 
 ours = module.ragged_attention.__globals__
 """Of backends.cupy.ragged, on the double."""
@@ -212,7 +213,7 @@ def compiled_for_cuda(source: str) -> str:
     found = [file for place in (spec.submodule_search_locations or () if spec else ())
              for file in Path(place).glob("cuda_nvrtc/lib/libnvrtc.so.*")]  # fmt: skip
     if not found:
-        pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc-cu12 (90 MB, needs no GPU)")
+        pytest.skip(wanting("NVRTC", "pip install nvidia-cuda-nvrtc-cu12 (90 MB, needs no GPU)"))
     nvrtc = ctypes.CDLL(str(found[0]))
     program, options = ctypes.c_void_p(), (ctypes.c_char_p * 2)(b"--gpu-architecture=sm_90", b"-std=c++17")
     size = ctypes.c_size_t()

@@ -27,7 +27,8 @@ from kvcache.testing.servers import ValkeyServer, wait_until
 from kvcache.testing.stores import CALLS, content, present, read
 
 from .mooncake_pool import MooncakePool
-from .stores_rig import MIB, FilePlace, Place, every_kind, native, need_server, places, pool, posix, server
+from .needs import need_server
+from .stores_rig import MIB, FilePlace, Place, every_kind, native, places, pool, posix, server
 
 __all__ = ["native", "places", "pool", "server"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
@@ -50,6 +51,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         return EntryPoint(f"plugin{i}", module.__name__, "kvcache.stores")
 
     return install
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch, unprobed: None) -> None:
+    """None of the packages that stores load can be imported, and no store has been probed before."""
+    for package in ("xxhash", "blake3", "valkey", "valkey.exceptions", "mooncake", "mooncake.store"):
+        monkeypatch.setitem(sys.modules, package, None)
 
 
 class Opened(MemoryStore):
@@ -110,6 +118,8 @@ def test_other_stores_are_opened_by_name_and_by_url_and_contact_nobody() -> None
     [
         *((f"file{url}", {}, ".") for url in ("", ":", "://host/path", ":/x%00y", ":/a#b",
             ":/x?durable=perhaps")),
+        ("file:/x?digest=md5", {}, "md5"), ("file:/x", {"budget": -1}, "-1"),
+        ("valkey://host?ttl=never", {}, "never"), ("rediss://host/x", {}, "db"),
         ("memory:?budget=much", {}, "much"), ("memory:?budget=1&budget=2", {}, "twice"),
         ("memory:?budget", {}, "."),
         ("memory:?budget=-1", {}, "size"), ("memory:?budget=1", {"budget": 2}, "budget"),
@@ -123,10 +133,29 @@ def test_other_stores_are_opened_by_name_and_by_url_and_contact_nobody() -> None
         ]),
     ],
 )  # fmt: skip
-def test_an_address_that_makes_no_sense_is_refused(address: str, options: dict[str, Any], error: str) -> None:
+@pytest.mark.usefixtures("no_library")
+def test_an_address_that_makes_no_sense_is_refused_without_any_library(
+    address: str, options: dict[str, Any], error: str
+) -> None:
     with pytest.raises(StoreValueError, match=error) as raised:
         open_store(address, **options)
     assert "secret" not in str(raised.value)
+
+
+def test_checking_an_address_loads_no_library() -> None:
+    addresses = ["file:///x?digest=md5", "mooncake://host?lanes=0", "valkey://host?ttl=never"]
+    libraries = ["xxhash", "blake3", "valkey", "mooncake"]
+    code = f"""if True:
+        import sys
+        from kvcache.stores import StoreValueError, open_store
+        for address in {addresses}:
+            try:
+                open_store(address)
+            except StoreValueError:
+                print(*(name for name in {libraries} if name in sys.modules))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n" * len(addresses)
 
 
 def test_a_url_of_another_scheme_is_refused_by_the_store_itself() -> None:
@@ -134,8 +163,10 @@ def test_a_url_of_another_scheme_is_refused_by_the_store_itself() -> None:
         MooncakeStore("http://here")
 
 
+@pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize(
-    "name", ["memory:?colour=red", "mooncake://host?colour=red", "valkey://host?colour=red"]
+    "name",
+    ["memory:?colour=red", "file:x?colour=red", "mooncake://host?colour=red", "valkey://host?colour=red"],
 )
 def test_an_unknown_option_is_refused_with_those_that_exist(name: str) -> None:
     with pytest.raises(StoreValueError, match=r"no option 'colour'; there are: .*(budget|prefix)"):
@@ -194,7 +225,6 @@ def test_what_makes_no_sense_to_mooncake_is_refused(name: str, value: Any) -> No
 
 
 def valkey_options(url: str | None = None, **options: Any) -> Any:
-    pytest.importorskip("valkey", reason="the package valkey is not installed")
     from kvcache.stores.valkey.options import ValkeyOptions
 
     return ValkeyOptions.of(url, options)
@@ -342,6 +372,31 @@ def test_options_that_a_plugin_does_not_take_are_refused_in_its_name(
 ) -> None:
     with pytest.raises(StoreValueError, match=f"^open_store: 'mine': .*{error}"):
         install(spec(open=opens)).open("mine", options)
+
+
+def test_a_plugin_checks_an_address_before_it_is_probed(install: Install) -> None:
+    def check(url: str | None, **options: Any) -> None:
+        asked.append((url, options))
+        if options.get("size") == "red":
+            raise StoreValueError("mine: size='red'")
+        if options.get("size") == "broken":
+            raise OSError("no such colour")
+
+    def probe() -> ml.Availability:
+        asked.append("probed")
+        return ml.Availability(False, "its library is missing")
+
+    asked: list[Any] = []
+    registry = install(spec(check=check, probe=probe))
+    with pytest.raises(StoreValueError, match="size='red'"):
+        registry.open("mine://host?size=red", {})
+    with pytest.raises(StoreUnavailableError, match="no such colour"):
+        registry.open("mine", {"size": "broken"})
+    assert asked == [("mine://host", {"size": "red"}), (None, {"size": "broken"})]
+    with pytest.raises(StoreUnavailableError, match="its library is missing"):
+        registry.open("mine://host", {})
+    with pytest.raises(ml.PluginError, match="check"):
+        spec(check="a word")
 
 
 @pytest.mark.parametrize(

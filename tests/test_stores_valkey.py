@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from kvcache.stores.valkey.options import ValkeyOptions
 from kvcache.testing.servers import ValkeyServer
 from kvcache.testing.stores import content, read
 
+from .needs import need_program
 from .valkey_rig import BIG, Open, chunk_of, client, names, open_here, served, server, store
 
 __all__ = ["client", "open_here", "server", "store"]
@@ -394,9 +394,7 @@ def test_the_rights_of_the_page_are_enough() -> None:
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An authority, a certificate for 127.0.0.1 by it, one for another name, and another authority."""
     folder = tmp_path_factory.mktemp("certificates")
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed")
+    openssl = need_program("openssl")
     new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
     issued = "-CA ca.pem -CAkey ca.key -addext subjectAltName="
     by = {

@@ -36,21 +36,28 @@ from examples.two_hosts.host import Host
 from examples.two_hosts.network import Network, unavailable
 from examples.two_hosts.processes import Process, store_server
 
+from .needs import NO_SERVER, need_program
+
 TURNS = ("And it came to pass in those days, that God said unto Noah,", " And Noah said,", " And God said,")
 COUNT = 9
 """Tokens of an answer."""
 BYTES = 2 * 4 * 2 * 32 * 4
 """K and V of one token in the bundled model: two, layers, heads, dims, F32."""
 
-needs_server = pytest.mark.skipif(
-    ValkeyServer.program() is None, reason="neither valkey-server nor redis-server is installed"
-)
+needs_server = pytest.mark.skipif(ValkeyServer.program() is None, reason=NO_SERVER)
+
+
+def need_namespaces() -> None:
+    """Skip the test where there are no network namespaces."""
+    need_program("ip")
+    need_program("tc")
+    if reason := unavailable():
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    if reason := unavailable():
-        pytest.skip(reason)
+    need_namespaces()
     with Network() as found:
         yield found
 
@@ -152,8 +159,7 @@ def test_the_example_runs(there: list[str], capsys: pytest.CaptureFixture[str]) 
 
 @needs_server
 def test_a_terminated_run_leaves_no_namespace_behind() -> None:
-    if reason := unavailable():
-        pytest.skip(reason)
+    need_namespaces()
     line = [sys.executable, "-u", "-m", "examples.two_hosts", "--bandwidth", "0.001"]
     cwd = Path(__file__).resolve().parents[1]
     with subprocess.Popen(line, cwd=cwd, stdout=subprocess.PIPE, text=True) as run:
@@ -246,8 +252,7 @@ def test_a_limited_cable_carries_no_more_than_its_limit(network: Network) -> Non
 
 
 def test_namespaces_are_gone_when_their_block_ends() -> None:
-    if reason := unavailable():
-        pytest.skip(reason)
+    need_namespaces()
     with pytest.raises(KeyError), Network() as found:
         assert {end.name for end in found.ends} <= {*names_of(os.getpid())}
         raise KeyError

@@ -15,13 +15,12 @@ from kvcache.stores import ValkeyStore
 from kvcache.stores.valkey.manifest import CHUNK, RemoteManifest
 from kvcache.testing.servers import ValkeyServer
 
+from .needs import NO_SERVER
 from .stores_rig import server
 
 __all__ = ["BIG", "Open", "chunk_of", "client", "names", "open_here", "served", "server", "store"]
 
-served = pytest.mark.skipif(
-    ValkeyServer.program() is None, reason="neither valkey-server nor redis-server is installed"
-)
+served = pytest.mark.skipif(ValkeyServer.program() is None, reason=NO_SERVER)
 BIG = 2 * CHUNK + 5
 """Bytes of an entry of three chunks."""
 Open = Callable[..., ValkeyStore]

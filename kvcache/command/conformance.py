@@ -71,6 +71,10 @@ def conformance(
     ] = None,
     brief: Annotated[bool, typer.Option("--quick", help="Only the part that takes about a minute.")] = False,
     first: Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first failure.")] = False,
+    time_limit: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, max=1e6, help="A test that takes longer fails. 0: no limit."),
+    ] = 600.0,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -96,7 +100,10 @@ def conformance(
         ml.open_backend(backend, **_opened_with(options)).close()  # what is wrong with it is told at once
         from ml.testing.results import Selection
 
-        selection = Selection(suite.packages, keyword or "", options, isolated=True, quick=brief, first=first)
+        selection = Selection(
+            suite.packages, keyword or "", options,
+            isolated=True, quick=brief, first=first, time_limit=time_limit,
+        )  # fmt: skip
         run = _run(backend, selection, resume, as_json or quiet, debug)
         if as_json:
             print_json(record(run, selection))
@@ -140,7 +147,7 @@ def _opened_with(options: Mapping[str, str]) -> dict[str, Any]:
 
 def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, debug: bool) -> Run:
     """What pytest prints is kept for an error, and shown with ``debug``."""
-    from ml.testing.results import NO_TESTS, load, resumed, run_suites
+    from ml.testing.results import NO_TESTS, CrashedError, load, resumed, run_suites
 
     if resume is not None:
         try:
@@ -148,7 +155,7 @@ def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, d
         except ValueError as error:
             raise RunnerError(f"conformance: {error}") from error
     done = "before the first test"
-    lines = None if quiet or draws(sys.stderr) else _Lines()
+    lines, since = None if quiet or draws(sys.stderr) else _Lines(), _Since()
     with (
         tempfile.TemporaryDirectory() as folder,
         (Path(folder) / "log").open("w+", encoding="utf-8", errors="replace") as log,
@@ -156,13 +163,15 @@ def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, d
     ):
         path = (resume or Path(folder) / "results.jsonl").absolute()
 
-        def told(count: int, total: int, failed: int, area: str) -> None:
+        def told(count: int, total: int, failed: int, at: str) -> None:
             nonlocal done
-            done = f"after {count} of {total} tests"
-            counts = f"{count}/{total}{f', {failed} failed' if failed else ''}"
-            bars.show("tests", count, total, f"{counts}  {area}")
-            if lines is not None and count < total:
-                lines.tell(f"{counts} tests, at {area}")
+            if total:
+                done = f"after {count} of {total} tests"
+                counts = f"{count}/{total}{f', {failed} failed' if failed else ''}"
+                since.at(at)
+                bars.show("tests", count, total, f"{counts}  {since}")
+            if lines is not None:
+                lines.tell(f"{counts} tests, at {since}" if total else "collecting the tests")
 
         try:
             bars.wait("collecting")
@@ -170,6 +179,12 @@ def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, d
         except KeyboardInterrupt:
             again = f"; continue with --resume {resume}" if resume else ""
             raise KeyboardInterrupt(f"interrupted {done}{again}") from None
+        except CrashedError as error:
+            again = "; --resume FILE keeps what has passed" if error.test and resume is None else ""
+            without = "; -k 'not TEST' leaves a test out" if error.test else ""
+            raise RunnerError(
+                f"conformance: {done}, {error}{again}{without}; --debug shows the output"
+            ) from error
         except RuntimeError as error:
             raise RunnerError(
                 f"conformance: pytest failed {done}: {_last(log)}; --debug shows the output"
@@ -196,6 +211,21 @@ class _Lines:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + EVERY_S
             typer.echo(text, err=True)
+
+
+class _Since:
+    """What is running, and for how long already."""
+
+    def __init__(self) -> None:
+        self._what, self._began = "", 0.0
+
+    def at(self, what: str) -> None:
+        if what != self._what:
+            self._what, self._began = what, time.monotonic()
+
+    def __str__(self) -> str:
+        seconds = int(time.monotonic() - self._began)
+        return f"{self._what} for {seconds} s" if seconds else self._what
 
 
 def _last(log: Any) -> str:

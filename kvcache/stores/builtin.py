@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from kvcache.stores.digests import XXH3, load
+from kvcache.stores.digests import XXH3, check_digest, load
 from kvcache.stores.errors import StoreError, StoreValueError
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
 from kvcache.stores.memory import MemoryStore
 from kvcache.stores.options import parse_bytes, read_truth
-from kvcache.stores.protocol import SnapshotStore
+from kvcache.stores.protocol import SnapshotStore, check_budget
 from ml import Availability
 
 __all__ = ["BuiltinStore", "path_of", "specs"]
@@ -49,11 +49,17 @@ def specs() -> list[StoreSpec]:
     """
     install = "pip install 'ml-kvcache[{}]'".format
     return [
-        StoreSpec("file", install("disk"), _probe_file, _open_file),
+        StoreSpec("file", install("disk"), _probe_file, _open_file, _file_arguments),
         StoreSpec("memory", "", lambda: Availability(True), _open_memory),
-        StoreSpec("mooncake", install("mooncake"), _probe_mooncake, _open_mooncake),
+        StoreSpec("mooncake", install("mooncake"), _probe_mooncake, _open_mooncake, _check_mooncake),
         *(
-            StoreSpec(scheme, install("valkey"), _probe_valkey, functools.partial(_open_valkey, scheme))
+            StoreSpec(
+                scheme,
+                install("valkey"),
+                _probe_valkey,
+                functools.partial(_open_valkey, scheme),
+                functools.partial(_check_valkey, scheme),
+            )
             for scheme in _VALKEY_SCHEMES
         ),
     ]
@@ -65,6 +71,12 @@ def _probe_valkey() -> Availability:
     except ImportError as error:
         return Availability(False, f"it needs the package valkey ({error})")
     return Availability(True, version=version)
+
+
+def _check_valkey(scheme: str, url: str | None = None, **options: Any) -> None:
+    from kvcache.stores.valkey.options import ValkeyOptions
+
+    ValkeyOptions.of(f"{scheme}://localhost" if url is None else url, options)
 
 
 def _open_valkey(scheme: str, url: str | None = None, **options: Any) -> SnapshotStore:
@@ -81,6 +93,12 @@ def _probe_mooncake() -> Availability:
     except StoreError as error:
         return Availability(False, str(error))
     return Availability(True, version=version())
+
+
+def _check_mooncake(url: str | None = None, **options: Any) -> None:
+    from kvcache.stores.mooncake.options import MooncakeOptions
+
+    MooncakeOptions.of(url, options)
 
 
 def _open_mooncake(url: str | None = None, **options: Any) -> SnapshotStore:
@@ -102,7 +120,7 @@ def _probe_file() -> Availability:
     return Availability(True, version=version)
 
 
-def _open_file(
+def _file_arguments(
     url: str | None = None,
     *,
     path: str | os.PathLike[str] | None = None,
@@ -110,16 +128,26 @@ def _open_file(
     durable: bool | str = True,
     digest: str = XXH3,
     secret: str | None = None,
-) -> SnapshotStore:
-    from kvcache.stores.file import FileStore
-
+) -> dict[str, Any]:
+    """What FileStore is made with."""
     where = path_of(url) if url is not None else path
     if where is None or (url is not None and path is not None):
         raise StoreValueError(f"open_store: a file store has one path; the URL is {url!r}, path={path!r}")
     wait = read_truth("open_store", "durable", durable)
     limit = None if budget == "none" else budget
-    limit = _share_of_disk(Path(where)) if limit == _SHARE else parse_bytes(limit, "open_store: budget")
-    return FileStore(where, limit, durable=wait, digest=digest, secret=secret)
+    if limit != _SHARE:
+        limit = check_budget(parse_bytes(limit, "open_store: budget"))
+    check_digest("FileStore", digest, secret)
+    return {"path": where, "budget": limit, "durable": wait, "digest": digest, "secret": secret}
+
+
+def _open_file(url: str | None = None, **options: Any) -> SnapshotStore:
+    from kvcache.stores.file import FileStore
+
+    arguments = _file_arguments(url, **options)
+    if arguments["budget"] == _SHARE:
+        arguments["budget"] = _share_of_disk(Path(arguments["path"]))
+    return FileStore(**arguments)
 
 
 def _share_of_disk(folder: Path) -> int:

@@ -7,7 +7,8 @@ A plugin is any module (or object) named by an entry point of the group ``kvcach
     @hookimpl
     def kvcache_store() -> StoreSpec: ...
 
-The module imports without the client library of its store: ``probe`` and ``open`` import it.
+The module imports without the client library of its store: ``probe`` and ``open`` import it, ``check``
+does not.
 """
 
 from __future__ import annotations
@@ -34,15 +35,20 @@ class StoreSpec:
 
     ``name`` is also the scheme of the store's URLs. ``open(url, **options)`` gets the URL without its
     query, None where the store was asked for by name alone; fields of the query are options, as text.
+    ``check``, given the same, raises StoreValueError for an address or an option that makes no sense; it is
+    called before ``probe``, so that they are refused where the client library is missing too.
     """
 
     name: str
     install_hint: str
     probe: Callable[[], Availability]
     open: Callable[..., SnapshotStore]
+    check: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
         check(self, name=NAME, install_hint=TEXT, probe=CALLABLE, open=CALLABLE)
+        if self.check is not None:
+            check(self, check=CALLABLE)
 
 
 @hookspec

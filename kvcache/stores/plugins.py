@@ -50,11 +50,19 @@ class StoreRegistry(PluginHost[StoreSpec]):
         if twice := fields.keys() & options.keys():
             shown = without_secrets(fspath(store))
             raise StoreValueError(f"open_store: {sorted(twice)} given in {shown!r} and as an option")
-        spec = self.usable(name)
-        if wrong := misfit(spec.open, url, **fields, **options):
-            raise StoreValueError(f"open_store: {spec.name!r}: {wrong}")
-        opened: SnapshotStore = self.opened(spec, url, **fields, **options)
+        spec = self.claimed(name)
+        self._check(spec, url, {**fields, **options})
+        opened: SnapshotStore = self.opened(self.ready(spec), url, **fields, **options)
         return opened
+
+    def _check(self, spec: StoreSpec, url: str | None, options: dict[str, Any]) -> None:
+        """Refuse an address that makes no sense before the probe, which loads the store's client library."""
+        check = spec.check
+        for takes in filter(None, (spec.open, check)):
+            if wrong := misfit(takes, url, **options):
+                raise StoreValueError(f"open_store: {spec.name!r}: {wrong}")
+        if check is not None:
+            self.called(spec, lambda: check(url, **options), given=True)
 
     def _listed(self) -> str:
         names = ", ".join(sorted(self.specs()))

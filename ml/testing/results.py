@@ -1,8 +1,8 @@
 """Running the shipped suites on a backend in a process of its own, and what each test of them came to.
 
 In pytest, ``-p ml.testing.results --ml-results=FILE`` keeps a record: a line of JSON for the backend, one for
-how many tests a run is of, and one for each test when it is done. Where FILE is there already, tests that it
-has are not run again, but for those that failed.
+how many tests a run is of, and for each test one when it begins and one when it is done. Where FILE is there
+already, tests that it has are not run again, but for those that failed.
 """
 
 from __future__ import annotations
@@ -10,24 +10,41 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import pytest
 
+from ml.testing.time_limit import SECONDS
+
 SUITES = ("ml.testing", "kvcache.testing")
 LONGEST = 300
 """Characters of a reason."""
 NO_TESTS = 5
 """What pytest exits with when nothing was selected."""
+_INTERRUPTED = 2
 _POLL_S = 0.1
 _GRACE_S = 5.0
 
 Progress = Callable[[int, int, int, str], None]
-"""Is told how many tests are done, of how many, how many of these failed, and of which area the last is."""
+"""Is told, ten times a second, how many tests are done, of how many (0: they are being collected), how many
+of these failed, and which is running, by area and name."""
+
+
+class CrashedError(RuntimeError):
+    """The process was killed, or ended in the middle of a test; the message says how, and in which.
+
+    ``test``: its area and name; empty before the first, and after the last.
+    """
+
+    def __init__(self, how: str, test: str) -> None:
+        super().__init__(how)
+        self.test = test
 
 
 class Result(NamedTuple):
@@ -63,6 +80,7 @@ class Selection(NamedTuple):
 
     ``isolated``: no pytest.ini, pyproject.toml or conftest.py of the folder takes part, and nothing is
     written there. ``quick``: the part that takes a minute. ``first``: stop at the first failure.
+    ``time_limit``: seconds that a test may take; 0: no limit, None: pytest's own default.
     """
 
     suites: Sequence[str] = SUITES
@@ -71,6 +89,7 @@ class Selection(NamedTuple):
     isolated: bool = False
     quick: bool = False
     first: bool = False
+    time_limit: float | None = None
 
     def environment(self, scratch: Path) -> dict[str, str] | None:
         """Where hypothesis notes what it found, so that nothing is left in the folder; None: as it is."""
@@ -83,6 +102,7 @@ class Selection(NamedTuple):
         words += [f"--ml-backend-option={key}={value}" for key, value in self.options.items()]
         words += ["--ml-quick"] if self.quick else []
         words += ["--exitfirst"] if self.first else []
+        words += [] if self.time_limit is None else [f"--ml-time-limit={self.time_limit}"]
         words += ["-c", os.devnull, "--rootdir", str(Path.cwd()), "--noconftest"] if self.isolated else []
         return words
 
@@ -133,6 +153,11 @@ class _Collector:
             name = getattr(function, "__name__", item.name)
             area = getattr(function, "__module__", "")
             self.tests[item.nodeid] = area, name, [] if callspec is None else [callspec.id]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        area, test, parameters = self.tests[nodeid]
+        name = f"{area}: {test}{''.join(f'[{one}]' for one in parameters)}"
+        self._add({"running": name, "began": time.time()})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -190,8 +215,9 @@ def run_suites(
     """Run the suites on a backend in a process of its own, which keeps its results in ``path``.
 
     What is in ``path`` already is not run again. What pytest prints goes to ``log`` (None: this process's
-    stderr). Returns pytest's exit code where it left results: 0, 1 (tests failed), or NO_TESTS. RuntimeError
-    when pytest itself fails. Whatever is raised, the process is over.
+    stderr). Returns pytest's exit code where it left results: 0, 1 (tests failed), or NO_TESTS. CrashedError
+    when the process is killed or ends in the middle of a test, RuntimeError when pytest itself fails.
+    Whatever is raised, the process is over.
     """
     fixed = f"--ml-backend={name} --ml-results={path} -q --tb=short -p no:cacheprovider -p no:xdist".split()
     selection = selection or Selection()
@@ -209,23 +235,41 @@ def run_suites(
         code = process.wait() if progress is None else _followed(process, path, progress)
     finally:
         _end(process)
+    record = _Record(path)
+    record.read()
+    if code < 0 or (record.running and code != _INTERRUPTED):
+        how = f"{_ended(code)} in {record.running}" if record.running else _ended(code)
+        limit = SECONDS if selection.time_limit is None else selection.time_limit
+        if record.running and code == 1 and limit and time.time() - record.began > limit:
+            how = f"{record.running} hung for more than {limit:g} s and could not be interrupted"
+        raise CrashedError(how, record.running)
     if code not in (0, 1, NO_TESTS):
-        raise RuntimeError(f"{' '.join(command)} ended with {code}")
+        raise RuntimeError(f"{' '.join(command)}: {_ended(code)}")
     return code
+
+
+def _ended(code: int) -> str:
+    """What became of a process, by its exit code."""
+    if code >= 0:
+        return f"the process ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    memory = " (as it is when memory runs out)" if name == "SIGKILL" else ""
+    return f"the process was killed by {name}{memory}"
 
 
 def _followed(process: subprocess.Popen[Any], path: Path, progress: Progress) -> int:
     """Tell what the process adds to the record until it ends; its exit code."""
-    record, left = _Record(path), -1
+    record = _Record(path)
     while True:
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(_POLL_S)
         record.read()
-        if record.results and record.left != left:
-            left = record.left
-            failed = sum(result.outcome == "FAIL" for result in record.results.values())
-            progress(record.tests - left, record.tests, failed, record.last)
+        failed = sum(result.outcome == "FAIL" for result in record.results.values())
+        progress(record.tests - record.left, record.tests, failed, record.running or record.last)
         if code is not None:
             return code
 
@@ -248,7 +292,10 @@ class _Record:
         self.head: dict[str, Any] = {}
         self.results: dict[str, Result] = {}
         self.tests = self.left = 0
+        self.running, self.began = "", 0.0
+        """The test that has begun and not ended, and when it did; seconds since the epoch."""
         self.last = ""
+        """The area of the last test that has ended."""
 
     def read(self) -> None:
         """Take in what was added. Raises ValueError where the file is no such record."""
@@ -268,9 +315,11 @@ class _Record:
     def _take(self, line: Any) -> None:
         if isinstance(line, list) and self.head:
             self.results[line[0]] = result = Result(*line[1:])
-            self.last, self.left = result.area, self.left - 1
+            self.running, self.last, self.left = "", result.area, self.left - 1
+        elif isinstance(line, dict) and "running" in line and self.head:
+            self.running, self.began = line["running"], line["began"]
         elif isinstance(line, dict) and "left" in line and self.head:
-            self.tests, self.left = line["tests"], line["left"]
+            self.running, self.tests, self.left = "", line["tests"], line["left"]
         elif isinstance(line, dict) and line.keys() == {"backend", "version", "options"}:
             self.head = line
         else:

@@ -92,6 +92,6 @@ def test_a_store_that_is_out_of_reach_costs_misses_and_no_more(group: Any, serve
 @pytest.fixture
 def server() -> Iterator[ValkeyServer]:
     if ValkeyServer.program() is None:
-        pytest.skip("neither valkey-server nor redis-server is installed")
+        pytest.skip("needs redis-server: apt-get install redis-server")
     with ValkeyServer() as made:
         yield made

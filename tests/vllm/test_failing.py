@@ -104,7 +104,7 @@ def test_what_was_computed_behind_a_load_of_another_connector_that_failed_is_not
 
 def test_a_server_that_is_killed_midway(llama: Path, expected: list[list[int]]) -> None:
     if ValkeyServer.program() is None:
-        pytest.skip("neither valkey-server nor redis-server is installed")
+        pytest.skip("needs redis-server: apt-get install redis-server")
     with ValkeyServer() as server, engine(llama, server.url) as one:
         assert tokens_of(one.keep(PROMPTS)) == expected
         assert [found.cached for found in one.generate(PROMPTS)] == [256, 192, 192]

@@ -2,7 +2,7 @@
 
 The floors (writes and views by hand) and the caches of other runtimes are frameworks' own code: they live
 in kvcache/integrations/bench_*.py and are loaded by the backend's name, where there is one and its
-framework is installed. Without it, our own times stand alone.
+framework is installed; other backends on the CPU are compared with NumPy. A row without a floor says why.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvcache.attention.calls import StepReads
 from kvcache.cache import Batch, CacheDType
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import SlidingWindowCache
+from kvcache.testing.bench import by_hand
 from kvcache.testing.bench.batch import CASES, BatchDecoding, Case, fill
 from kvcache.testing.bench.batch import LAYERS as BATCH_LAYERS
 from kvcache.testing.bench.timing import Contender, Trial, interleave
@@ -31,13 +32,17 @@ LAYERS = 4
 """The first one prepares a step, the others are timed together."""
 ROOM = 2048
 """Cells beyond the history, for steps that append."""
+APART = "ours, a pass for each"
 _LENGTHS = (128, 1024, 8192, 32768)
 _NAMES = {ml.DType.F32: "float32", ml.DType.F16: "float16", ml.DType.BF16: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Microseconds of one contender: median, 10th and 90th percentile, and the ratio to the floor."""
+    """Microseconds of one contender: median, 10th and 90th percentile, and the ratio to the floor.
+
+    Of batches, a pass for each sequence has the ratio to one pass for all.
+    """
 
     measurement: str
     contender: str
@@ -49,6 +54,8 @@ class Measured:
     dropped: int
     reads: StepReads | None = None
     """What a step of a batch reads in each layer."""
+    no_floor: str = ""
+    """Why there is no ratio."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,7 +64,8 @@ class Measured:
 def shown(row: Measured) -> str:
     """Microseconds per layer, and times the floor; of a batch, a second line says what it reads."""
     times = f"{row.median:12,.1f} us [{row.low:,.1f}, {row.high:,.1f}]"
-    ratio = "" if row.ratio is None else f"  {row.ratio:,.2f} x floor"
+    what = "one pass" if row.contender == APART else "floor"
+    ratio = f"  ({row.no_floor})" if row.ratio is None else f"  {row.ratio:,.2f} x {what}"
     first = f"{row.measurement:32} {row.contender:40} {times:40}{ratio}".rstrip()
     if (reads := row.reads) is None:
         return first
@@ -173,14 +181,16 @@ def measure(
 
 
 def _by_hand(backend: ml.Backend) -> Any:
-    """The module of floors and peers for this backend; None on other devices than the CPU, or without one."""
+    """The module of floors and peers for this backend, or NumPy's; None on other devices than the CPU."""
     name = f"kvcache.integrations.bench_{backend.name}"
-    if backend.devices[0].kind != "cpu" or importlib.util.find_spec(name) is None:
+    if backend.devices[0].kind != "cpu":
         return None
+    if importlib.util.find_spec(name) is None:
+        return by_hand
     try:
         return importlib.import_module(name)
     except ImportError:
-        return None
+        return by_hand
 
 
 def _steps(
@@ -203,22 +213,28 @@ def _steps(
     rounds = 40 if quick else 200
     trial = interleave(contenders, rounds, floors=floors, seconds=10, own_threads=eager)
     layers -= eager
+    why = "" if contenders.keys() > {"ours"} else _no_floor(hand, dtype)
     for key in trial.times:
-        yield _row(name, key, trial, layers, compared=hand is not None)
+        yield _row(name, key, trial, layers, no_floor=why)
     for key, peer in peers.items():
         beside = {trial.floor: contenders[trial.floor], key: peer}
         apart = interleave(beside, rounds // 4, warmup=2, seconds=1, own_threads=eager)
         yield _row(name, key, apart, layers)
 
 
+def _no_floor(hand: Any, dtype: ml.DType) -> str:
+    """Why nothing is written by hand to compare with."""
+    return "no floor: it is written for the CPU" if hand is None else f"no floor: it is not for {dtype.name}"
+
+
 def _row(
-    name: str, key: str, trial: Trial, layers: int, compared: bool = True, reads: StepReads | None = None
+    name: str, key: str, trial: Trial, layers: int, no_floor: str = "", reads: StepReads | None = None
 ) -> Measured:
-    """A contender's times per layer; ``compared``: to the floor, too."""
+    """A contender's times per layer, and beside the floor's, unless ``no_floor`` says why not."""
     sample = trial.sample(key)
     times = (sample.median / layers, sample.low / layers, sample.high / layers)
-    ratio = sample.ratio if compared else None
-    return Measured(name, key, *times, ratio, len(trial.times[key]), trial.dropped, reads)
+    ratio = None if no_floor else sample.ratio
+    return Measured(name, key, *times, ratio, len(trial.times[key]), trial.dropped, reads, no_floor)
 
 
 def _start_forward(backend: ml.Backend, dtype: ml.DType, history: int) -> Measured:
@@ -236,7 +252,10 @@ def _start_forward(backend: ml.Backend, dtype: ml.DType, history: int) -> Measur
             times.append((time.perf_counter() - began) * 1e6)
     cuts = statistics.quantiles(times, n=10, method="inclusive")
     name = f"start_forward of 1 after {history}"
-    return Measured(name, "ours", statistics.median(times), cuts[0], cuts[-1], None, len(times), 0)
+    why = "no floor: the host's bookkeeping, whatever the backend"
+    return Measured(
+        name, "ours", statistics.median(times), cuts[0], cuts[-1], None, len(times), 0, no_floor=why
+    )
 
 
 def _batch(
@@ -244,9 +263,10 @@ def _batch(
 ) -> Iterator[Measured]:
     """One pass for all sequences of a case, and a pass for each of them."""
     together, apart = (BatchDecoding(backend, case, dtype, stored) for _ in range(2))
-    contenders = {"ours": together.together(), "ours, a pass for each": apart.one_by_one()}
+    contenders = {"ours": together.together(), APART: apart.one_by_one()}
     rounds, seconds = (10, 2) if quick else (50, 10)
     reads = together.reads
     trial = interleave(contenders, rounds, warmup=2, seconds=seconds, own_threads=False)
-    for key in trial.times:
-        yield _row(case.name, key, trial, BATCH_LAYERS, reads=reads if key == trial.floor else None)
+    why = "no floor: attention is the backend's"
+    yield _row(case.name, "ours", trial, BATCH_LAYERS, why, reads)
+    yield _row(case.name, APART, trial, BATCH_LAYERS)
