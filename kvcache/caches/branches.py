@@ -89,7 +89,7 @@ def fork(cache: Cache, seq: int, into: Sequence[int], position: int | None = Non
             f"fork: sequence {seq} into {list(into)}; the targets must be distinct and differ from the source"
         )
     end = _end("fork", cache, seq) if position is None else position
-    check_whole("fork", "position", end)
+    end = check_whole("fork", "position", end)
     commits = [_prepare(cache, "copy_prefix", seq, branch, end) for branch in into]
     if position is not None or end != _ALL:
         _check_exact("fork", cache, seq, end)
@@ -152,7 +152,7 @@ def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> N
     InvalidRangeError for a position past the end; nothing is touched then.
     """
     _check_mark("rollback", cache, seq, to)
-    check_whole("rollback", "position", position)
+    position = check_whole("rollback", "position", position)
     marked = to if to is not None and to.position == position else None
     if marked is None:
         commits = [_prepare(cache, "remove", seq, position)]
@@ -166,6 +166,7 @@ def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> N
 def resume_point(cache: Cache, seq: int, position: int, to: Mark | None = None) -> int:
     """The last position up to ``position`` that ``rollback`` with ``to`` can go to; 0: to nothing."""
     _check_mark("resume_point", cache, seq, to)
+    position = check_whole("resume_point", "position", position)
     parts = unwrapped(cache)
     while position > 0:
         lower = min(_reached(part, seq, position, to, i) for i, part in enumerate(parts))

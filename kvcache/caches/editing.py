@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 import ml
 from kvcache.attention.observed import AttentionMass, AttentionObserver
 from kvcache.cache import OrderError
+from kvcache.caches.one_thread import one_thread
 from kvcache.caches.sequences import SequenceEditor
 from kvcache.storage.cell_table import CellTable
 
@@ -33,12 +34,17 @@ class EditsTokens:
 
     editor: SequenceEditor
     _table: CellTable
+    _calls: Any
     observer: AttentionObserver | None = None
     """Called after each ``attend`` with what was attended to; for policies that evict by attention."""
 
     @abstractmethod
     def _bound(self, op: str) -> ml.Backend:
         """See BoundCache, as of the three below."""
+
+    @abstractmethod
+    def foreign_pass(self) -> bool | None:
+        """See PreparedCalls."""
 
     @abstractmethod
     def _check_sequence(self, op: str, seq: int) -> None: ...
@@ -77,6 +83,7 @@ class EditsTokens:
         self._check_sequence("evict", seq)
         return self._ending_pass(self.editor.prepare_evict(seq, positions))
 
+    @one_thread
     def evict(self, seq: int, positions: Iterable[int]) -> None:
         """Evict some tokens of a sequence in all layers; no other token moves, no key is re-encoded.
 
@@ -91,6 +98,7 @@ class EditsTokens:
         """
         self.prepare_evict(seq, positions)()
 
+    @one_thread
     def compress(self, seq: int, policy: EvictionPolicy) -> int:
         """``evict`` what ``policy`` chooses; returns the number of evicted tokens.
 
@@ -109,6 +117,7 @@ class EditsTokens:
         self.evict(seq, np.asarray(policy.evicted(before, mass)).tolist())
         return before.size - len(self._table.rows[seq])
 
+    @one_thread
     def defrag(self) -> None:
         """Make every sequence one contiguous run of cells, with room to grow. Views become invalid."""
         backend = self._bound("defrag")

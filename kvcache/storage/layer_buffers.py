@@ -68,7 +68,7 @@ class LayerBuffers:
                 ctx, CacheFormat.of(activations), config, slots, shape.plain, activations
             )
         self.stamp = 0
-        """``Forward.stamp`` of the pass that was last put here."""
+        """``ForwardPass.stamp`` of the pass that was last put here; odd, one more: it was read since."""
         self.absent: np.ndarray | None = None
         """Per cell the number (``CellTable.taken``) of a token that other layers store and this one does not.
 
@@ -159,6 +159,10 @@ class LayerBuffers:
                 return
         for buffer in self.stored:
             buffer.blank(ctx, cells, count)
+
+    def note_read(self) -> None:
+        """What was put last has been read: it is not to be replaced in the same pass."""
+        self.stamp |= 1
 
     def fits(self, tokens: int, key: tuple[int, ...], value: tuple[int, ...]) -> bool:
         """Whether K and V of these shapes are all that the layer stores of ``tokens``."""
