@@ -147,7 +147,7 @@ class ClosedError(KVCacheError, ml.ClosedError):
 
 
 def check_whole(op: str, name: str, value: object, least: int = 0) -> int:
-    """``value`` as an int; InvalidRangeError unless it is a whole number of at least ``least``, in 64 bits."""
+    """``value`` as an int; InvalidRangeError unless it is a whole number from ``least`` on, in 64 bits."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise InvalidRangeError(f"{op}: {name}={value!r}; it must be a whole number of at least {least}")
     if value > _INT64:
@@ -176,10 +176,10 @@ def check_context(op: str, ctx: ml.Context, backend: ml.Backend) -> None:
 
 
 def check_thread(op: str, thread: int) -> None:
-    """Raise OrderError for a call in a pass that ``thread`` (``get_ident()``) began, unless it is this one."""
+    """Raise OrderError unless ``thread`` (of ``get_ident``), which began the pass of a call, is this one."""
     if thread != get_ident():
         raise OrderError(
-            f"{op}: the pass under way was begun by thread {thread}, and this is thread {get_ident()}; a pass "
+            f"{op}: thread {thread} began the pass under way, and this is thread {get_ident()}; a pass "
             "belongs to one thread: make all its calls there, or begin another one here with start_forward"
         )
 

@@ -31,7 +31,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvcache.cache import (
     Cache,
@@ -43,6 +43,8 @@ from kvcache.cache import (
     SupportsStates,
     check_whole,
 )
+from kvcache.caches.managed import PreparedCalls
+from kvcache.caches.one_thread import one_thread
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import unwrapped
 from kvcache.storage.state_slots import Checkpoint
@@ -53,9 +55,23 @@ __all__ = [
     "want_states", "window_memory",
 ]  # fmt: skip
 
+A = ParamSpec("A")
+R = TypeVar("R")
 Commit = Callable[[], None]
 _ALL = sys.maxsize
 """A length beyond the end of any sequence."""
+
+
+def _between_passes(call: Callable[Concatenate[Cache, A], R]) -> Callable[Concatenate[Cache, A], R]:
+    """A call that other threads' calls and passes refuse, where the cache tells of them."""
+    checked: Any = one_thread(call)  # type: ignore[type-var]
+
+    @functools.wraps(call)
+    def guarded(cache: Cache, *args: A.args, **options: A.kwargs) -> R:
+        found: R = (checked if isinstance(cache, PreparedCalls) else call)(cache, *args, **options)
+        return found
+
+    return guarded
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +92,7 @@ class Mark:
         return sum(t.nbytes for state in self.states if state for t in state.tensors.values())
 
 
+@_between_passes
 def fork(cache: Cache, seq: int, into: Sequence[int], position: int | None = None) -> None:
     """Make every sequence of ``into`` a branch of ``seq`` at ``position``; None: where it stands.
 
@@ -96,6 +113,7 @@ def fork(cache: Cache, seq: int, into: Sequence[int], position: int | None = Non
     _commit(commits)
 
 
+@_between_passes
 def keep(cache: Cache, winner: int, seq: int, losers: Iterable[int] = ()) -> None:
     """Let ``seq`` hold what ``winner`` holds, and empty ``winner`` and ``losers``.
 
@@ -112,11 +130,13 @@ def keep(cache: Cache, winner: int, seq: int, losers: Iterable[int] = ()) -> Non
     _commit(commits)
 
 
+@_between_passes
 def drop(cache: Cache, branches: Iterable[int]) -> None:
     """Empty all of ``branches``; the sequences that share their cells keep them."""
     _commit([_prepare(cache, "remove", branch, 0) for branch in dict.fromkeys(branches)])
 
 
+@_between_passes
 def mark(cache: Cache, seq: int) -> Mark:
     """Remember where a sequence stands, before tokens that may have to go again.
 
@@ -144,6 +164,7 @@ def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
     return all(part.delivers for part in able) and all(part in able for part in marked)
 
 
+@_between_passes
 def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> None:
     """Take back the tokens of ``seq`` from ``position`` on, so that it goes on exactly there.
 

@@ -176,13 +176,15 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         return entry
 
     def foreign_pass(self) -> bool | None:
-        """As PreparedCalls.foreign_pass: it is in the middle while a layer lacks an output that others have."""
+        """As PreparedCalls has it; in the middle: a layer lacks what others were given, or was not read."""
         current = self._pass
         if current is None or current.reserve or current.read_only or not is_foreign(current):
             return False
         if not current.put:
             return None
-        return not all(current.put.values()) or any(self.lacking(seq) is not None for seq, _ in current.receivers)
+        return not all(current.put.values()) or any(
+            self.lacking(seq) is not None for seq, _ in current.receivers
+        )
 
     def pass_under_way(self) -> object:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""

@@ -25,8 +25,8 @@ _FOR_OTHER_ROOMS = frozenset(
     for name in vars(protocol)
     if not name.startswith("_")
 ) | {
-    "editor", "foreign_pass", "held", "learn_state", "lower_bound", "mark_lost", "mark_of", "on_pressure", "prepare_evict",
-    "prepare_restore",
+    "editor", "foreign_pass", "held", "learn_state", "lower_bound", "mark_lost", "mark_of", "on_pressure",
+    "prepare_evict", "prepare_restore",
     "prepare_restore_snapshot", "reach", "rolled_back", "settings", "snapshots", "state_table", "storage",
     "upload_fixed", "upload_with", "visible",
 }  # fmt: skip

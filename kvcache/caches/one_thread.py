@@ -77,7 +77,7 @@ def one_thread(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, 
 
     OrderError while another thread is in such a call, or in the middle of a pass.
     """
-    op = call.__name__
+    op = call.__name__.strip("_")
 
     @functools.wraps(call)
     def checked(self: C, *args: A.args, **options: A.kwargs) -> R:

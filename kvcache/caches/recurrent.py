@@ -352,8 +352,8 @@ class RecurrentCache(
             raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
         if current.updated.get(key):
             raise OrderError(
-                f"{op}: state {name!r:.40} of layer {key[1]} was updated in this pass and read, and would now "
-                "be replaced; name the layer, or call set_layer before each, and start_forward before the "
+                f"{op}: state {name!r:.40} of layer {key[1]} was updated in this pass and read, and would "
+                "now be replaced; name the layer, or call set_layer before each, and start_forward before the "
                 "next pass"
             )
         self._specs.fitting(op, *key, t, len(current.tokens))

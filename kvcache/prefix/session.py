@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError, check_whole
+from kvcache.caches.one_thread import one_thread
 from kvcache.prefix.alphabet import EVERYONE, Alphabet, Tenant
 from kvcache.prefix.retention import Retention
 from kvcache.snapshots.schedule import REPLACED
@@ -112,6 +113,7 @@ class Session:
     ) -> None:
         """``owner``: the OpenSessions that share the cache with it."""
         self._owner = owner
+        self._calls = owner.calls
         self._alphabet: Alphabet = owner.alphabet
         self.tenant = tenant
         self.seq = seq
@@ -168,6 +170,12 @@ class Session:
             at = stop
         self._evaluated()
 
+    def foreign_pass(self) -> bool | None:
+        """As PrefixCache.foreign_pass."""
+        found: bool | None = self._owner.foreign_pass()
+        return found
+
+    @one_thread
     def extend(self, tokens: Tokens) -> None:
         """Add tokens behind the prompt: those that were generated, or a further turn."""
         self._check("extend")
@@ -175,6 +183,7 @@ class Session:
         self._evaluated()
         self._more += more
 
+    @one_thread
     def rewind(self, length: int) -> int:
         """Forget the tokens from ``length`` on, and what the cache holds of them; returns ``cached``.
 
@@ -194,6 +203,7 @@ class Session:
         self._sure, self.kept, self._replaced = self.cached, min(self.kept, self.cached), False
         return self.cached
 
+    @one_thread
     def keep(self) -> None:
         """Let others start from the snapshots that were taken so far; the session goes on.
 
@@ -211,6 +221,7 @@ class Session:
         """
         self._close(keep)
 
+    @one_thread
     def _close(self, keep: bool, upto: int | None = None) -> None:
         if not self.closed:
             self.closed = True

@@ -18,7 +18,7 @@ R = TypeVar("R")
 class Turns:
     """A lock that a thread may take again while it holds it. Who waits longest is next.
 
-    ``threading.RLock`` goes to any thread that asks, and one that takes it in a loop keeps it from the others.
+    ``threading.RLock`` goes to any thread that asks: one that takes it in a loop keeps it from the others.
     ``begin`` is called when another thread than the last one has taken it.
     """
 

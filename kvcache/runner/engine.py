@@ -75,9 +75,9 @@ Tier = HostTier | SnapshotStore | str | PathLike[str]
 class Engine(Closing):
     """Generates for requests that come at any time. A context manager.
 
-    Any thread may call it: one call at a time is made, and the others wait for it, in the order in which they
-    came; ``step`` for one pass. Every event is told once, by whichever ``step`` comes next; ``complete`` leaves
-    those of others to them. Several calls that belong together hold ``lock``.
+    Any thread may call it: one call at a time is made (a ``step`` is one pass), and the others wait, in the
+    order in which they came. Each event is told once, by whichever ``step`` comes next; ``complete`` leaves
+    those of other requests to it. Hold ``lock`` over calls that belong together.
 
     ``tiers``: where snapshots go that the device has no room for, as PrefixCache takes them. A store
     among them is shared by all that load the same weights: ``identity`` says which these are (None: a

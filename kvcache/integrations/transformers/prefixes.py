@@ -30,6 +30,7 @@ __all__ = ["HFPrefixCache", "HFSession"]
 
 log = logging.getLogger("kvcache")
 
+
 class HFSession(Conversation):
     """One conversation: ``cache`` is its HFCache, and holds ``cached`` of the prompt's tokens.
 
@@ -396,7 +397,7 @@ class HFPrefixCache(SharedPrefixes):
         super().close()
 
     def _fitting(self, prompt: int, options: dict[str, Any]) -> int | None:
-        """Ask for no more tokens than one conversation can have: how many these are, where more was asked for.
+        """Ask for no more tokens than a conversation can have: how many these are, where more was asked for.
 
         The last one of an answer is not evaluated, and takes no room.
         """
@@ -453,8 +454,8 @@ class HFPrefixCache(SharedPrefixes):
         A tokenizer's output goes in as it is: ``generate(**tokenizer(text, return_tensors="pt"))``. Padding,
         several rows, beams, several answers, and inputs beside the tokens (images, positions) are refused.
 
-        An answer for which more tokens are asked than there is room for, ``max_sequences * capacity`` with its
-        prompt, ends there, with a warning. Where other sessions are open and hold the room, CacheFullError.
+        An answer for which more tokens are asked than there is room for (``max_sequences * capacity``, its
+        prompt included) ends there, with a warning. CacheFullError where other open sessions hold the room.
         """
         _check_one_row(input_ids, options)
         _check_inputs(self.model, options)
@@ -479,9 +480,10 @@ class HFPrefixCache(SharedPrefixes):
                 session.extend(tokens[len(prompt) :])
         if most is not None and len(tokens) == most:
             log.warning(
-                "generate: the answer ends at %d tokens, those of the prompt included, and more were asked for: "
-                "a conversation has no more room (max_sequences * capacity), or its model no positions that "
-                "prefixes could share",
+                "generate: the answer ends where prompt and answer have %d tokens, and more were asked for: %s",
                 most,
+                "the model rotates the keys of longer texts otherwise (rope_type), and shares no prefixes"
+                if most <= self.room
+                else "there is no more room; make the HFPrefixCache with a larger capacity or max_sequences",
             )
         return out
