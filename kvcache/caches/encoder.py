@@ -229,11 +229,6 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         current = self._started("put")
         if current.read_only:
             raise OrderError("put: this pass is read-only; call start_forward without read_only to store")
-        if current.put.get(self._layer):
-            raise OrderError(
-                f"put: layer {self._layer} was put in this pass and read, and would now be replaced; call "
-                "set_layer before each layer, and start_forward before the next pass"
-            )
         check_context("put", ctx, self._bound("put"))
         check_tensors("put", self._bound("put"), key=key, value=value)
         if len(key.shape) != 3 or len(value.shape) != 3 or key.shape[:2] != value.shape[:2]:
@@ -244,6 +239,11 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         sizes = _lengths(len(current.receivers), key.shape[0], lengths)
         if not current.reserve:
             self._check_lengths(current, sizes)
+        if current.put.get(self._layer):
+            raise OrderError(
+                f"put: layer {self._layer} was put in this pass and read, and would now be replaced; call "
+                "set_layer before each layer, and start_forward before the next pass"
+            )
         parts = _split(ctx.layer(self._layer), key, value, sizes, self._stored)
         ctx.forward(*(tensor for pair in parts for tensor in pair))
         self._layers.add(self._layer)

@@ -350,13 +350,13 @@ class RecurrentCache(
         check_tensors(op, state=t)
         if current.read_only:
             raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
+        self._specs.fitting(op, *key, t, len(current.tokens))
         if current.updated.get(key):
             raise OrderError(
-                f"{op}: state {name!r:.40} of layer {key[1]} was updated in this pass and read, and would "
-                "now be replaced; name the layer, or call set_layer before each, and start_forward before the "
-                "next pass"
+                f"{op}: state {name!r:.40} of layer {key[1]} was updated in this pass and read, and would be "
+                "replaced; name the layer, or call set_layer before each, and start_forward before the next "
+                "pass"
             )
-        self._specs.fitting(op, *key, t, len(current.tokens))
         ctx.forward(t.copy(ctx, self._state(ctx, op, current, key)))
         current.asked.add(key)
         current.updated[key] = False
