@@ -67,7 +67,7 @@ def _between_passes(call: Callable[Concatenate[Cache, A], R]) -> Callable[Concat
     checked: Any = one_thread(call)  # type: ignore[type-var]
 
     @functools.wraps(call)
-    def guarded(cache: Cache, *args: A.args, **options: A.kwargs) -> R:
+    def guarded(cache: Cache, /, *args: A.args, **options: A.kwargs) -> R:
         found: R = (checked if isinstance(cache, PreparedCalls) else call)(cache, *args, **options)
         return found
 

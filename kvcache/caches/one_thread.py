@@ -80,7 +80,7 @@ def one_thread(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, 
     op = call.__name__.strip("_")
 
     @functools.wraps(call)
-    def checked(self: C, *args: A.args, **options: A.kwargs) -> R:
+    def checked(self: C, /, *args: A.args, **options: A.kwargs) -> R:
         if not self._calls.acquire(False):
             raise busy(op)
         try:
