@@ -255,6 +255,7 @@ def test_a_call_that_fails_lets_the_next_thread_go_on() -> None:
     right = plain(made, ids)
     layer = made.model.layers[1]
     with HFPrefixCache(made, max_sequences=1, capacity=64) as prefix, ThreadPoolExecutor(1) as pool:
+        prefix.generate(hf.tokens(1, 3), **OPTIONS)
         hook = layer.register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pool.submit(prefix.generate, ids, **OPTIONS).result()
@@ -482,10 +483,11 @@ def test_conversations_are_no_longer_than_keys_are_rotated_by_position_alone(kin
         for count in (6, 8, 7):
             ids = hf.tokens(1, count)
             assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
-        for count in (longest + 1, longest - 3):  # too long at once, and grown too long
-            told = f"of more than {longest} the model rotates all keys otherwise"
-            with pytest.raises(InvalidRangeError, match=told):
-                prefix.generate(hf.tokens(1, count), **OPTIONS)
+        told = f"of more than {longest} the model rotates all keys otherwise"
+        with pytest.raises(InvalidRangeError, match=told):
+            prefix.generate(hf.tokens(1, longest + 1), **OPTIONS)
+        ids = hf.tokens(1, longest - 3)  # whose answer is cut short
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids)[:, : longest + 1])
 
 
 def test_a_session_that_cannot_be_kept_lets_go_of_its_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,16 +271,20 @@ class Engine(Closing):
                 with self.lock:
                     requests.append(request := self.submit(prompt, settings))
                     self._completing.add(request.id)
-                ending.callback(self._completing.discard, request.id)
-                ending.callback(self.cancel, request)
+                ending.callback(self._completed, request)
             while not all(request.done for request in requests):
                 with self.lock:
-                    told = self.step()
-                    self._events[:0] = [e for e in told if e.request not in self._completing]
+                    self._events = self.step()  # of others
                 for request in requests:
                     if request.error is not None:
                         raise request.error
         return [self._answer(request) for request in requests]
+
+    @in_turn
+    def _completed(self, request: Request) -> None:
+        self.cancel(request)
+        self._events = self.take_events()
+        self._completing.discard(request.id)
 
     def _answer(self, request: Request) -> Finished:
         if request.error is not None:
@@ -324,7 +328,7 @@ class Engine(Closing):
     def take_events(self) -> list[EngineEvent]:
         """The events from before a pass that failed, which the next ``step`` would return; none as a rule."""
         events, self._events = self._events, []
-        return events
+        return [event for event in events if event.request not in self._completing]
 
     @in_turn
     def step(self) -> list[EngineEvent]:
