@@ -480,7 +480,7 @@ class HFPrefixCache(SharedPrefixes):
                 session.extend(tokens[len(prompt) :])
         if most is not None and len(tokens) == most:
             log.warning(
-                "generate: the answer ends where prompt and answer have %d tokens, and more were asked for: %s",
+                "generate: prompt and answer have %d tokens, and more were asked for: %s",
                 most,
                 "the model rotates the keys of longer texts otherwise (rope_type), and shares no prefixes"
                 if most <= self.room
