@@ -154,8 +154,9 @@ class BoundCache(Generic[P]):
 
     def set_layer(self, layer: int) -> None:
         """The layer that the next ``put``, ``get`` and ``attend`` are about; layers count from 0."""
-        if self._pass is not None and self._pass.thread != get_ident():
-            check_thread("set_layer", self._pass.thread)
+        current = self._pass
+        if current is not None and current.thread != get_ident():
+            check_thread("set_layer", current.thread)
         if type(layer) is not int or layer < 0:
             check_whole("set_layer", "layer", layer)
         self._layer = layer

@@ -66,11 +66,11 @@ def _between_passes(call: Callable[Concatenate[Cache, A], R]) -> Callable[Concat
     """A call that other threads' calls and passes refuse, where the cache tells of them."""
     checked: Any = one_thread(call)  # type: ignore[type-var]
 
-    @functools.wraps(call)
     def guarded(cache: Cache, /, *args: A.args, **options: A.kwargs) -> R:
         found: R = (checked if isinstance(cache, PreparedCalls) else call)(cache, *args, **options)
         return found
 
+    functools.update_wrapper(guarded, call)
     return guarded
 
 

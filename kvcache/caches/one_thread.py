@@ -79,7 +79,6 @@ def one_thread(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, 
     """
     op = call.__name__.strip("_")
 
-    @functools.wraps(call)
     def checked(self: C, /, *args: A.args, **options: A.kwargs) -> R:
         if not self._calls.acquire(False):
             raise busy(op)
@@ -90,4 +89,5 @@ def one_thread(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, 
         finally:
             self._calls.release()
 
+    functools.update_wrapper(checked, call)
     return checked

@@ -91,9 +91,9 @@ S = TypeVar("S", bound=_TakesTurns)
 def in_turn(call: Callable[Concatenate[S, A], R]) -> Callable[Concatenate[S, A], R]:
     """A method that waits for the calls of other threads on the same object, by its ``lock``."""
 
-    @functools.wraps(call)
     def waiting(self: S, /, *args: A.args, **options: A.kwargs) -> R:
         with self.lock:
             return call(self, *args, **options)
 
+    functools.update_wrapper(waiting, call)
     return waiting
