@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -33,7 +33,7 @@ _FOR_OTHER_ROOMS = frozenset(
 """What wrappers, branches, prefix caches and views call, and a user of a cache does not."""
 
 
-def _as_int(value: int) -> int:
+def _as_int(value: Any) -> Any:
     """A number of NumPy as Python's, which has room for differences; anything else is checked as it is."""
     return int(value) if isinstance(value, np.integer) else value
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -383,11 +384,10 @@ def test_a_state_that_was_updated_and_read_is_not_updated_again(
     }
     cache.start_forward(ctx, Batch([0], [0]))
     for name, (read, update) in calls.items():
-        if by_name:
-            get = lambda name=name: cache.state(ctx, name)  # noqa: E731
-            give = lambda t, name=name: cache.update_state(ctx, name, t)  # noqa: E731
-        else:
-            get, give = lambda read=read: read(ctx, 0), lambda t, update=update: update(ctx, 0, t)
+        get: Callable[[], ml.Tensor] = partial(cache.state, ctx, name) if by_name else partial(read, ctx, 0)
+        give: Callable[[ml.Tensor], None] = (
+            partial(cache.update_state, ctx, name) if by_name else partial(update, ctx, 0)
+        )
         before = get()
         give(before.contiguous(ctx))
         give(before.contiguous(ctx).add(ctx, ctx.full(before.shape, 1.0, DType.F32)))
