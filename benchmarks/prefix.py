@@ -17,7 +17,6 @@ import kvcache
 import ml
 from benchmarks.models import SMALL, random_model
 from benchmarks.pages import milliseconds, show
-from benchmarks.scale_simulation import walk
 from kvcache import Batch, HostTier, PrefixCache, serialize
 from kvcache.offload import direct_load as arriving
 from kvcache.offload.direct_load import restore_serialized
@@ -77,6 +76,19 @@ def talk(backend: ml.Backend, folder: Path, conversations: int, turns: int, syst
                 found.host_peak = max(found.host_peak, prefix.nbytes["host"])
     found.growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began) * 1024
     return found
+
+
+def walk(tree: dict[int, Any], tokens: Sequence[int], most: int = 0) -> tuple[int, int]:
+    """(leading tokens that were there, ``most`` at most; tokens that are added)."""
+    known = 0
+    for token in tokens:
+        if token not in tree:
+            break
+        tree = tree[token]
+        known += 1
+    for token in tokens[known:]:
+        tree[token] = tree = {}
+    return min(known, most), len(tokens) - known
 
 
 def _cache(backend: ml.Backend, model: object, system: int) -> kvcache.CausalCache:

@@ -45,7 +45,6 @@ def put_layer(
         if extra:
             new += _flat(ctx, buffers.shape, extra)
         forward.write(ctx, buffers, new)
-        forward.write_exact(ctx, buffers, new)
         forward.note_put(buffers)
     elif fresh is None:
         buffers.touch(ctx.layer(layer))
@@ -72,7 +71,7 @@ def put_stored_layer(
     buffers = storage.buffers.get(layer) or storage.allocate(ctx, layer, shape, activations)
     buffers.check(layer, shape, forward.tokens)
     forward.check_replaceable("put_stored", layer, buffers)
-    forward.write_stored(ctx, buffers, tuple(parts))
+    buffers.write_stored(ctx, forward.targets(ctx), tuple(parts))
     forward.note_put(buffers)
     storage.buffers[layer] = buffers
 

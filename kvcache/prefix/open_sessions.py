@@ -38,6 +38,7 @@ class OpenSessions:
         """By sequence."""
         self.free = list(range(tree.cache.max_sequences))
         self.matcher = PrefixMatcher(tree, self.sessions, lookup)
+        self._lookup = lookup
         self._cache, self._tree, self._evictor = tree.cache, tree, evictor
         self._interval, self._stats = interval, stats
         self.calls = threading.RLock()
@@ -168,6 +169,8 @@ class OpenSessions:
                 self.free.append(seq)  # emptied now, or when it is used next
                 self._cache.cancel_snapshots(seq)
                 self._cache.remove(seq, 0)
+                if not self.sessions:
+                    self._lookup.unlearn()
         self._tree.settle()
 
     def rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:

@@ -126,7 +126,7 @@ class InCache:
 
     @property
     def nbytes(self) -> int:
-        stored = sum(held.stored_nbytes for held in self.buffers.values())
+        stored = sum(held.nbytes for held in self.buffers.values())
         return stored // self.table.cells * self.pin.cells.size
 
     @property

@@ -24,7 +24,6 @@ from kvcache import (
     SlidingWindowCache,
     WrapperCache,
 )
-from kvcache.cache import ResidualWindow
 from kvcache.caches import branches
 from ml import DType
 
@@ -83,7 +82,6 @@ MORE_IN_A_PASS: dict[str, dict[str, Call]] = {
         "put_stored": lambda cache, ctx: cache.put_stored(ctx, [], DType.F32),
         "get_extra": lambda cache, ctx: cache.get_extra(ctx, "index"),
         "set_causal": lambda cache, ctx: cache.set_causal(ctx, [0]),
-        "graph_tensors": lambda cache, ctx: cache.graph_tensors(ctx, 0),
         "graph_rows": lambda cache, ctx: cache.graph_rows(ctx, 0),
         "upload_fixed": lambda cache, ctx: cache.upload_fixed(ctx),
     },
@@ -308,14 +306,12 @@ def test_a_layer_that_was_put_and_read_is_not_put_again_in_the_pass(
 @pytest.mark.parametrize(
     ("dtype", "config", "tokens"),
     [
-        (DType.F32, ml.CacheConfig(fixed_shapes=True), 1),
-        (DType.F32, ml.CacheConfig(fixed_shapes=True, fixed_context=4), 1),
+        (DType.F32, ml.CacheConfig(fixed_context=4), 1),
         (DType.F32, ml.CacheConfig(permuted_v=True), 1),
         (DType.F32, ml.CacheConfig(), 2),
         (DType.Q8_0, ml.CacheConfig(), 1),
-        (ResidualWindow(DType.Q8_0, 2), ml.CacheConfig(), 1),
     ],
-    ids=["fixed", "tables", "permuted", "scattered", "codes", "residual"],
+    ids=["tables", "permuted", "scattered", "codes"],
 )
 @pytest.mark.parametrize("read", AGAIN)
 def test_however_it_is_stored(

@@ -36,7 +36,7 @@ from kvcache.integrations.transformers.layers import (
     each_layer,
 )
 from kvcache.integrations.transformers.places import layer_devices
-from kvcache.integrations.transformers.pool import CacheOptions, CachePool, copy_windows
+from kvcache.integrations.transformers.pool import CacheOptions, CachePool
 from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, save
 from kvcache.integrations.transformers.states import States
@@ -234,8 +234,6 @@ class HFCache(RowsCache):
         memo[id(self)] = copy = self.of(BatchRows(CachePool(pool.plan, options)))
         if self.rows.length:
             copy.restore(self.snapshot())
-            pairs = zip(self.rows.sequences, copy.rows.sequences, strict=True)
-            copy_windows(pool.family, copy.rows.pool.family, pairs)
         return copy
 
     def checkpoint(self) -> None:

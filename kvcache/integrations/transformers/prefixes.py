@@ -23,8 +23,10 @@ from kvcache.integrations.transformers.cache import HFCache, cache_argument, gen
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.places import layer_devices
 from kvcache.integrations.transformers.rope import check_rotation, rotation_limit
+from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.turns import Turns, in_turn
+from kvcache.snapshots.layer_shapes import Layers, layers_of_cache
 
 __all__ = ["HFPrefixCache", "HFSession"]
 
@@ -301,7 +303,9 @@ class HFPrefixCache(SharedPrefixes):
         """``max_sequences`` conversations of ``capacity`` tokens; ``dtype`` and ``backend`` as in HFCache.
 
         ``lookback`` is how many tokens sliding windows keep beyond what they show, as in HFCache. ``options``
-        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, ``interval``, ...
+        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, ``interval``, ... With a store
+        among the ``tiers``, and without ``layers``, the model is called once, with one token: what a store
+        has of layers that the model does not put is not used.
         """
         check_model("HFPrefixCache", model)
         if model.config.is_encoder_decoder:
@@ -348,7 +352,16 @@ class HFPrefixCache(SharedPrefixes):
         whole: Any = family.all
         self.lock = Turns(whole.take_over)
         """Held by the thread whose call is made: hold it over the passes of a loop of your own."""
+        stores = [tier for tier in options.get("tiers") or () if not isinstance(tier, HostTier)]
+        if stores and options.get("layers") is None:
+            options["layers"] = self._stored_layers(whole)
         self.prefix = PrefixCache(whole, **options)
+
+    def _stored_layers(self, whole: Any) -> Layers:
+        """What the model stores in each layer, by a pass over one token, which is forgotten again."""
+        with PrefixCache(whole) as self.prefix, self.begin([0, 0]) as session:
+            session.prefill()
+            return layers_of_cache(whole)
 
     def __dir__(self) -> list[str]:
         """What a user calls."""
