@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, Protocol, TypeAlias, TypedDict, cast, runtime_checkable
 
 import numpy as np
@@ -55,10 +56,13 @@ __all__ = [
     "SupportsSnapshots",
     "SupportsStates",
     "check_context",
+    "check_thread",
     "check_whole",
     "computed",
     "whole_numbers",
 ]
+
+_INT64 = 2**63 - 1
 
 Mask = ml.Tensor | ml.CausalMask | None
 """(rows, history) of 0 and -inf; with ``elide_mask`` None (all see all) or ``ml.CAUSAL``."""
@@ -128,7 +132,9 @@ class InvalidRangeError(KVCacheError, ValueError):
 
 
 class OrderError(KVCacheError, RuntimeError):
-    """A call out of order: before ``init``, ``put`` before ``start_forward``, ``attend`` before ``put``."""
+    """A call out of order: ``put`` before ``start_forward``, ``attend`` before ``put``, a second ``put`` of a
+    layer behind a read of it, another thread's call in a pass.
+    """
 
 
 class SequenceLostError(KVCacheError, RuntimeError):
@@ -139,20 +145,20 @@ class ClosedError(KVCacheError, ml.ClosedError):
     """The cache was closed."""
 
 
-def check_whole(op: str, name: str, value: object, least: int = 0) -> None:
-    """Raise InvalidRangeError unless ``value`` is a whole number >= ``least``."""
+def check_whole(op: str, name: str, value: object, least: int = 0) -> int:
+    """``value`` as an int; InvalidRangeError unless it is a whole number from ``least`` on, in 64 bits."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise InvalidRangeError(f"{op}: {name}={value!r}; it must be a whole number of at least {least}")
+    if value > _INT64:
+        raise InvalidRangeError(f"{op}: {name}={value!r}; it must be at most {_INT64}")
+    return int(value)
 
 
 def whole_numbers(op: str, name: str, values: Iterable[object]) -> list[int]:
     """``values``, each once and ascending; InvalidRangeError unless all are whole numbers of at least 0."""
     if not isinstance(values, Iterable):
         raise InvalidRangeError(f"{op}: {name}={values!r:.40}; it must be a list of whole numbers")
-    found = list(values)
-    for value in found:
-        check_whole(op, name, value)
-    return sorted({int(value) for value in found})  # type: ignore[call-overload]
+    return sorted({check_whole(op, name, value) for value in values})
 
 
 def check_context(op: str, ctx: ml.Context, backend: ml.Backend) -> None:
@@ -165,6 +171,15 @@ def check_context(op: str, ctx: ml.Context, backend: ml.Backend) -> None:
     if getattr(ctx, "closed", False):
         raise ml.ClosedError(
             f"{op}: ctx={ctx!r:.80}, or its backend, is closed; make a context with backend.new_context()"
+        )
+
+
+def check_thread(op: str, thread: int) -> None:
+    """Raise OrderError unless ``thread`` (of ``get_ident``), which began the pass of a call, is this one."""
+    if thread != get_ident():
+        raise OrderError(
+            f"{op}: thread {thread} began the pass under way, and this is thread {get_ident()}; a pass "
+            "belongs to one thread: make all its calls there, or begin another one here with start_forward"
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 import transformers
 
-from kvcache import CacheFullError, InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError
+from kvcache import InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError
 from kvcache.integrations.transformers import HFCache, HFPrefixCache
 from kvcache.integrations.transformers import cache as cache_module
 from kvcache.prefix.prefix_cache import SessionLimitError
@@ -221,10 +223,78 @@ def test_mistakes_are_named() -> None:
             prefix.generate(ids, cache_implementation="static", **OPTIONS)
         with pytest.raises(AttributeError, match="call generate of the HFPrefixCache itself"):
             made.generate(ids, past_key_values=prefix, **OPTIONS)
-        with pytest.raises(CacheFullError, match=r"pass a larger capacity=$"):
-            prefix.generate(ids, **OPTIONS)
         with pytest.raises(InvalidRangeError, match="a prompt of 13 tokens; there is room for 12"):
             prefix.generate(hf.tokens(1, 13), **OPTIONS)
+
+
+def test_threads_wait_for_each_other() -> None:
+    """Conversations that share a beginning, by generate and by sessions."""
+    made = hf.model("llama")
+    prompts = [hf.tokens(1, 15 + i) for i in range(3)]
+    for prompt in prompts[1:]:
+        prompt[:, :12] = prompts[0][:, :12]
+    right = [plain(made, prompt) for prompt in prompts]
+    before = sys.getswitchinterval()
+
+    def work(i: int, prefix: HFPrefixCache) -> list[bool]:
+        found = []
+        for n in range(4):
+            if n % 2:
+                with prefix.lock, prefix.begin(prompts[i][0].tolist()) as session:
+                    session.prefill(4)
+                    out = made.generate(prompts[i], past_key_values=session.cache, **OPTIONS)
+                    session.extend(out[0, prompts[i].shape[1] :].tolist())
+            else:
+                out = prefix.generate(prompts[i], **OPTIONS)
+            found.append(torch.equal(out, right[i]))
+        return found
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with HFPrefixCache(made, max_sequences=3, capacity=128) as prefix, ThreadPoolExecutor(3) as pool:
+            answers = list(pool.map(work, range(3), [prefix] * 3))
+            assert not prefix.prefix.sessions
+    finally:
+        sys.setswitchinterval(before)
+    assert answers == [[True] * 4] * 3
+
+
+def test_a_call_that_fails_lets_the_next_thread_go_on() -> None:
+    """Also where it failed in the middle of a pass, and its thread lives on."""
+    made = llama(2)
+    ids = hf.tokens(1, 12)
+    right = plain(made, ids)
+    layer = made.model.layers[1]
+    with HFPrefixCache(made, max_sequences=1, capacity=64) as prefix, ThreadPoolExecutor(1) as pool:
+        prefix.generate(hf.tokens(1, 3), **OPTIONS)
+        hook = layer.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(prefix.generate, ids, **OPTIONS).result()
+        session = pool.submit(prefix.begin, ids[0].tolist()).result()
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(session.prefill).result()
+        hook.remove()
+        session.close()
+        assert torch.equal(prefix.generate(ids, **OPTIONS), right)
+
+
+@pytest.mark.parametrize("assisted", [False, True])
+@pytest.mark.parametrize("asked", [{"max_new_tokens": 1000}, {"max_length": 1000}])
+def test_an_answer_ends_where_there_is_no_more_room(
+    caplog: pytest.LogCaptureFixture, asked: dict[str, int], assisted: bool
+) -> None:
+    made, ids = hf.model("llama"), hf.tokens(1, 10)
+    options: dict[str, Any] = {"do_sample": False, **asked}
+    if assisted:
+        options["assistant_model"] = hf.model("llama")
+    right = made.generate(ids, do_sample=False, max_new_tokens=23)
+    with HFPrefixCache(made, max_sequences=2, capacity=16) as prefix:
+        for _ in range(2):
+            assert torch.equal(prefix.generate(ids, **options), right)
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+        assert "have 33 tokens, and more were asked for" in caplog.text
+        assert torch.equal(prefix.generate(ids, do_sample=False, max_new_tokens=23), right)
+        assert len(caplog.records) == 2
 
 
 def test_stores_are_written_when_asked_while_conversations_go_on() -> None:
@@ -424,10 +494,11 @@ def test_conversations_are_no_longer_than_keys_are_rotated_by_position_alone(kin
         for count in (6, 8, 7):
             ids = hf.tokens(1, count)
             assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
-        for count in (longest + 1, longest - 3):  # too long at once, and grown too long
-            told = f"of more than {longest} the model rotates all keys otherwise"
-            with pytest.raises(InvalidRangeError, match=told):
-                prefix.generate(hf.tokens(1, count), **OPTIONS)
+        told = f"of more than {longest} the model rotates all keys otherwise"
+        with pytest.raises(InvalidRangeError, match=told):
+            prefix.generate(hf.tokens(1, longest + 1), **OPTIONS)
+        ids = hf.tokens(1, longest - 3)  # whose answer is cut short
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids)[:, : longest + 1])
 
 
 def test_a_session_that_cannot_be_kept_lets_go_of_its_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

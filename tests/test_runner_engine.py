@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -596,3 +598,108 @@ def test_a_model_from_no_files_has_to_be_named(small: Any) -> None:
         Engine(small, options=EngineOptions(capacity=16), tiers=[MemoryStore()])
     with Engine(small, None, EngineOptions(capacity=16), [MemoryStore()], {"model": "mine"}) as engine:
         assert engine.identity == {"model": "mine"}
+
+
+# Threads.
+
+
+@contextlib.contextmanager
+def switching_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_threads_may_call_an_engine_at_the_same_time(model: Any) -> None:
+    """Each completes prompts, or submits, steps and cancels: no answer and no event is another's or lost."""
+    prompts = branching()
+    told: dict[int, list[Any]] = {}
+    requests: dict[int, tuple[Request, bool]] = {}
+
+    def completes(engine: Engine, i: int) -> None:
+        for prompt in prompts[i::2]:
+            (answer,) = engine.complete([prompt], GREEDY)
+            assert answer.tokens == reference(model, prompt)
+
+    def steps(engine: Engine, i: int) -> None:
+        for n, prompt in enumerate(prompts):
+            request = engine.submit(prompt, GREEDY)
+            requests[request.id] = request, bool(n % 3)
+            if not n % 3:
+                engine.cancel(request)
+            while not request.done:
+                for event in engine.step():
+                    told.setdefault(event.request, []).append(event)
+
+    with engine_of(model, max_sequences=3, prefill_chunk=16) as engine:
+        with switching_often(), ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(work, engine, i) for work in (completes, steps) for i in range(2)]
+            for call in calls:
+                call.result(timeout=300)
+        for event in engine.step():
+            told.setdefault(event.request, []).append(event)
+        assert told.keys() <= requests.keys()  # one that is cancelled may have begun
+        for i, (request, wanted) in requests.items():
+            if wanted:
+                answers_are_right(model, request)
+                tokens = [event.token for event in told[i] if isinstance(event, Token)]
+                assert tuple(tokens) == request.answer.tokens == told[i][-1].tokens  # type: ignore[union-attr]
+
+
+def test_what_one_thread_begins_another_may_end(model: Any) -> None:
+    """In the middle of a prompt, where passes are left that did not do all that they might."""
+    with engine_of(model, prefill_chunk=8) as engine, ThreadPoolExecutor(1) as pool:
+        one, two = (engine.submit(prompt, GREEDY) for prompt in branching()[:2])
+        pool.submit(engine.step).result()
+        assert engine.cancel(one)
+        pool.submit(run, engine).result()
+        answers_are_right(model, two)
+        engine.forget()
+
+
+def test_answers_that_do_not_come_raise_what_became_of_them(small: Any) -> None:
+    prompt = tokens_of(3, 12)
+
+    def in_the_middle(call: Callable[[Engine], object]) -> type[BaseException] | None:
+        with Engine(small, None, EngineOptions(capacity=64)) as engine, ThreadPoolExecutor(1) as pool:
+            plan, done = engine._plan, []
+
+            def then(*args: Any) -> Any:
+                if engine.running and engine.running[0].run.generated and not done:
+                    done.append(pool.submit(call, engine))  # which waits for this step
+                return plan(*args)
+
+            engine._plan = then  # type: ignore[method-assign]
+            error = pool_error(lambda: engine.complete([prompt], GREEDY))
+            done[0].result()
+            return error
+
+    assert in_the_middle(lambda engine: engine.cancel(engine.running[0])) is RequestError
+    assert in_the_middle(lambda engine: engine.close()) is ClosedError
+
+
+def pool_error(call: Callable[[], object]) -> type[BaseException] | None:
+    try:
+        call()
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def test_generators_wait_for_complete_and_refuse_an_open_iterator(small: Any) -> None:
+    prompts = [tokens_of(seed, 9) for seed in range(4)]
+    with Generator(small, None, options=EngineOptions(capacity=64)) as generator:
+        with switching_often(), ThreadPoolExecutor(3) as pool:
+            answers = list(pool.map(lambda prompt: generator.complete([prompt], GREEDY)[0].tokens, prompts))
+        assert answers == [reference(small, prompt) for prompt in prompts]
+        events = generator.generate(prompts, GREEDY)
+        next(events)
+        with ThreadPoolExecutor(1) as pool:
+            with pytest.raises(RunnerError, match="has not finished"):
+                pool.submit(generator.complete, [prompts[0]], GREEDY).result()
+            pool.submit(events.close).result()  # dropped half way, as by another thread's collector
+        assert not sessions(generator.engine)
+        assert generator.complete([prompts[0]], GREEDY)[0].tokens == answers[0]

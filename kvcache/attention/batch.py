@@ -57,7 +57,7 @@ class SequenceTokens:
 
 
 def check_sequence(op: str, seq: object, max_sequences: int) -> None:
-    if not isinstance(seq, (int, np.integer)) or not 0 <= seq < max_sequences:
+    if isinstance(seq, bool) or not isinstance(seq, (int, np.integer)) or not 0 <= seq < max_sequences:
         raise InvalidSequenceError(f"{op}: sequence {seq!r}; it must be in 0 to {max_sequences - 1}")
 
 
@@ -164,11 +164,23 @@ def _integers(name: str, values: object) -> np.ndarray:
         found = np.array(values)  # a copy: the caller may go on to write his own
     except ValueError:  # of several lengths
         found = np.empty(0, dtype=object)
+    if found.ndim == 1 and found.dtype.kind == "O":  # as NumPy has integers beyond 64 bits
+        for value in found:
+            if isinstance(value, int) and not -_LIMIT <= value <= _LIMIT:
+                raise _beyond(name, value)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise InvalidBatchError(
-            f"start_forward: {name} are {found.dtype} {found.shape}; they must be integers"
+            f"start_forward: {name} are {found.dtype} {found.shape}; they must be integers in one row"
         )
-    return found if found.dtype == np.int64 else found.astype(np.int64)
+    if found.dtype == np.int64:
+        return found
+    if found.dtype.kind == "u" and found.size and found.max() > _LIMIT:
+        raise _beyond(name, found.max())
+    return found.astype(np.int64)
+
+
+def _beyond(name: str, value: object) -> InvalidBatchError:
+    return InvalidBatchError(f"start_forward: {name} has {value}; it must be at most {_LIMIT}")
 
 
 def _one_sequence(seq: int, positions: np.ndarray) -> SequenceTokens:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import get_ident
 
 import numpy as np
 
@@ -50,8 +51,10 @@ class ForwardPass:
     layers: Mapping[int, LayerBuffers]
     """All that the cache stores."""
     reserve: bool = False
-    stamp: int = field(default_factory=itertools.count(1).__next__)
-    """What ``put`` gives to ``LayerBuffers.stamp``; layers with an earlier one are not to be read."""
+    stamp: int = field(default_factory=itertools.count(2, 2).__next__)
+    """What ``put`` gives to ``LayerBuffers.stamp``; layers with an earlier one are not to be read. Even."""
+    thread: int = field(default_factory=get_ident)
+    """Whose calls it takes."""
     lifted: frozenset[int] = frozenset()
     kept: KeptMask | None = None
     """What the pass before left: the mask that this one may go on with."""
@@ -61,6 +64,8 @@ class ForwardPass:
     """Slots and mask of this batch size, where shapes are fixed."""
     run: int = field(init=False)
     """The first cell of the run that the batch is written to, and nowhere else; -1 where it is none."""
+    run_stamp: int = field(init=False)
+    """``stamp`` where there is a run, else -1, below those of all layers."""
     read_table: CellTable = field(init=False)
     read_groups: list[SequenceTokens] = field(init=False)
     """What reads are planned of: ``table`` and ``groups``, or others that hide some of what is stored."""
@@ -87,6 +92,7 @@ class ForwardPass:
 
     def __post_init__(self) -> None:
         self.run = self.cells if isinstance(self.cells, int) and self.fixed is None else -1
+        self.run_stamp = self.stamp if self.run >= 0 else -1
         self.read_table, self.read_groups = self.table, self.groups
 
     @property
@@ -148,6 +154,26 @@ class ForwardPass:
             if held.stamp < stamp:
                 return False
         return bool(self.layers)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all layers that store anything were put in it, and read behind that.
+
+        Taken to be where that is not known: a pass that stores nothing may read any layer, and a graph does
+        not tell what it does.
+        """
+        stamps = [held.stamp for held in self.layers.values()]
+        if self.cells is None or (self.fixed is not None and max(stamps, default=0) < self.stamp):
+            return True
+        return bool(stamps) and min(stamps) > self.stamp
+
+    def check_replaceable(self, op: str, layer: int, buffers: LayerBuffers) -> None:
+        """Raise OrderError for another put of a layer that was put in this pass and read behind that."""
+        if self.stamp < buffers.stamp and not self.reserve:
+            raise OrderError(
+                f"{op}: layer {layer} was put in this pass and read, and would now be replaced; call "
+                "set_layer before each layer, and start_forward before the next pass"
+            )
 
     def end(self) -> None:
         """The pass is over: note which layers lack its tokens."""
@@ -386,7 +412,9 @@ class ForwardPass:
         if self.reserve:
             return buffers.read_extra(here, name, 0, self.table.cells)
         reading = self.rows(ctx)
-        return buffers.read_extra(here, name, reading.cells(here), reading.length)
+        found = buffers.read_extra(here, name, reading.cells(here), reading.length)
+        buffers.note_read()
+        return found
 
     def read_rows(
         self, ctx: ml.Context, buffers: LayerBuffers, rows: ml.Tensor

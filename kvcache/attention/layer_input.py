@@ -39,6 +39,7 @@ def put_layer(
         shape = _checked(forward.tokens, key, value, v_dim, extra)
         buffers = buffers or storage.allocate(ctx, layer, shape, key.dtype)
         buffers.check(layer, shape, forward.tokens)
+    forward.check_replaceable("put", layer, buffers)
     if not forward.reserve:
         new = buffers.apart(ctx, (key,) if value is None else (key, value))
         if extra:
@@ -69,6 +70,7 @@ def put_stored_layer(
     shape = LayerShape.of_parts(storage.dtype, activations, told, v_dim)
     buffers = storage.buffers.get(layer) or storage.allocate(ctx, layer, shape, activations)
     buffers.check(layer, shape, forward.tokens)
+    forward.check_replaceable("put_stored", layer, buffers)
     buffers.write_stored(ctx, forward.targets(ctx), tuple(parts))
     forward.note_put(buffers)
     storage.buffers[layer] = buffers

@@ -20,7 +20,7 @@ import ml
 from kvcache.attention.batched_rows import BatchedRows, HasCells, rows_of
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.read_plan import LowerBound, ReadPlan, kept_entries
-from kvcache.cache import Mask, NotSupportedError, OrderError
+from kvcache.cache import Mask, NotSupportedError, OrderError, check_thread
 
 
 class CellCache(HasCells, Protocol):
@@ -110,6 +110,7 @@ def _shared(op: str, cache: CellCache, ctx: ml.Context) -> tuple[ForwardPass, Re
     forward = cache.pass_under_way()
     if forward is None:
         raise OrderError(f"{op}: there is no current pass; call start_forward first")
+    check_thread(op, forward.thread)
     return forward, forward.shared(ctx)[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any, Generic, TypeVar
 
 import ml
@@ -12,12 +13,14 @@ from kvcache.cache import (
     InvalidRangeError,
     NotSupportedError,
     OrderError,
+    check_thread,
     check_whole,
 )
+from kvcache.caches.one_thread import PassOfThread
 from kvcache.snapshots.snapshot import check_kind
 from kvcache.storage.formats import CacheFormat
 
-P = TypeVar("P")
+P = TypeVar("P", bound=PassOfThread)
 
 
 class BoundCache(Generic[P]):
@@ -30,6 +33,7 @@ class BoundCache(Generic[P]):
     _dtype: CacheFormat
 
     def __init__(self) -> None:
+        super().__init__()
         # Of the instance from the start, not of the class: Python reads those faster.
         self._backend: ml.Backend | None = None
         self._config: ml.CacheConfig | None = None
@@ -61,11 +65,17 @@ class BoundCache(Generic[P]):
         check_sequence(op, seq, self._max_sequences)
 
     def _started(self, op: str) -> P:
-        """The pass under way; OrderError where there is none."""
+        """The pass under way; OrderError where there is none, or it is another thread's."""
         self._bound(op)
         if self._pass is None:
             raise OrderError(f"{op}: there is no current pass; call start_forward first")
+        check_thread(op, self._pass.thread)
         return self._pass
+
+    def take_over(self) -> None:
+        """Let this thread go on with the pass under way, which another began: see PreparedCalls."""
+        if self._pass is not None:
+            self._pass.thread = get_ident()
 
     def _check_copy(self, src_seq: int, dst_seq: int, length: int) -> None:
         """Refuse sequences that are none or the same, and a length that means nothing."""
@@ -144,6 +154,9 @@ class BoundCache(Generic[P]):
 
     def set_layer(self, layer: int) -> None:
         """The layer that the next ``put``, ``get`` and ``attend`` are about; layers count from 0."""
+        current = self._pass
+        if current is not None and current.thread != get_ident():
+            check_thread("set_layer", current.thread)
         if type(layer) is not int or layer < 0:
             check_whole("set_layer", "layer", layer)
         self._layer = layer

@@ -28,7 +28,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvcache.cache import (
     Cache,
@@ -40,6 +40,8 @@ from kvcache.cache import (
     SupportsStates,
     check_whole,
 )
+from kvcache.caches.managed import PreparedCalls
+from kvcache.caches.one_thread import one_thread
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import unwrapped
 from kvcache.storage.state_slots import Checkpoint
@@ -50,9 +52,23 @@ __all__ = [
     "want_states", "window_memory",
 ]  # fmt: skip
 
+A = ParamSpec("A")
+R = TypeVar("R")
 Commit = Callable[[], None]
 _ALL = sys.maxsize
 """A length beyond the end of any sequence."""
+
+
+def _between_passes(call: Callable[Concatenate[Cache, A], R]) -> Callable[Concatenate[Cache, A], R]:
+    """A call that other threads' calls and passes refuse, where the cache tells of them."""
+    checked: Any = one_thread(call)  # type: ignore[type-var]
+
+    def guarded(cache: Cache, /, *args: A.args, **options: A.kwargs) -> R:
+        found: R = (checked if isinstance(cache, PreparedCalls) else call)(cache, *args, **options)
+        return found
+
+    functools.update_wrapper(guarded, call)
+    return guarded
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +89,7 @@ class Mark:
         return sum(t.nbytes for state in self.states if state for t in state.tensors.values())
 
 
+@_between_passes
 def fork(cache: Cache, seq: int, into: Sequence[int], position: int | None = None) -> None:
     """Make every sequence of ``into`` a branch of ``seq`` at ``position``; None: where it stands.
 
@@ -86,13 +103,14 @@ def fork(cache: Cache, seq: int, into: Sequence[int], position: int | None = Non
             f"fork: sequence {seq} into {list(into)}; the targets must be distinct and differ from the source"
         )
     end = _end("fork", cache, seq) if position is None else position
-    check_whole("fork", "position", end)
+    end = check_whole("fork", "position", end)
     commits = [_prepare(cache, "copy_prefix", seq, branch, end) for branch in into]
     if position is not None or end != _ALL:
         _check_exact("fork", cache, seq, end)
     _commit(commits)
 
 
+@_between_passes
 def keep(cache: Cache, winner: int, seq: int, losers: Iterable[int] = ()) -> None:
     """Let ``seq`` hold what ``winner`` holds, and empty ``winner`` and ``losers``.
 
@@ -109,11 +127,13 @@ def keep(cache: Cache, winner: int, seq: int, losers: Iterable[int] = ()) -> Non
     _commit(commits)
 
 
+@_between_passes
 def drop(cache: Cache, branches: Iterable[int]) -> None:
     """Empty all of ``branches``; the sequences that share their cells keep them."""
     _commit([_prepare(cache, "remove", branch, 0) for branch in dict.fromkeys(branches)])
 
 
+@_between_passes
 def mark(cache: Cache, seq: int) -> Mark:
     """Remember where a sequence stands, before tokens that may have to go again.
 
@@ -141,6 +161,7 @@ def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
     return all(part.delivers for part in able) and all(part in able for part in marked)
 
 
+@_between_passes
 def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> None:
     """Take back the tokens of ``seq`` from ``position`` on, so that it goes on exactly there.
 
@@ -149,7 +170,7 @@ def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> N
     InvalidRangeError for a position past the end; nothing is touched then.
     """
     _check_mark("rollback", cache, seq, to)
-    check_whole("rollback", "position", position)
+    position = check_whole("rollback", "position", position)
     marked = to if to is not None and to.position == position else None
     if marked is None:
         commits = [_prepare(cache, "remove", seq, position)]
@@ -163,6 +184,7 @@ def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> N
 def resume_point(cache: Cache, seq: int, position: int, to: Mark | None = None) -> int:
     """The last position up to ``position`` that ``rollback`` with ``to`` can go to; 0: to nothing."""
     _check_mark("resume_point", cache, seq, to)
+    position = check_whole("resume_point", "position", position)
     parts = unwrapped(cache)
     while position > 0:
         lower = min(_reached(part, seq, position, to, i) for i, part in enumerate(parts))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from threading import get_ident
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from kvcache.attention.fixed_shapes import FixedPass, GraphRows
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.layer_input import put_layer, put_stored_layer
 from kvcache.attention.placement import place
-from kvcache.attention.read_plan import LowerBound, kept_entries
+from kvcache.attention.read_plan import LowerBound, ReadPlan, kept_entries
 from kvcache.attention.selected import attend_selected, check_select
 from kvcache.attention.uploads import Reads, Uploads
 from kvcache.cache import (
@@ -39,12 +40,14 @@ from kvcache.cache import (
     OrderError,
     ShiftFunction,
     check_context,
+    check_thread,
     check_whole,
     whole_numbers,
 )
 from kvcache.caches.base import BoundCache
 from kvcache.caches.editing import EditsTokens
 from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
+from kvcache.caches.one_thread import busy, is_foreign, one_thread
 from kvcache.caches.sequences import SequenceEditor, check_groups
 from kvcache.caches.undo_log import UndoLog
 from kvcache.snapshots.attention import AttentionSnapshots, Window, first_missing
@@ -174,6 +177,7 @@ class CausalCache(
         It lies right behind a token that is stored, so that the sequence cut there has it as its ``offset``.
         """
         self.offset(seq)  # refuses an unknown sequence
+        check_whole("resume_point", "position", position)
         row = self._table.rows[seq]
         below = row.index(position)
         reached = int(row.positions[below - 1]) + 1 if below else 0
@@ -184,7 +188,9 @@ class CausalCache(
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
     ) -> None:
-        """Find a cell for every token of ``batch``; the previous pass ends.
+        """Find a cell for every token of ``batch``; the previous pass ends, whichever thread began it.
+
+        The pass is this thread's: a call in it from another one raises OrderError.
 
         With ``reserve`` nothing is stored: ``get`` spans the whole capacity. With ``read_only`` the batch is
         queries: each sees of what is stored what a token at its position would see, no cell is taken,
@@ -195,6 +201,14 @@ class CausalCache(
         nothing), CacheFullError for one that does not fit, SequenceLostError for a sequence that a device
         failure took. All of them leave the cache, evictions included, as it was.
         """
+        if not self._calls.acquire(False):
+            raise busy("start_forward")
+        try:
+            self._start(ctx, batch, reserve, read_only)
+        finally:
+            self._calls.release()
+
+    def _start(self, ctx: ml.Context, batch: Batch, reserve: bool, read_only: bool) -> None:
         check_context("start_forward", ctx, self._bound("start_forward"))
         groups, count, lower = split_batch(batch, self._max_sequences), len(batch), self.lower_bound()
         together, self._uploads = self._uploads, None
@@ -297,6 +311,12 @@ class CausalCache(
     def _full(self, tokens: int) -> CacheFullError:
         return CacheFullError(tokens, self._table.unowned, self._table.held())
 
+    def foreign_pass(self) -> bool | None:
+        forward = self._pass
+        if forward is None or forward.finished or not is_foreign(forward):
+            return False
+        return True if self._buffers else None
+
     def pass_under_way(self) -> ForwardPass | None:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
         return self._pass
@@ -309,6 +329,8 @@ class CausalCache(
         The pass ends, or goes on with ``resume``: what ``pass_under_way`` gave before that start.
         """
         self._bound("undo_forward")
+        if self._pass is not None:
+            check_thread("undo_forward", self._pass.thread)
         if self._pass is not None and self._undo is not None and not self._undo.evicts:
             self._pass.end()  # snapshots of it are said to lack what was never put
         saved = self._take_back()
@@ -382,16 +404,20 @@ class CausalCache(
         numbers of the keys are the values (None: all). ``extra`` (tokens, ...) are stored in their own
         dtypes, also where K and V are quantized. The first ``put`` fixes the layer's shapes and allocates.
 
-        Raises InvalidRangeError for other shapes, OrderError in a pass that only reads.
+        Another ``put`` before the layer is read replaces it. Raises InvalidRangeError for other shapes,
+        OrderError in a pass that only reads, in another thread's, and for a layer that was put in this pass
+        and read behind that.
         """
-        forward = self._pass or self._started("put")
+        forward = self._pass
+        if forward is None or forward.thread != get_ident():
+            forward = self._started("put")
         buffers = self._buffers.get(self._layer)
         if (
             buffers is not None
             and value is not None
             and v_dim is None
             and not extra
-            and forward.run >= 0
+            and buffers.stamp <= forward.run_stamp
             and (store := buffers.store) is not None
             and store.write(ctx, forward.run, forward.tokens, key, value)
         ):
@@ -426,22 +452,37 @@ class CausalCache(
         OrderError for a layer that was not put in this pass: a layer that shares another's K and V is read
         by ``set_layer`` of that one.
         """
-        forward = self._pass or self._started("get")
-        if forward.ready_for is not ctx:
-            check_context("get", ctx, self._bound("get"))
+        forward = self._pass
+        if forward is None or forward.thread != get_ident():
+            forward = self._started("get")
         buffers = self._buffers.get(self._layer)
-        if buffers is None or buffers.stamp != forward.stamp or buffers.absent is not None:
+        if buffers is None or buffers.stamp < forward.stamp or buffers.absent is not None:
             buffers = forward.readable("get", self._layer)
+        if forward.ready_for is ctx:
+            reading, mask = forward.ready
+        else:
+            check_context("get", ctx, self._bound("get"))
             if forward.reserve:
                 key, value = buffers.read_as_configured(ctx, 0, self._table.cells)
                 return key, value, forward.reserved_mask(ctx)
-        reading, mask = forward.ready if forward.ready_for is ctx else forward.shared(ctx)
+            reading, mask = self._planned(ctx, forward)
+        if buffers.stamp:  # as note_read
+            buffers.stamp |= 1
         if reading.index is None and (store := buffers.store) is not None:
             found = store.read(ctx, reading.start, reading.length)
             if found is not None:
                 return found[0], found[1], mask
         place = ctx.layer(self._layer)
         return (*buffers.read_as_configured(place, reading.cells(place), reading.length), mask)
+
+    def _planned(self, ctx: ml.Context, forward: ForwardPass) -> tuple[ReadPlan, Mask]:
+        """What ``get`` reads, from rows that no other thread is changing."""
+        if not self._calls.acquire(False):
+            raise busy("get")
+        try:
+            return forward.shared(ctx)
+        finally:
+            self._calls.release()
 
     def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
         """An extra of this layer, (history, ...), in the order of the rows of ``get``; OrderError as there.
@@ -470,8 +511,27 @@ class CausalCache(
         each is named. Negative numbers, and rows that it does not see, are left out; a query with none left
         gives an unspecified row.
         """
-        forward = self._pass or self._started("attend")
-        buffers = forward.readable("attend", self._layer)
+        if not self._calls.acquire(False):  # what is read would change meanwhile
+            raise busy("attend")
+        try:
+            return self._attend(ctx, query, scale, sinks, select)
+        finally:
+            self._calls.release()
+
+    def _attend(
+        self,
+        ctx: ml.Context,
+        query: ml.Tensor,
+        scale: float,
+        sinks: ml.Tensor | None,
+        select: ml.Tensor | None,
+    ) -> ml.Tensor:
+        forward = self._pass
+        if forward is None or forward.thread != get_ident():
+            forward = self._started("attend")
+        buffers = self._buffers.get(self._layer)
+        if buffers is None or buffers.stamp < forward.stamp or buffers.absent is not None:
+            buffers = forward.readable("attend", self._layer)
         scale = check_query(ctx, self._backend, query, forward.tokens, buffers.shape.key, scale, sinks)
         if select is not None:
             check_select(forward.tokens, select)
@@ -483,6 +543,7 @@ class CausalCache(
             found = attending.attend(here, forward, buffers, query, scale, sinks)
         else:
             found = attend_selected(here, forward, buffers, query, scale, sinks, select)
+        buffers.note_read()
         return found if here is ctx else found.cast(ctx, found.dtype)
 
     # Sequences.
@@ -507,6 +568,7 @@ class CausalCache(
 
     # Snapshots.
 
+    @one_thread
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> AttentionSnapshot:
         """A snapshot of positions ``[begin, end)`` (None: to the end). Nothing is copied yet.
 
@@ -544,6 +606,7 @@ class CausalCache(
             if self._pass is not None:
                 self._pass.resume()
 
+    @one_thread
     def land(self, seq: int, incoming: IncomingSnapshot) -> CellReservation | None:
         """Hold free cells behind what the sequence has, for a snapshot whose content is still to come.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
 import ml
+from kvcache.caches.one_thread import one_thread
 from kvcache.caches.sequences import SequenceEditor
 from kvcache.storage.cell_table import CellTable
 
@@ -17,10 +19,15 @@ class EditsTokens:
 
     editor: SequenceEditor
     _table: CellTable
+    _calls: Any
 
     @abstractmethod
     def _bound(self, op: str) -> ml.Backend:
         """See BoundCache, as of the three below."""
+
+    @abstractmethod
+    def foreign_pass(self) -> bool | None:
+        """See PreparedCalls."""
 
     @abstractmethod
     def _check_sequence(self, op: str, seq: int) -> None: ...
@@ -59,6 +66,7 @@ class EditsTokens:
         self._check_sequence("evict", seq)
         return self._ending_pass(self.editor.prepare_evict(seq, positions))
 
+    @one_thread
     def evict(self, seq: int, positions: Iterable[int]) -> None:
         """Evict some tokens of a sequence in all layers; no other token moves, no key is re-encoded.
 
@@ -73,6 +81,7 @@ class EditsTokens:
         """
         self.prepare_evict(seq, positions)()
 
+    @one_thread
     def defrag(self) -> None:
         """Make every sequence one contiguous run of cells, with room to grow. Views become invalid."""
         self._bound("defrag")

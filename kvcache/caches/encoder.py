@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 
 import numpy as np
 
@@ -29,10 +30,12 @@ from kvcache.cache import (
     Mask,
     OrderError,
     check_context,
+    check_thread,
     check_whole,
 )
 from kvcache.caches.base import BoundCache
 from kvcache.caches.managed import PreparedCalls
+from kvcache.caches.one_thread import busy, is_foreign, one_thread
 from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside, check_kind, replaces
 from kvcache.storage.device_copies import HostArray, HostArrays, near
 from kvcache.storage.formats import CacheFormat
@@ -65,8 +68,16 @@ class _Pass:
     mask: Mask | HostArray | bool = False
     shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
     """What was put while reserving."""
+    put: dict[int, bool] = field(default_factory=dict)
+    """The layers that were put, and whether they were read behind that."""
+    thread: int = field(default_factory=get_ident)
+    """Whose calls it takes."""
     host: HostArrays = field(default_factory=HostArrays)
     _rows: dict[tuple[int, ...], slice | HostArray] = field(default_factory=dict)
+
+    def note_read(self, layer: int) -> None:
+        if layer in self.put:
+            self.put[layer] = True
 
     def rows(self, members: tuple[int, ...]) -> slice | HostArray:
         """The tokens of these groups: side by side, or listed."""
@@ -139,8 +150,16 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
         What an earlier item gave is not to be read for a later one: it goes once all layers have the later
         one, and comes back where that is removed before. With ``read_only`` the items are not looked at, and
-        ``put`` raises OrderError.
+        ``put`` raises OrderError. The pass is this thread's, as in CausalCache.
         """
+        if not self._calls.acquire(False):
+            raise busy("start_forward")
+        try:
+            self._start(ctx, batch, reserve, read_only)
+        finally:
+            self._calls.release()
+
+    def _start(self, ctx: ml.Context, batch: Batch, reserve: bool, read_only: bool) -> None:
         check_context("start_forward", ctx, self._bound("start_forward"))
         check_modes(reserve, read_only)
         groups = split_batch(batch, self._max_sequences)
@@ -156,6 +175,17 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         entry = self._entries[seq] = _Entry(position, length, before=before)
         return entry
 
+    def foreign_pass(self) -> bool | None:
+        """As PreparedCalls has it; in the middle: a layer lacks what others were given, or was not read."""
+        current = self._pass
+        if current is None or current.reserve or current.read_only or not is_foreign(current):
+            return False
+        if not current.put:
+            return None
+        return not all(current.put.values()) or any(
+            self.lacking(seq) is not None for seq, _ in current.receivers
+        )
+
     def pass_under_way(self) -> object:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
         return self._pass
@@ -164,6 +194,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         """Forget the pass, and what was put in it; go on with ``resume``, the one before."""
         self._bound("undo_forward")
         if self._pass is not None:
+            check_thread("undo_forward", self._pass.thread)
             self._entries = self._pass.previous
             self._used = not self._pass.first
         self._pass = resume if isinstance(resume, _Pass) else None
@@ -192,7 +223,8 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
         ``lengths`` says how many rows belong to each receiving sequence, in the order of their first items
         in ``batch.multimodal``, or in the order of the batch where it lists none; None divides them equally.
-        The rows are copied. OrderError in a pass that only reads.
+        The rows are copied. OrderError in a pass that only reads, and for a layer that was put in this pass
+        and read behind that.
         """
         current = self._started("put")
         if current.read_only:
@@ -207,16 +239,23 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         sizes = _lengths(len(current.receivers), key.shape[0], lengths)
         if not current.reserve:
             self._check_lengths(current, sizes)
+        if current.put.get(self._layer):
+            raise OrderError(
+                f"put: layer {self._layer} was put in this pass and read, and would now be replaced; call "
+                "set_layer before each layer, and start_forward before the next pass"
+            )
         parts = _split(ctx.layer(self._layer), key, value, sizes, self._stored)
         ctx.forward(*(tensor for pair in parts for tensor in pair))
         self._layers.add(self._layer)
         if current.reserve:
             for (seq, _), tensors in zip(current.receivers, parts, strict=True):
                 current.shown[seq, self._layer] = tensors
+            current.put[self._layer] = False
             return
         for (seq, position), size, tensors in zip(current.receivers, sizes, parts, strict=True):
             self._store(current, seq, position, size, tensors)
         current.mask = False
+        current.put[self._layer] = False
 
     def _check_lengths(self, current: _Pass, sizes: Sequence[int]) -> None:
         """Refuse a layer that is longer or shorter than those put before it in this pass."""
@@ -259,7 +298,9 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
             key, value = key.concat(ctx, other_key, 0), value.concat(ctx, other_value, 0)
         if self.config.permuted_v:
             value = value.permute(ctx, 1, 2, 0)
-        return key, value, self._batch_mask(ctx, current, [part.shape[0] for part, _ in held])
+        mask = self._batch_mask(ctx, current, [part.shape[0] for part, _ in held])
+        current.note_read(self._layer)
+        return key, value, mask
 
     def encoder_output(self, seq: int, layer: int) -> tuple[ml.Tensor, ml.Tensor] | None:
         """K (length, kv_heads, head_dim) and V of a sequence in a layer; None where nothing is stored."""
@@ -277,6 +318,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         held = [self._held(current, group.seq) for group in current.groups]
         key_shape = held[0][0].shape[1:]
         scale = check_query(ctx, self._bound("attend"), query, current.tokens, key_shape, scale, sinks)
+        current.note_read(self._layer)
         for i, (key, _) in enumerate(held):
             readers.setdefault(id(key), []).append(i)
         if len(readers) == 1:
@@ -354,6 +396,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
     # Snapshots.
 
+    @one_thread
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> EncoderSnapshot:
         """The output that came with a token of ``[begin, end)``; None: with any. It is shared, not copied."""
         self._check_sequence("snapshot", seq)

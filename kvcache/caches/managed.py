@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 import ml
 from kvcache.cache import InvalidRangeError, SupportsMark, SupportsPrepare, SupportsReservation
+from kvcache.caches.one_thread import one_thread
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
@@ -23,12 +25,17 @@ _FOR_OTHER_ROOMS = frozenset(
     for name in vars(protocol)
     if not name.startswith("_")
 ) | {
-    "editor", "held", "learn_state", "lower_bound", "mark_lost", "mark_of", "on_pressure", "prepare_evict",
-    "prepare_restore",
+    "editor", "foreign_pass", "held", "learn_state", "lower_bound", "mark_lost", "mark_of", "on_pressure",
+    "prepare_evict", "prepare_restore",
     "prepare_restore_snapshot", "reach", "rolled_back", "settings", "snapshots", "state_table", "storage",
     "upload_fixed", "upload_with", "visible",
 }  # fmt: skip
 """What wrappers, branches, prefix caches and views call, and a user of a cache does not."""
+
+
+def _as_int(value: Any) -> Any:
+    """A number of NumPy as Python's, which has room for differences; anything else is checked as it is."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 class SnapshotManager(Protocol[S]):
@@ -43,7 +50,28 @@ class SnapshotManager(Protocol[S]):
 
 
 class PreparedCalls(Generic[S]):
-    """Calls that do all or nothing: what one may refuse its ``prepare_...`` refuses first."""
+    """Calls that do all or nothing: what one may refuse its ``prepare_...`` refuses first.
+
+    One thread at a time: see kvcache.caches.one_thread.
+    """
+
+    def __init__(self) -> None:
+        self._calls = threading.RLock()
+        """Held by the thread that plans or changes something."""
+
+    @abstractmethod
+    def foreign_pass(self) -> bool | None:
+        """Whether another thread is in the middle of a pass.
+
+        None: it is, and has put and read nothing here yet. False too where that thread has ended.
+        """
+
+    @abstractmethod
+    def take_over(self) -> None:
+        """Let this thread go on with the pass under way, which another began, as far as there is one.
+
+        For those who see to it that one thread at a time calls, by a lock of their own say.
+        """
 
     def __dir__(self) -> list[str]:
         """What a user calls."""
@@ -67,6 +95,7 @@ class PreparedCalls(Generic[S]):
     ) -> Callable[[], None] | None:
         """Check all that ``restore`` may refuse; None where it would give False."""
 
+    @one_thread
     def set_config(self, config: ml.CacheConfig) -> None:
         """Arrange tensors by ``config`` instead of what the backend asks for.
 
@@ -76,14 +105,16 @@ class PreparedCalls(Generic[S]):
             raise InvalidRangeError(f"set_config: {config!r:.60} is not an ml.CacheConfig")
         self.prepare_set_config(config)()
 
+    @one_thread
     def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
         """Let ``dst_seq`` share positions ``[0, length)`` of ``src_seq``; no data is copied.
 
         What ``dst_seq`` held is emptied. A recurrent cache whose ``src_seq`` has gone past ``length`` shares
         as far as its nearest checkpoint before that: ``offset`` says where ``dst_seq`` goes on.
         """
-        self.prepare_copy_prefix(src_seq, dst_seq, length)()
+        self.prepare_copy_prefix(*map(_as_int, (src_seq, dst_seq, length)))()
 
+    @one_thread
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
         """Forget positions ``[begin, end)`` of a sequence; None: to its end.
 
@@ -93,8 +124,9 @@ class PreparedCalls(Generic[S]):
         (SequenceLostError wherever it is used), and no other. Of an encoder's output goes what came with a
         token of the range; a recurrent cache: see its class.
         """
-        self.prepare_remove(seq, begin, end)()
+        self.prepare_remove(_as_int(seq), _as_int(begin), None if end is None else _as_int(end))()
 
+    @one_thread
     def restore(self, seq: int, snapshot: S, target: int | None = None) -> bool:
         """Make the sequence hold ``[0, target)``, with what the snapshot has; None: all of it.
 
@@ -109,7 +141,7 @@ class PreparedCalls(Generic[S]):
         """
         if target is not None and (isinstance(target, bool) or not isinstance(target, int | np.integer)):
             raise InvalidRangeError(f"restore: target={target!r:.40}; it must be a whole number, or None")
-        commit = self.prepare_restore_snapshot(seq, snapshot, target)
+        commit = self.prepare_restore_snapshot(seq, snapshot, None if target is None else int(target))
         if commit is not None:
             commit()
         return commit is not None

@@ -28,11 +28,13 @@ from kvcache.cache import (
     PutOptions,
     ShiftFunction,
     check_context,
+    check_thread,
     check_whole,
 )
 from kvcache.caches.base import BoundCache
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
+from kvcache.caches.one_thread import busy, is_foreign, joined, one_thread
 from kvcache.snapshots.recurrent import StateSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import RecurrentSnapshot
@@ -175,6 +177,14 @@ class RecurrentCache(
         With ``read_only`` positions are free, as in CausalCache; the states, which have seen ``offset(seq)``
         tokens whatever the positions, are given as copies, and setting them raises OrderError.
         """
+        if not self._calls.acquire(False):
+            raise busy("start_forward")
+        try:
+            self._start(ctx, batch, reserve, read_only)
+        finally:
+            self._calls.release()
+
+    def _start(self, ctx: ml.Context, batch: Batch, reserve: bool, read_only: bool) -> None:
         check_context("start_forward", ctx, self._bound("start_forward"))
         groups = split_batch(batch, self._max_sequences)
         stores = not reserve and not read_only
@@ -226,6 +236,17 @@ class RecurrentCache(
     def upload_fixed(self, ctx: ml.Context) -> None:
         self.attention.upload_fixed(ctx)
 
+    def foreign_pass(self) -> bool | None:
+        current = self._pass
+        if current is None or not is_foreign(current):
+            return False
+        states = not self._states.is_whole(current) if current.asked else None
+        return joined((states, self.attention.foreign_pass()))
+
+    def take_over(self) -> None:
+        super().take_over()
+        self.attention.take_over()
+
     def pass_under_way(self) -> object:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
         return None if self._pass is None else (self._pass, self.attention.pass_under_way())
@@ -238,6 +259,8 @@ class RecurrentCache(
         """
         self._bound("undo_forward")
         current = self._pass
+        if current is not None:
+            check_thread("undo_forward", current.thread)
         own, attention = resume if isinstance(resume, tuple) else (None, None)
         try:
             if current is not None:
@@ -275,6 +298,8 @@ class RecurrentCache(
         """Store new states ``name`` (sequences, *shape), converted to their dtype.
 
         DTypeError for integers where the state is of floats, and for floats where it is of integers.
+        OrderError where it was updated in this pass and read behind that, as by a loop that forgets
+        ``set_layer``.
         """
         self._update(ctx, "update_state", name, t, layer)
 
@@ -299,6 +324,8 @@ class RecurrentCache(
         found = self._state(ctx, op, current, key)
         self._states.check_readable(op, current)
         current.asked.add(key)
+        if key in current.updated:
+            current.updated[key] = True
         return found
 
     def _state(self, ctx: ml.Context, op: str, current: StatePass, key: tuple[str, int]) -> ml.Tensor:
@@ -324,8 +351,15 @@ class RecurrentCache(
         if current.read_only:
             raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
         self._specs.fitting(op, *key, t, len(current.tokens))
+        if current.updated.get(key):
+            raise OrderError(
+                f"{op}: state {name!r:.40} of layer {key[1]} was updated in this pass and read, and would be "
+                "replaced; name the layer, or call set_layer before each, and start_forward before the next "
+                "pass"
+            )
         ctx.forward(t.copy(ctx, self._state(ctx, op, current, key)))
         current.asked.add(key)
+        current.updated[key] = False
 
     # States inside a pass.
 
@@ -376,7 +410,7 @@ class RecurrentCache(
     # The attention layers.
 
     def set_layer(self, layer: int) -> None:
-        self.attention.set_layer(layer)
+        self.attention.set_layer(layer)  # which refuses another thread's
         self._layer = layer
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
@@ -434,6 +468,7 @@ class RecurrentCache(
         self._check_sequence("checkpoints", seq)
         return self._states.rows[seq].positions
 
+    @one_thread
     def checkpoint(self, seq: int) -> None:
         """Keep a copy of the state as it is now, when a pass has set the states of all layers."""
         taken = self.mark(seq, "checkpoint")
@@ -545,6 +580,7 @@ class RecurrentCache(
 
         return self._changing(seq, change)
 
+    @one_thread
     def defrag(self) -> None:
         """As CausalCache.defrag; every sequence's states have a slot of their own already."""
         self.attention.defrag()
@@ -568,6 +604,7 @@ class RecurrentCache(
         self.snapshots.capture(seq)
         return self.snapshots.schedule
 
+    @one_thread
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> RecurrentSnapshot:
         """The state at ``end`` (None: where the sequence is), with the attention layers' [begin, end).
 

@@ -20,6 +20,7 @@ from kvcache.cache import (
     NotSupportedError,
     SequenceLostError,
     ShiftFunction,
+    check_whole,
     whole_numbers,
 )
 from kvcache.snapshots.attention import AttentionSnapshots
@@ -193,7 +194,7 @@ class SupportsRemove(Protocol):
 
 def drop_middle(cache: SupportsRemove, seq: int, keep: int, length: int) -> int:
     """Remove half of what follows the first ``keep`` of ``length`` positions; returns how many."""
-    if keep < 0 or keep >= length:
+    if check_whole("shift_context", "keep", keep) >= length:
         raise InvalidRangeError(
             f"shift_context: keep={keep} of {length} tokens; keep must satisfy 0 <= keep < length"
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
+from threading import get_ident
 from typing import Any, Protocol, Unpack, runtime_checkable
 
 import ml
@@ -37,12 +38,14 @@ from kvcache.cache import (
     SupportsSchedule,
     SupportsSetCausal,
     SupportsSnapshots,
+    check_thread,
     check_whole,
     computed,
     whole_numbers,
 )
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.managed import PreparedCalls
+from kvcache.caches.one_thread import busy, joined, one_thread
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind, replaces
 from ml import nn
@@ -67,6 +70,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     """Delegates layers to one of ``caches`` by type, and sequences to all of them."""
 
     def __init__(self, *caches: Cache) -> None:
+        super().__init__()
         if not caches:
             raise InvalidRangeError("WrapperCache: no cache given; it must wrap at least one")
         for i, cache in enumerate(caches):
@@ -76,6 +80,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
                 raise InvalidRangeError(f"WrapperCache: {cache!r:.60} is given twice; each must be its own")
         self.caches = caches
         self._type = 0
+        self._thread: int | None = None
+        """Which has begun the last pass."""
         self._prepared: list[Any] = [cache for cache in caches if _prepares(cache)]
         self._others = [cache for cache in caches if not _prepares(cache)]
         if len(self._others) > 1:
@@ -108,6 +114,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         if isinstance(i, float | bool) or i not in range(len(self.caches)):
             kinds = ", ".join(f"{j}: {type(cache).__name__}" for j, cache in enumerate(self.caches))
             raise InvalidRangeError(f"set_layer_type: {i!r:.40}; it must be the place of a cache ({kinds})")
+        if self._thread is not None and self._thread != get_ident():
+            check_thread("set_layer_type", self._thread)
         self._type = i
 
     def init(
@@ -142,8 +150,17 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
     ) -> None:
         """Start all, or none: where one refuses, those that had started go back to the pass before."""
+        if not self._calls.acquire(False):
+            raise busy("start_forward")
+        try:
+            self._start(ctx, batch, reserve, read_only)
+            self._type, self._thread = 0, get_ident()
+        finally:
+            self._calls.release()
+
+    def _start(self, ctx: ml.Context, batch: Batch, reserve: bool, read_only: bool) -> None:
         options = {"read_only": True} if read_only else {}  # a cache of someone else's may not know it
-        passes, _ = self.pass_under_way()
+        passes, *_ = self.pass_under_way()
         uploads = self._uploads or Uploads()
         try:
             with contextlib.ExitStack() as undo:  # goes on where one of them raises
@@ -163,7 +180,6 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         finally:
             self._together(None)
             self._uploads = None
-        self._type = 0
 
     def upload_with(self, uploads: Uploads | None) -> None:
         """As CausalCache.upload_with, of all wrapped caches."""
@@ -178,15 +194,27 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         for cache in self._uploading:
             cache.upload_with(uploads)
 
-    def pass_under_way(self) -> tuple[list[object], int]:
-        """The passes of all caches, for ``undo_forward``, and the layer type."""
-        return [cache.pass_under_way() for cache in self._prepared], self._type
+    def foreign_pass(self) -> bool | None:
+        return joined(part.foreign_pass() for part in unwrapped(self) if isinstance(part, PreparedCalls))
+
+    def take_over(self) -> None:
+        for part in unwrapped(self):
+            if isinstance(part, PreparedCalls):
+                part.take_over()
+        self._thread = get_ident()
+
+    def pass_under_way(self) -> tuple[list[object], int, int | None]:
+        """The passes of all caches, for ``undo_forward``, the layer type and the thread."""
+        return [cache.pass_under_way() for cache in self._prepared], self._type, self._thread
 
     def undo_forward(self, resume: object = None) -> None:
         """Take back the last ``start_forward`` of all; KVCacheError where one of them cannot."""
         for cache in self._others:
             raise KVCacheError(f"undo_forward: {type(cache).__name__} cannot undo a started pass")
-        passes, self._type = resume if isinstance(resume, tuple) else ([None] * len(self._prepared), 0)
+        if self._thread is not None:
+            check_thread("undo_forward", self._thread)
+        nothing = [None] * len(self._prepared), 0, None
+        passes, self._type, self._thread = resume if isinstance(resume, tuple) else nothing
         with contextlib.ExitStack() as undo:
             for cache, under_way in zip(self._prepared, passes, strict=True):
                 undo.callback(cache.undo_forward, under_way)
@@ -287,6 +315,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
                 position = min(position, cache.prepare_restore(seq, position) or 0)
         return position
 
+    @one_thread
     def evict(self, seq: int, positions: Iterable[int]) -> None:
         """As CausalCache.evict, in all wrapped caches but those of encoders' outputs.
 
@@ -310,6 +339,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
         return commit
 
+    @one_thread
     def defrag(self) -> None:
         """As CausalCache.defrag, on every wrapped cache that has it."""
         for cache in self._in_cells:
@@ -336,6 +366,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     # Snapshots.
 
+    @one_thread
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> WrapperSnapshot:
         """A snapshot of every wrapped cache over ``[begin, end)``; None: to the sequence's end."""
         end = self.offset(seq) if end is None else end

@@ -30,6 +30,7 @@ class CompressedCache(PreparedCalls[AttentionSnapshot]):
     """
 
     def __init__(self, rate: int) -> None:
+        super().__init__()
         self.rate, self.entries = rate, CausalCache()
         self._starts = False
         """Whether the last pass closes a window."""
@@ -54,6 +55,12 @@ class CompressedCache(PreparedCalls[AttentionSnapshot]):
             closing: Any = positions[last] // self.rate, sequences[last]
             self.entries.start_forward(ctx, Batch(*closing), reserve)
         self._starts = bool(last.any())
+
+    def foreign_pass(self) -> bool | None:
+        return self.entries.foreign_pass()
+
+    def take_over(self) -> None:
+        self.entries.take_over()
 
     def pass_under_way(self) -> object:
         return self.entries.pass_under_way()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -49,6 +50,10 @@ class OpenSessions:
         self._lookup = lookup
         self._cache, self._tree, self._evictor = tree.cache, tree, evictor
         self._interval, self._stats, self._write_through = interval, stats, write_through
+        self.calls = threading.RLock()
+        """Held by the thread that is in a call of the PrefixCache, or of a session."""
+        self.foreign_pass: Callable[[], bool | None] = getattr(tree.cache, "foreign_pass", lambda: False)
+        """Whether another thread is in the middle of a pass of the cache, if that tells."""
 
     def begin(self, ids: np.ndarray, tenant: Tenant = EVERYONE) -> Session:
         """A session over ``ids`` in a free sequence, which holds the longest prefix that can be had."""

@@ -33,6 +33,7 @@ from kvcache.cache import (
     SupportsOffset,
     check_whole,
 )
+from kvcache.caches.one_thread import one_thread
 from kvcache.caches.wrapper import unwrapped
 from kvcache.offload.break_even import BreakEven
 from kvcache.offload.prefetch import Prefetch, Prefetcher
@@ -96,7 +97,9 @@ class PrefixCache(Closing):
     the bytes of host memory that ``prefetch`` fills (0: it does nothing). With ``write_through`` a thread
     writes what the stores lack of each session when it closes: a process that is killed loses little.
 
-    The PrefixCache uses all sequences of the cache. It is not thread-safe; a thread writes to the stores.
+    The PrefixCache uses all sequences of the cache. One thread at a time may call it and its sessions,
+    between passes: OrderError while another one is in a call, or in the middle of a pass. A thread of its own
+    writes to the stores.
     A forked child can go on with its copy; fork when nothing is under way, after ``flush``.
     """
 
@@ -156,6 +159,7 @@ class PrefixCache(Closing):
         shapes = {i: LayerShape(*shape) for i, shape in (layers or {}).items()}
         lookup = StoreLookup(self.tree, shapes, self._prefetcher)
         self._open = OpenSessions(self.tree, self.evictor, lookup, interval, self.stats, write_through)
+        self._calls = self._open.calls
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
         cache.on_pressure = self.evictor.relieve
@@ -174,6 +178,11 @@ class PrefixCache(Closing):
 
     # Sessions.
 
+    def foreign_pass(self) -> bool | None:
+        """As PreparedCalls.foreign_pass, of the cache; False where it does not tell."""
+        return self._open.foreign_pass()
+
+    @one_thread
     def begin(
         self,
         tokens: Tokens,
@@ -216,6 +225,7 @@ class PrefixCache(Closing):
         session.retention = retention
         return session
 
+    @one_thread
     def prefetch(
         self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None
     ) -> Prefetch | None:
@@ -230,6 +240,7 @@ class PrefixCache(Closing):
         ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         return self._open.matcher.prefetch(ids) if ids.size else None
 
+    @one_thread
     def adopt(
         self, tokens: Tokens, snapshot: Snapshot, salt: str = "", shared: int = 0, variant: Part = None
     ) -> bool:
@@ -259,22 +270,26 @@ class PrefixCache(Closing):
         """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
         return self._open.next_snapshot(seq)
 
+    @one_thread
     def longest(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
         """How many of the tokens ``begin`` would find now, without asking the stores."""
         self._check("longest")
         ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         return self._open.matcher.best(ids, int(ids.size) - 1).length if ids.size else 0
 
+    @one_thread
     def pin(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
         """Evict the kept part of this prefix last; returns its number of tokens."""
         self._check("pin")
         return self.tree.pin(self.alphabet.encode(tokens, Tenant.of(salt, shared, variant)), 1)
 
+    @one_thread
     def unpin(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
         """Undo one ``pin``."""
         self._check("unpin")
         return self.tree.pin(self.alphabet.encode(tokens, Tenant.of(salt, shared, variant)), -1)
 
+    @one_thread
     def evict(self, nbytes: int | str | None = None) -> int:
         """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many.
 
@@ -287,6 +302,7 @@ class PrefixCache(Closing):
             self.tree.settle()
         return count
 
+    @one_thread
     def clear(self) -> None:
         """Discard everything kept in the cache and in host memory, as when the weights have changed.
 
@@ -300,11 +316,13 @@ class PrefixCache(Closing):
         if self._prefetcher is not None:
             self._prefetcher.clear()
 
+    @one_thread
     def flush(self) -> None:
         """Wait for pending transfers; with stores, write all that they lack, and wait for that too."""
         self._check("flush")
         self.tree.flush()
 
+    @one_thread
     def write_through(self, nbytes: int | str | None = None) -> bool:
         """Have the stores' thread write what no store has yet; returns True if some of it is left.
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError, check_whole
+from kvcache.caches.one_thread import one_thread
 from kvcache.prefix.alphabet import EVERYONE, Alphabet, Tenant
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retention import Retention
@@ -114,6 +115,7 @@ class Session:
     ) -> None:
         """``owner``: the OpenSessions that share the cache with it."""
         self._owner = owner
+        self._calls = owner.calls
         self._alphabet: Alphabet = owner.alphabet
         self.tenant = tenant
         self.seq = seq
@@ -174,6 +176,12 @@ class Session:
             at = stop
         self._evaluated()
 
+    def foreign_pass(self) -> bool | None:
+        """As PrefixCache.foreign_pass."""
+        found: bool | None = self._owner.foreign_pass()
+        return found
+
+    @one_thread
     def extend(self, tokens: Tokens) -> None:
         """Add tokens behind the prompt: those that were generated, or a further turn."""
         self._check("extend")
@@ -181,6 +189,7 @@ class Session:
         self._evaluated()
         self._more += more
 
+    @one_thread
     def rewind(self, length: int) -> int:
         """Forget the tokens from ``length`` on, and what the cache holds of them; returns ``cached``.
 
@@ -207,6 +216,7 @@ class Session:
             return None
         return point
 
+    @one_thread
     def keep(self) -> None:
         """Let others start from the snapshots that were taken so far; the session goes on.
 
@@ -224,6 +234,7 @@ class Session:
         """
         self._close(keep)
 
+    @one_thread
     def _close(self, keep: bool, upto: int | None = None) -> None:
         if not self.closed:
             self.closed = True

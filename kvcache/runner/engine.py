@@ -35,6 +35,7 @@ from kvcache.offload.tiers import HostTier
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.retention import Retention, check_retention
+from kvcache.prefix.turns import Turns, in_turn
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft, DraftsInCache
 from kvcache.runner.errors import RequestError, RunnerError
@@ -72,7 +73,11 @@ Tier = HostTier | SnapshotStore | str | PathLike[str]
 
 
 class Engine(Closing):
-    """Generates for requests that come at any time. A context manager; not thread-safe.
+    """Generates for requests that come at any time. A context manager.
+
+    Any thread may call it: one call at a time is made (a ``step`` is one pass), and the others wait, in the
+    order in which they came. Each event is told once, by whichever ``step`` comes next; ``complete`` leaves
+    those of other requests to it. Hold ``lock`` over calls that belong together.
 
     ``tiers``: where snapshots go that the device has no room for, as PrefixCache takes them. A store
     among them is shared by all that load the same weights: ``identity`` says which these are (None: a
@@ -137,6 +142,10 @@ class Engine(Closing):
         except BaseException:
             self.cache.close()
             raise
+        self.lock = Turns(getattr(bound, "take_over", lambda: None))
+        """Held by the thread whose call is made."""
+        self._completing: set[int] = set()
+        """Requests whose events nobody is told."""
         self._verifier = Verifier(self.cache, options, model.config.vocab_size)
         self.draft: Draft | None = None
         """Of requests that bring none."""
@@ -147,6 +156,7 @@ class Engine(Closing):
         self.closed = False
         self.reset()
 
+    @in_turn
     def reset(self) -> None:
         """Reset counts and request numbers, forget events not told yet. Only while the engine is not busy."""
         self._events: list[EngineEvent] = []
@@ -189,6 +199,7 @@ class Engine(Closing):
         """The prompt's token ids. Raises RequestError for an empty or too long prompt, or an invalid id."""
         return encode_prompt(self.tokenizer, prompt, self.model.config, self.limit)
 
+    @in_turn
     def submit(
         self,
         prompt: Prompt,
@@ -237,6 +248,7 @@ class Engine(Closing):
         self._waiting.append(request)
         return request
 
+    @in_turn
     def cancel(self, request: Request) -> bool:
         """End a request without an answer and keep what it computed. False: it had already ended."""
         if request.done:
@@ -249,31 +261,47 @@ class Engine(Closing):
     ) -> list[Finished]:
         """Submit all, and step until they are done: one answer per prompt, in their order.
 
-        Raises the error of a failed request. Whatever is raised, these requests have ended. Events of other
-        requests are discarded.
+        Raises the error of a failed request. Whatever is raised, these requests have ended. Other requests go
+        on meanwhile, those of ``complete`` in other threads too; their events are told by the next ``step``.
         """
         if isinstance(prompts, str):
             raise RequestError("complete: prompts is a string; it must be a sequence of prompts")
         requests: list[Request] = []
-        answers: dict[int, Finished] = {}
         with ExitStack() as ending:
             for prompt in prompts:
-                requests.append(self.submit(prompt, settings))
-                ending.callback(self.cancel, requests[-1])
-            wanted = {request.id for request in requests}
-            while len(answers) < len(requests):
-                for event in self.step():
-                    if isinstance(event, Failed) and event.request in wanted:
-                        raise event.error
-                    if isinstance(event, Finished) and event.request in wanted:
-                        answers[event.request] = event
-        return [answers[request.id] for request in requests]
+                with self.lock:
+                    requests.append(request := self.submit(prompt, settings))
+                    self._completing.add(request.id)
+                ending.callback(self._completed, request)
+            while not all(request.done for request in requests):
+                with self.lock:
+                    self._events = self.step()  # of others
+                for request in requests:
+                    if request.error is not None:
+                        raise request.error
+        return [self._answer(request) for request in requests]
 
+    @in_turn
+    def _completed(self, request: Request) -> None:
+        self.cancel(request)
+        self._events = self.take_events()
+        self._completing.discard(request.id)
+
+    def _answer(self, request: Request) -> Finished:
+        if request.error is not None:
+            raise request.error
+        if request.answer is None:
+            self._check("complete")
+            raise RequestError(f"complete: request {request.id} was cancelled meanwhile")
+        return request.answer
+
+    @in_turn
     def forget(self) -> None:
         """Discard what is kept in the cache and in host memory; running requests and stores are unchanged."""
         self._verifier.clear()
         self.prefix.clear()
 
+    @in_turn
     def close(self, flush: bool = True) -> None:
         """Cancel all requests, write what is kept to the stores (``flush``) and close the cache."""
         if self.closed:
@@ -288,6 +316,7 @@ class Engine(Closing):
 
     # The loop.
 
+    @in_turn
     def admit(self) -> list[EngineEvent]:
         """Start requests while there is room, as ``step`` does before its pass; returns the events."""
         self._check("admit")
@@ -296,11 +325,13 @@ class Engine(Closing):
             self._admit(self._events)
         return self.take_events()
 
+    @in_turn
     def take_events(self) -> list[EngineEvent]:
         """The events from before a pass that failed, which the next ``step`` would return; none as a rule."""
         events, self._events = self._events, []
-        return events
+        return [event for event in events if event.request not in self._completing]
 
+    @in_turn
     def step(self) -> list[EngineEvent]:
         """Start requests while there is room, then make one forward pass; returns the events in order.
 
@@ -333,6 +364,7 @@ class Engine(Closing):
                 break
         return self.take_events()
 
+    @in_turn
     def forward(self, parts: Sequence[Part]) -> Chosen:
         """One pass over the next tokens of some sessions; what follows the parts that end there.
 
@@ -493,6 +525,8 @@ class Engine(Closing):
         events.extend(last)
         if last and isinstance(last[-1], Failed):
             request.error = last[-1].error
+        elif last and isinstance(last[-1], Finished):
+            request.answer = last[-1]
         self._leave(request, keep)
 
     # Where there is no room, or something fails.

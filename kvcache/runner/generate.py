@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator as Events
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from kvcache.cache import SnapshotCache
+from kvcache.prefix.turns import Turns
 from kvcache.runner.drafts import Draft
 from kvcache.runner.engine import Engine, EngineEvent
 from kvcache.runner.errors import RequestError, RunnerError
@@ -24,6 +26,9 @@ __all__ = ["Generator"]
 
 class Generator(Closing):
     """Generates text for many requests in one cache. A context manager; one ``generate`` at a time.
+
+    ``complete`` waits for those of other threads. ``generate`` does not: while the iterator of another one is
+    neither exhausted nor closed or dropped, however slowly it is drawn from, both raise RunnerError.
 
     ``cache`` is a fresh one, which the generator binds and closes (None: what ``model.make_cache()``
     gives, a ``CausalCache`` where the model has no such method).
@@ -49,6 +54,10 @@ class Generator(Closing):
             options = SpeculativeOptions()
         self.engine, self.draft = Engine(model, tokenizer, options, cache=cache), draft
         self.options = self.engine.options
+        self._lock = Turns()
+        """Of ``complete``."""
+        self._used = threading.Lock()
+        """Held by an iterator that has begun: any thread may drop it."""
 
     @property
     def cache(self) -> Any:
@@ -96,18 +105,17 @@ class Generator(Closing):
         return self._generate([self.encode(prompt) for prompt in prompts], settings)
 
     def _check_idle(self) -> None:
-        if self.engine.busy:
-            raise RunnerError(
-                "generate: another call of generate has not finished; exhaust or close its iterator"
-            )
+        if self.engine.busy or self._used.locked():
+            raise _unfinished()
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], settings: GenerationOptions
     ) -> Events[Event, None, None]:
-        self._check_idle()
         engine = self.engine
-        engine.reset()
+        if engine.busy or not self._used.acquire(False):
+            raise _unfinished()
         try:
+            engine.reset()
             with ExitStack() as ending:
                 for stream, tokens in enumerate(prompts):
                     ending.callback(engine.cancel, engine.submit(tokens, settings, self.draft, stream))
@@ -115,19 +123,27 @@ class Generator(Closing):
                     yield from _answers(engine.admit())
                     yield from _answers(engine.step())
         finally:
-            if not engine.closed:
-                engine.forget()
+            try:
+                if not engine.closed:
+                    engine.forget()
+            finally:
+                self._used.release()
 
     def complete(
         self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
     ) -> list[Finished]:
         """``generate`` to its end: one answer per prompt, in their order."""
-        answers = [event for event in self.generate(prompts, settings) if isinstance(event, Finished)]
+        with self._lock:
+            answers = [event for event in self.generate(prompts, settings) if isinstance(event, Finished)]
         return sorted(answers, key=lambda answer: answer.request)
 
     def close(self) -> None:
         """Close the cache; a ``generate`` that is not done fails. Model and backend are the caller's."""
         self.engine.close()
+
+
+def _unfinished() -> RunnerError:
+    return RunnerError("generate: another call of generate has not finished; exhaust or close its iterator")
 
 
 def _answers(events: Sequence[EngineEvent]) -> Iterator[Event]:

@@ -75,6 +75,11 @@ def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
 
     Raises CacheFullError or SessionLimitError where the engine's requests leave no room for that.
     """
+    with engine.lock:
+        return _captured(engine, tokens)
+
+
+def _captured(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
     complete = engine.ranks.least([engine.prefix.longest([*tokens, 0])]) == [len(tokens)]
     evaluated = len(tokens) if complete else len(tokens) - 1
     if evaluated < 1:
@@ -109,7 +114,8 @@ def adopt(engine: Engine, saved: SavedConversation) -> None:
         raise ConversationError(f"the conversation is of a cache {dict(saved.cache)}; this one is {settings}")
     try:
         snapshot = deserialize(engine.model.backend, saved.page)
-        adopted = engine.prefix.adopt(saved.tokens[: saved.evaluated], snapshot)
+        with engine.lock:
+            adopted = engine.prefix.adopt(saved.tokens[: saved.evaluated], snapshot)
     except (SnapshotCorruptError, InvalidRangeError) as error:
         raise ConversationError(f"the conversation does not fit the model's cache: {error}") from error
     if not adopted:

@@ -18,6 +18,7 @@ from kvcache.prefix.session import Lookup
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft
 from kvcache.runner.request_state import RequestState
+from kvcache.runner.requests import Finished
 from kvcache.runner.sampling import Proposed, Sampler
 
 __all__ = [
@@ -68,6 +69,8 @@ class Request:
         """Whether it finished, failed or was cancelled."""
         self.error: Exception | None = None
         """What it failed with."""
+        self.answer: Finished | None = None
+        """What it ended with, if it did not fail, and was not cancelled."""
         self.stops: set[int] = set()
         """Where snapshots are scheduled for the sake of requests that go on from there."""
 

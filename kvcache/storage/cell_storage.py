@@ -51,6 +51,7 @@ class CellStorage:
                     "put in the pass that stored the token, or is not in what was restored; remove the "
                     "tokens from there on, and evaluate them in all layers"
                 )
+        found.note_read()
         return found
 
     def missing(self, cells: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -59,7 +59,10 @@ class LayerBuffers:
         self.declined = sys.maxsize
         """The fewest segments that the backend's kernel for ragged batches declined; 0: it has none."""
         self.stamp = 0
-        """``Forward.stamp`` of the pass that was last put here; 0: what is here was restored."""
+        """``ForwardPass.stamp`` of the pass that was last put here; odd, one more: it was read since.
+
+        0: what is here was restored.
+        """
         self.doubted = False
         """Whether what was refused would have been the first to be put here."""
         self.absent: np.ndarray | None = None
@@ -142,6 +145,11 @@ class LayerBuffers:
                 return
         for buffer in self.stored:
             buffer.blank(ctx, cells, count)
+
+    def note_read(self) -> None:
+        """What was put last has been read: it is not to be replaced in the same pass."""
+        if self.stamp:
+            self.stamp |= 1
 
     def fits(self, tokens: int, key: tuple[int, ...], value: tuple[int, ...]) -> bool:
         """Whether K and V of these shapes are all that the layer stores of ``tokens``."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 
 import numpy as np
 
@@ -396,6 +397,10 @@ class StatePass:
     wants: Mapping[int, tuple[int, ...]] | None = None
     asked: set[tuple[str, int]] = field(default_factory=set)
     """The states, by name and layer, that were given or updated."""
+    updated: dict[tuple[str, int], bool] = field(default_factory=dict)
+    """Those that were updated, and whether they were read behind that."""
+    thread: int = field(default_factory=get_ident)
+    """Whose calls it takes."""
     behind: list[int] = field(default_factory=list)
     """Sequences some of whose states are not those of where the pass begins."""
 

@@ -11,6 +11,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache
+from kvcache.caches import branches
 from kvcache.testing.harness import every_kind
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.snapshots import CopyRig
@@ -167,6 +168,14 @@ REFUSED: dict[str, tuple[Any, Any]] = {
     "more positions than sequences": ([3, 4], [0]),
     "more sequences than positions": ([3], [0, 1]),
     "a position beyond I32": ([2**31], [0]),
+    "a position beyond I64": ([2**63], [0]),
+    "a position beyond I64, among others": ([3, 2**63], [0, 0]),
+    "a position beyond U64": ([3, 2**64], [0, 0]),
+    "a position below I64": ([3, -(2**63) - 1], [0, 0]),
+    "positions of U64": (np.array([3, 2**64 - 1], np.uint64), [0, 0]),
+    "a position that is a truth": ([True], [0]),
+    "a sequence beyond I64": ([3, 0], [0, 2**63]),
+    "a sequence beyond U64": ([3], [2**64]),
     "positions that are no integers": ([3.5], [0]),
     "sequences that are no integers": ([3], [0.5]),
 }
@@ -219,6 +228,38 @@ def _put_as(cache: CausalCache, ctx: ml.Context, dtype: DType) -> None:
 
 
 BATCH = Batch([1], [0])
+NUMBERS: list[Any] = [
+    2**63,
+    -(2**63),
+    -(2**64),
+    np.uint64(2**63),
+    True,
+    np.bool_(True),
+    1.0,
+    np.float64(1),
+    "1",
+    None,
+]
+WHOLE: dict[str, Callable[[CausalCache, Any], object]] = {
+    "copy_prefix": lambda cache, n: cache.copy_prefix(0, 1, n),
+    "can_resume": lambda cache, n: cache.can_resume(0, n),
+    "resume_point": lambda cache, n: cache.resume_point(0, n),
+    "remove": lambda cache, n: cache.remove(0, n),
+    "remove to": lambda cache, n: cache.remove(0, 1, 2**63 if n is None else n),
+    "snapshot": lambda cache, n: cache.snapshot(0, n),
+    "snapshot to": lambda cache, n: cache.snapshot(0, 0, 2**63 if n is None else n),
+    "evict": lambda cache, n: cache.evict(0, [n]),
+    "schedule_snapshots": lambda cache, n: cache.schedule_snapshots(0, [n]),
+    "shift_context": lambda cache, n: cache.shift_context(0, n),
+    "rollback": lambda cache, n: branches.rollback(cache, 0, n),
+    "fork": lambda cache, n: branches.fork(cache, 0, [1], 2**63 if n is None else n),
+    "branches.resume_point": lambda cache, n: branches.resume_point(cache, 0, n),
+    "the sequence of remove": lambda cache, n: cache.remove(n, 0),
+    "the sequence of offset": lambda cache, n: cache.offset(n),
+    "the source of copy_prefix": lambda cache, n: cache.copy_prefix(n, 0, 1),
+    "the target of copy_prefix": lambda cache, n: cache.copy_prefix(0, n, 1),
+    "set_causal": lambda cache, n: cache.set_causal(cache.backend.new_context(), [n]),
+}
 CALLS: list[tuple[type[Exception], Call]] = [
     (ml.DTypeError, lambda cache, ctx: _attend(cache, ctx, DType.I32)),
     (ml.DTypeError, lambda cache, ctx: _attend(cache, ctx, DType.BOOL)),
@@ -271,6 +312,36 @@ def test_a_call_that_means_nothing_is_refused_and_changes_nothing(
         call(r.cache, r.ctx)
     r.check_figures()
     r.check_seen()
+
+
+@every_kind
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_number_that_is_none_or_too_large_is_refused_and_changes_nothing(
+    rig: MakeRig, kind: Setup, name: str
+) -> None:
+    r = rig(kind)
+    r.forward(range(5), 0)
+    for number in NUMBERS:
+        with pytest.raises(
+            (kvcache.InvalidRangeError, kvcache.InvalidBatchError), match=r"; it must be|; .*must"
+        ):
+            WHOLE[name](r.cache, number)
+    r.check_figures()
+    r.check_seen()
+
+
+@pytest.mark.parametrize("number", [np.uint8, np.int8, np.uint64, np.int64])
+def test_numbers_of_numpy_are_numbers(rig: MakeRig, number: Any) -> None:
+    """Also where they have no room for a difference of two."""
+    r = rig()
+    r.forward(range(7), 0)
+    r.cache.remove(number(0), number(1), number(4))
+    r.model.remove(0, 1, 4)
+    r.cache.copy_prefix(number(0), number(1), number(3))
+    r.model.copy_prefix(0, 1, 3)
+    r.check_figures()
+    assert r.cache.positions(number(1)).tolist() == [0, 1, 2]
+    r.forward([4, 3], [0, 1])
 
 
 @pytest.mark.parametrize(("begin", "end"), [(5, None), (9, 12), (2, 2), (4, 100), (2, 4), (1, 100)])

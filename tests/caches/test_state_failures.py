@@ -124,7 +124,7 @@ def _set_states(r: StateRig) -> None:
 
 def _check_states(r: StateRig) -> None:
     r.before = [row.seen for row in r.model.rows]  # they have been set
-    r.step()
+    r.step(in_place=lambda: True)  # what was read is not given again
 
 
 FAULTS = {

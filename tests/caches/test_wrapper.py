@@ -424,7 +424,7 @@ def test_the_pass_under_way_goes_on_where_one_refuses_the_next(
     with pytest.raises(kvcache.KVCacheError, match="this cache refuses"):
         r.cache.start_forward(r.ctx, Batch([4, 0], [0, 2]), reserve)
     r.foreign.refuses = None
-    r.store(positions, sequences)  # once more, into the cells of the first time
+    r.go_on()
     r.check()
     r.forward([2, 4], [1, 0])
     r.drain()

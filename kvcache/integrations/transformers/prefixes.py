@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,10 +26,13 @@ from kvcache.integrations.transformers.places import layer_devices
 from kvcache.integrations.transformers.rope import check_rotation, rotation_limit
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.prefix.turns import Turns, in_turn
 from kvcache.snapshots.layer_shapes import Layers, layers_of_cache
 from kvcache.stores import Part
 
 __all__ = ["HFPrefixCache", "HFSession"]
+
+log = logging.getLogger("kvcache")
 
 
 class HFSession(Conversation):
@@ -36,7 +41,9 @@ class HFSession(Conversation):
     In a loop of your own, give the model ``remaining``, the tokens that the cache lacks, and nothing twice;
     tell what was sampled by ``extend``. (``generate`` of transformers takes all tokens, and finds out by
     itself.) If other tokens are evaluated than the session is told, nobody can notice, and later
-    conversations start from the wrong keys and values.
+    conversations start from the wrong keys and values. Calls of the session wait for those of other threads;
+    passes of a loop of your own do not, and a thread whose pass another one ended gets OrderError: let the
+    loop hold ``HFPrefixCache.lock`` where several threads have one.
     """
 
     def __init__(self, owner: HFPrefixCache, session: Session, variant: Part = None) -> None:
@@ -46,6 +53,28 @@ class HFSession(Conversation):
         super().__init__(session, self.cache.rows, self.cache.get_seq_length)
         self.cache.rows.limit = owner.limit
 
+    @property
+    def lock(self) -> Turns:
+        return self._owner.lock
+
+    @in_turn
+    def extend(self, tokens: Sequence[int]) -> None:
+        """As Conversation.extend."""
+        super().extend(tokens)
+
+    @in_turn
+    def close(self, keep: bool = True) -> None:
+        """As Conversation.close."""
+        super().close(keep)
+
+    @in_turn
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As Conversation.__exit__."""
+        super().__exit__(kind, error, trace)
+
+    @in_turn
     def prefill(self, size: int = 512) -> None:
         """Evaluate ``remaining`` but its last token, ``size`` tokens at a time at most.
 
@@ -210,6 +239,9 @@ class HFPrefixCache(SharedPrefixes):
 
     Every conversation is a batch of one row, without padding; as many as ``max_sequences`` may be open, and
     they share ``max_sequences * capacity`` cells with what is kept of others.
+
+    Any thread may call it, and its sessions: one call at a time is made, and the others wait. ``generate``
+    holds ``lock`` from its first check to its last token, also while a slow ``streamer`` takes one.
     """
 
     def __init__(
@@ -275,6 +307,8 @@ class HFPrefixCache(SharedPrefixes):
         """Tokens that a conversation may have, and why; None: as many as there is room for."""
         self._placing = [part for part in getattr(model, "modules", list)() if "rope_deltas" in vars(part)]
         whole: Any = family.all
+        self.lock = Turns(whole.take_over)
+        """Held by the thread whose call is made: hold it over the passes of a loop of your own."""
         stores = [tier for tier in options.get("tiers") or () if not isinstance(tier, HostTier)]
         if stores and options.get("layers") is None:
             options["layers"] = self._stored_layers(whole)
@@ -319,6 +353,44 @@ class HFPrefixCache(SharedPrefixes):
         for part in self._placing:
             part.rope_deltas = None
 
+    @in_turn
+    def flush(self) -> None:
+        """As SharedPrefixes.flush."""
+        super().flush()
+
+    @in_turn
+    def write_through(self, nbytes: int | None = None) -> bool:
+        """As SharedPrefixes.write_through."""
+        return super().write_through(nbytes)
+
+    @in_turn
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As SharedPrefixes.__exit__."""
+        super().__exit__(kind, error, trace)
+
+    @in_turn
+    def close(self) -> None:
+        """As SharedPrefixes.close."""
+        super().close()
+
+    def _fitting(self, prompt: int, options: dict[str, Any]) -> int | None:
+        """Ask for no more tokens than a conversation can have: how many these are, where more was asked for.
+
+        The last one of an answer is not evaluated, and takes no room.
+        """
+        most = self.room if self.limit is None else min(self.room, self.limit[0])
+        new, name = _asked(self.model, options, "max_new_tokens"), "max_new_tokens"
+        asked = _asked(self.model, options, "max_length") if new is None else prompt + new
+        if not isinstance(asked, int) or asked <= most + 1:
+            return None
+        if new is None:
+            name, prompt = "max_length", 0
+        options[name] = int(most) + 1 - prompt
+        return int(most) + 1
+
+    @in_turn
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.
 
@@ -345,6 +417,7 @@ class HFPrefixCache(SharedPrefixes):
         self.forget_images()
         return HFSession(self, session, variant)
 
+    @in_turn
     def generate(
         self,
         input_ids: torch.Tensor,
@@ -358,10 +431,14 @@ class HFPrefixCache(SharedPrefixes):
 
         A tokenizer's output goes in as it is: ``generate(**tokenizer(text, return_tensors="pt"))``. Padding,
         several rows, beams, several answers, and inputs beside the tokens (images, positions) are refused.
+
+        An answer for which more tokens are asked than there is room for (``max_sequences * capacity``, its
+        prompt included) ends there, with a warning. CacheFullError where other open sessions hold the room.
         """
         _check_one_row(input_ids, options)
         _check_inputs(self.model, options)
         prompt = input_ids[0].tolist()
+        most = self._fitting(len(prompt), options)
         with self.begin(prompt, salt, shared) as session:
             session.prefill(prefill_size)
             if options.get("custom_generate") is None:  # which may draft without telling
@@ -379,4 +456,12 @@ class HFPrefixCache(SharedPrefixes):
                 session.close(keep=False)
             else:
                 session.extend(tokens[len(prompt) :])
+        if most is not None and len(tokens) == most:
+            log.warning(
+                "generate: prompt and answer have %d tokens, and more were asked for: %s",
+                most,
+                "the model rotates the keys of longer texts otherwise (rope_type), and shares no prefixes"
+                if most <= self.room
+                else "there is no more room; make the HFPrefixCache with a larger capacity or max_sequences",
+            )
         return out

@@ -154,7 +154,7 @@ class StateRig:
             expected = np.stack([state_values(rows[seq].seen, kind, layer, shape) for seq in order])
             for view in (state, self.state(kind, layer)):
                 np.testing.assert_array_equal(view.to_numpy().astype(np.float32), expected)
-            self.write(kind, layer, in_place=False)
+            self.write(kind, layer, in_place=True)
         self.check_seen()
         self.check()
 

@@ -97,9 +97,9 @@ class WrapperRig:
         return True
 
     def go_on(self) -> None:
-        """After a refusal: the pass that was under way stores and reads as before."""
+        """After a refusal: the pass that was under way reads as before."""
         if self.under_way is not None:
-            self.store(*self.under_way)
+            self.look(self.under_way[2])
 
     def refused_start(self, positions: Sequence[int], sequences: Sequence[int]) -> None:
         """A start that the foreign cache refuses when the others have started."""
@@ -120,8 +120,12 @@ class WrapperRig:
             rig.through(self.cache.put, self.cache.set_layer)
             rig.next_token, rig.pass_ = self.next_token, (list(positions), list(sequences))
             rig.put()
+        self.look(lifted)
+
+    def look(self, lifted: Collection[int] = ()) -> None:
         for i, rig in enumerate(self.rigs):
             self.cache.set_layer_type(i)
+            rig.through(self.cache.put, self.cache.set_layer)
             rig.check_seen(lifted)
 
     def read(self, positions: Sequence[int], sequences: Sequence[int]) -> bool:
