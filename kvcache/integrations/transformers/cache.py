@@ -35,6 +35,7 @@ from kvcache.integrations.transformers.layers import (
     RowsCache,
     each_layer,
 )
+from kvcache.integrations.transformers.masks import check_width
 from kvcache.integrations.transformers.places import layer_devices
 from kvcache.integrations.transformers.pool import CacheOptions, CachePool, copy_windows
 from kvcache.integrations.transformers.rows import BatchRows
@@ -171,6 +172,10 @@ class HFCache(RowsCache):
         scaled = plan.grouped and plan.config._attn_implementation == "sdpa"
         return pool.bound and scaled and pool.like.device.type == "cpu"
 
+    def check_mask(self, mask: torch.Tensor, tokens: int, recurrent: bool) -> None:
+        check_width(mask, self.rows.length, tokens)
+        super().check_mask(mask, tokens, recurrent)
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was. Beams share the cells of what they have in common."""
         self.rows.select(beam_idx.tolist())
@@ -234,6 +239,7 @@ class HFCache(RowsCache):
         memo[id(self)] = copy = self.of(BatchRows(CachePool(pool.plan, options)))
         if self.rows.length:
             copy.restore(self.snapshot())
+            copy.rows.removed = self.rows.removed
             pairs = zip(self.rows.sequences, copy.rows.sequences, strict=True)
             copy_windows(pool.family, copy.rows.pool.family, pairs)
         return copy
