@@ -38,7 +38,7 @@ CASES = [
 OTHER_WAY = {"gemma2": "softcap", "t5": "position_bias"}
 """Models that ask for what a cache does not do."""
 
-CENSUS = ("inkling2_text", "inkling2_loop_text", "bigbird_pegasus", "seamless_m4t")
+CENSUS = ("inkling2_text", "inkling2_loop_text", "bigbird_pegasus")
 """Types that give sinks by another name, a bias, or modules that are not causal a prompt that is."""
 
 
@@ -428,8 +428,10 @@ class TestOtherWays:
 
     def test_blocks_that_an_indexer_chooses_are_not_left_out(self) -> None:
         """MiniMax M3 folds them into the masks of "eager" and "sdpa" alone."""
-        made = census.Case("minimax_m3_vl_text").model
-        made.set_attn_implementation(attention.ATTENTION)
+        config = copy.deepcopy(census.Case("minimax_m3_vl_text").config)
+        config.layer_types = ["minimax_m3_sparse"] * len(config.layer_types)
+        config._attn_implementation = attention.ATTENTION
+        made = transformers.MiniMaxM3VLForCausalLM(config)
         with pytest.raises(NotSupportedError, match="asks for block_indices"):
             hf.feed(made, None, hf.tokens(2))
 

@@ -1,4 +1,4 @@
-"""HFCache: our caches as a ``past_key_values`` of transformers."""
+"""HFCache: our caches as a cache of transformers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def cache_argument(model: Any) -> str:
 
 
 class HFCache(RowsCache):
-    """A cache for ``model(..., past_key_values=cache)`` and ``model.generate(..., past_key_values=cache)``.
+    """A cache for ``model(..., cache=cache)`` and ``model.generate(..., cache=cache)``.
+
+    Before transformers 5.24 the argument is called ``past_key_values``.
 
     The rows of the batch are sequences of our caches: a causal one for full attention, a window for
     sliding attention, chunks for chunked attention, a recurrent cache for linear attention.
@@ -107,6 +109,8 @@ class HFCache(RowsCache):
             shift=shift, grow=grow,
         )  # fmt: skip
         plan = layer_plan(config)
+        if isinstance(self, EncoderDecoderCache):  # also for a decoder alone, beside another model's encoder
+            plan = replace(plan, encoder=True)
         options = CacheOptions(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
         self._attach(BatchRows(CachePool(plan, options)))
 
