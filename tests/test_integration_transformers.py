@@ -157,15 +157,17 @@ class TestCompiled:
     "name", ["llama", "gpt2", "qwen3_next", "lfm2", "falcon_h1", "deepseek_v32", "whisper"]
 )
 def test_keys_values_and_states_of_several_dtypes_that_autocast_computes(name: str, kind: Any) -> None:
-    """Whichever comes first: in a prompt, a step, and several tokens behind it."""
+    """Whichever comes first: as close to what is right as with transformers' own cache."""
     case, ids = census.Case(name), hf.tokens(2, 20)
     cache, theirs = kind(case.config, capacity=32), transformers.DynamicCache(config=case.config)
     if kind is HFStaticCache:
         theirs = transformers.StaticCache(case.config, max_cache_len=32)
-    with torch.autocast("cpu", torch.bfloat16):
-        for part in (ids[:, :12], ids[:, 12:13], ids[:, 13:]):
-            found, expected = (hf.feed(case.model, each, part) for each in (cache, theirs))
-            hf.close(found.float(), expected.float(), 0.05 * float(expected.abs().max()))
+    right, errors = hf.feed(case.model, None, ids), []
+    for each in (cache, theirs):
+        with torch.autocast("cpu", torch.bfloat16):
+            parts = [hf.feed(case.model, each, ids[:, b:e]) for b, e in ((0, 12), (12, 13), (13, 20))]
+        errors.append(float((torch.cat(parts, 1).float() - right).abs().mean()))  # some choose other experts
+    assert errors[0] <= 1.2 * errors[1]
 
 
 class TestFixedShapes:
