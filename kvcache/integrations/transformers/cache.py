@@ -177,7 +177,8 @@ class HFCache(RowsCache):
         return pool.bound and scaled and pool.like.device.type == "cpu"
 
     def check_mask(self, mask: torch.Tensor, tokens: int, recurrent: bool) -> None:
-        check_width(mask, self.rows.length, tokens)
+        if self.rows.removed:  # else it is the model's: Git's counts an image in each pass
+            check_width(mask, self.rows.length, tokens)
         super().check_mask(mask, tokens, recurrent)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ def check_width(mask: torch.Tensor, held: int, tokens: int) -> None:
     if mask.shape[1] != held + tokens:
         raise InvalidRangeError(
             f"HFCache: an attention_mask of {mask.shape[1]} columns for {tokens} new tokens behind {held} "
-            f"that are held; it must have {held + tokens}, without those that remove() or crop() took out"
+            f"that are held; it must have {held + tokens}, without the columns that remove() took out"
         )
 
 
