@@ -57,7 +57,7 @@ test-lmcache: .venv-lmcache/.installed
 # stores of others, processes and ranks, and what pages show.
 LEFT_OUT = architecture backend_* cache_* census chat* cli* conformance* discovery docs_* engine_ranks example* \
   fixed_shapes gpu_benchmark integration_* kvcache_package ml_package named_backend other_projects peers_* planted_bugs plugins \
-  pressure quantized_gguf ragged_kernel rank_* ring_* runner_* same_answers saved_conversations scale serve* \
+  quantized_gguf ragged_kernel rank_* ring_* runner_* same_answers saved_conversations serve* \
   speculative stores_crash stores_guide stores_index stores_mooncake stores_plugins stores_suite stores_valkey* tensor_parallel* \
   threads_* torch_ragged train_tiny tutorial two_hosts versions views_disk
 check: lint types
@@ -86,7 +86,6 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.file_store --entries 1000 10000 100000
 	$(BIN)/python -m benchmarks.stores file valkey mooncake
 	$(BIN)/python -m benchmarks.two_hosts
-	$(BIN)/python -m benchmarks.scale --measure
 
 # Every model type of the runtimes that we integrate with; some minutes each.
 census: $(VENV)/.installed-bench
@@ -114,7 +113,7 @@ ENDS = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_
 newest: PYTHON = $(NEWEST)
 oldest: CONSTRAINTS = -c tests/oldest.txt
 newest: CONSTRAINTS = --upgrade --only-binary numpy,ml-dtypes,mlx
-newest: ENDS += tests/prefix $(addprefix tests/test_, layer_shapes.py buffer_pool.py check_serialized.py serialize.py pressure.py)
+newest: ENDS += tests/prefix $(addprefix tests/test_, layer_shapes.py buffer_pool.py check_serialized.py serialize.py)
 oldest newest:
 	rm -rf .$@
 	$(PYTHON) -m venv .$@

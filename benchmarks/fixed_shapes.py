@@ -1,7 +1,7 @@
 """What a pass of fixed shapes costs: ``python -m benchmarks.fixed_shapes``.
 
-Many sequences in a cache with room for much more than they store; one token of each. Over all cells under one
-mask, by tables (``fixed_context``), and without fixed shapes, on PyTorch's CPU with one thread.
+Many sequences in a cache with room for much more than they store; one token of each. By tables
+(``fixed_context``), and without fixed shapes, on PyTorch's CPU with one thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from kvcache.testing.bench.timing import machine
 
 HEADS, KV, DIM = 8, 2, 64
 CONFIGS = {
-    "all cells": ml.CacheConfig(fixed_shapes=True, mask_dtype=ml.DType.F16),
-    "tables": ml.CacheConfig(fixed_shapes=True, fixed_context=128, mask_dtype=ml.DType.F16),
+    "fixed": ml.CacheConfig(fixed_context=128, mask_dtype=ml.DType.F16),
     "not fixed": ml.CacheConfig(),
 }
 
@@ -84,10 +83,9 @@ def _step(
         return started - began, time.perf_counter() - started
 
     def uploaded() -> str:
-        if not config.fixed_shapes:
+        if not config.fixed_context:
             return ""
-        tensors = (cache.graph_rows if config.fixed_context else cache.graph_tensors)(ctx, 0)
-        return f"{sum(tensor.nbytes for tensor in tensors[2:]) / 1e6:.2f} MB"
+        return f"{sum(tensor.nbytes for tensor in cache.graph_rows(ctx, 0)[2:]) / 1e6:.2f} MB"
 
     return step, uploaded
 

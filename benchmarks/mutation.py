@@ -70,8 +70,7 @@ AREAS = {
     "cell table": Area(
         ("kvcache/storage/cell_table.py",),
         (
-            *(f"tests/test_{name}.py" for name in ("cell_table", "residual_window")),
-            *("tests/prefix/test_direct_load.py", TRACES),
+            *("tests/test_cell_table.py", "tests/prefix/test_direct_load.py", TRACES),
             *("-k", "not torch and not mlx and not cupy and not CuPy"),
         ),
     ),
@@ -92,8 +91,8 @@ AREAS = {
         tuple(
             f"kvcache/attention/{name}.py"
             for name in (
-                *("attend", "batched_rows", "calls", "observed", "planned", "quantized_calls"),
-                *("residual", "segments", "selected"),
+                *("attend", "batched_rows", "calls", "planned", "quantized_calls"),
+                *("segments", "selected"),
             )
         ),
         (

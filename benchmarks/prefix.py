@@ -6,7 +6,7 @@ import argparse
 import resource
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import kvcache
 import ml
 from benchmarks.models import SMALL, random_model
 from benchmarks.pages import milliseconds, show
-from benchmarks.scale_simulation import walk
 from kvcache import Batch, HostTier, PrefixCache, serialize
 from kvcache.offload import direct_load as arriving
 from kvcache.offload.direct_load import restore_serialized
@@ -77,6 +76,19 @@ def talk(backend: ml.Backend, folder: Path, conversations: int, turns: int, syst
                 found.host_peak = max(found.host_peak, prefix.nbytes["host"])
     found.growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began) * 1024
     return found
+
+
+def walk(tree: dict[int, Any], tokens: Sequence[int], most: int = 0) -> tuple[int, int]:
+    """(leading tokens that were there, ``most`` at most; tokens that are added)."""
+    known = 0
+    for token in tokens:
+        if token not in tree:
+            break
+        tree = tree[token]
+        known += 1
+    for token in tokens[known:]:
+        tree[token] = tree = {}
+    return min(known, most), len(tokens) - known
 
 
 def _cache(backend: ml.Backend, model: object, system: int) -> kvcache.CausalCache:
@@ -253,6 +265,44 @@ def finding(nodes: int, length: int, rounds: int) -> Trial:
     )
 
 
+def returning(states: bool, count: int, rounds: int) -> tuple[float, float, float]:
+    """Seconds of the processor, without passes: ``close`` of a new conversation of ``count`` tokens, which
+    puts what lies inside into the tree, and the least of ``begin`` and of ``close`` where it comes back.
+
+    ``states``: of a hybrid model, with a snapshot every 512 tokens; else full attention alone.
+    """
+    backend = ml.open_backend("numpy")
+    cache = kvcache.RecurrentCache((8, 3), (2, 4, 4)) if states else kvcache.CausalCache()
+    cache.init(backend, ml.DType.F16, 2, count + 2 * rounds, 512)
+
+    def evaluate(session: kvcache.Session) -> None:
+        for part in session.chunks(512):
+            at, new = cache.offset(session.seq), len(part)
+            with backend.new_context() as ctx:
+                cache.start_forward(ctx, Batch(range(at, at + new), [session.seq] * new))
+                cache.set_layer(0)
+                cache.put(ctx, *[ctx.zeros((new, 1, 8), ml.DType.F16)] * 2)
+                if isinstance(cache, kvcache.RecurrentCache):
+                    cache.set_conv_state(ctx, 1, cache.conv_state(ctx, 1))
+                    cache.set_recurrent_state(ctx, 1, cache.recurrent_state(ctx, 1))
+
+    def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+        start = time.thread_time()
+        found = call()
+        return time.thread_time() - start, found
+
+    begins, closes, prompt = [], [], list(range(count))
+    with PrefixCache(cache) as prefix:
+        for turn in range(rounds + 1):
+            began, session = timed(lambda turn=turn: prefix.begin([*prompt, count + turn]))  # type: ignore[misc]
+            if session.cached != (count if turn else 0):
+                raise AssertionError(f"{session.cached} of {count} tokens were found")
+            evaluate(session)
+            begins.append(began)
+            closes.append(timed(session.close)[0])
+    return closes[0], min(begins[1:]), min(closes[1:])
+
+
 def _hold(tree, node, snapshot) -> None:
     node.data = TreeEntry(node.begin, snapshot=snapshot)
     tree.device.add(node, snapshot.nbytes)
@@ -299,7 +349,7 @@ def _show_talk(found: Talk, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix", description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["talk", "host", "disk", "begin"])
+    parser.add_argument("--parts", nargs="+", default=["talk", "host", "disk", "begin", "states"])
     parser.add_argument("--backend", default="numpy", help="of the conversations (numpy)")
     parser.add_argument("--restores", nargs="+", default=["numpy", "torch", "mlx"])
     parser.add_argument("--conversations", type=int, default=50)
@@ -334,6 +384,14 @@ def main() -> None:
         print("## begin, a prompt of 100,000 tokens, 100,000 nodes\n")
         found = finding(100_000, 100_000, args.rounds).samples()
         show(("", "ms"), ((name, milliseconds(sample, 1)) for name, sample in found.items()))
+    if "states" in args.parts:
+        print("\n## a conversation that comes back: ms of the processor\n")
+        rows = []
+        for count in (32_768, 131_072):
+            for name, states in (("full attention", False), ("hybrid", True)):
+                spent = returning(states, count, args.rounds)
+                rows.append((f"{count:,} tokens, {name}", *(f"{seconds * 1e3:.1f}" for seconds in spent)))
+        show(("", "close, new", "begin", "close"), rows)
 
 
 if __name__ == "__main__":

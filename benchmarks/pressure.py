@@ -1,68 +1,24 @@
-"""Where cells are short: what is found again, what an eviction costs: ``python -m benchmarks.pressure``."""
+"""What a prompt takes where others have to be evicted for it: ``python -m benchmarks.pressure``."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import statistics
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 import kvcache
 import ml
-from benchmarks.pages import show, table
-from benchmarks.scale_simulation import Host, ideal
-from benchmarks.scale_traffic import Request, Traffic, requests
+from benchmarks.pages import show
 from kvcache import Batch, PrefixCache
 from kvcache.cache import SnapshotCache
 from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.testing.bench.timing import machine
 
-TRAFFIC = Traffic(count=1000, system=480, document=320, question=64, answer=192)
-"""That of ``benchmarks.scale``, eight times as long."""
 SHORT = 16
 """Tokens of a short conversation."""
-
-
-def found_in_cells(stream: Sequence[Request], cells: int) -> int:
-    """Tokens of all prompts that a PrefixCache over so many cells found; each request fits in these."""
-    with ml.open_backend("numpy") as backend:
-        host = Host(backend, None, cells)
-        with host.prefix:
-            return sum(host.serve(request.prompt, request.answer) for request in stream)
-
-
-def found_by_blocks(stream: Sequence[Request], cells: int, size: int) -> int:
-    """The same by a model of blocks of ``size`` tokens, as vLLM has them.
-
-    A block is known by all tokens up to its end, and shared when it is full. The least recently used goes
-    first, of one request the last. At least one token of a prompt is evaluated.
-    """
-    free: OrderedDict[object, None] = OrderedDict()  # the blocks that nobody uses, the next to go first
-    found = 0
-    for number, request in enumerate(stream):
-        tokens = np.concatenate((request.prompt, request.answer))
-        digest = hashlib.blake2b(digest_size=16)
-        keys: list[object] = []
-        for start in range(0, tokens.size - size + 1, size):
-            digest.update(tokens[start : start + size].tobytes())
-            keys.append(digest.digest())
-        known = 0
-        while known < (request.prompt.size - 1) // size and keys[known] in free:
-            known += 1
-        found += known * size
-        for key in keys:
-            free.pop(key, None)
-        if tokens.size % size:
-            keys.append(number)
-        while free and len(free) + len(keys) > cells // size:
-            free.popitem(last=False)
-        free.update(dict.fromkeys(reversed(keys)))
-    return found
 
 
 def seconds_of_a_prompt(conversations: int, tokens: int, rounds: int) -> tuple[list[float], list[float]]:
@@ -107,22 +63,6 @@ def _evaluate(cache: SnapshotCache, seq: int, tokens: int) -> None:
         cache.put(ctx, key, key)
 
 
-def _reuse_table(traffic: Traffic, seeds: int, shares: Sequence[float]) -> str:
-    rows: dict[float, list[tuple[float, ...]]] = {share: [] for share in shares}
-    for seed in range(seeds):
-        stream = list(requests(replace(traffic, seed=seed)))
-        best, new = ideal(stream)
-        for share in shares:
-            cells = int(share * new)
-            hits = found_in_cells(stream, cells), *(found_by_blocks(stream, cells, size) for size in (16, 1))
-            rows[share].append(tuple(found / best for found in hits))
-    lines = []
-    for share, found in rows.items():
-        means = (f"{statistics.mean(column):.1%}" for column in zip(*found, strict=True))
-        lines.append((f"{share:.0%} of the tokens", *means))
-    return table(("cells for", "PrefixCache", "blocks of 16", "blocks of 1"), lines)
-
-
 def _costs(conversations: Sequence[int], tokens: int, rounds: int) -> Iterator[tuple[str, ...]]:
     for count in conversations:
         free, full = (statistics.median(times) for times in seconds_of_a_prompt(count, tokens, rounds))
@@ -132,21 +72,13 @@ def _costs(conversations: Sequence[int], tokens: int, rounds: int) -> Iterator[t
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pressure", description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["reuse", "cost"], choices=["reuse", "cost"])
-    parser.add_argument("--requests", type=int, default=TRAFFIC.count)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.03, 0.05, 0.1, 0.2, 0.4])
     parser.add_argument("--conversations", type=int, nargs="+", default=[8_000, 80_000])
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt that needs cells")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    if "reuse" in args.parts:
-        print("## Found again, of what a cache without limit finds\n")
-        print(_reuse_table(replace(TRAFFIC, count=args.requests), args.seeds, args.shares), end="\n\n")
-    if "cost" in args.parts:
-        print(f"## A prompt of {args.tokens:,} tokens among conversations of {SHORT} ({machine()})\n")
-        costs = _costs(args.conversations, args.tokens, args.rounds)
-        show(("conversations", "cells free, ms", "cells full, ms", "per eviction, us"), costs)
+    print(f"## A prompt of {args.tokens:,} tokens among conversations of {SHORT} ({machine()})\n")
+    costs = _costs(args.conversations, args.tokens, args.rounds)
+    show(("conversations", "cells free, ms", "cells full, ms", "per eviction, us"), costs)
 
 
 if __name__ == "__main__":

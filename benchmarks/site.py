@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # mkdocs loads this file by its path
 
-from benchmarks import report, scale_report, two_hosts_report
+from benchmarks import report, two_hosts_report
 from benchmarks.pages import DOCS, filled, load
 from examples import pictures
 
@@ -19,9 +19,8 @@ PAGES = {"benchmarks/index.md": report.RECORD, "benchmarks/ragged.md": "ragged.j
 def drawings() -> dict[str, bytes]:
     """Every drawing of the site by its path in it."""
     found = {f"pictures/{name}.svg": drawn for name, drawn in pictures.drawings().items()}
-    results, scale = load(DOCS / "benchmarks" / report.RECORD), load(DOCS / "benchmarks" / "scale.json")
+    results = load(DOCS / "benchmarks" / report.RECORD)
     found |= {f"benchmarks/{name}": drawn for name, drawn in report.plots(results).items()}
-    found |= {f"benchmarks/{name}": plot(scale) for name, plot in scale_report.PLOTS.items()}
     models = two_hosts_report.load(DOCS)["models"]
     return found | {f"two-hosts/{name}.svg": two_hosts_report.plot(of) for name, of in models.items()}
 

@@ -2,10 +2,10 @@
 
     python examples/eviction.py [--backend numpy] [--model bundled] [--chunk 16]
 
-A text is read in chunks. After each the cache is compressed to a budget of tokens: the latest ones; these
-and the first four (attention sinks: Xiao et al., 2023); or half of them and, of all others, those that had
-the most attention: since they were put (heavy hitters, H2O: Zhang et al., 2023), or from the last chunk (as
-in TOVA: Oren et al., 2024). No token moves, no key is re-encoded.
+A text is read in chunks. After each, tokens are evicted down to a budget. What stays: the latest ones; these
+and the first four (attention sinks: Xiao et al., 2023); or half of the budget in latest tokens and, of all
+others, those that had the most attention: since they were put (heavy hitters, H2O: Zhang et al., 2023), or
+from the last chunk (as in TOVA: Oren et al., 2024). No token moves, no key is re-encoded.
 """
 
 from __future__ import annotations
@@ -14,12 +14,52 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import ml
-from kvcache import AttentionMass, Batch, CausalCache
+from kvcache import Batch, CausalCache
 from kvcache.runner import Llama, ModelError, Tokenizer, bundled_model, load_model
+
+
+class Weighed:
+    """A cache of one sequence that adds up the attention weight of each position, over layers and heads.
+
+    The kernels of ``attend`` do not tell their weights, so these are computed once more, on the host. Each
+    key is stored with its position as an extra, since ``get`` returns keys in any order.
+    """
+
+    def __init__(self, cache: CausalCache) -> None:
+        self.cache, self.mass = cache, np.zeros(0)
+        self.positions: np.ndarray = np.zeros(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def start_forward(self, ctx: ml.Context, batch: Batch) -> None:
+        self.cache.start_forward(ctx, batch)
+        self.positions = np.array(batch.positions)
+        self.mass = np.append(self.mass, np.zeros(max(0, int(self.positions.max()) + 1 - self.mass.size)))
+
+    def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
+        self.cache.put(ctx, key, value, extra={"position": ctx.from_numpy(self.positions, ml.DType.I32)})
+
+    def attend(
+        self, ctx: ml.Context, query: ml.Tensor, scale: float, sinks: ml.Tensor | None = None
+    ) -> ml.Tensor:
+        """query (tokens, heads, head_dim) -> (tokens, heads, v_dim), as of the cache."""
+        keys, _, mask = self.cache.get(ctx)
+        assert isinstance(mask, ml.Tensor), "CacheConfig() elides no mask"
+        position = self.cache.get_extra(ctx, "position").to_numpy().reshape(-1)
+        key, queries = keys.to_numpy().astype(np.float64), query.to_numpy().astype(np.float64)
+        key = np.repeat(key, queries.shape[1] // key.shape[1], axis=1)
+        shown = mask.to_numpy()[: len(queries), None].astype(np.float64)
+        scores = np.einsum("qhd,khd->qhk", queries, key) * scale + shown
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        weights /= weights.sum(axis=2, keepdims=True)
+        np.add.at(self.mass, position, weights.sum(axis=(0, 1)))
+        return self.cache.attend(ctx, query, scale, sinks)
 
 
 @dataclass
@@ -30,7 +70,8 @@ class Recent:
     sinks: int = 0
     forgets = needs_mass = False
 
-    def evicted(self, positions: np.ndarray, mass: np.ndarray | None) -> np.ndarray:
+    def evicted(self, positions: np.ndarray, mass: np.ndarray) -> np.ndarray:
+        """Which of the stored ``positions`` go; ``mass``, F64, is what each position has had."""
         gone: np.ndarray = positions[self.sinks : max(self.sinks, positions.size - self.budget + self.sinks)]
         return gone
 
@@ -44,11 +85,10 @@ class HeavyHitters:
     """Whether only the attention of the last chunk counts."""
     needs_mass = True
 
-    def evicted(self, positions: np.ndarray, mass: np.ndarray | None) -> np.ndarray:
-        assert mass is not None
+    def evicted(self, positions: np.ndarray, mass: np.ndarray) -> np.ndarray:
         older = max(0, positions.size - self.budget // 2)
         count = max(0, positions.size - self.budget)
-        lightest: np.ndarray = positions[np.argsort(mass[:older], kind="stable")[:count]]
+        lightest: np.ndarray = positions[np.argsort(mass[positions[:older]], kind="stable")[:count]]
         return lightest
 
 
@@ -57,23 +97,25 @@ def perplexity(
 ) -> float:
     """exp of the mean loss per token, of pieces that are read ``chunk`` tokens at a time."""
     cache = CausalCache()
+    cache.set_config(ml.CacheConfig())
     cache.init(model.backend, ml.DType.F32, 1, max(map(len, pieces)), chunk)
     nats, count = 0.0, 0
     for piece in pieces:
-        cache.observer = AttentionMass() if policy is not None and policy.needs_mass else None
+        weighed = Weighed(cache) if policy is not None and policy.needs_mass else None
         for begin in range(0, len(piece) - 1, chunk):
             inputs, targets = piece[begin : begin + chunk], piece[begin + 1 : begin + chunk + 1]
             inputs = inputs[: len(targets)]
             batch = Batch(range(begin, begin + len(inputs)), [0] * len(inputs), inputs=inputs)
             with model.backend.new_context() as ctx:
-                cache.start_forward(ctx, batch)
-                logits = model.forward(ctx, batch, cache).to_numpy().astype(np.float64)
+                (weighed or cache).start_forward(ctx, batch)
+                logits = model.forward(ctx, batch, weighed or cache).to_numpy().astype(np.float64)
             nats += nats_of(logits, targets)
             count += len(targets)
             if policy is not None:
-                cache.compress(0, policy)
-                if isinstance(cache.observer, AttentionMass) and policy.forgets:
-                    cache.observer.clear()
+                mass = np.zeros(0) if weighed is None else weighed.mass
+                cache.evict(0, policy.evicted(cache.positions(0), mass).tolist())
+                if weighed is not None and policy.forgets:
+                    weighed.mass = np.zeros(0)
         cache.remove(0, 0)
     return float(np.exp(nats / count))
 

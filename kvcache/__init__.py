@@ -17,7 +17,6 @@ TYPE_CHECKING = False  # typing's, without the cost of importing typing
 if TYPE_CHECKING:
     from typing import Any
 
-    from kvcache.attention.observed import AttentionMass
     from kvcache.cache import (
         Batch,
         Cache,
@@ -31,13 +30,11 @@ if TYPE_CHECKING:
         Mask,
         NotSupportedError,
         OrderError,
-        ResidualWindow,
         SequenceLostError,
         ShiftFunction,
         StorageFormat,
     )
     from kvcache.caches.causal import CausalCache
-    from kvcache.caches.editing import EvictionPolicy
     from kvcache.caches.encoder import EncoderCache
     from kvcache.caches.recurrent import RecurrentCache
     from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
@@ -64,7 +61,6 @@ if TYPE_CHECKING:
     from kvcache.storage.state_specs import StateSpec
 
 __all__ = [
-    "AttentionMass",
     "AttentionSnapshot",
     "Batch",
     "BreakEven",
@@ -76,7 +72,6 @@ __all__ = [
     "ClosedError",
     "EncoderCache",
     "EncoderSnapshot",
-    "EvictionPolicy",
     "HostTier",
     "InvalidBatchError",
     "InvalidRangeError",
@@ -89,7 +84,6 @@ __all__ = [
     "PrefixStats",
     "RecurrentCache",
     "RecurrentSnapshot",
-    "ResidualWindow",
     "Retention",
     "SequenceLostError",
     "Session",
@@ -108,14 +102,12 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "AttentionMass": "attention.observed",
     "AttentionSnapshot": "snapshots.snapshot",
     "BreakEven": "offload.break_even",
     "CausalCache": "caches.causal",
     "ChunkedCache": "caches.windows",
     "EncoderCache": "caches.encoder",
     "EncoderSnapshot": "snapshots.snapshot",
-    "EvictionPolicy": "caches.editing",
     "HostTier": "offload.tiers",
     "PrefixCache": "prefix.prefix_cache",
     "PrefixStats": "prefix.prefix_cache",

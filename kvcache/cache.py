@@ -36,7 +36,6 @@ __all__ = [
     "OneDType",
     "OrderError",
     "PutOptions",
-    "ResidualWindow",
     "SequenceLostError",
     "ShiftFunction",
     "SnapshotCache",
@@ -228,22 +227,8 @@ OneDType: TypeAlias = ml.DType | StorageFormat | str
 """What K, or V, may be stored in: a dtype, a format, or the name of one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResidualWindow:
-    """Codes of ``dtype`` for all tokens, and an unquantized copy of some tokens of each sequence.
-
-    A pass reads exactly its own tokens, the ``residual_length`` before them (KIVI's residual window) and
-    those at positions below ``sink_tokens`` (attention sinks); it reads all others from their codes.
-    ``dtype`` is as for :meth:`Cache.init`; K or V must have a format other than plain numbers.
-    """
-
-    dtype: OneDType | tuple[OneDType, OneDType]
-    residual_length: int = 128
-    sink_tokens: int = 0
-
-
-CacheDType: TypeAlias = OneDType | tuple[OneDType, OneDType] | ResidualWindow
-"""What a cache may be told to store: one for both, or one for K and one for V; or codes with a window."""
+CacheDType: TypeAlias = OneDType | tuple[OneDType, OneDType]
+"""What a cache may be told to store: one for both, or one for K and one for V."""
 
 
 @runtime_checkable
@@ -256,8 +241,7 @@ class Cache(Protocol):
         """Bind to a backend. No tensor is allocated before the first ``put``.
 
         ``dtype`` is the format of K and V: a dtype, a :class:`StorageFormat`, the name of one, or a pair
-        of these, for K and for V; a :class:`ResidualWindow` keeps some tokens exact. ``capacity`` is the
-        number of tokens per sequence.
+        of these, for K and for V. ``capacity`` is the number of tokens per sequence.
         """
 
     def set_config(self, config: ml.CacheConfig) -> None:

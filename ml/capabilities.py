@@ -60,10 +60,9 @@ class CacheConfig:
     ``mask_batch_padding``: the mask's rows likewise (rows of -inf).
     ``permuted_v``: ``get`` gives values as (kv_heads, head_dim, history).
     ``elide_mask``: the mask may be None or :data:`CAUSAL` where that says the same.
-    ``fixed_shapes``: a pass of n tokens has the same tensors each time, over all cells, for CUDA graphs
-    and compilers of graphs (see kvcache.attention.fixed_shapes); nothing is elided then.
-    ``fixed_context``: with ``fixed_shapes``, a token reads the cells of its own sequence, by a table of so
-    many, or 2, 4, 8, ... times as many for longer histories; 0: every cell of the cache, under one mask.
+    ``fixed_context``: where above 0, passes have the same tensors again and again, for CUDA graphs and
+    compilers of graphs (see kvcache.attention.fixed_shapes): a token reads the cells of its own sequence by a
+    table of so many, or 2, 4, 8, ... times as many for longer histories.
     ``call_bytes``: how much of K and V is attended to in the time that one more call takes. ``attend`` reads
     runs and shared prefixes of fewer bytes together with others, even where that copies them, and quantized
     storage in blocks of a few times as many. The default suits a CPU.
@@ -75,22 +74,18 @@ class CacheConfig:
     permuted_v: bool = False
     layout: Layout | Literal["head_major", "token_major"] = Layout.HEAD_MAJOR
     elide_mask: bool = False
-    fixed_shapes: bool = False
     fixed_context: int = 0
     call_bytes: int = 1 << 19
 
     def __post_init__(self) -> None:
         check(self, ShapeError, cache_padding=INTEGER, mask_batch_padding=INTEGER, call_bytes=INTEGER)
         check(self, ShapeError, fixed_context=INTEGER)
-        check(self, ShapeError, permuted_v=TRUTH, elide_mask=TRUTH, fixed_shapes=TRUTH)
+        check(self, ShapeError, permuted_v=TRUTH, elide_mask=TRUTH)
         for name in ("cache_padding", "mask_batch_padding", "call_bytes"):
             if getattr(self, name) < 1:
                 raise ShapeError(f"CacheConfig: {name}={getattr(self, name)}; it must be at least 1")
-        if self.fixed_context < 0 or (self.fixed_context and not self.fixed_shapes):
-            raise ShapeError(
-                f"CacheConfig: fixed_context={self.fixed_context}; it must be 0, or, with "
-                "fixed_shapes=True, the cells that a token's table has at least"
-            )
+        if self.fixed_context < 0:
+            raise ShapeError(f"CacheConfig: fixed_context={self.fixed_context}; it must be at least 0")
         if self.mask_dtype not in (DType.F32, DType.F16, DType.BF16):
             raise DTypeError(f"CacheConfig: mask_dtype={self.mask_dtype!r}; it must be F32, F16 or BF16")
         try:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models import gemma3_text, llama, qwen3_next
+from mlx_lm.models import gemma3_text, llama, llama4, qwen3_next
 
 VOCAB = 97
 WINDOW = 8
@@ -40,7 +40,7 @@ def make_gemma(seed: int = 3, head_dim: int = 16) -> Any:
     return seeded(gemma3_text.Model(arguments), seed)
 
 
-def make_qwen(seed: int = 3, layers: int = 2) -> Any:
+def make_qwen(seed: int = 3, layers: int = 2, head_dim: int = 16) -> Any:
     """All layers but the last recurrent (gated delta net), every other with experts."""
     arguments = qwen3_next.ModelArgs(
         model_type="qwen3_next",
@@ -62,9 +62,20 @@ def make_qwen(seed: int = 3, layers: int = 2) -> Any:
         rope_theta=10000.0,
         partial_rotary_factor=0.5,
         max_position_embeddings=512,
-        **SHAPE,
+        **{**SHAPE, "head_dim": head_dim},
     )
     return seeded(qwen3_next.Model(arguments), seed)
+
+
+def make_llama4(seed: int = 3, head_dim: int = 16) -> Any:
+    """Four layers: three of chunks of 8, one with full attention; no experts."""
+    text = {
+        **SHAPE, "head_dim": head_dim, "attention_bias": False, "attention_chunk_size": WINDOW,
+        "interleave_moe_layer_step": 8, "intermediate_size_mlp": 64, "max_position_embeddings": 512,
+        "model_type": "llama4_text", "num_experts_per_tok": 1, "num_hidden_layers": 4, "num_local_experts": 2,
+        "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e4, "use_qk_norm": False,
+    }  # fmt: skip
+    return seeded(llama4.Model(llama4.ModelArgs(text_config=text, model_type="llama4")), seed)
 
 
 MODELS: dict[str, Callable[..., Any]] = {"llama": make_llama, "gemma": make_gemma, "qwen": make_qwen}

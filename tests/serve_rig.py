@@ -21,14 +21,13 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 import openai
-import uvicorn
 
 import ml
 from kvcache.runner.engine import Engine, EngineOptions, Tier
 from kvcache.runner.loading import bundled_model, load_model
 from kvcache.runner.tokenizer import Tokenizer
 from kvcache.serve import ServeOptions, Worker, make_app, template_of
-from kvcache.serve.running import Server
+from kvcache.serve.running import Server, configured
 
 __all__ = ["NAME", "PROMPT", "Gate", "Serving", "app_of", "asked_in_process", "gated", "opened", "served",
            "until"]  # fmt: skip
@@ -70,7 +69,8 @@ class Serving:
 
     def post(self, body: Any, path: str = "completions") -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(f"{self.url}/v1/{path}", content=content, timeout=60)
+        headers = {"content-type": "application/json"}
+        return httpx.post(f"{self.url}/v1/{path}", content=content, headers=headers, timeout=60)
 
     def health(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/health", timeout=60).json()
@@ -86,9 +86,8 @@ def served(
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # who does not read is noticed soon
     with Worker(lambda: opened(engine), options) as worker, listening:
         app = make_app(worker, NAME, template_of(bundled_model()), options)
-        config = uvicorn.Config(
-            app, ws="none", log_level="critical", lifespan="off", timeout_keep_alive=keep_alive
-        )
+        config = configured(app, options, ["127.0.0.1"])
+        config.timeout_keep_alive = keep_alive
         http = Server(config, worker, options.shutdown_timeout, lambda: None)
         thread = threading.Thread(target=http.run, kwargs={"sockets": [listening]})
         thread.start()

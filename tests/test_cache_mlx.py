@@ -15,5 +15,4 @@ class TestMlx(CacheTests):
     encoder_traces = 8
     quantized_traces = 4
     fault_stride = 7
-    residual_calls = 12
     long_run = 500

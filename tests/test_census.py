@@ -62,25 +62,37 @@ SAMPLE = {
 }
 """What became of some of transformers' types in the modes that were hard for them."""
 OF_MLX_LM = {
-    "baichuan_m1": {"batch": "=", "save": "="},  # states beside a window
+    "baichuan_m1": {"batch": "right", "save": "="},  # states beside a window
     "deepseek_v32": {"batch": "=", "trim": "=", "exception": "="},  # an indexer's keys
     "falcon_h1": {"copy": "="},  # attention and states in one layer
     # Full, sliding and recurrent layers. mlx-lm trims neither states nor windows that have wrapped; ours goes
     # back to what it keeps.
-    "gear": {**dict.fromkeys(of_mlx_lm.MODES, "="), "trim": "right"},
+    "gear": {
+        **dict.fromkeys(of_mlx_lm.MODES, "="),
+        **dict.fromkeys(["padding", "left padding", "trim"], "right"),
+    },
     "gemma2": {"batch": "right"},  # has no room for a mask of each row
     "gpt_oss": {"batch": "="},
     "iquestloopcoder": {"batch": "="},  # two entries for each layer
-    "kimi_linear": {"batch": "=", "save": "="},  # four states in a layer, of several shapes
+    "jamba": {"batch": "right", "padding": "right", "chunks": "="},  # asks for a mask, and drops it
+    "kimi_linear": {
+        "batch": "=",
+        "left padding": "=",
+        "save": "=",
+    },  # four states in a layer, of several shapes
     "llama4": {"batch": "right", "trim": "=", "other's files": "="},  # chunks, one position
     "longcat_flash": {"batch": "="},  # attention twice in a layer
-    "longcat_flash_ngram": {"save": "=", "trim": "right"},  # a state that grows, of integers
-    "mamba2": {"alone": "=", "other's files": "=", "exception": "="},  # nothing but recurrent layers
+    "longcat_flash_ngram": {
+        "batch": "right",
+        "save": "=",
+        "trim": "right",
+    },  # a state that grows, of integers
+    "mamba2": {"padding": "right", "other's files": "=", "exception": "="},  # nothing but recurrent layers
     "minimax_m3_vl": {"batch": "right", "other's files": "="},  # an indexer's keys, values of width 0
     "nemotron-nas": {"batch": "right", "exception": "="},  # wants an entry that it never uses
     "plamo3": {"chunks": "right", "other's files": "theirs"},  # sees more than its window
     "recurrent_gemma": {"batch": "right", "copy": "="},  # takes no notice of padding
-    "rwkv7": {"batch": "=", "exception": "="},  # asks for no mask
+    "rwkv7": {"batch": "right", "exception": "="},  # asks for no mask
     # A window, latents of groups, an open group; mlx-lm neither batches nor loads its entries.
     "deepseek_v41": {"batch": "right", "save": "cannot", "exception": "="},
 }

@@ -16,7 +16,6 @@ from kvcache import (
     InvalidRangeError,
     InvalidSequenceError,
     OrderError,
-    ResidualWindow,
     SequenceLostError,
     SlidingWindowCache,
 )
@@ -127,13 +126,6 @@ class TestReading:
         written.put([0, 1, 2], [0, 1, 2, 3])
         written.expect([0, 1, 2], 1, 4, tolerance)
         written.expect([2, 0, 1], 0, 4, tolerance)
-
-    def test_what_a_residual_window_retains_is_read_as_it_was_put(self, backend: ml.Backend) -> None:
-        written = Written(backend, CausalCache(), dtype=ResidualWindow(ml.DType.Q4_0, 2), dim=32)
-        written.put([0, 1, 2], [0, 1, 2, 3])
-        written.put([0, 1, 2], [4])
-        written.expect([0, 1, 2], 0, 5, 0.4)
-        written.expect([2, 0, 1], 3, 5)
 
     def test_nothing_at_all(self, backend: ml.Backend) -> None:
         written = Written(backend, CausalCache())

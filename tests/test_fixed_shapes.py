@@ -1,4 +1,4 @@
-"""Fixed shapes: the same tensors in every pass; one graph per batch size, however long the history is."""
+"""Fixed shapes: the same tensors again and again; one graph per batch size and context."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ torch = pytest.importorskip("torch")
 HEADS, DIM, LAYERS = 2, 4, 2
 KINDS = {"causal": CausalCache, "window": lambda: SlidingWindowCache(5), "chunked": lambda: ChunkedCache(4)}
 every_kind = pytest.mark.parametrize("make", list(KINDS.values()), ids=list(KINDS))
-FIXED = ml.CacheConfig(fixed_shapes=True)
-TABLES = ml.CacheConfig(fixed_shapes=True, fixed_context=4)
+FIXED = ml.CacheConfig(fixed_context=4)
 
 
 @pytest.fixture
@@ -52,10 +51,10 @@ def tokens(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 @every_kind
-def test_tensors_of_a_batch_size_stay_where_they_are(backend: ml.Backend, make: Any) -> None:
+def test_tensors_of_a_batch_size_and_context_stay_where_they_are(backend: ml.Backend, make: Any) -> None:
     cache = bound(backend, make)
     rng = np.random.default_rng(0)
-    seen: dict[int, set[tuple[Any, ...]]] = {}
+    seen: dict[tuple[int, ...], set[tuple[Any, ...]]] = {}
     with backend.new_context() as ctx:
         for batch in batches(seed=2):
             cache.start_forward(ctx, batch)
@@ -63,11 +62,11 @@ def test_tensors_of_a_batch_size_stay_where_they_are(backend: ml.Backend, make: 
                 cache.set_layer(layer)
                 cache.put(ctx, *(ctx.from_numpy(tokens(rng, len(batch))) for _ in "kv"))
             for layer in range(LAYERS):
-                found = cache.graph_tensors(ctx, layer)
+                found = cache.graph_rows(ctx, layer)
                 where = [(t.native.data_ptr(), t.shape, t.strides) for t in found]
-                seen.setdefault((len(batch), layer), set()).add(tuple(where))
+                seen.setdefault((len(batch), layer, *found.cells.shape), set()).add(tuple(where))
                 assert found.key.shape == (cache.cells, HEADS, DIM)
-                assert found.mask.shape == (len(batch), cache.cells)
+                assert found.mask.shape == (len(batch), found.cells.shape[1])
     assert len(seen) > LAYERS
     assert {len(places) for places in seen.values()} == {1}
 
@@ -83,50 +82,8 @@ class Counting:
         return graph.forward
 
 
-@pytest.mark.parametrize("make", [KINDS["causal"], KINDS["chunked"]], ids=["causal", "chunked"])
-def test_one_graph_per_batch_size_serves_a_growing_history(backend: ml.Backend, make: Any) -> None:
-    torch._dynamo.reset()
-    compiler = Counting()
-
-    @torch.compile(backend=compiler, fullgraph=True, dynamic=False)
-    def layer(query: Any, new_key: Any, new_value: Any, key: Any, value: Any, slots: Any, mask: Any) -> Any:
-        key.index_copy_(0, slots.long(), new_key)
-        value.index_copy_(0, slots.long(), new_value)
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.5)
-        return out[0].transpose(0, 1)
-
-    compiled, dynamic = bound(backend, make), bound(backend, make, ml.CacheConfig())
-    rng = np.random.default_rng(5)
-    sizes = (1, 3)
-    with backend.new_context() as ctx:
-        zeros = ctx.zeros((1, HEADS, DIM), ml.DType.F32)
-        compiled.start_forward(ctx, Batch([0], [0]), reserve=True)
-        compiled.put(ctx, zeros, zeros)  # a reserve pass fixes the layer's shapes
-        for position in range(14):
-            for sequences in ([0], [0, 1, 2]):
-                places = [2 * position + (len(sequences) > 1)] * len(sequences)
-                if places[0] > 15:
-                    continue
-                batch = Batch(
-                    [p if s == 0 else position for p, s in zip(places, sequences, strict=True)], sequences
-                )
-                arrays = [tokens(rng, len(batch)) for _ in range(3)]
-                query, key, value = map(ctx.from_numpy, arrays)
-                compiled.start_forward(ctx, batch)
-                inputs = [t.native for t in compiled.graph_tensors(ctx, 0)]
-                found = layer(query.native, key.native, value.native, *inputs)
-                dynamic.start_forward(ctx, batch)
-                dynamic.put(ctx, key, value)
-                expected = dynamic.attend(ctx, query, 0.5).to_numpy()
-                np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
-    assert compiler.graphs == len(sizes)
-
-
 @pytest.mark.parametrize("make", [KINDS["causal"], KINDS["window"]], ids=["causal", "window"])
-def test_by_tables_there_is_a_graph_for_each_batch_size_and_doubled_context(
-    backend: ml.Backend, make: Any
-) -> None:
+def test_there_is_a_graph_for_each_batch_size_and_doubled_context(backend: ml.Backend, make: Any) -> None:
     torch._dynamo.reset()
     compiler = Counting()
 
@@ -141,7 +98,7 @@ def test_by_tables_there_is_a_graph_for_each_batch_size_and_doubled_context(
         )
         return out.squeeze(2)
 
-    compiled, dynamic = bound(backend, make, TABLES), bound(backend, make, ml.CacheConfig())
+    compiled, dynamic = bound(backend, make, FIXED), bound(backend, make, ml.CacheConfig())
     rng, ends, seen = np.random.default_rng(5), [0, 0, 0], {}
     with backend.new_context() as ctx:
         zeros = ctx.zeros((1, HEADS, DIM), ml.DType.F32)
@@ -171,19 +128,16 @@ def test_by_tables_there_is_a_graph_for_each_batch_size_and_doubled_context(
     assert compiler.graphs == len(seen) == 2 * len(contexts)
 
 
-def test_by_tables_a_pass_uploads_what_its_sequences_store_and_not_what_fits(backend: ml.Backend) -> None:
-    uploaded = {}
-    for context in (0, 4):
-        cache = CausalCache()
-        cache.set_config(ml.CacheConfig(fixed_shapes=True, fixed_context=context))
-        cache.init(backend, ml.DType.F32, 8, 512, 8)
-        with backend.new_context() as ctx:
-            one = ctx.zeros((8, HEADS, DIM), ml.DType.F32)
-            cache.start_forward(ctx, Batch([0] * 8, range(8)))
-            cache.put(ctx, one, one)
-            found = cache.graph_rows(ctx, 0) if context else cache.graph_tensors(ctx, 0)
-            uploaded[context] = sum(tensor.nbytes for tensor in found[2:])
-    assert uploaded == {0: 8 * 4 + 8 * 8 * 512 * 4, 4: 8 * 4 + 2 * 8 * 4 * 4}
+def test_a_pass_uploads_what_its_sequences_store_and_not_what_fits(backend: ml.Backend) -> None:
+    cache = CausalCache()
+    cache.set_config(FIXED)
+    cache.init(backend, ml.DType.F32, 8, 512, 8)
+    with backend.new_context() as ctx:
+        one = ctx.zeros((8, HEADS, DIM), ml.DType.F32)
+        cache.start_forward(ctx, Batch([0] * 8, range(8)))
+        cache.put(ctx, one, one)
+        uploaded = sum(tensor.nbytes for tensor in cache.graph_rows(ctx, 0)[2:])
+    assert uploaded == 8 * 4 + 2 * 8 * 4 * 4
 
 
 @pytest.mark.parametrize(
@@ -201,7 +155,7 @@ def test_by_tables_a_pass_uploads_what_its_sequences_store_and_not_what_fits(bac
 def test_there_is_a_table_for_each_sequence_where_all_have_as_many_tokens_side_by_side(
     backend: ml.Backend, sequences: list[int], rows: int
 ) -> None:
-    caches = [bound(backend, CausalCache, config) for config in (TABLES, ml.CacheConfig())]
+    caches = [bound(backend, CausalCache, config) for config in (FIXED, ml.CacheConfig())]
     rng, found = np.random.default_rng(3), []
     with backend.new_context() as ctx:
         for shift in (0, 4):
@@ -216,13 +170,10 @@ def test_there_is_a_table_for_each_sequence_where_all_have_as_many_tokens_side_b
         assert caches[0].graph_rows(ctx, 0).cells.shape[0] == rows
 
 
-@pytest.mark.parametrize("config", [FIXED, TABLES], ids=["whole", "tables"])
 @pytest.mark.parametrize("stored", [ml.DType.F16, ml.DType.BF16, ml.DType.Q8_0])
-def test_attention_is_in_the_dtype_of_the_query(
-    backend: ml.Backend, config: ml.CacheConfig, stored: ml.DType
-) -> None:
+def test_attention_is_in_the_dtype_of_the_query(backend: ml.Backend, stored: ml.DType) -> None:
     cache = CausalCache()
-    cache.set_config(config)
+    cache.set_config(FIXED)
     cache.init(backend, stored, 2, 16, 8)
     with backend.new_context() as ctx:
         two = ctx.full((2, HEADS, 32), 1.0, ml.DType.F32)
@@ -231,8 +182,8 @@ def test_attention_is_in_the_dtype_of_the_query(
         assert cache.attend(ctx, two, 1.0).dtype is ml.DType.F32
 
 
-def test_by_tables_a_token_reads_nothing_of_other_sequences(backend: ml.Backend) -> None:
-    cache = bound(backend, CausalCache, TABLES)
+def test_a_token_reads_nothing_of_other_sequences(backend: ml.Backend) -> None:
+    cache = bound(backend, CausalCache, FIXED)
     with backend.new_context() as ctx:
         for seq, number in ((0, np.nan), (1, 1.0)):
             cache.start_forward(ctx, Batch(range(5), [seq] * 5))
@@ -246,42 +197,29 @@ def test_by_tables_a_token_reads_nothing_of_other_sequences(backend: ml.Backend)
         assert (found[1] == 1).all()
 
 
-def test_the_two_kinds_of_graph_are_told_apart(backend: ml.Backend) -> None:
-    with backend.new_context() as ctx:
-        one = ctx.zeros((1, HEADS, DIM), ml.DType.F32)
-        for config, wrong in ((FIXED, "graph_rows"), (TABLES, "graph_tensors")):
-            cache = bound(backend, CausalCache, config)
-            cache.start_forward(ctx, Batch([0], [0]))
-            cache.put(ctx, one, one)
-            cache.start_forward(ctx, Batch([1], [0]))
-            with pytest.raises(errors.NotSupportedError, match="fixed_context"):
-                getattr(cache, wrong)(ctx, 0)
-            with pytest.raises(errors.OrderError, match="not put in this pass"):  # nor counts as put
-                cache.attend(ctx, one, 1.0)
-    for bad in ({"fixed_context": 4}, {"fixed_context": -1, "fixed_shapes": True}):
-        with pytest.raises(ml.ShapeError, match="fixed_context"):
-            ml.CacheConfig(**bad)
+def test_a_context_below_0_is_refused() -> None:
+    with pytest.raises(ml.ShapeError, match="fixed_context"):
+        ml.CacheConfig(fixed_context=-1)
 
 
-def test_a_pass_that_only_reads_has_the_same_tensors_and_leaves_the_slots(backend: ml.Backend) -> None:
+def test_a_pass_that_only_reads_has_no_graph_and_leaves_the_slots(backend: ml.Backend) -> None:
     cache = bound(backend, CausalCache)
     with backend.new_context() as ctx:
         for position in range(3):
             cache.start_forward(ctx, Batch([position, position], [0, 1]))
             two = ctx.full((2, HEADS, DIM), position + 1, ml.DType.F32)
             cache.put(ctx, two, two)
-        graph = cache.graph_tensors(ctx, 0)
-        slots, where = graph.slots.to_numpy().tolist(), [t.native.data_ptr() for t in cache.get(ctx)]
+        graph = cache.graph_rows(ctx, 0)
+        slots = graph.slots.to_numpy().tolist()
         cache.start_forward(ctx, Batch([0, 1], [1, 0]), read_only=True)
-        key, _, mask = found = cache.get(ctx)
-        assert [t.native.data_ptr() for t in found] == where
+        key, _, mask = cache.get(ctx)
         assert graph.slots.to_numpy().tolist() == slots
         seen = [key.to_numpy()[row == 0][:, 0, 0].tolist() for row in mask.to_numpy()]
         assert seen == [[1], [1, 2]]
         query = ctx.full((2, HEADS, DIM), 0, ml.DType.F32)
         assert cache.attend(ctx, query, 1.0).to_numpy()[:, 0, 0].tolist() == [1, 1.5]
         with pytest.raises(errors.OrderError, match="read-only"):
-            cache.graph_tensors(ctx, 0)
+            cache.graph_rows(ctx, 0)
 
 
 def test_what_a_graph_wrote_can_be_read_without_put(backend: ml.Backend) -> None:
@@ -293,20 +231,19 @@ def test_what_a_graph_wrote_can_be_read_without_put(backend: ml.Backend) -> None
         cache.start_forward(ctx, Batch([0], [0]))
         with pytest.raises(errors.OrderError, match="not put in this pass"):
             cache.get(ctx)
-        graph = cache.graph_tensors(ctx, 0)
+        graph = cache.graph_rows(ctx, 0)
         graph.key.set_rows(ctx, one, graph.slots)
         key, _, mask = cache.get(ctx)
         assert key.to_numpy()[mask.to_numpy()[0] == 0].tolist() == one.to_numpy().tolist()
 
 
-@pytest.mark.parametrize("config", [FIXED, TABLES], ids=["whole", "tables"])
-def test_an_except_list_reaches_the_tensors_at_once(backend: ml.Backend, config: ml.CacheConfig) -> None:
-    cache = bound(backend, CausalCache, config)
+def test_an_except_list_reaches_the_tensors_at_once(backend: ml.Backend) -> None:
+    cache = bound(backend, CausalCache)
     with backend.new_context() as ctx:
         cache.start_forward(ctx, Batch([0, 1, 2], [0, 0, 0]))
         three = ctx.zeros((3, HEADS, DIM), ml.DType.F32)
         cache.put(ctx, three, three)
-        mask = (cache.graph_rows if config.fixed_context else cache.graph_tensors)(ctx, 0).mask
+        mask = cache.graph_rows(ctx, 0).mask
         assert (mask.to_numpy() == 0).sum(axis=1).tolist() == [1, 2, 3]
         cache.set_causal(ctx, except_=[0])
         assert (mask.to_numpy() == 0).sum(axis=1).tolist() == [3, 2, 3]
@@ -325,37 +262,35 @@ def test_a_pass_that_is_taken_up_again_has_its_own_tensors(backend: ml.Backend) 
         assert cache.held() == {0: 1}
 
 
-def test_graph_tensors_are_refused_where_there_are_none(backend: ml.Backend) -> None:
+def test_graph_rows_are_refused_where_there_are_none(backend: ml.Backend) -> None:
     cache = bound(backend, CausalCache, ml.CacheConfig())
     with backend.new_context() as ctx:
         with pytest.raises(errors.OrderError, match="start_forward"):
-            cache.graph_tensors(ctx, 0)
+            cache.graph_rows(ctx, 0)
         cache.start_forward(ctx, Batch([0], [0]))
-        with pytest.raises(errors.NotSupportedError, match="fixed_shapes=True"):
-            cache.graph_tensors(ctx, 0)
+        with pytest.raises(errors.NotSupportedError, match="fixed_context"):
+            cache.graph_rows(ctx, 0)
         cache = bound(backend, CausalCache)
         cache.start_forward(ctx, Batch([0], [0]))
         with pytest.raises(errors.OrderError, match="layer 0"):
-            cache.graph_tensors(ctx, 0)
+            cache.graph_rows(ctx, 0)
 
 
-@pytest.mark.parametrize("config", [FIXED, TABLES], ids=["whole", "tables"])
 @pytest.mark.parametrize("stored", [ml.DType.Q8_0, "F8_E4M3", ("F16", "F32")], ids=str)
 def test_a_graph_is_refused_what_is_read_as_copies_and_its_pass_goes_on(
-    backend: ml.Backend, config: ml.CacheConfig, stored: Any
+    backend: ml.Backend, stored: Any
 ) -> None:
     """It would write into the copies, and what it wrote would be lost."""
     cache = CausalCache()
-    cache.set_config(config)
+    cache.set_config(FIXED)
     cache.init(backend, stored, 1, 16, 8)
     with backend.new_context() as ctx:
         one = ctx.full((1, HEADS, 32), 1.0, ml.DType.F32)
         cache.start_forward(ctx, Batch([0], [0]), reserve=True)
         cache.put(ctx, one, one)
         cache.start_forward(ctx, Batch([0], [0]))
-        graph = cache.graph_rows if config.fixed_context else cache.graph_tensors
         with pytest.raises(errors.NotSupportedError, match=r"layer 0 stores \w+/\w+ .* put and attend"):
-            graph(ctx, 0)
+            cache.graph_rows(ctx, 0)
         with pytest.raises(errors.OrderError, match="not put in this pass"):
             cache.get(ctx)
         cache.put(ctx, one, one)
@@ -372,7 +307,7 @@ def test_what_is_read_behind_a_replay_is_asked_for_in_its_pass(backend: ml.Backe
             if position:
                 with pytest.raises(errors.OrderError, match="was not put in this pass"):
                     cache.get(ctx)
-            graph = cache.graph_tensors(ctx, 0)
+            graph = cache.graph_rows(ctx, 0)
             for tensor in (graph.key, graph.value):
                 tensor.native[graph.slots.native.long()] = position + 1.0
         cache.start_forward(ctx, Batch([2], [0]), read_only=True)

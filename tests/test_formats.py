@@ -1,13 +1,11 @@
-"""Storage formats: the same bits on every backend, those of MLX and ml_dtypes; names, plugins, pages."""
+"""Storage formats: the same bits on every backend, those of MLX and ml_dtypes; names, pages."""
 
 from __future__ import annotations
 
+import importlib
 import pickle
-import sys
-from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -17,8 +15,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch, CausalCache, PrefixCache
-from kvcache.storage.formats import CacheFormat, FormatSpec, format_names, hookimpl, open_format, plugins
-from kvcache.storage.formats.plugins import FormatRegistry
+from kvcache.storage.formats import CacheFormat, format_names, names, open_format
 from kvcache.storage.formats.rotated import PREFIX
 from kvcache.stores import MemoryStore, SerializedSnapshot
 from kvcache.testing.rigs.protocol import only_protocol
@@ -32,7 +29,7 @@ CODED = [
 ]
 """Those that turn heads first sum in each backend's own order."""
 FLOATS = (DType.F32, DType.F16, DType.BF16)
-EXAMPLE = Path(__file__).parents[1] / "examples/kvcache-format-turbo"
+EXAMPLE = Path(__file__).parents[1] / "examples/turbo4.py"
 
 
 @pytest.fixture(params=BACKENDS)
@@ -203,42 +200,20 @@ class Others(Halves):
     """Of the same name."""
 
 
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FormatRegistry]:
-    """install(record, ...) has one plugin for each; an exception is raised by its hook."""
-
-    def install(*records: Any) -> FormatRegistry:
-        made = FormatRegistry([plugin(i, record) for i, record in enumerate(records)])
-        monkeypatch.setattr(plugins, "registry", lambda: made)
-        return made
-
-    def plugin(i: int, record: Any) -> EntryPoint:
-        module = ModuleType(f"format_plugin_{i}")
-
-        @hookimpl
-        def kvcache_format() -> Any:
-            if isinstance(record, Exception):
-                raise record
-            return record
-
-        module.kvcache_format = kvcache_format  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        return EntryPoint(f"plugin{i}", module.__name__, "kvcache.formats")
-
-    monkeypatch.setattr(plugins, "_kept", {})
-    return install
+@pytest.mark.parametrize("name", ["halves", "A/B", "A B", "É", ""])
+def test_names_that_would_not_be_told_apart_are_refused(name: str) -> None:
+    with pytest.raises(ml.DTypeError, match="a name must be uppercase ASCII"):
+        CacheFormat.of(type("Mine", (Halves,), {"name": name})())
 
 
-def test_a_plugins_format_is_stored_named_and_listed(
-    install: Callable[..., FormatRegistry], numpy: ml.Backend
+def test_a_format_of_ones_own_is_stored_and_restored_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, numpy: ml.Backend
 ) -> None:
-    made = install(FormatSpec("HALVES", Halves), ValueError("no"), FormatSpec("Q8_0", Halves))
-    assert [reason for reason in made.broken().values() if "raised ValueError: no" in reason]
-    assert "HALVES" in format_names()
-    assert "provided twice" in made.broken()["Q8_0"]
-    assert type(open_format("Q8_0")).__name__ == "_Q8"  # the built-in one
+    monkeypatch.setattr(names, "_given", {})
+    with pytest.raises(ml.DTypeError, match=r"no storage format 'HALVES'; known: F32, .* passed to init"):
+        open_format("HALVES")
     cache = CausalCache()
-    cache.init(numpy, "F32/halves", 1, 8, 8)
+    cache.init(numpy, ("F32", Halves()), 1, 8, 8)
     with numpy.new_context() as ctx:
         cache.start_forward(ctx, Batch([0], [0]))
         x = ctx.from_numpy(np.full((1, 1, 3), 1 / 3, np.float32))
@@ -251,44 +226,15 @@ def test_a_plugins_format_is_stored_named_and_listed(
     assert cache.restore(0, again)
 
 
-@pytest.mark.parametrize(
-    ("spec", "error", "message"),
-    [
-        (lambda: FormatSpec("HALVES", lambda: 3), ml.NotSupportedError, "implement kvcache.StorageFormat"),  # type: ignore[arg-type,return-value]
-        (lambda: FormatSpec("THIRDS", Halves), ml.PluginError, "named 'HALVES'"),
-        (
-            lambda: FormatSpec("HALVES", Halves, "pip install x", lambda: ml.Availability(False, "no fan")),
-            ml.NotSupportedError,
-            "no fan; install it with: pip install x",
-        ),
-        (lambda: ValueError("no"), ml.DTypeError, "no storage format 'HALVES'; known: F32"),
-    ],
-)
-def test_what_a_plugin_does_wrong_is_told(
-    install: Callable[..., FormatRegistry], spec: Any, error: type[Exception], message: str
-) -> None:
-    made = spec()
-    install(made)
-    with pytest.raises(error) as caught:
-        open_format(getattr(made, "name", "HALVES"))
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["halves", "A/B", "A B", "É", ""])
-def test_names_that_would_not_be_told_apart_are_refused(name: str) -> None:
-    with pytest.raises(ml.PluginError, match="name="):
-        FormatSpec(name, Halves)
-
-
 def test_a_format_that_is_given_is_known_by_its_name_and_is_the_only_one_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plugins, "_kept", {})
+    monkeypatch.setattr(names, "_given", {})
     assert CacheFormat.of(Halves()) == CacheFormat.of((Halves(), Halves()))
     assert isinstance(open_format("HALVES"), Halves)
-    with pytest.raises(ml.PluginError, match="named HALVES"):
+    with pytest.raises(ml.DTypeError, match="is named HALVES"):
         CacheFormat.of(Others())
-    with pytest.raises(ml.PluginError, match="named Q8_0"):
+    with pytest.raises(ml.DTypeError, match="is named Q8_0"):
         CacheFormat.of(type("Mine", (Halves,), {"name": "Q8_0"})())
 
 
@@ -297,11 +243,9 @@ def test_a_format_that_is_given_is_known_by_its_name_and_is_the_only_one_of_it(
 
 @pytest.fixture
 def turbo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(EXAMPLE))
-    made = FormatRegistry([EntryPoint("turbo4", "kvcache_format_turbo", "kvcache.formats")])
-    monkeypatch.setattr(plugins, "registry", lambda: made)
-    monkeypatch.setattr(plugins, "_kept", {})
-    return open_format("turbo4")
+    monkeypatch.setattr(names, "_given", {})
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    return importlib.import_module("turbo4").Turbo4()
 
 
 def test_the_example_is_within_its_bound_and_better_than_q4_0_on_outliers(
@@ -319,30 +263,23 @@ def test_the_example_is_within_its_bound_and_better_than_q4_0_on_outliers(
     assert 0 < errors[0] < 0.7 * errors[1]
 
 
-def test_the_example_serves_a_cache_and_the_command_line(turbo: Any, make_model: Any) -> None:
-    from typer.testing import CliRunner
-
-    from kvcache.command.main import app
-
+def test_the_example_serves_a_cache(turbo: Any) -> None:
     with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
         cache = CausalCache()
-        cache.init(backend, ("TURBO4", DType.Q8_0), 1, 8, 8)
+        cache.init(backend, (turbo, DType.Q8_0), 1, 8, 8)
         cache.start_forward(ctx, Batch(range(3), [0] * 3))
         x = np.random.default_rng(1).normal(size=(3, 2, 32)).astype(np.float32)
         cache.put(ctx, ctx.from_numpy(x), ctx.from_numpy(x))
         key, _, _ = cache.get(ctx)
         assert (np.abs(key.to_numpy() - x) <= turbo.bound(x, DType.F32)).all()
         assert cache.attend(ctx, ctx.from_numpy(x), 0.2).shape == (3, 2, 32)
-    options = "--max-tokens 2 --cache-type-k turbo4"
-    result = CliRunner().invoke(app, f"generate --model {make_model(head_dim=32)} --prompt abc {options}")
-    assert result.exit_code == 0, result.output
 
 
-def test_ranks_are_told_the_formats_of_a_plugin_too(turbo: Any) -> None:
+def test_ranks_are_told_a_format_of_ones_own_too(turbo: Any) -> None:
     from kvcache.runner.options import EngineOptions
 
     told = pickle.loads(pickle.dumps(EngineOptions(cache_dtype=(turbo, DType.Q8_0))))
-    assert CacheFormat.of(told.cache_dtype) == CacheFormat.of("TURBO4/Q8_0")
+    assert CacheFormat.of(told.cache_dtype).name == "TURBO4/Q8_0"
 
 
 # Pages.

@@ -95,7 +95,7 @@ def test_attend_is_attention_over_what_get_reads_back(
 ) -> None:
     query, key, value = arrays(3.0)
     cache = CausalCache() if window is None else SlidingWindowCache(window)
-    cache.set_config(ml.CacheConfig(fixed_shapes=fixed))
+    cache.set_config(ml.CacheConfig(fixed_context=8 * fixed))
     stored(backend, name, (query, key, value), cache)
     with backend.new_context() as ctx:
         keys, values, mask = cache.get(ctx)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import importlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,14 +15,26 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 
 import kvcache
-from kvcache.integrations.mlx_lm import Attention, CachePool, SequencesTakenError, make_prompt_cache, storage
+from benchmarks.census import mlx_lm as census
+from benchmarks.census import mlx_lm_types
+from kvcache.integrations.mlx_lm import (
+    Attention,
+    CachePool,
+    SequencesTakenError,
+    make_prompt_cache,
+    rewind,
+    storage,
+)
 
 from . import mlx_lm_models as models
 
+loops: Any = importlib.import_module("mlx_lm.generate")
 TOLERANCE = 1e-5
 SMALL = {"completion_batch_size": 4, "prefill_batch_size": 3, "prefill_step_size": 6}
 
@@ -389,3 +404,145 @@ def test_what_is_done_to_some_entries_only_is_noticed() -> None:
     entries[0].trim(1)
     with pytest.raises(kvcache.OrderError, match="did not take part"):
         entries[1].trim(1)
+
+
+# Padding and the states of layers.
+
+
+class Dropping(nn.Module):
+    """Asks its entry for a mask, and lets what follows a row's tokens into its state nevertheless."""
+
+    honours = False
+
+    def __call__(self, inputs: Any, cache: Any = None) -> Any:
+        entry = cache[0]
+        mask = entry.make_mask(inputs.shape[1])
+        x = (inputs % 7 + 1).astype(mx.float32)
+        if mask is not None and self.honours:
+            x = x * mask
+        before = 0 if entry[0] is None else entry[0]
+        sums = before + mx.cumsum(x, axis=1)[..., None]
+        entry[0] = sums[:, -1:]
+        entry.advance(inputs.shape[1])
+        return sums
+
+    def make_cache(self) -> list[Any]:
+        return [ArraysCache(1)]
+
+
+class Honouring(Dropping):
+    honours = True
+
+
+@pytest.mark.parametrize("kind", [Dropping, Honouring])
+@pytest.mark.parametrize("left", [False, True])
+def test_each_row_of_a_padded_batch_gets_what_it_gets_alone(kind: Any, left: bool) -> None:
+    """In the first pass and in later ones; rows are computed apart only where padding would get in."""
+    model = kind()
+    pool = CachePool(model, capacity=64, max_sequences=4)
+    assert (pool.storage.alike_from > 0) is (kind is Dropping)
+    rows, batch = [[3, 4], [5, 6, 7, 8, 9]], models.merged([pool.make_prompt_cache() for _ in range(2)])
+    columns = mx.array([[0, 0, 0, 3, 4] if left else [3, 4, 0, 0, 0], rows[1]])
+    batch[0].prepare(**({"left_padding": [3, 0]} if left else {"lengths": [2, 5], "right_padding": [3, 0]}))
+    model(columns[:, :4], cache=batch)
+    model(columns[:, 4:], cache=batch)
+    batch[0].finalize()
+    batch[0].prepare(lengths=[3, 1], right_padding=[0, 2])
+    found = model(mx.array([[1, 2, 3], [4, 0, 0]]), cache=batch)
+    assert (float(found[0, 2, 0]), float(found[1, 0, 0])) == (18.0, 24.0)  # 4 5 2 3 4, and 6 7 1 2 3 5
+
+
+@pytest.mark.parametrize("name", ["jamba", "nemotron_h", "bailing_moe_linear", "olmo_hybrid", "mamba2"])
+def test_models_with_states_say_in_a_padded_batch_what_each_row_says_alone(name: str) -> None:
+    case = census.Case(name)
+    for mode in (census.batch, census.padding, census.left):
+        assert census.is_right(case, mode.__name__, mode(census.Ours(case)))
+
+
+def test_a_row_that_ends_with_a_step_of_mamba_2_keeps_its_state() -> None:
+    model = mlx_lm_types.build("mamba2")
+    pool, rows = (
+        CachePool(model, capacity=512, max_sequences=3),
+        [models.prompt_of(256), models.prompt_of(300)],
+    )
+    alone = [model(mx.array([[*row, 7]]), cache=pool.make_prompt_cache())[0, -1] for row in rows]
+    batch = models.merged([pool.make_prompt_cache() for _ in rows])
+    for entry in batch:
+        entry.prepare(lengths=[256, 300], right_padding=[44, 0])
+    model(mx.array([[*rows[0], *[0] * 44], rows[1]]), cache=batch)
+    for entry in batch:
+        entry.finalize()
+    assert models.largest(list(model(mx.array([[7], [7]]), cache=batch)[:, -1]), alone) < 1e-4
+
+
+def test_prompts_that_can_never_fit_are_refused_before_anything_is_computed(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And answers end where the room ends, which the log says."""
+    if model is models.shared("gemma"):
+        pool = CachePool(model, capacity=24, max_sequences=1, max_batch=24)
+    else:
+        pool = CachePool(model, capacity=24)
+    long, short = models.prompt_of(24), models.prompt_of(20)
+    generator = BatchGenerator(model, max_tokens=8)
+    for refused in (
+        lambda: loops.generate_step(mx.array(long), model, prompt_cache=pool.make_prompt_cache()),
+        lambda: generator.insert([long], caches=[pool.make_prompt_cache()]),
+    ):
+        with pytest.raises(
+            kvcache.InvalidRangeError, match="a prompt of 24 tokens; the pool has room for 24"
+        ):
+            refused()
+    assert pool.free_sequences == 1
+    assert not caplog.records
+    prompt_cache = pool.make_prompt_cache()
+    said = [
+        token
+        for token, _ in loops.generate_step(mx.array(short), model, prompt_cache=prompt_cache, max_tokens=9)
+    ]
+    assert said == models.greedy(model, short, 4, own_prompt_cache(model))
+    assert "ends after 4, where the pool's room ends" in caplog.text
+    generator.close()
+
+
+# Threads.
+
+
+def test_threads_with_a_prompt_cache_each_wait_for_one_another(model: Any) -> None:
+    """Also where they copy, trim or save, and where garbage is collected in their midst."""
+    pool = CachePool(model, capacity=48, max_sequences=6)
+    rows = prompts_of(5, 11, 8)
+    right = [models.greedy(model, row, 6, own_prompt_cache(model)) for row in rows]
+
+    def answer(i: int) -> list[int]:
+        said = []
+        for k in range(4):
+            one = pool.make_prompt_cache()
+            said = models.greedy(model, rows[(i + k) % 3], 6, one)
+            assert said == right[(i + k) % 3]
+            other = copy.deepcopy(one)
+            assert [entry.state for entry in other]
+            assert rewind(other, 0) == 0
+            assert models.greedy(model, rows[i % 3], 6, other) == right[i % 3]
+        return said
+
+    with ThreadPoolExecutor(3) as threads:
+        for found in [threads.submit(answer, i) for i in range(3)]:
+            found.result()
+    gc.collect()
+    assert pool.free_sequences == 6
+
+
+def test_a_pass_that_fails_in_one_thread_leaves_the_pool_to_the_others(model: Any) -> None:
+    pool = CachePool(model, capacity=48, max_sequences=2)
+    one, two = pool.make_prompt_cache(), pool.make_prompt_cache()
+    broken = [*one[:-1], object()]
+    row = models.prompt_of(9)
+    with ThreadPoolExecutor(1) as thread:
+        for _ in range(2):
+            with pytest.raises(Exception):  # noqa: B017, PT011
+                thread.submit(model, mx.array([row]), cache=broken).result()
+    assert models.greedy(model, row, 6, two) == models.greedy(model, row, 6, own_prompt_cache(model))
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(rewind, one, 0).result() == 0
+        thread.submit(model, mx.array([row]), cache=one).result()

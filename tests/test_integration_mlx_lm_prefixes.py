@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 from unittest.mock import Mock
 
@@ -54,6 +55,19 @@ def test_turns_and_branches_say_what_they_say_without_it(name: str) -> None:
             assert cache.prefix.stats.reused - before >= least
 
 
+def test_more_chats_in_turn_than_sequences_compute_what_is_new(name: str) -> None:
+    chats = [models.prompt_of(30, seed=seed) for seed in range(6)]
+    with MLXPrefixCache(models.shared(name), max_sequences=2, capacity=256, **OPTIONS) as cache:
+        for turn in range(3):
+            for i, tokens in enumerate(chats):
+                before = cache.prefix.stats.reused
+                answer = said(cache, tokens, 4)
+                assert answer == plain(name, tokens, 4)
+                computed = len(tokens) - (cache.prefix.stats.reused - before)
+                assert computed == 30 if not turn else computed <= 21
+                chats[i] = [*tokens, *answer, *models.prompt_of(20, seed=10 * turn + i)]
+
+
 def test_logits_processors_see_the_whole_prompt_whatever_of_it_is_reused() -> None:
     model = models.shared("llama")
     processors = make_logits_processors(repetition_penalty=1.5, repetition_context_size=64)
@@ -95,7 +109,7 @@ def test_what_was_evicted_and_what_a_store_has_comes_back(name: str) -> None:
 
 def test_several_conversations_are_open_side_by_side(name: str) -> None:
     prompts = [[*FIRST[:20], *models.prompt_of(4, seed=i)] for i in (4, 5)]
-    with MLXPrefixCache(models.shared(name), max_sequences=2, capacity=128, **OPTIONS) as cache:
+    with MLXPrefixCache(models.shared(name), max_sequences=2, capacity=256, **OPTIONS) as cache:
         running = [cache.generate(prompt, max_tokens=8, prefill_step_size=7) for prompt in prompts]
         answers: list[list[int]] = [[], []]
         for _ in range(8):
@@ -260,3 +274,63 @@ def test_stores_of_a_model_that_is_split_over_ranks_are_refused() -> None:
 def test_repr_says_what_it_is_of() -> None:
     with MLXPrefixCache(models.shared("llama"), capacity=32, backend=ml.open_backend("mlx")) as cache:
         assert repr(cache).startswith("<MLXPrefixCache of a Model; <PrefixCache, open sessions: 0")
+
+
+def test_threads_wait_for_each_other_and_for_a_free_conversation(name: str) -> None:
+    rows = [FIRST[:count] for count in (20, 30, 12)]
+    right = [plain(name, row, 5) for row in rows]
+
+    with MLXPrefixCache(models.shared(name), capacity=64, max_sequences=2, **OPTIONS) as cache:
+
+        def answer(i: int) -> None:
+            for k in range(4):
+                assert said(cache, rows[(i + k) % 3], 5) == right[(i + k) % 3]
+
+        with ThreadPoolExecutor(3) as threads:
+            for found in [threads.submit(answer, i) for i in range(3)]:
+                found.result()
+        assert cache.stats.reused > 0
+        assert not cache.prefix.sessions
+
+
+def test_an_answer_goes_on_in_another_thread() -> None:
+    with (
+        MLXPrefixCache(models.shared("qwen"), capacity=64, **OPTIONS) as cache,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        steps = cache.generate(FIRST, max_tokens=6)
+        found = [(thread.submit(next, steps).result() if i % 2 else next(steps))[0] for i in range(6)]
+        assert found == plain("qwen", FIRST, 6)
+        assert next(steps, None) is None
+
+
+def test_who_holds_all_conversations_is_told_and_others_wait() -> None:
+    with MLXPrefixCache(models.shared("llama"), capacity=64, max_sequences=1, **OPTIONS) as cache:
+        session = cache.begin(FIRST)
+        with pytest.raises(SessionLimitError):
+            cache.begin(FIRST)
+        with ThreadPoolExecutor(1) as thread:
+            waits = thread.submit(said, cache, FIRST, 4)
+            assert wait([waits], timeout=0.2).not_done
+            session.close()
+            assert waits.result() == plain("llama", FIRST, 4)
+
+
+def test_an_answer_that_does_not_fit_ends_where_the_room_ends(caplog: pytest.LogCaptureFixture) -> None:
+    with MLXPrefixCache(models.shared("llama"), capacity=34, max_sequences=1, **OPTIONS) as cache:
+        assert said(cache, FIRST, 9) == plain("llama", FIRST, 4)
+        assert "an answer of up to 9 tokens ends after 4, where the pool's room ends" in caplog.text
+        with pytest.raises(InvalidRangeError, match="a prompt of 34 tokens"):
+            said(cache, [*FIRST, 1, 2, 3, 4], 1)
+
+
+def test_a_page_of_other_shapes_binds_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Of another model under the same identity: what the model stores decides, not what was read first."""
+    options = {"capacity": 64, "tiers": [MemoryStore()], **OPTIONS}
+    with MLXPrefixCache(models.make_llama(head_dim=32), **options) as other:
+        said(other, FIRST, 2)
+    with MLXPrefixCache(models.shared("llama"), **options) as cache:
+        for _ in range(2):
+            assert said(cache, FIRST, 4) == plain("llama", FIRST, 4)
+        assert cache.stats.reused > 0
+    assert "the serialized snapshot is dropped and computed again" in caplog.text

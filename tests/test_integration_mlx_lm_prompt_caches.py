@@ -287,6 +287,33 @@ def test_a_quantized_prompt_cache_is_saved_as_what_it_reads(tmp_path: Path) -> N
     assert models.largest([again], [exact]) < 0.02 * float(mx.abs(exact).max())
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", ["AFFINE8_32", ("Q8_0", "AFFINE4_32")], ids=str)
+@pytest.mark.parametrize("make", [models.make_llama, models.make_gemma, models.make_llama4])
+def test_a_pool_reads_the_codes_that_one_of_its_format_saved(
+    make: Any, stored: Any, dtype: Any, tmp_path: Path
+) -> None:
+    """Bit by bit, past windows and chunks; mlx-lm's own classes read the values."""
+    model, file = make(head_dim=32), str(tmp_path / "prompt.safetensors")
+    model.set_dtype(dtype)
+    pool = CachePool(model, capacity=64, max_sequences=2, dtype=stored, rollback=4)
+    one, prompt = pool.make_prompt_cache(), models.prompt_of(23)
+    for begin, end in ((0, 20), (20, 21), (21, 22)):
+        mx.eval(model(mx.array([prompt[begin:end]]), cache=one))
+    save_prompt_cache(file, one, {"of": "a story"})
+    again, metadata = load_prompt_cache(file, pool, return_metadata=True)
+    assert (metadata, again[0].offset) == ({"of": "a story"}, 22)
+    for mine, read, theirs in zip(one, again, own_load(file), strict=True):
+        assert mx.array_equal(mine.keys, read.keys)
+        assert mx.array_equal(mine.values, read.values)
+        kept = min(theirs.keys.shape[2], 7)
+        assert mx.array_equal(theirs.keys[..., -kept:, :], mine.keys[..., -kept:, :])
+    x = mx.array([prompt[22:]])
+    assert mx.array_equal(model(x, cache=again), model(x, cache=one))
+    other = load_prompt_cache(file, CachePool(model, capacity=64))  # stores the values as they are
+    assert mx.array_equal(other[-1].keys[..., :5, :], own_load(file)[-1].keys[..., :5, :])
+
+
 def same_groups(one: Any, other: Any) -> None:
     """The same tokens in the same words, scales and biases, of the same dtypes."""
     assert type(one) is type(other) is QuantizedKVCache
@@ -472,3 +499,51 @@ def test_dtypes_of_mlx_and_unknown_options_are_understood() -> None:
     other = CachePool(model, capacity=16)
     with pytest.raises(kvcache.NotSupportedError, match=r"of a CachePool already; copy\.deepcopy"):
         adopt(pool.make_prompt_cache(), other)
+
+
+class FailsAt:
+    """A part of a model that raises in its n-th call."""
+
+    def __init__(self, part: Any, at: int) -> None:
+        self.part, self.left = part, at
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.left -= 1
+        if not self.left:
+            raise MemoryError("the device is full")
+        return self.part(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
+
+
+@pytest.mark.parametrize("make", [models.make_llama, models.make_gemma])
+@pytest.mark.parametrize("at", [1, 3, 8])
+@pytest.mark.parametrize("where", ["draft", "layer of the draft", "target", "layer of the target", "sampler"])
+def test_a_round_of_speculation_that_fails_leaves_both_where_it_began(make: Any, where: str, at: int) -> None:
+    """The error is the one that was raised, and both go on from there as if the round had never been."""
+    target, draft = make(seed=1), make(seed=2)
+    mine, drafts = (make_prompt_cache(model, capacity=96, rollback=12) for model in (target, draft))
+    prompt, said, parts = models.prompt_of(20), list[int](), {"draft": draft, "target": target}
+    failing, options = dict(parts), {}
+    if where.startswith("layer"):
+        layers = parts[where.split()[-1]].model.layers
+        layers[1] = FailsAt(layers[1], at)
+    elif where == "sampler":
+        options["sampler"] = FailsAt(lambda logs: mx.argmax(logs, axis=-1), at)
+    else:
+        failing[where] = FailsAt(parts[where], at)
+    steps = loops.speculative_generate_step(
+        mx.array(prompt), failing["target"], failing["draft"], max_tokens=12, num_draft_tokens=4,
+        prompt_cache=mine + drafts, prefill_step_size=64, **options,
+    )  # fmt: skip
+    with pytest.raises(MemoryError, match="the device is full"):
+        said.extend(token for token, _, _ in steps)
+    begun = len(prompt) - 1 + len(said) if mine[0].offset else 0
+    assert [entry.offset for entry in mine] == [begun] * len(mine)
+    assert len({entry.offset for entry in drafts}) == 1
+    assert drafts[0].offset <= len(prompt) - 1 + len(said)
+    if where.startswith("layer"):
+        layers[1] = layers[1].part
+    rest = [*prompt, *said][begun:]
+    assert models.greedy(target, rest, 6, mine) == own_greedy(target, [*prompt, *said], 6)

@@ -26,7 +26,6 @@ from kvcache import (
     InvalidSequenceError,
     NotSupportedError,
     OrderError,
-    ResidualWindow,
 )
 from kvcache.integrations.transformers import (
     HFCache,
@@ -190,23 +189,6 @@ class TestOverflow:
             if not grow:
                 cache.reserve(40)
             hf.close(hf.feed(made, cache, ids[:, 12:]), hf.fresh(made, ids[:, :12], ids[:, 12:]))
-
-    @pytest.mark.parametrize("name", ["llama", "gemma3"])
-    def test_recent_tokens_stay_unquantized_in_new_buffers(self, name: str) -> None:
-        made, ids = hf.model(name, head_dim=32), hf.tokens(2, 14)
-        stored = ResidualWindow("Q4_0", residual_length=4, sink_tokens=1)
-        cache = HFCache(made.config, capacity=20, max_sequences=4, lookback=12, dtype=stored)
-        hf.feed(made, cache, ids[:, :10])
-        fork = cache.fork()
-        expected = hf.feed(made, fork, ids[:, 10:])
-        fork.reset()
-        copied = copy.deepcopy(cache)
-        hf.close(hf.feed(made, copied, ids[:, 10:]), expected, 1e-6)
-        fork = cache.fork()
-        cache.reserve(40)
-        cache.rows.pool.look_back(20)
-        for one in (cache, fork):
-            hf.close(hf.feed(made, one, ids[:, 10:]), expected, 1e-6)
 
     @pytest.mark.parametrize("name", EACH_KIND)
     def test_growing_makes_room_for_what_shared_cells_and_for_what_is_restored(self, name: str) -> None:

@@ -33,8 +33,24 @@ def test_a_chunk_comes_back_with_its_shapes_and_dtypes() -> None:
         ({"lmcache_chunk": {"form": "x", "shapes": [4], "dtypes": ["float16"]}}, np.zeros(4, np.uint8)),
         ({"lmcache_chunk": {"form": "x", "shapes": [[2]], "dtypes": []}}, np.zeros(4, np.uint8)),
         ({"lmcache_chunk": {"form": "x", "shapes": [[2]], "dtypes": ["float16"]}}, np.zeros(2, np.float16)),
+        *(
+            (
+                {"lmcache_chunk": {"form": "x", "shapes": shapes, "dtypes": ["int8"] * 2}},
+                np.zeros(4, np.uint8),
+            )
+            for shapes in ([[1 << 40], [1]], [[3], [2]], [[-1], [1]], [[-2, -2], [0]])
+        ),
     ],
-    ids=["nothing", "a shape that is none", "fewer dtypes", "no bytes"],
+    ids=[
+        "nothing",
+        "a shape that is none",
+        "fewer dtypes",
+        "no bytes",
+        "far more bytes",
+        "more bytes in all",
+        "fewer than none",
+        "negative sizes",
+    ],
 )
 def test_anything_else_under_a_chunks_key_is_corrupt(meta: dict[str, Any], array: np.ndarray) -> None:
     with pytest.raises(SnapshotCorruptError, match="chunk of LMCache"):

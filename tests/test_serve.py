@@ -478,7 +478,8 @@ def test_a_client_that_leaves_a_stream_ends_its_request(serving: Serving) -> Non
 def test_a_client_that_leaves_while_it_waits_ends_its_request(serving: Serving) -> None:
     before = serving.worker.dropped["cancelled"]
     body = json.dumps({"prompt": PROMPT, "max_tokens": 100}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    lines = "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}", "", ""
+    head = "\r\n".join(("POST /v1/completions HTTP/1.1", *lines)).encode()
     address = serving.url.removeprefix("http://").split(":")
     with gated(serving) as gate:
         with socket.create_connection((address[0], int(address[1]))) as connection:

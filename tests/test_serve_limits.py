@@ -48,7 +48,9 @@ def connected(serving: Serving, body: bytes, claimed: int | None = None) -> sock
     client.connect((host, int(port)))
     length = len(body) if claimed is None else claimed
     client.sendall(
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode() + body
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        + f"Content-Length: {length}\r\n\r\n".encode()
+        + body
     )
     return client
 

@@ -25,7 +25,7 @@ from kvcache.stores import (
     StoreReadOnlyError,
     StoreUnavailableError,
 )
-from kvcache.stores.lockfile import fcntl
+from kvcache.stores.lockfile import LOCK, STORE_FORMAT, fcntl
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
 from .stores_crash import CALLS
@@ -367,3 +367,104 @@ def test_closing_waits_for_the_call_under_way(where: Path, monkeypatch: pytest.M
     putting.join(60)
     closing.join(60)
     assert results == [True]
+
+
+# Folders that may only be read from the start.
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("left", ["nothing", "an empty lock file", "a lock file"])
+def test_a_fresh_folder_that_may_only_be_read_is_an_empty_store(
+    where: Path, monkeypatch: pytest.MonkeyPatch, code: int, left: str
+) -> None:
+    where.mkdir()
+    if left != "nothing":
+        (where / LOCK).write_bytes(STORE_FORMAT + bytes(16) if left == "a lock file" else b"")
+    only_read(monkeypatch, code)
+    with FileStore(where) as store:
+        assert (store.stat(["a"]), store.prefix(["a"]), store.view("a")) == ([None], 0, None)
+        assert (store.get_into("a", bytearray(1)), store.reader("a")) == (False, None)
+        assert store.usage().entries == 0
+        for call in (lambda: store.put("a", [b"x"]), lambda: store.delete("a")):
+            with pytest.raises(StoreReadOnlyError, match="read-only"):
+                call()
+
+
+def test_a_folder_that_may_only_be_read_serves_what_it_has(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FileStore(where, durable=False) as store:
+        fill(store, "ab")
+    only_read(monkeypatch, errno.EROFS)
+    with FileStore(where) as store:
+        assert [read(store, key) for key in "ab"] == [content("a"), content("b")]
+        assert (store.prefix(["a", "b"]), store.usage().nbytes) == (2, 2 * UNIT)
+        with pytest.raises(StoreReadOnlyError):
+            store.put("c", [b"x"])
+
+
+def test_a_folder_of_entries_that_may_not_be_read_is_unavailable(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FileStore(where).close()
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if path == "pages":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StoreUnavailableError, match="Permission denied"):
+        FileStore(where)
+
+
+@pytest.mark.parametrize("call", ["put", "delete", "usage", "open"])
+def test_an_unlock_that_fails_undoes_nothing_and_says_nothing(
+    where: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Closing the file lets go of the lock all the same."""
+    store, flock = FileStore(where, durable=False), fcntl.flock
+
+    def fail(fd: int, how: int) -> None:
+        flock(fd, how)
+        if how == fcntl.LOCK_UN:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    fill(store, "a")
+    monkeypatch.setattr(fcntl, "flock", fail)
+    if call == "put":
+        assert store.put("b", [content("b")]) is True
+    elif call == "delete":
+        assert store.delete("a") is True
+    elif call == "usage":
+        assert store.usage().entries == 1
+    else:
+        FileStore(where, durable=False).close()
+    monkeypatch.undo()
+    assert present(store, "ab") == {"put": "ab", "delete": ""}.get(call, "a")
+    store.close()
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+@pytest.mark.parametrize("kind", ["a folder", "a full folder", "a link", "a broken link", "a pipe", "a loop"])
+def test_a_put_takes_the_place_of_whatever_stands_there(
+    store: FileStore, where: Path, suffix: str, kind: str
+) -> None:
+    """At the first attempt. What a folder holds is kept, and what a link leads to is not touched."""
+    path, elsewhere = where / "pages" / f"a{suffix}", where.parent / "elsewhere"
+    elsewhere.write_text("mine")
+    if kind.endswith("folder"):
+        path.mkdir()
+        if "full" in kind:
+            (path / "mine").write_text("mine")
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"a link": elsewhere, "a broken link": where / "gone", "a loop": path}[kind])
+    assert store.put("a", [content("a")]) is True
+    assert read(store, "a") == content("a")
+    assert elsewhere.read_text() == "mine"
+    aside = [inside for inside in (where / "pages").iterdir() if inside.suffix == ".foreign"]
+    assert len(aside) == kind.endswith("folder")
+    assert [inside.name for one in aside for inside in one.iterdir()] == ["mine"] * ("full" in kind)

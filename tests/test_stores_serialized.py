@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from kvcache.stores import (
     get_snapshot,
     pack,
     put_snapshot,
+    strict_json,
     unpack,
 )
+from kvcache.stores.serialized_snapshot import MAX_VALUES
 from ml.dtypes import STORAGE_DTYPES
 
 DTYPES = [dtype.numpy for dtype in STORAGE_DTYPES]
@@ -344,3 +347,73 @@ def test_a_page_that_vanishes_or_is_replaced_between_two_calls_is_a_miss(
 
     monkeypatch.setattr(store, "get_into", get_into)
     assert get_snapshot(store, "a") is None
+
+
+# What parsing costs.
+
+
+FRONT = f'{{"__metadata__":{{"format":"{SNAPSHOT_FORMAT}","meta":"'
+LARGE = 1 << 20
+COSTLY: dict[str, str] = {
+    "a meta without an end": FRONT + "x" * LARGE,
+    "a meta of escapes": FRONT + "\\\\" * (LARGE // 2),
+    "brackets in a meta without an end": FRONT + "[]," * (LARGE // 3),
+    "brackets": '{"a":[' + "[]," * (LARGE // 3) + "1]}",
+    "nothing but quotes": '"' * LARGE,
+    "numbers": '{"a":[' + "257," * (LARGE // 4) + "1]}",
+    "texts": '{"a":[' + '"ab",' * (LARGE // 5) + "1]}",
+    "escaped characters": '{"a":"' + "\\u00e9" * (LARGE // 6) + '"}',
+    "a wide character": '{"a":"' + "x" * LARGE + '\U0001f600"}',
+}
+
+
+@pytest.mark.parametrize("header", COSTLY.values(), ids=COSTLY)
+def test_parsing_a_header_takes_memory_in_proportion_to_its_bytes(header: str) -> None:
+    data = framed(header)
+    tracemalloc.start()
+    try:
+        with pytest.raises(SnapshotCorruptError):
+            unpack(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 * len(data)
+
+
+@pytest.mark.parametrize("text", ["[],", "{},", '"":0,'])
+def test_a_header_of_more_values_than_any_page_has_is_not_parsed(text: str) -> None:
+    """Each takes up to two hundred bytes of memory."""
+    data = framed(('{"a":[' if text != '"":0,' else "{") + text * (MAX_VALUES + 1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(SnapshotCorruptError, match=f"more than {MAX_VALUES}"):
+            unpack(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * len(data)
+
+
+@pytest.mark.parametrize("before", range(8))
+def test_depth_is_counted_across_the_parts_in_which_a_text_is_looked_at(before: int) -> None:
+    """Wherever a part ends: in a text, in an escape, between brackets."""
+    padding = "x" * (strict_json._PART - 8 + before)
+    for depth in (98, 99):
+        text = f'{{"{padding}\\\\\\"[[":{nested(depth)}}}'
+        if depth == 98:
+            assert strict_json.decode(text)
+        else:
+            with pytest.raises(ValueError, match="nested 101 deep; 100 is the limit"):
+                strict_json.decode(text)
+
+
+@pytest.mark.parametrize("kind", ["a name", "a dtype", "a shape"])
+def test_an_error_quotes_little_of_what_it_refuses(kind: str) -> None:
+    """It goes to the log."""
+    text = "x" * 100_000
+    entry: Any = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    changed: Any = {"a dtype": {"dtype": text}, "a shape": {"shape": [1] * 30_000}}.get(kind, {"shape": None})
+    header = {"__metadata__": METADATA, text if kind == "a name" else "a": {**entry, **changed}}
+    with pytest.raises(SnapshotCorruptError) as found:
+        unpack(framed(header, DATA))
+    assert len(str(found.value)) < 400

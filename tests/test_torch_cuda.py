@@ -190,20 +190,19 @@ SCENES: dict[str, Any] = {
     "Q4_0": (mixed, CausalCache, {"stored": ml.DType.Q4_0}),
     "F32": (mixed, CausalCache, {"dtype": ml.DType.F32, "stored": ml.DType.F32}),
     "sinks": (mixed, CausalCache, {"sinks": True}),
-    "fixed": (decode, CausalCache, {"fixed_shapes": True}),
+    "fixed": (decode, CausalCache, {"fixed_context": 64}),
     "together": (together, CausalCache, {}),
     "restored-first": (elsewhere, CausalCache, {}),
     "chunk": (mixed, lambda: ChunkedCache(16), {}),
     "two-kinds": (mixed, two_kinds, {}),
     "two-kinds-first": (together, two_kinds, {}),
-    "two-kinds-fixed": (together, two_kinds, {"fixed_shapes": True}),
+    "two-kinds-fixed": (together, two_kinds, {"fixed_context": 64}),
     "beside-states": (mixed, lambda: WrapperCache(RecurrentCache((1,), (1,)), CausalCache()), {}),
     "padded": (mixed, CausalCache, {"cache_padding": 8, "mask_batch_padding": 8}),
     "latent": (mixed, CausalCache, {"latent": 16}),
     "latent-Q8_0": (decode, CausalCache, {"latent": 16, "stored": ml.DType.Q8_0}),
     "chosen": (mixed, CausalCache, {"chosen": 64}),
     "chosen-scattered": (together, CausalCache, {"chosen": 70, "sinks": True}),
-    "chosen-fixed": (decode, CausalCache, {"chosen": 768, "fixed_shapes": True}),
 }
 LAYOUTS = {"two": ["cuda:0", "cuda:1"], "host": ["cpu", "cuda:0"]}
 

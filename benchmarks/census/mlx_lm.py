@@ -136,10 +136,10 @@ def alone(side: Theirs) -> Seen:
 
 
 def batch(side: Theirs) -> Seen:
-    """Ragged rows that leave at different times, in chunks of 4; another joins in the middle."""
-    prompts = [draw(count, seed=count) for count in (5, 13, 9, 3)]
-    generator = BatchGenerator(side.model, completion_batch_size=3, prefill_batch_size=2, prefill_step_size=4)
-    uids = generator.insert(prompts, [9, 4, 7, 5], caches=[side.make() for _ in prompts])
+    """Ragged rows that leave at different times, in passes of 4, padded; another joins in the middle."""
+    prompts = [draw(count, seed=count) for count in (2, 12, 9, 4, 3)]
+    generator = BatchGenerator(side.model, completion_batch_size=4, prefill_batch_size=3, prefill_step_size=4)
+    uids = generator.insert(prompts, [9, 4, 7, 5, 3], caches=[side.make() for _ in prompts])
     rows, seen = {uid: tuple(row) for uid, row in zip(uids, prompts, strict=True)}, []
     while responses := generator.next_generated():
         for response in sorted(responses, key=lambda response: response.uid):
@@ -147,6 +147,84 @@ def batch(side: Theirs) -> Seen:
             rows[response.uid] += (int(response.token),)
     generator.close()
     return seen
+
+
+class Rows:
+    """A batch as mlx-lm's loops make one, of rows of what ``said`` tells each holds."""
+
+    def __init__(self, side: Theirs, said: Sequence[Sequence[int]]) -> None:
+        self.model, self.said, self.seen = side.model, [list(tokens) for tokens in said], list[Any]()
+        several = [side.make() for _ in said]
+        for prompt_cache, tokens in zip(several, said, strict=True):
+            side.feed(prompt_cache, (), tokens) if tokens else None
+        self.entries = [type(of_one[0]).merge(of_one) for of_one in zip(*several, strict=True)]
+
+    def feed(self, counts: Sequence[int], *sizes: int, left: bool = False) -> None:
+        """So many new tokens of each row, in passes of these sizes, padded at the right or left."""
+        width = max(counts)
+        new = [draw(count, seed=100 * len(self.seen) + row) for row, count in enumerate(counts)]
+        padding = [width - count for count in counts]
+        if any(padding):
+            announced = {"lengths": list(counts), "right_padding": padding}
+            for entry in itertools.chain.from_iterable(getattr(x, "caches", (x,)) for x in self.entries):
+                if left and type(entry) is own.ArraysCache:
+                    entry.left_padding = mx.array(padding)  # for which its prepare has no parameter
+                else:
+                    entry.prepare(**({"left_padding": padding} if left else announced))
+        begins = padding if left else [0] * len(counts)
+        columns = np.zeros((len(counts), width), np.int32)
+        for row, begin, tokens in zip(columns, begins, new, strict=True):
+            row[begin : begin + len(tokens)] = tokens
+        at = 0
+        for size in sizes or (width,):
+            logits = self.model(mx.array(columns[:, at : at + size]), cache=self.entries)
+            mx.eval(logits)
+            for row, (begin, tokens) in enumerate(zip(begins, new, strict=True)):
+                for i in range(max(at, begin), min(at + size, begin + len(tokens))):
+                    told = (*self.said[row], *tokens[: i - begin + 1])
+                    self.seen.append((told, _log(logits[row, i - at])))
+            at += size
+        for said, tokens in zip(self.said, new, strict=True):
+            said += tokens
+        if any(padding) and not left:
+            for entry in self.entries:
+                entry.finalize()
+
+    def filter(self, keep: list[int]) -> None:
+        for entry in self.entries:
+            entry.filter(keep)
+        self.said = [self.said[row] for row in keep]
+
+    def extend(self, other: Rows) -> None:
+        for entry, theirs in zip(self.entries, other.entries, strict=True):
+            entry.extend(theirs)
+        self.said, self.seen = self.said + other.said, self.seen + other.seen
+
+
+def padding(side: Theirs) -> Seen:
+    """Rows padded at the right in the first pass and in later ones, in parts; merged, filtered, extended."""
+    rows = Rows(side, [(), (), ()])
+    rows.feed([3, 9, 1], 4, 1, 4)
+    rows.feed([1, 1, 1])
+    rows.feed([1, 2, 6], 3, 3)
+    rows.filter([2, 0])
+    more = Rows(side, [draw(5, seed=21), (), draw(2, seed=22)])
+    more.feed([4, 2, 1])
+    rows.extend(more)
+    rows.feed([2, 1, 7, 1, 3], 5, 2)
+    rows.feed([1] * 5)
+    return rows.seen
+
+
+def left(side: Theirs) -> Seen:
+    """New rows padded at the left, which go on, and are padded at the right in a later pass."""
+    rows = Rows(side, [(), (), ()])
+    rows.feed([2, 7, 1], 4, 3, left=True)
+    rows.feed([1, 1, 1])
+    rows.feed([3, 1, 5], 4, 1)
+    rows.filter([1, 2])
+    rows.feed([1, 1])
+    return rows.seen
 
 
 def chunks(side: Theirs) -> Seen:
@@ -264,8 +342,8 @@ def _on_either(run: Callable[[Theirs], Seen]) -> Callable[[Case, str], Seen]:
 MODES = {
     name: _on_either(run)
     for name, run in {
-        "alone": alone, "batch": batch, "chunks": chunks, "trim": trim, "copy": fork, "save": save,
-        "other's files": handed_over, "exception": interrupt,
+        "alone": alone, "batch": batch, "padding": padding, "left padding": left, "chunks": chunks,
+        "trim": trim, "copy": fork, "save": save, "other's files": handed_over, "exception": interrupt,
     }.items()
 }  # fmt: skip
 

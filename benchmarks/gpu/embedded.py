@@ -150,17 +150,9 @@ def _static(
         stage.attempt(name, one)
 
 
-def graph_tensors(stage: Stage) -> None:
-    """Put and attention over ``graph_tensors``, captured once; it serves a history that grows."""
-    _graphs(stage, "graph_tensors", ml.CacheConfig(fixed_shapes=True), 1)
-
-
 def graph_rows(stage: Stage) -> None:
     """Put and attention over ``graph_rows``, captured for each context, which doubles."""
-    _graphs(stage, "graph_rows", ml.CacheConfig(fixed_shapes=True, fixed_context=4), 2 if stage.quick else 5)
-
-
-def _graphs(stage: Stage, tensors: str, config: ml.CacheConfig, graphs: int) -> None:
+    config, graphs = ml.CacheConfig(fixed_context=4), 2 if stage.quick else 5
     device, (heads, dim, rows), steps = stage.device, (4, 64, 3), 8 if stage.quick else 60
     with device.open() as backend, backend.new_context() as ctx:
         fixed, plain = CausalCache(), CausalCache()
@@ -180,7 +172,7 @@ def _graphs(stage: Stage, tensors: str, config: ml.CacheConfig, graphs: int) -> 
             for target, source in zip((query, key, value), drawn, strict=True):
                 target.copy_(source)
             fixed.start_forward(ctx, batch)
-            natives = [tensor.native for tensor in getattr(fixed, tensors)(ctx, 0)]
+            natives = [tensor.native for tensor in fixed.graph_rows(ctx, 0)]
             where = tuple(native.data_ptr() for native in natives)
             if where not in replays:
                 call = functools.partial(_attend, natives, query, key, value, out)
@@ -199,19 +191,16 @@ def _graphs(stage: Stage, tensors: str, config: ml.CacheConfig, graphs: int) -> 
 
 
 def _attend(natives: Any, query: Any, key: Any, value: Any, out: Any) -> None:
-    keys, values, slots, *cells, mask = natives
+    keys, values, slots, cells, mask = natives
     keys.index_copy_(0, slots.long(), key)
     values.index_copy_(0, slots.long(), value)
-    attention, scale = torch.nn.functional.scaled_dot_product_attention, query.shape[-1] ** -0.5
-    if cells:  # of each token by itself
-        k, v = (x[cells[0]].transpose(1, 2) for x in (keys, values))
-        out.copy_(attention(query.unsqueeze(2), k, v, mask[:, None, None], scale=scale).squeeze(2))
-        return
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, keys, values))
-    out.copy_(attention(q, k, v, mask, scale=scale)[0].transpose(0, 1))
+    k, v = (x[cells].transpose(1, 2) for x in (keys, values))  # of each token by itself
+    found = torch.nn.functional.scaled_dot_product_attention(
+        query.unsqueeze(2), k, v, mask[:, None, None], scale=query.shape[-1] ** -0.5
+    )
+    out.copy_(found.squeeze(2))
 
 
 STEPS = {
-    step.__name__.replace("_", " "): torch.no_grad()(step)
-    for step in (eager, compiled, captured, graph_tensors, graph_rows)
+    step.__name__.replace("_", " "): torch.no_grad()(step) for step in (eager, compiled, captured, graph_rows)
 }

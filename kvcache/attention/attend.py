@@ -35,10 +35,6 @@ def attend(
         assert isinstance(values, QuantizedBuffer)
         found = attend(ctx, forward, buffers.rotated, keys.turn(ctx, query), scale, sinks)
         return _cut(ctx, values.turn(ctx, found), values.dim)
-    if forward.reads_all:
-        reading, mask = forward.shared(ctx)
-        key, value = buffers.read(ctx, reading.cells(ctx), reading.length)
-        return nn.attention(ctx, query, key, value, mask, scale, sinks)
     wanted, stored = query.dtype, buffers.read_dtype
     if wanted is not stored:
         query = query.cast(ctx, stored)
@@ -60,8 +56,7 @@ def _in_dtype(
         most = BLOCK_CALLS * forward.config.call_bytes
         return _by_tables(ctx, buffers, query, *tables, scale, sinks, most)
     asked = len(forward.read_groups) < buffers.declined  # each has a segment of its own, as a rule
-    alone = asked and buffers.exact is None  # a kernel does not say what to merge by
-    result = None if not alone else _by_kernel(ctx, forward, buffers, query, scale, sinks)
+    result = None if not asked else _by_kernel(ctx, forward, buffers, query, scale, sinks)
     if result is not None:
         return result
     worth = max(1, forward.config.call_bytes // buffers.bytes_per_cell)

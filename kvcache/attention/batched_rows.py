@@ -21,7 +21,6 @@ from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable, Row, is_run
 from kvcache.storage.device_copies import HostArray, HostArrays
 from kvcache.storage.layer_buffers import LayerBuffers
-from kvcache.storage.overlay import CurrentOverlay
 
 
 class HasCells(Protocol):
@@ -58,10 +57,7 @@ class BatchedRows:
         self._length, self._limit = length, table.cells
         self._even: tuple[int, int] | None = None
         """The first cell, and the distance of the rows, if they are runs so arranged."""
-        self._overlay: CurrentOverlay | None = None
-        if table.exact is not None:
-            self._overlay = CurrentOverlay(table, self._gathered())
-        elif all(row.contiguous or is_run(own) for row, own in zip(rows, self._cells, strict=True)):
+        if all(row.contiguous or is_run(own) for row, own in zip(rows, self._cells, strict=True)):
             self._even = self._distances()
 
     def _distances(self) -> tuple[int, int] | None:
@@ -106,12 +102,7 @@ class BatchedRows:
         if self._even is not None:
             return buffers.read_batch(ctx, *self._even, *self._shape, heads_first)
         cells = self._index.on(ctx)
-        if self._overlay is None:
-            return buffers.gather_batch(ctx, cells, *self._shape, heads_first)
-        axes = (0, 2, 1, 3) if heads_first else (0, 1, 2, 3)
-        found = self._overlay.read(ctx, buffers, *buffers.read(ctx, cells, cells.shape[0]))
-        key, value = (x.reshape(ctx, *self._shape, *x.shape[1:]).permute(ctx, *axes) for x in found)
-        return key, value
+        return buffers.gather_batch(ctx, cells, *self._shape, heads_first)
 
     def read_extra(self, ctx: ml.Context, buffer: Buffer) -> ml.Tensor:
         """An extra (rows, length, numbers), a view or a copy as of ``read``."""

@@ -15,24 +15,19 @@ from kvcache.attention.calls import plan_calls
 from kvcache.attention.fixed_shapes import (
     FixedPass,
     GraphRows,
-    GraphTensors,
     check_graph,
-    read_everything,
     read_own,
     tables_of,
 )
 from kvcache.attention.masks import KeptMask, build_mask
-from kvcache.attention.observed import ObservedRows
 from kvcache.attention.planned import PlannedLevel
 from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_read, rows_seen
-from kvcache.attention.residual import split_exact
 from kvcache.attention.segments import KeptSegments, Segment
 from kvcache.attention.uploads import Reads, Uploads
 from kvcache.cache import InvalidRangeError, Mask, NotSupportedError, OrderError
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.device_copies import HostArray, OnDevices, near
 from kvcache.storage.layer_buffers import LayerBuffers
-from kvcache.storage.overlay import Overlay
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -71,8 +66,6 @@ class ForwardPass:
     """What reads are planned of: ``table`` and ``groups``, or others that hide some of what is stored."""
     expected: Reads | None = None
     """How the pass before was read; None: there was none."""
-    slots: np.ndarray | None = None
-    """Of a residual window: where each token of the batch is written too, -1 nowhere; None: there is none."""
     _uploads: Uploads | None = None
     _targets: HostArray | None = None
     _reading: ReadPlan | None = None
@@ -90,14 +83,10 @@ class ForwardPass:
     """What was asked for, not merely foreseen."""
     _unfit: list[tuple[np.ndarray, HostArray | None]] = field(default_factory=list)
     """Free cells that are going to be read, and have to be blanked before."""
-    _slots: tuple[HostArray | None, int | HostArray] | None = None
-    _overlay: tuple[ReadPlan, Overlay | None] | None = None
-    _observed: ObservedRows | None = None
     _whole: bool = False
 
     def __post_init__(self) -> None:
-        alone = self.fixed is None and self.slots is None
-        self.run = self.cells if isinstance(self.cells, int) and alone else -1
+        self.run = self.cells if isinstance(self.cells, int) and self.fixed is None else -1
         self.read_table, self.read_groups = self.table, self.groups
 
     @property
@@ -123,18 +112,13 @@ class ForwardPass:
         """Whether the batch is queries only, and takes no cells."""
         return self.cells is None and not self.reserve
 
-    @property
-    def reads_all(self) -> bool:
-        """Whether shapes are fixed, and what is read is every cell of the cache."""
-        return self.fixed is not None and self.fixed.tables is None
-
     def on_fixed_shapes(self, known: dict[tuple[int, ...], FixedPass]) -> ForwardPass:
         """This pass on the tensors of its batch size and tables, for ``fill``; by these in ``known``."""
         tables = tables_of(self.config, self.table, self.groups, self.tokens)
-        key = self.tokens, *(tables or ())
+        key = self.tokens, *tables
         found = known.get(key)
         if found is None:
-            mask = self._rows(), self.table.cells if tables is None else tables[1]
+            mask = self._rows(), tables[1]
             found = known[key] = FixedPass(self.tokens, mask, self.config.mask_dtype, tables)
         fixed = replace(self, fixed=found, _uploads=None)
         if self._uploads is not None:
@@ -241,48 +225,36 @@ class ForwardPass:
         if not fixed.brought:
             fixed.bring([ctx.input(), *map(ctx.layer, self.layers)])
 
-    def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
-        key, value, (slots, mask) = self._graph("graph_tensors", ctx, layer)
-        return GraphTensors(key, value, slots, mask)
-
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
-        key, value, (slots, mask, cells) = self._graph("graph_rows", ctx, layer)
-        return GraphRows(key, value, slots, cells, mask)
-
-    def _graph(self, op: str, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor, list[ml.Tensor]]:
         if self.read_only:
-            raise OrderError(f"{op}: this pass is read-only, and a graph writes; read it by get")
+            raise OrderError("graph_rows: this pass is read-only, and a graph writes; read it by get")
         if self.fixed is None:
             raise NotSupportedError(
-                f"{op}: this pass has no fixed shapes; set_config with fixed_shapes=True, and start "
-                "a pass without reserve"
+                "graph_rows: this pass has no fixed shapes; set_config with fixed_context, and start a pass "
+                "without reserve"
             )
-        buffers = self._stored(op, layer)
-        check_graph(op, self.fixed, layer, buffers)
+        buffers = self._stored("graph_rows", layer)
+        check_graph(layer, buffers)
         self.fill(ctx)
         self.note_put(buffers)
-        return *buffers.read_as_configured(ctx, 0, self.table.cells), self.fixed.on(ctx.layer(layer))
+        key, value = buffers.read_as_configured(ctx, 0, self.table.cells)
+        slots, mask, cells = self.fixed.on(ctx.layer(layer))
+        return GraphRows(key, value, slots, cells, mask)
 
     def load(self) -> None:
         """Put together what ``fill`` brings."""
         assert self.fixed is not None
-        tables, padding = self.fixed.tables, self.config.mask_batch_padding
-        first, host, cells = self.cells, self.uploads, []
+        first, host = self.cells, self.uploads
         slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
-        if tables is not None:
-            reading, own = read_own(self.read_table, self.read_groups, self.tokens, tables)
-            cells.append(host.add(own))
-        else:
-            reading = read_everything(self.read_table, self.read_groups)
-            self._reading, self._seen = reading, None
-            self._shared = reading, None
+        reading, own = read_own(self.read_table, self.read_groups, self.tokens, self.fixed.tables)
+        padding = self.config.mask_batch_padding
         mask = host.add(reading.mask(self.tokens, self.lower, self.lifted, padding), self.config.mask_dtype)
-        self.fixed.load(self, None if slots is None else host.add(slots), mask, *cells)
+        self.fixed.load(self, None if slots is None else host.add(slots), mask, host.add(own))
         self._loaded = True
 
     def own_cells(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor] | None:
         """Cells (rows, context) and mask where each token reads its own sequence's; None: not so here."""
-        if self.fixed is None or self.fixed.tables is None:
+        if self.fixed is None:
             return None
         self.fill(ctx)
         _, mask, cells = self.fixed.on(ctx)
@@ -324,49 +296,6 @@ class ForwardPass:
             self._targets = self.uploads.add(self.cells)
         return self.cells
 
-    def write_exact(self, ctx: ml.Context, buffers: LayerBuffers, new: Sequence[ml.Tensor]) -> None:
-        """Store K and V of what is ``new`` in the batch's slots of a residual window; those that have one."""
-        if self.slots is None or buffers.exact is None or self.table.exact is None:
-            return
-        if self._slots is None:
-            tokens = np.flatnonzero(self.slots >= 0)
-            slots = self.slots[tokens]
-            first, is_run = int(slots[0]), bool((np.diff(slots) == 1).all())
-            some = None if tokens.size == self.tokens else self.uploads.add(tokens)
-            self._slots = some, first if is_run else self.uploads.add(slots)
-        some, where = self._slots
-        own = new[: len(buffers.exact.stored)]
-        parts = own if some is None else [one.rows(ctx, some.on(ctx)) for one in own]
-        self.table.exact.note_write()
-        buffers.exact.write(ctx, where if isinstance(where, int) else where.on(ctx), parts)
-
-    def write_stored(self, ctx: ml.Context, buffers: LayerBuffers, parts: tuple[ml.Tensor, ...]) -> None:
-        """Store parts of the batch in its cells; in its slots of a residual window what they say."""
-        cells = self.targets(ctx)
-        buffers.write_stored(ctx, cells, parts)
-        if self.table.exact is not None:
-            self.write_exact(ctx, buffers, buffers.read(ctx, cells, self.tokens))
-
-    def read_shared(
-        self, ctx: ml.Context, buffers: LayerBuffers, reading: ReadPlan
-    ) -> tuple[ml.Tensor, ml.Tensor]:
-        """K and V of what ``shared`` says is read, as configured."""
-        overlay, where, count = self._over(reading), reading.cells(ctx), reading.length
-        if overlay is None:
-            return buffers.read_as_configured(ctx, where, count)
-        key, value = overlay.read(ctx, buffers, *buffers.read(ctx, where, count))
-        return key, value.permute(ctx, 1, 2, 0) if buffers.permuted_v else value
-
-    def _over(self, reading: ReadPlan) -> Overlay | None:
-        """What lies in slots of it; None: nothing does."""
-        if self.table.exact is None:
-            return None
-        if self._overlay is None or self._overlay[0] is not reading:
-            cells = np.arange(reading.start, reading.start + reading.length)
-            slots = self.table.exact_slots(cells if reading.index is None else reading.index)
-            self._overlay = reading, None if slots is None else Overlay(slots, self.uploads)
-        return self._overlay[1]
-
     def reads(self) -> Reads | None:
         """How this pass was read so far; one that was not, or reserves, as it was expected."""
         expected = self.expected
@@ -394,15 +323,12 @@ class ForwardPass:
     def lift(self, indices: frozenset[int]) -> None:
         self.lifted, self._loaded = indices, False
         self.ready_for = self._shared = self._seen = self.segmented = self._levels = self._plan = None
-        self._observed = None
 
     def shared(self, ctx: ml.Context) -> tuple[ReadPlan, Mask]:
         """What ``get`` reads: all groups together, arranged as the config says."""
         self._asked.shared = True
         self.fill(ctx)
         reading, mask = self._shared or self._share()
-        if self.fixed is not None and self.reads_all:
-            return reading, self.fixed.on(ctx)[1]
         if self._unfit:
             self._blank(ctx)
         found = reading, near(ctx, mask)
@@ -440,8 +366,6 @@ class ForwardPass:
         The second is None where the rows of some query are no range, or shapes are fixed.
         """
         self.rows(ctx)
-        if self.fixed is not None and self.reads_all and not self.read_only:
-            return self.fixed.on(ctx)[0].reshape(ctx, self.tokens, 1), None
         first, stop = (None if one is None else one.on(ctx).reshape(ctx, self.tokens, 1)
                        for one in self._make_seen())  # fmt: skip
         assert first is not None
@@ -450,11 +374,7 @@ class ForwardPass:
     def _make_seen(self) -> tuple[HostArray, HostArray | None]:
         if self._seen is None:
             first, stop = rows_seen(self._plan_rows(), self.tokens, self.lower, self.lifted)
-            ranges = stop is not None and not self.reads_all
-            self._seen = (
-                self.uploads.add(first),
-                self.uploads.add(stop) if stop is not None and ranges else None,
-            )
+            self._seen = self.uploads.add(first), None if stop is None else self.uploads.add(stop)
         return self._seen
 
     def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor:
@@ -473,24 +393,12 @@ class ForwardPass:
     ) -> tuple[ml.Tensor, ml.Tensor]:
         """K and V of rows I32 (count,) of ``rows``: (count, heads, dim) each, copies."""
         reading, count = self.rows(ctx), rows.shape[0]
-        if self._over(reading) is not None:
-            key, value = self.read_shared(ctx, buffers, reading)
-            if buffers.permuted_v:
-                value = value.permute(ctx, 2, 0, 1)
-            return key.rows(ctx, rows), value.rows(ctx, rows)
         where = reading.cells(ctx)
         if not isinstance(where, int):
             cells = where.rows(ctx, rows)
         else:
             cells = rows.add(ctx, ctx.full((1,), where, ml.DType.I32)) if where else rows
         return buffers.read(ctx, cells, count)
-
-    def observed(self) -> ObservedRows:
-        if self._observed is None:
-            self._observed = ObservedRows(
-                self.read_table, self.read_groups, self.tokens, self.lower, self.lifted
-            )
-        return self._observed
 
     def segments(self, worth: int) -> list[Segment]:
         """What the queries read; runs and shares of fewer cells than ``worth`` do not stand alone."""
@@ -516,11 +424,8 @@ class ForwardPass:
         return found
 
     def _make_levels(self, worth: int) -> list[PlannedLevel]:
-        coded, exact = split_exact(self.segments(worth), self.table, worth)
-        levels, padding = plan_calls(coded, self.tokens, self.table, self.config, worth)
+        levels, padding = plan_calls(self.segments(worth), self.tokens, self.table, self.config, worth)
         found = [PlannedLevel.of(self.uploads, level, self.config) for level in levels]
-        levels, _ = plan_calls(exact, self.tokens, self.table, self.config, worth)
-        found += [PlannedLevel.of(self.uploads, level, self.config, exact=True) for level in levels]
         self._levels = found
         if padding:
             self._note(np.unique(np.concatenate([self.table.stale(*gap) for gap in padding])))

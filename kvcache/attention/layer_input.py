@@ -44,7 +44,6 @@ def put_layer(
         if extra:
             new += _flat(ctx, buffers.shape, extra)
         forward.write(ctx, buffers, new)
-        forward.write_exact(ctx, buffers, new)
         forward.note_put(buffers)
     elif fresh is None:
         buffers.touch(ctx.layer(layer))
@@ -70,7 +69,7 @@ def put_stored_layer(
     shape = LayerShape.of_parts(storage.dtype, activations, told, v_dim)
     buffers = storage.buffers.get(layer) or storage.allocate(ctx, layer, shape, activations)
     buffers.check(layer, shape, forward.tokens)
-    forward.write_stored(ctx, buffers, tuple(parts))
+    buffers.write_stored(ctx, forward.targets(ctx), tuple(parts))
     forward.note_put(buffers)
     storage.buffers[layer] = buffers
 

@@ -11,20 +11,6 @@ from kvcache.storage.cell_table import CellTable
 
 TOGETHER = 16
 """Sequences with a token each from which on it takes less time to place them together than one by one."""
-Placed = tuple[int | np.ndarray, np.ndarray | None]
-"""The first cell of a run, or one per token; and the slot of each token, -1 where it has none."""
-
-
-def place_exact(table: CellTable, groups: Sequence[SequenceTokens], tokens: int) -> Placed:
-    """``place``, and the slots of a residual window for the tokens; None where the table has none."""
-    exact = table.exact
-    if exact is None:
-        return place(table, groups, tokens), None
-    exact.begin()
-    retained = exact.retained(row for _, row in table.occupied())
-    cells = place(table, groups, tokens)
-    each = np.arange(cells, cells + tokens) if isinstance(cells, int) else cells
-    return cells, exact.renew(retained, each, (row for _, row in table.occupied()))
 
 
 def place(table: CellTable, groups: Sequence[SequenceTokens], tokens: int) -> int | np.ndarray:

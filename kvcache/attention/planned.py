@@ -108,17 +108,10 @@ class PlannedLevel:
 
     calls: list[PlannedCall]
     whole: bool
-    exact: bool = False
-    """Whether the slots of a residual window are read, and not the cells."""
 
     @classmethod
-    def of(cls, host: HostArrays, level: Level, config: ml.CacheConfig, exact: bool = False) -> Self:
-        return cls([PlannedCall.of(host, call, config) for call in level.calls], level.whole, exact)
-
-    def read_from(self, buffers: LayerBuffers) -> LayerBuffers:
-        found = buffers.exact if self.exact else buffers
-        assert found is not None
-        return found
+    def of(cls, host: HostArrays, level: Level, config: ml.CacheConfig) -> Self:
+        return cls([PlannedCall.of(host, call, config) for call in level.calls], level.whole)
 
     @property
     def in_one(self) -> bool:
@@ -129,7 +122,6 @@ class PlannedLevel:
         self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, scale: float, sinks: ml.Tensor | None
     ) -> ml.Tensor:
         """Attention where this level is all there is."""
-        buffers = self.read_from(buffers)
         if self.in_one:
             return self.calls[0].attend(ctx, buffers, query, scale, sinks)
         result = ctx.empty((*query.shape[:2], buffers.value.dim), query.dtype)
@@ -139,7 +131,6 @@ class PlannedLevel:
 
     def partial(self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, scale: float) -> nn.Part:
         """Attention over this level; queries that are not in it have zeros, and a log-sum-exp of -inf."""
-        buffers = self.read_from(buffers)
         if self.in_one:
             return self.calls[0].partial(ctx, buffers, query, scale)
         shape = (*query.shape[:2], buffers.value.dim)

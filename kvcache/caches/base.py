@@ -151,8 +151,4 @@ class BoundCache(Generic[P]):
     def settings(self) -> dict[str, object]:
         """What decides the content of a snapshot, JSON-able: two caches that agree in it may share them."""
         self._bound("settings")
-        stored = self._dtype
-        window = (
-            {"residual_window": [stored.residual_length, stored.sink_tokens]} if stored.is_windowed else {}
-        )
-        return {"kind": type(self).__name__, "dtype": stored.name, **window}
+        return {"kind": type(self).__name__, "dtype": self._dtype.name}

@@ -18,9 +18,6 @@ cells, checkpoints and slots that such a one holds. What can be exact depends on
                       had the model deliver inside the last pass
     encoder           any position behind the token that its last item came with
 
-Not exact, nor refused, is a residual window where more than the last pass is taken back: tokens that have
-left it stay in codes.
-
 The pass under way ends, views that ``get`` gave go stale, and a sequence that becomes a branch or the
 kept one loses its scheduled snapshots: as with ``copy_prefix`` and ``remove``, which do the work.
 """

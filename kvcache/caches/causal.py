@@ -22,11 +22,10 @@ import numpy as np
 import ml
 from kvcache.attention import attend as attending
 from kvcache.attention.batch import SequenceTokens, check_modes, check_query, split_batch
-from kvcache.attention.fixed_shapes import FixedPass, GraphRows, GraphTensors, check_window
+from kvcache.attention.fixed_shapes import FixedPass, GraphRows
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.layer_input import put_layer, put_stored_layer
-from kvcache.attention.observed import Attended
-from kvcache.attention.placement import place_exact
+from kvcache.attention.placement import place
 from kvcache.attention.read_plan import LowerBound, kept_entries
 from kvcache.attention.selected import attend_selected, check_select
 from kvcache.attention.uploads import Reads, Uploads
@@ -51,7 +50,7 @@ from kvcache.caches.undo_log import UndoLog
 from kvcache.snapshots.attention import AttentionSnapshots, Window, first_missing
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
 from kvcache.snapshots.snapshot import AttentionSnapshot
-from kvcache.storage.cell_storage import CellStorage, exact_slots
+from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.sizes import bytes_text
@@ -110,8 +109,6 @@ class CausalCache(
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
         if self._buffers or self._pass is not None or (self._backend and any(self._table.occupied())):
             raise OrderError("set_config: tokens are already stored; call set_config before the first batch")
-        if self._backend is not None:
-            check_window("set_config", config, self._dtype)
 
         def commit() -> None:
             self._config = config
@@ -135,12 +132,10 @@ class CausalCache(
 
     def _make_table(self) -> None:
         self._active, backend = self.config, self._bound("init")
-        check_window("init", self._active, self._dtype)
         self._fixed = {}
         padding = self._active.cache_padding
         cells = -(-self._cells() // padding) * padding
-        exact = exact_slots(self._dtype, cells, self._max_sequences, self._max_batch)
-        table = CellTable(cells, self._max_sequences, exact)
+        table = CellTable(cells, self._max_sequences)
         storage = CellStorage(backend, self._dtype, self._active, table, self._max_batch)
         self._table, self._buffers = storage.table, storage.buffers  # at hand for each put and get
         self.snapshots.detach_all()
@@ -240,14 +235,14 @@ class CausalCache(
             stamp = 0 if before is None else before.stamp
             forward = ForwardPass(table, config, lower, count, groups, None, layers, stamp=stamp)
         else:
-            cells, slots = place_exact(table, groups, count)
-            forward = ForwardPass(table, config, lower, count, groups, cells, layers, slots=slots)
+            cells = place(table, groups, count)
+            forward = ForwardPass(table, config, lower, count, groups, cells, layers)
             if before is not None:
                 forward.kept, forward.segmented = before.kept, before.segmented
         forward.expected = self._reads if before is None else before.reads()
         if together is not None:
             forward.upload_with(together)
-        if config.fixed_shapes:
+        if config.fixed_context:
             forward = forward.on_fixed_shapes(self._fixed)
             if together is None:
                 forward.fill(ctx)
@@ -270,19 +265,15 @@ class CausalCache(
         """After ``upload_with`` and ``start_forward``: bring what has fixed shapes to the pass."""
         self._started("upload_fixed").fill(ctx)
 
-    def graph_tensors(self, ctx: ml.Context, layer: int) -> GraphTensors:
-        """The tensors for a captured or compiled graph of this pass's batch size, for one layer.
-
-        Aliases of the cache, the same ones in every pass of as many tokens: capture once, then call
-        ``start_forward`` before each replay. Asking for them stands for the layer's ``put`` in this pass:
-        where ``get``, ``attend`` or a pass that only reads follows a replay, ask in its pass again. Raises
-        NotSupportedError without ``fixed_shapes`` or plain storage, OrderError before the first ``put`` of
-        the layer (a reserve pass will do), outside a pass, or in one that only reads.
-        """
-        return self._started("graph_tensors").graph_tensors(ctx, layer)
-
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
-        """As ``graph_tensors``, with ``fixed_context``: the same tensors for each shape of their cells."""
+        """The tensors for a captured or compiled graph of this pass, for one layer; see ``fixed_shapes``.
+
+        Aliases of the cache, the same ones in every pass of as many tokens, rows and cells: capture once for
+        each, then call ``start_forward`` before each replay. Asking for them stands for the layer's ``put``
+        in this pass: where ``get``, ``attend`` or a pass that only reads follows a replay, ask in its pass
+        again. Raises NotSupportedError without ``fixed_context`` or plain storage, OrderError before the
+        first ``put`` of the layer (a reserve pass will do), outside a pass, or in one that only reads.
+        """
         return self._started("graph_rows").graph_rows(ctx, layer)
 
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
@@ -321,8 +312,6 @@ class CausalCache(
         if self._pass is not None and self._undo is not None and not self._undo.evicts:
             self._pass.end()  # snapshots of it are said to lack what was never put
         saved = self._take_back()
-        if saved and self._table.exact is not None:
-            self._table.exact.undo()
         for seq in saved:
             self.snapshots.schedule.cut(seq, self._table.rows[seq].last + 1)
         self._pass = resume if isinstance(resume, ForwardPass) else None
@@ -447,11 +436,12 @@ class CausalCache(
                 key, value = buffers.read_as_configured(ctx, 0, self._table.cells)
                 return key, value, forward.reserved_mask(ctx)
         reading, mask = forward.ready if forward.ready_for is ctx else forward.shared(ctx)
-        if reading.index is None and (store := buffers.store) is not None and buffers.exact is None:
+        if reading.index is None and (store := buffers.store) is not None:
             found = store.read(ctx, reading.start, reading.length)
             if found is not None:
                 return found[0], found[1], mask
-        return (*forward.read_shared(ctx.layer(self._layer), buffers, reading), mask)
+        place = ctx.layer(self._layer)
+        return (*buffers.read_as_configured(place, reading.cells(place), reading.length), mask)
 
     def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
         """An extra of this layer, (history, ...), in the order of the rows of ``get``; OrderError as there.
@@ -491,9 +481,6 @@ class CausalCache(
         here = ctx.layer(self._layer)
         if select is None:
             found = attending.attend(here, forward, buffers, query, scale, sinks)
-            if self.observer is not None:
-                rows = forward.observed()
-                self.observer.attended(here, Attended(rows, buffers, self._layer, query, scale, sinks))
         else:
             found = attend_selected(here, forward, buffers, query, scale, sinks, select)
         return found if here is ctx else found.cast(ctx, found.dtype)

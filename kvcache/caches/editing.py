@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import numpy as np
 
 import ml
-from kvcache.attention.observed import AttentionMass, AttentionObserver
-from kvcache.cache import OrderError
 from kvcache.caches.sequences import SequenceEditor
 from kvcache.storage.cell_table import CellTable
-
-
-class EvictionPolicy(Protocol):
-    """Chooses which tokens of a sequence are evicted: H2O, SnapKV, sinks and a window, or your own."""
-
-    needs_mass: bool
-    """Whether it looks at attention mass: ``cache.observer`` has to be an ``AttentionMass`` then."""
-
-    def evicted(self, positions: np.ndarray, mass: np.ndarray | None) -> np.ndarray:
-        """The positions to evict, out of the stored ``positions`` (ascending); never the last one.
-
-        ``mass``, F64, is the attention weight that each position has had (see ``AttentionMass``).
-        """
 
 
 class EditsTokens:
@@ -33,8 +17,6 @@ class EditsTokens:
 
     editor: SequenceEditor
     _table: CellTable
-    observer: AttentionObserver | None = None
-    """Called after each ``attend`` with what was attended to; for policies that evict by attention."""
 
     @abstractmethod
     def _bound(self, op: str) -> ml.Backend:
@@ -91,33 +73,10 @@ class EditsTokens:
         """
         self.prepare_evict(seq, positions)()
 
-    def compress(self, seq: int, policy: EvictionPolicy) -> int:
-        """``evict`` what ``policy`` chooses; returns the number of evicted tokens.
-
-        Raises OrderError if the policy needs attention mass and ``observer`` is not an ``AttentionMass``.
-        """
-        self._check_sequence("compress", seq)
-        mass = None
-        if policy.needs_mass:
-            if not isinstance(self.observer, AttentionMass):
-                raise OrderError(
-                    f"compress: {type(policy).__name__} needs attention mass, and the cache's observer is "
-                    f"{self.observer!r:.40}; set cache.observer = AttentionMass() before the passes it is of"
-                )
-            mass = self.observer.of(self._table, seq)
-        before = self.positions(seq)
-        self.evict(seq, np.asarray(policy.evicted(before, mass)).tolist())
-        return before.size - len(self._table.rows[seq])
-
     def defrag(self) -> None:
         """Make every sequence one contiguous run of cells, with room to grow. Views become invalid."""
-        backend = self._bound("defrag")
-        self._ending_pass(lambda: self._defragment(backend))()
-
-    def _defragment(self, backend: ml.Backend) -> None:
-        target = self.editor.defrag()
-        if self.observer is not None and target is not None:
-            self.observer.moved(backend, self._table, target)
+        self._bound("defrag")
+        self._ending_pass(self.editor.defrag)()
 
     def mark_lost(self, seq: int) -> None:
         """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""

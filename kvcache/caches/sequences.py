@@ -158,9 +158,9 @@ class SequenceEditor:
                 f"{resume} with a window of {window.size}; compute it anew, or keep more with memory="
             )
 
-    def defrag(self) -> np.ndarray | None:
+    def defrag(self) -> None:
         """Move cells so that every sequence lies in one run, with room to grow; see ``defragment``."""
-        return moving.defragment(self.snapshots.storage)
+        moving.defragment(self.snapshots.storage)
 
     def mark_lost(self, seq: int) -> None:
         """Let a sequence say that it is lost wherever it is used, until it is removed."""

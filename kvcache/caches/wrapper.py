@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NoReturn, Protocol, Unpack, runtime_checkable
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import ml
 from kvcache.attention.uploads import Uploads
@@ -309,21 +309,6 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
                 change()
 
         return commit
-
-    def compress(self, seq: int, policy: object) -> NoReturn:
-        """NotSupportedError: a policy chooses by what one cache stores; call it on each of ``caches``."""
-        raise NotSupportedError("compress: a wrapper stores no tokens; call compress on each of its caches")
-
-    @property
-    def observer(self) -> None:
-        """None: each of ``caches`` has its own. NotSupportedError if it is set."""
-
-    @observer.setter
-    def observer(self, observer: object) -> None:
-        if observer is not None:
-            raise NotSupportedError(
-                f"observer: {observer!r:.40}; a wrapper has none: set observer of each of its caches"
-            )
 
     def defrag(self) -> None:
         """As CausalCache.defrag, on every wrapped cache that has it."""

@@ -6,7 +6,6 @@ A shell that is offered nothing completes file names.
 from __future__ import annotations
 
 import contextlib
-import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,8 @@ from pathlib import Path
 from rich.markup import escape
 
 from kvcache.runner.saved import FORMAT
-from kvcache.stores.serialized_snapshot import MAX_HEADER
+from kvcache.stores import strict_json
+from kvcache.stores.serialized_snapshot import MAX_HEADER, MAX_VALUES
 
 __all__ = ["backend_names", "cache_types", "conversations", "files_beginning", "mend_zsh", "stores",
            "stores_and_conversations"]  # fmt: skip
@@ -115,7 +115,7 @@ def _is_conversation(path: Path) -> bool:
             (size,) = struct.unpack("<Q", file.read(8))
             if size > MAX_HEADER:
                 return False
-            header = json.loads(file.read(size))
+            header = strict_json.decode(file.read(size), MAX_VALUES)
         return FORMAT in str(header.get("__metadata__", ""))
     except (OSError, ValueError, AttributeError, struct.error):
         return False

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import ml
-from kvcache.cache import CacheDType, ResidualWindow
+from kvcache.cache import CacheDType
 from kvcache.command.completing import backend_names, cache_types
 from kvcache.runner.checkpoints.source import existing_model_path
 from kvcache.runner.config import ModelConfig
@@ -86,8 +86,6 @@ def _stored(value: str | None) -> str | None:
     except ml.DTypeError:
         known = ", ".join(name.lower() for name in format_names())
         raise typer.BadParameter(f"Input should be one of {known}") from None
-    except (ml.NotSupportedError, ml.PluginError) as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def _format_option(what: str, default: str) -> Any:
@@ -178,10 +176,6 @@ class Dtypes:
     cache_type_v: Annotated[str | None, _format_option("The storage format of values.", "--cache-dtype")] = (
         None
     )
-    residual_length: Annotated[
-        int, typer.Option(help="Number of last tokens that stay unquantized in a quantized cache.", min=0)
-    ] = 0
-    sink_tokens: Annotated[int, typer.Option(help="Number of first tokens that stay unquantized.", min=0)] = 0
 
     @property
     def weights(self) -> ml.DType:
@@ -191,10 +185,7 @@ class Dtypes:
     def cache(self) -> CacheDType:
         """For ``Cache.init``."""
         both = self.cache_dtype or self.weights.name
-        pair = self.cache_type_k or both, self.cache_type_v or both
-        if not self.residual_length and not self.sink_tokens:
-            return pair
-        return ResidualWindow(pair, self.residual_length, self.sink_tokens)
+        return self.cache_type_k or both, self.cache_type_v or both
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,20 @@ class Address:
     name: Annotated[
         str | None, typer.Option(help="The model's name for clients.", show_default="its folder's name")
     ] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="The key that clients must send; the environment variable keeps it out of the process list.",
+            envvar="KVCACHE_API_KEY",
+            show_default="none is needed",
+        ),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A further name by which clients may call the server, as behind a proxy; *: any; repeatable."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +196,13 @@ class Limits:
         float,
         typer.Option(help="Seconds between writes of new prefixes to the stores.", callback=_above_zero),
     ] = 60.0
+    client_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds for a client to send a request's head, and each part of its body.",
+            callback=_above_zero,
+        ),
+    ] = 30.0
     hide_cached_tokens: Annotated[
         bool, typer.Option("--hide-cached-tokens", help="Do not report how many prompt tokens were cached.")
     ] = False
@@ -229,6 +250,9 @@ def serve(
             limits.shutdown_timeout,
             limits.write_interval,
             not limits.hide_cached_tokens,
+            limits.client_timeout,
+            address.api_key,
+            tuple(address.allowed_host or ()),
         )
         server.serve(
             functools.partial(_opened, place, dtypes, room, events, drafting),

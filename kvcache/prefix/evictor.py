@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvcache.cache import SequenceLostError
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retainer import Retainer
 from kvcache.prefix.retention import DEFAULT_PRIORITY
-from kvcache.prefix.tree_entry import TreeEntry, tenant_of
+from kvcache.prefix.tree_entry import TreeEntry, in_cells, is_restored, tenant_of
+from kvcache.prefix.windows import part_of
 
 __all__ = ["Evictor"]
 
@@ -62,40 +63,60 @@ class Evictor:
             self._tree.worker.drain()
         return count
 
-    def relieve(self, missing: int, windows: bool = True) -> bool:
-        """The cache needs cells: offload what was least recently used of all that would free some.
+    def relieve(self, missing: int, part: int = 0, window: bool = False) -> bool:
+        """A cache needs cells: have snapshots let go of some, those first that were least recently used.
 
-        What is being restored stays: it would free cells of one wrapped cache to fill those of another.
-        ``windows``: those of a window, which snapshots inside conversations hold too.
+        ``part``: which of the caches of a wrapper. ``window``: its snapshots are windows. What is being
+        restored stays: it would free cells of one wrapped cache to fill those of another.
         """
+        self._tree.usage.tick()
+        self.retainer.expire()
         try:
-            return self._relieve(missing, windows)
+            return self._relieve_window(part) if window else self._relieve(missing, part)
         finally:
             self._tree.tell()  # the next call of a prefix cache may be a long answer away
 
-    def _relieve(self, missing: int, windows: bool) -> bool:
-        self._tree.usage.tick()
-        self.retainer.expire()
-        while windows and (first := self._tree.device.first()) is not None:
-            held_cells = self._absorbed(first)
-            if held_cells is None:
-                break
-            if held_cells:
+    def _relieve_window(self, part: int) -> bool:
+        """Copy a window out of its cells; where too much is kept for that, let one go for good."""
+        tree = self._tree
+        while (node := tree.windows.next(part)) is not None:
+            goes: Node[TreeEntry] | None = node
+            window = part_of(node, part)
+            if window is not None and tree.has_room(window.nbytes):
+                if tree.windows.copy_out(node, part):
+                    return True
+            else:
+                held_cells = self._absorbed(tree.device.first() or node, part=part)
+                if held_cells:
+                    return True
+                if held_cells is not None:
+                    continue
+                goes = self._first(lambda each: each is node or not _holds_cells(each, part))
+            assert goes is not None
+            tree.offload(goes)
+            if goes is node:
                 return True
-        while (node := self._next_freeing()) is not None:
+        return False
+
+    def _relieve(self, missing: int, part: int) -> bool:
+        while (node := self._next_freeing(part)) is not None:
             end = self._end_of(node, missing)
-            frees = _frees(end)
+            frees = _frees(end, part)
             self._tree.offload(end)
             if frees:
                 return True
-        with contextlib.closing(self._tree.device.in_order()) as nodes:
-            shared = next((node for node in nodes if _holds_cells(node) and not _is_restored(node)), None)
+        shared = self._first(lambda node: _holds_cells(node, part))
         if shared is not None:  # with other snapshots: all of them have to go
             self._tree.offload(shared)
         return shared is not None
 
-    def _absorbed(self, first: Node[TreeEntry], tenant: str | None = None) -> bool | None:
-        """Let the next interior snapshot go, of a tenant or of all: whether it held cells.
+    def _first(self, wanted: Callable[[Node[TreeEntry]], bool]) -> Node[TreeEntry] | None:
+        """What goes first of those that are ``wanted`` and not being restored."""
+        with contextlib.closing(self._tree.device.in_order()) as nodes:
+            return next((node for node in nodes if wanted(node) and not is_restored(node)), None)
+
+    def _absorbed(self, first: Node[TreeEntry], tenant: str | None = None, part: int = 0) -> bool | None:
+        """Let the next interior snapshot go, of a tenant or of all: whether it held cells of ``part``.
 
         None: there is none, the next tier has room for ``first``, which goes first, or its priority is low.
         """
@@ -104,14 +125,14 @@ class Evictor:
         if tree.store is not None or room or (first.data and first.data.rank < DEFAULT_PRIORITY):
             return None
         while (node := tree.interior.first(tenant)) is not None:
-            held_cells = _holds_cells(node)
+            held_cells = _holds_cells(node, part)
             if tree.absorb(node):
                 return held_cells
             tree.interior.forget(node)
         return None
 
-    def _next_freeing(self) -> Node[TreeEntry] | None:
-        """The least recently used snapshot that alone holds a cell.
+    def _next_freeing(self, part: int) -> Node[TreeEntry] | None:
+        """The least recently used snapshot that alone holds a cell of ``part``.
 
         Those before it that hold none alone are in use, by open sessions: they go later than all that are
         not. Those that were copied out of the cache go now: they are memory beside it, and as old.
@@ -120,14 +141,14 @@ class Evictor:
         found: Node[TreeEntry] | None = None
         with contextlib.closing(self._tree.device.in_order()) as nodes:
             for node in nodes:
-                if _is_restored(node):
+                if is_restored(node):
                     continue
-                if _frees(node):
+                if _frees(node, part):
                     found = node
                     break
                 passed.append(node)
         for node in passed:
-            if _holds_cells(node):
+            if _holds_cells(node, part):
                 self._tree.usage.use(node, counts=False)
             else:
                 self._tree.offload(node)
@@ -139,23 +160,21 @@ class Evictor:
         assert held is not None
         at = node.end - tokens
         at -= at % self.grain
-        kept_below = held.host is not None or held.leaving is not None
-        if self._tree.divisible and node.begin < at and not kept_below and _holds_cells(node):
+        only_here = held.host is None and held.leaving is None and in_cells(held)
+        if self._tree.divisible and node.begin < at and only_here:
             with contextlib.suppress(SequenceLostError):  # a device failure took it, and all of it goes
                 self._tree.split(node, at)
         return node
 
 
-def _holds_cells(node: Node[TreeEntry]) -> bool:
-    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.holds_cells
+def _holds_cells(node: Node[TreeEntry], part: int) -> bool:
+    held = part_of(node, part)
+    return held is not None and held.holds_cells
 
 
-def _is_restored(node: Node[TreeEntry]) -> bool:
-    return node.data is not None and node.data.restoring > 0
-
-
-def _frees(node: Node[TreeEntry]) -> bool:
-    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.frees_cells
+def _frees(node: Node[TreeEntry], part: int) -> bool:
+    held = part_of(node, part)
+    return held is not None and held.frees_cells
 
 
 def _tokens(node: Node[TreeEntry], nbytes: int) -> int:

@@ -46,9 +46,7 @@ class InteriorSnapshots:
         for _ in range(3 if self._useful else 0):
             if one is None:
                 break
-            span = _span(one)
-            if span is not None and self._spans.get(one) != span:
-                self._push(one, span)
+            self._note(one)
             one = one.parent
         if self._pushed > self._most:  # some of them are gone by now
             known, self._heap, self._of, self._spans, self._pushed = [*self._spans], [], {}, {}, 0
@@ -56,6 +54,11 @@ class InteriorSnapshots:
                 if (span := _span(one)) is not None:
                     self._push(one, span)
             self._most = max(64, 2 * self._pushed)
+
+    def _note(self, node: Node[TreeEntry]) -> None:
+        span = _span(node)
+        if span is not None and self._spans.get(node) != span:
+            self._push(node, span)
 
     def _push(self, node: Node[TreeEntry], span: int) -> None:
         self._spans[node] = span
@@ -93,7 +96,8 @@ class InteriorSnapshots:
             for node, held in entries:
                 held.users -= 1
                 held.restoring -= restoring
-                self.note(node)
+                if self._useful:
+                    self._note(node)
 
 
 def _span(node: Node[TreeEntry]) -> int | None:

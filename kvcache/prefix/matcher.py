@@ -11,12 +11,12 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.cache import CacheFullError
+from kvcache.cache import CacheFullError, InvalidRangeError, SequenceLostError
 from kvcache.offload.prefetch import Prefetch
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
@@ -24,6 +24,7 @@ from kvcache.prefix.session import Session
 from kvcache.prefix.snapshot_points import pieces_of
 from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.prefix.tree_entry import TreeEntry, span_of
+from kvcache.snapshots.snapshot import Snapshot, joins_in_place
 
 __all__ = ["PrefixMatcher", "Source"]
 
@@ -39,6 +40,11 @@ class Source:
     nodes: tuple[Node[TreeEntry], ...] = ()
     held: bool = False
     """The sequence has it already."""
+
+    @property
+    def above(self) -> Node[TreeEntry] | None:
+        """The node right above the last one: a walk that begins there is short."""
+        return self.nodes[-1].parent if self.nodes else None
 
 
 class Stopwatch:
@@ -63,6 +69,8 @@ class PrefixMatcher:
         """How many tokens of the last ``fill`` came from where: "live", a tier, "store"."""
         self.spared = 0
         """Tokens of the last ``fill`` that stores were not asked for, since computing them is faster."""
+        self.above: Node[TreeEntry] | None = None
+        """A node that the prefix of the last ``fill`` leads through; None: the root."""
         self.matching = Stopwatch()
         """What the last ``fill`` took to find what it restored."""
         self.on_restore: Callable[[int, int], None] | None = None
@@ -85,12 +93,13 @@ class PrefixMatcher:
 
     def _find_and_restore(self, seq: int, ids: np.ndarray) -> int:
         limit = reach = int(ids.size) - 1
+        self.above = None
         self.matching = Stopwatch()
         while True:
             self.origins.clear()
             with self.matching:
                 source = self.best(ids, limit)
-                self._tree.touch(ids[: source.length])
+                self._tree.touch(ids[: source.length], source.above)
                 stored, self.spared = self._lookup.longest(ids, source.length, reach)
             while stored > source.length:
                 reached = self._from_store(seq, ids, source, stored)
@@ -105,6 +114,7 @@ class PrefixMatcher:
                         stored, self.spared = self._lookup.longest(ids, reached, reach)
             else:
                 if self.from_source(seq, ids, source):
+                    self.above = source.above
                     return source.length
 
     def prefetch(self, ids: np.ndarray) -> Prefetch | None:
@@ -134,36 +144,60 @@ class PrefixMatcher:
                 self._tree.insert(seq, ids[: source.length], [self._cache.snapshot(seq, 0, source.length)])
             return True
         self._cache.remove(seq, 0)
-        with self._tree.interior.in_use(source.nodes, restoring=True):
-            shared = self._tree.share(seq, source.nodes, source.length)
-            at = min(source.nodes[shared - 1].end, source.length) if shared else 0
-            self.origins["device"] += at
-            for node in source.nodes[shared:]:
-                target = min(node.end, source.length)
-                tier = self._tree.restore(seq, node, target)
-                if tier is None:
-                    self._cache.remove(seq, 0)
-                    self._tree.drop(node)
-                    return False
-                self.origins[tier] += target - at
-                at = target
-                if tier == "host":
-                    self._tell(source.length, at)
-        return True
+        if self._restore_along(seq, source.nodes, source.length) == source.length:
+            return True
+        self._cache.remove(seq, 0)
+        return False
 
     def _go_on(self, seq: int, ids: np.ndarray, reached: int) -> int:
         """Restore what follows the first ``reached`` tokens from nodes that what stores had leads to."""
         length, nodes = self._tree.beyond(ids, reached)
+        return self._restore_along(seq, nodes, length, reached)
+
+    def _restore_along(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int, at: int = 0) -> int:
+        """Restore what nodes have behind the first ``at`` tokens; a node that fails is dropped, and ends it.
+
+        Returns how many tokens the sequence has then.
+        """
         with self._tree.interior.in_use(nodes, restoring=True):
-            for node in nodes:
-                target = min(node.end, length)
-                tier = self._tree.restore(seq, node, target)
+            while nodes:
+                tier: str | None = "device"
+                count = self._share(seq, nodes, length)
+                if not count:
+                    count, tier = 1, self._tree.restore(seq, nodes[0], min(nodes[0].end, length))
                 if tier is None:
-                    self._tree.drop(node)
+                    self._tree.drop(nodes[0])
                     break
-                self.origins[tier] += target - reached
-                reached = target
-        return reached
+                reached = min(nodes[count - 1].end, length)
+                self.origins[tier] += reached - at
+                at, nodes = reached, nodes[count:]
+                if tier == "host":
+                    self._tell(length, at)
+        return at
+
+    def _share(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int) -> int:
+        """Let a sequence share what the first nodes have in the cache's cells, in one step.
+
+        Of windows and states that of the last one alone is restored. Returns how many nodes they are; 0 where
+        one alone would do as well.
+        """
+        parts: list[Snapshot] = []
+        for node in nodes:
+            held = node.data
+            if held is None or held.snapshot is None or (parts and held.begin != parts[-1].end):
+                break
+            if not joins_in_place(held.snapshot):
+                break
+            parts.append(held.snapshot)
+        if len(parts) < 2:
+            return 0
+        target = min(nodes[len(parts) - 1].end, length)
+        try:
+            joined = self._cache.join(parts)
+            restored = self._cache.restore(seq, joined, target if joined.divisible else None)
+        except (SequenceLostError, InvalidRangeError):  # one by one it turns out which
+            return 0
+        return len(parts) if restored else 0
 
     def _from_store(self, seq: int, ids: np.ndarray, source: Source, stored: int) -> int | None:
         """Restore what ``source`` has, and then entries of ``[0, stored)``; the length that is held now.

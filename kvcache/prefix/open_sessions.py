@@ -13,9 +13,11 @@ from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.matcher import PrefixMatcher, Source
 from kvcache.prefix.prefix_tree import PrefixTree
+from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.session import Lookup, PrefixStats, Session
 from kvcache.prefix.snapshot_points import pieces_of, positions_due
 from kvcache.prefix.store_lookup import StoreLookup
+from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.snapshots.snapshot import Snapshot
 
 __all__ = ["OpenSessions"]
@@ -37,6 +39,7 @@ class OpenSessions:
         """By sequence."""
         self.free = list(range(tree.cache.max_sequences))
         self.matcher = PrefixMatcher(tree, self.sessions, lookup)
+        self._lookup = lookup
         self._cache, self._tree, self._evictor = tree.cache, tree, evictor
         self._interval, self._stats = interval, stats
 
@@ -49,7 +52,7 @@ class OpenSessions:
                 cached = self._fill(seq, ids)
                 matching, origins = self.matcher.matching.seconds, dict(self.matcher.origins)
                 lookup = Lookup(began, matching, time.monotonic() - began - matching, origins)
-                self._schedule(seq, ids, cached)
+                self._schedule(seq, ids, cached, self.matcher.above)
                 self.rolled_back(seq)
         except BaseException:
             self._cache.cancel_snapshots(seq)
@@ -58,7 +61,8 @@ class OpenSessions:
         self.free.remove(seq)
         session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
         session.spared, session.lookup = self.matcher.spared, lookup
-        self._follow(session)
+        above = self.matcher.above
+        self._follow(session, None if above is None or above.parent is None else above)
         self._stats.add(int(ids.size), {**origins, "spared": session.spared})
         return session
 
@@ -92,12 +96,13 @@ class OpenSessions:
         """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
         return self._cache.next_snapshot(seq)
 
-    def _schedule(self, seq: int, ids: np.ndarray, cached: int) -> None:
+    def _schedule(self, seq: int, ids: np.ndarray, cached: int, above: Node[TreeEntry] | None = None) -> None:
         """Snapshots of whole content: where prompts part, at intervals, before the last token."""
         if self._tree.divisible:
             return
         others = (other.encoded() for other in self.sessions.values())
-        positions = positions_due(self._tree, ids, cached, self._interval, others)
+        parted = self._tree.radix_tree.match(ids, above).length
+        positions = positions_due(ids, cached, self._interval, parted, others)
         if positions:
             self._cache.schedule_snapshots(seq, positions)
 
@@ -109,23 +114,25 @@ class OpenSessions:
         self._note_skipped(seq, int(ids.size))
         pieces = [part for part in self._cache.take_snapshots(seq) if part.end <= ids.size]
         if pieces:
-            session.kept = pieces[-1].end
             with self._evictor.within_budgets():
                 self._insert(session, ids[: pieces[-1].end], pieces)
-                self._follow(session)
+                above, session.kept = session.above(pieces[-1].end), pieces[-1].end
+                self._follow(session, above)
 
-    def _follow(self, session: Session) -> None:
+    def _follow(self, session: Session, above: Node[TreeEntry] | None = None) -> None:
         """What the next snapshot of a session follows stays where it is, as long as the session does."""
         session.following.close()
         if session.kept and not self._tree.divisible:
-            nodes = self._tree.radix_tree.match(session.encoded()[: session.kept]).nodes
-            if nodes and nodes[-1].end == session.kept:
-                session.following.enter_context(self._tree.interior.in_use(nodes[-1:]))
+            nodes = self._tree.radix_tree.match(session.encoded()[: session.kept], above).nodes
+            session.point = nodes[-1] if nodes else above
+            if session.point is not None and session.point.end == session.kept:
+                session.following.enter_context(self._tree.interior.in_use([session.point]))
 
     def _insert(self, session: Session, ids: np.ndarray, pieces: Sequence[Snapshot]) -> None:
         """Keep what a session holds of ``ids``, for as long as it asks for."""
-        known = self._tree.radix_tree.match(ids).length
-        self._tree.insert(session.seq, ids, pieces)
+        above = session.above(int(ids.size))
+        known = self._tree.radix_tree.match(ids, above).length
+        self._tree.insert(session.seq, ids, pieces, above=above)
         self._evictor.retainer.retain(ids, known, session.retention)
 
     def _note_skipped(self, seq: int, size: int) -> None:
@@ -154,7 +161,8 @@ class OpenSessions:
                     computed = session.computed()
                     self._note_skipped(seq, int(computed.size))
                     ids = computed[:upto]
-                    self._insert(session, ids, pieces_of(self._tree, seq, ids, session.kept))
+                    pieces = pieces_of(self._tree, seq, ids, session.kept, session.above(int(ids.size)))
+                    self._insert(session, ids, pieces)
             except SequenceLostError:
                 pass  # there is nothing to keep
             finally:
@@ -163,6 +171,8 @@ class OpenSessions:
                 self.free.append(seq)  # emptied now, or when it is used next
                 self._cache.cancel_snapshots(seq)
                 self._cache.remove(seq, 0)
+                if not self.sessions:
+                    self._lookup.unlearn()
         self._tree.settle()
 
     def rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:

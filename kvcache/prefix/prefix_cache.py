@@ -68,7 +68,9 @@ class PrefixCache(Closing):
     """Sessions over one cache that share their prefixes through a radix tree of snapshots.
 
     ``budget`` limits the bytes of snapshots on the device, a number or a size such as ``"2GiB"`` (None: as
-    much as the cells of the cache hold).
+    much as the cells of the cache hold). When a window needs the cells that snapshots hold of it, they are
+    copied out and stay on the device, as long as all snapshots take no more than the budget (None: the
+    copies no more than the cache itself); beyond that they are evicted.
     ``tiers`` are at most one HostTier, followed by stores, the nearest first: an open store, what
     ``open_store`` takes, or the Path of a folder. Evicted content moves to the next tier.
 
@@ -152,10 +154,10 @@ class PrefixCache(Closing):
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
         cache.on_pressure = self.evictor.relieve
-        for part in unwrapped(cache):
-            cells = getattr(part, "attention", part)
-            if hasattr(cells, "on_pressure") and cells.snapshot(0, 0, 0).divisible:
-                cells.on_pressure = functools.partial(self.evictor.relieve, windows=False)
+        parts = unwrapped(cache)
+        for i, window in self.tree.windows.parts.items():
+            relieve = functools.partial(self.evictor.relieve, part=i, window=window)
+            getattr(parts[i], "attention", parts[i]).on_pressure = relieve
         _OWNERS.update(dict.fromkeys(unwrapped(cache), weakref.ref(self._open)))
 
     def __repr__(self) -> str:

@@ -32,16 +32,17 @@ from kvcache.prefix.radix_tree import Node, RadixTree
 from kvcache.prefix.store_writer import StoreWriter
 from kvcache.prefix.tenant_budget import TenantBudget, TenantQueue
 from kvcache.prefix.tree_entry import (
+    Chain,
     TreeEntry,
     chain_of,
     content_of,
     host_priority,
-    in_cache,
     is_present,
     priority_of,
     tenant_of,
 )
 from kvcache.prefix.usage import Usage, age
+from kvcache.prefix.windows import WindowCells
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
@@ -82,6 +83,7 @@ class PrefixTree:
         self.usage = Usage(policy, self.device, self.host, store is not None)
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.interior = InteriorSnapshots(not self.divisible and store is None)
+        self.windows = WindowCells(cache)
         self.writer = None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible)
         self._backend = cache.backend
         self._round = 0
@@ -110,6 +112,12 @@ class PrefixTree:
             lambda tenant: None if limits is None else part(limits(tenant) or TenantBudget()),
         )
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a window of so many bytes may leave its cells, and stay beside them on the device."""
+        if self.device.budget is None:
+            return self.windows.copied + nbytes <= self.cache.nbytes
+        return not self.device.excess
+
     # Telling.
 
     @property
@@ -137,9 +145,16 @@ class PrefixTree:
 
     # Finding.
 
-    def along(self, ids: np.ndarray) -> tuple[int, tuple[Node[TreeEntry], ...]]:
-        """The longest prefix of ``ids`` that is kept, and the nodes to restore it from, in order."""
-        match = self.radix_tree.match(ids)
+    def along(
+        self, ids: np.ndarray, above: Node[TreeEntry] | None = None
+    ) -> tuple[int, tuple[Node[TreeEntry], ...]]:
+        """The longest prefix of ``ids`` that is kept, and the nodes to restore it from, in order.
+
+        ``above``: a node that ``ids`` are known to lead through.
+        """
+        match = self.radix_tree.match(ids, above)
+        if above is not None:
+            match.nodes = [*above.path(), *match.nodes]
         if not self.divisible:
             chain = chain_of([node for node in match.nodes if node.end <= match.length])
             return (chain[-1].end if chain else 0), chain
@@ -157,23 +172,6 @@ class PrefixTree:
         if not self.divisible:
             return match.length, chain_of([node for node in nodes if node.end <= match.length], reached)
         return match.length, tuple(itertools.takewhile(is_present, nodes))
-
-    def share(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int) -> int:
-        """Let an empty sequence share the first nodes in one step, as far as they lie in the cache.
-
-        Returns how many they are; 0 where one alone would do as well.
-        """
-        if not self.divisible:
-            return 0
-        held = [node.data for node in nodes if node.data is not None]
-        parts = [part.snapshot for part in itertools.takewhile(in_cache, held)]
-        if len(parts) < 2:
-            return 0
-        try:
-            target = min(nodes[len(parts) - 1].end, length)
-            return len(parts) if self.cache.restore(seq, self.cache.join(parts), target) else 0
-        except SequenceLostError:
-            return 0
 
     def restore(self, seq: int, node: Node[TreeEntry], target: int) -> str | None:
         """Put a node's content into a sequence; the tier it came from, or None where it cannot be had."""
@@ -199,35 +197,59 @@ class PrefixTree:
 
     # Keeping.
 
-    def insert(self, seq: int, ids: np.ndarray, pieces: Sequence[Snapshot], stored: bool = False) -> None:
+    def insert(
+        self,
+        seq: int,
+        ids: np.ndarray,
+        pieces: Sequence[Snapshot],
+        stored: bool = False,
+        above: Node[TreeEntry] | None = None,
+    ) -> None:
         """Keep what a sequence holds of ``ids``; ``stored``: the stores have it too.
 
         What is divisible is taken from the sequence as far as the radix tree has nothing of it; ``pieces``
-        are of what is whole, each with its own end.
+        are of what is whole, each with its own end. ``above``: a node that ``ids`` lead through.
         """
-        salt, own = self.alphabet.tenant_of(ids)
         if self.divisible:
+            salt, own = self.alphabet.tenant_of(ids)
             if self.radix_tree.match(ids).length < ids.size:
                 if self._limits is not None and 0 < own < ids.size:
                     self.node_at(ids[:own])  # what is shared does not count for a tenant
                 self.node_at(ids)
             self._refill(seq, ids, stored, salt, own)
+        self._insert_whole(ids, pieces, stored, above)
+        self.touch(ids, None if above is None or above.parent is None else above)
+
+    def _insert_whole(
+        self, ids: np.ndarray, pieces: Sequence[Snapshot], stored: bool, above: Node[TreeEntry] | None
+    ) -> None:
+        """Keep snapshots of what is whole, each at its end: one walk down the tree."""
+        salt, own = self.alphabet.tenant_of(ids)
+        chain, at = Chain(), above or self.radix_tree.root
+        for each in at.path():
+            chain.add(each)
         for piece in pieces:
-            node = self.node_at(ids[: piece.end])
+            node = self.node_at(ids[: piece.end], at)
+            path = node.path(at)
+            if path and path[0].parent is not at:  # the tree changed meanwhile
+                chain = Chain()
+            for each in path[:-1]:
+                chain.add(each)
             kept: dict[str, Any] = {}
-            if (old := node.data) is not None and self.along(ids[: piece.end])[0] < piece.end:
+            if (old := node.data) is not None and not chain.add(node):
                 kept = {"pins": old.pins, "rank": old.rank, "grants": old.grants}
                 self.drop(node)  # what it follows is gone
                 node = self.node_at(ids[: piece.end])
-            if node.parent is None or (node.data is not None and node.data.snapshot is not None):
-                continue
-            if node.data is None:
+            is_new = node.data is None and node.parent is not None
+            if is_new:
                 tenant = salt if node.end > own else ""
                 node.data = TreeEntry(piece.begin, stored=stored, tenant=tenant, **kept)
                 self.parted += [node] if kept else []
-            if node.data.begin == piece.begin:
+            if node.data is not None and node.data.snapshot is None and node.data.begin == piece.begin:
                 self._keep_on_device(node, piece)
-        self.touch(ids)
+            if is_new:
+                chain.add(node)
+            at = node
 
     def _refill(self, seq: int, ids: np.ndarray, stored: bool, salt: str, own: int) -> None:
         """Give the nodes on the way that lost their content what the sequence has of it."""
@@ -243,12 +265,16 @@ class PrefixTree:
                 node.data = TreeEntry(node.begin, stored=stored, tenant=salt if node.end > own else "")
                 self._keep_on_device(node, snapshot)
 
-    def node_at(self, ids: np.ndarray) -> Node[TreeEntry]:
-        """The node that ends exactly with ``ids``: found, parted from an edge, or added."""
-        match = self.radix_tree.match(ids)
+    def node_at(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Node[TreeEntry]:
+        """The node that ends exactly with ``ids``: found, parted from an edge, or added.
+
+        ``above``: a node that ``ids`` are known to lead through.
+        """
+        match = self.radix_tree.match(ids, above)
         if match.inside and self._is_leaving(match.nodes[-1]):
+            above = None
             match = self.radix_tree.match(ids)
-        node = match.nodes[-1] if match.nodes else self.radix_tree.root
+        node = match.nodes[-1] if match.nodes else above or self.radix_tree.root
         if match.inside:
             node = self.split(node, match.length)
         if match.length < ids.size:
@@ -290,7 +316,8 @@ class PrefixTree:
     def _keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
         assert node.data is not None
         node.data.snapshot, node.data.nbytes = snapshot, snapshot.nbytes
-        self.device.add(node, snapshot.nbytes)
+        self.device.add(node, node.data.nbytes)
+        self.windows.note(node)
         self.interior.note(node)
         self._changed(node)
 
@@ -301,6 +328,7 @@ class PrefixTree:
         if node.data is not None and node.data.snapshot is not None:
             node.data.snapshot.drop()
             node.data.snapshot = None
+        self.windows.note(node)
 
     def _keep_on_host(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         assert node.data is not None
@@ -309,10 +337,10 @@ class PrefixTree:
         self.host.add(node, serialized.nbytes)
         self._changed(node)
 
-    def touch(self, ids: np.ndarray) -> None:
-        """A prefix was used: it goes later than all others."""
+    def touch(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> None:
+        """A prefix, which leads through ``above``, was used: it goes later than all others."""
         self.usage.tick()
-        match = self.radix_tree.match(ids)
+        match = self.radix_tree.match(ids, above)
         if match.nodes:
             self.usage.use(match.nodes[-1], whole=not match.inside)
 
@@ -379,6 +407,7 @@ class PrefixTree:
         self.device.discard(node)
         self.evicted += 1
         node.data = None
+        self.windows.note(node)
         self._changed(node)
         self.radix_tree.join(node)
         if joined is not None:
@@ -495,7 +524,8 @@ class PrefixTree:
     def clear(self) -> None:
         """Forget all that is kept on the device and in host memory; what is being written is written."""
         self.drain()
-        for node in list(self.radix_tree):
+        gone = list(self.radix_tree)
+        for node in gone:
             self._off_device(node)
             if self.host is not None:
                 self.host.discard(node)
@@ -505,6 +535,8 @@ class PrefixTree:
         if self._events is not None and self.store is None:
             self._events.cleared()
         self.tell()
+        for node in gone:
+            node.parent = None  # no session is to go on from it
 
     # Stores.
 

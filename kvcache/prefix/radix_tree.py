@@ -37,11 +37,11 @@ class Node(Generic[D]):
     def begin(self) -> int:
         return self.end - int(self.tokens.size)
 
-    def path(self) -> list[Node[D]]:
-        """From below the root down to here."""
+    def path(self, above: Node[D] | None = None) -> list[Node[D]]:
+        """From below ``above``, or else the root, down to here."""
         found: list[Node[D]] = []
         node: Node[D] | None = self
-        while node is not None and node.parent is not None:
+        while node is not None and node is not above and node.parent is not None:
             found.append(node)
             node = node.parent
         return found[::-1]
@@ -89,10 +89,14 @@ class RadixTree(Generic[D]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def match(self, tokens: Tokens) -> Match[D]:
-        """The longest prefix of ``tokens`` that the radix tree has."""
+    def match(self, tokens: Tokens, above: Node[D] | None = None) -> Match[D]:
+        """The longest prefix of ``tokens`` that the radix tree has, and the nodes on the way.
+
+        ``above``: a node whose tokens they are known to begin with; the nodes are those below it.
+        """
         nodes: list[Node[D]] = []
-        node, length = self.root, 0
+        node = self.root if above is None else above
+        length = node.end
         while length < tokens.size:
             child = node.children.get(int(tokens[length]))
             if child is None:

@@ -12,7 +12,9 @@ import numpy as np
 
 from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError, check_whole
 from kvcache.prefix.alphabet import EVERYONE, Alphabet, Tenant
+from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retention import Retention
+from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.snapshots.schedule import REPLACED
 
 __all__ = ["Lookup", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError", "Tokens"]
@@ -123,6 +125,8 @@ class Session:
         """Up to here others have it too: what was shared at first, and what ``keep`` left."""
         self.following = contextlib.ExitStack()
         """Keeps what its next snapshot follows where it is."""
+        self.point: Node[TreeEntry] | None = None
+        """The node of what its next snapshot follows."""
         self._sure = cached
         self._certain: int | None = None
         self._replaced = False
@@ -193,6 +197,13 @@ class Session:
         self._tokens, self._prompt, self._certain = tokens[:length], length, None
         self._sure, self.kept, self._replaced = self.cached, min(self.kept, self.cached), False
         return self.cached
+
+    def above(self, size: int) -> Node[TreeEntry] | None:
+        """A node that its first ``size`` tokens lead through, for short walks; None: the root."""
+        point = self.point
+        if point is None or point.parent is None or point.end > min(self.kept, size):
+            return None
+        return point
 
     def keep(self) -> None:
         """Let others start from the snapshots that were taken so far; the session goes on.

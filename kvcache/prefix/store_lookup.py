@@ -8,12 +8,15 @@ from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
+import ml
 from kvcache.cache import InvalidRangeError
+from kvcache.caches.wrapper import unwrapped
 from kvcache.offload.direct_load import load_back, restore_serialized
 from kvcache.offload.prefetch import Prefetch, Prefetcher
 from kvcache.offload.tiers import LookUp, StoreTier
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.tree_entry import span_of
+from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache, layers_of_serialized
 from kvcache.stores import Chain, SerializedSnapshot
@@ -40,13 +43,17 @@ class StoreLookup:
         self._known = bool(layers)
         """Whether it is known which layers there are. In a cache that nothing was kept of, a first pass may
         have failed before its last layer."""
+        self._learned = False
+        """Whether only entries say that the cache has some of its layers: the model has not put them yet."""
+        self._doubtful = False
+        """Whether entries were wrong about that: none is used until something that the model put is kept."""
         self._used: list[int] = []
         """The ends of entries that the last ``fetch`` read, inside blocks too."""
 
     def prefetch(self, ids: np.ndarray, length: int) -> Prefetch | None:
         """Read ahead what stores have behind the first ``length`` tokens; None: there is nothing to read."""
         limit = int(ids.size) - 1
-        if self._prefetcher is None or length >= limit:
+        if self._prefetcher is None or length >= limit or self._waits_for_model:
             return None
         return self._prefetcher.start(self._chain(ids[:limit]), length, limit, self._tree.divisible)
 
@@ -55,7 +62,7 @@ class StoreLookup:
 
         What computing is faster for is not among it.
         """
-        if self._tree.store is None or length >= limit:
+        if self._tree.store is None or length >= limit or self._waits_for_model:
             return LookUp(length)
         chain = self._chain(ids[:limit])
         known = None if self._prefetcher is None else self._prefetcher.look_up(chain, length, limit)
@@ -105,21 +112,62 @@ class StoreLookup:
 
     def restore(self, seq: int, serialized: SerializedSnapshot) -> bool:
         """Whether an entry, which was checked, was put into the sequence; not one of another cache."""
+        expected = self._layers or layers_of_cache(self._cache)
+        self._known = self._known or bool(self._tree.radix_tree.root.children)
+        learned = {} if self._known else layers_of_serialized(serialized)
+        new = learned.keys() - expected.keys()
         try:
-            expected = self._layers or layers_of_cache(self._cache)
-            self._known = self._known or bool(self._tree.radix_tree.root.children)
-            if not self._known:
-                expected = {**layers_of_serialized(serialized), **expected}
-            check_layers(serialized, expected)
+            check_layers(serialized, {**learned, **expected})
             restored = restore_serialized(self._cache, seq, serialized, lent=True)
             self._known = self._known or restored
+            self._learned = self._learned or (restored and bool(new))
             return restored
         except (SnapshotCorruptError, InvalidRangeError) as error:
             log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
             return False
+        except (ml.DeviceError, MemoryError) as error:
+            if not new:
+                raise
+            log.warning("load back: %s; stores are not asked before the model has put its own layers", error)
+            self._doubtful = True
+            return False
+
+    def unlearn(self) -> None:
+        """Forget the layers that only entries tell of, where the model puts others. No session is open.
+
+        It does where one was refused that it put first, or it has put some and not all of them.
+        """
+        if not self._learned:
+            return
+        parts = [getattr(part, "attention", part) for part in unwrapped(self._cache)]
+        taken = [getattr(part, "snapshots", None) for part in parts]
+        storages = [each.storage.buffers for each in taken if isinstance(each, AttentionSnapshots)]
+        layers = [held for buffers in storages for held in buffers.values()]
+        self._learned = not all(held.stamp for held in layers)
+        if not self._learned or not any(held.stamp or held.doubted for held in layers):
+            return
+        log.warning(
+            "load back: stores have entries of other layers than the model puts, under its identity; none is "
+            "used before it has put its own. PrefixCache(layers=) tells them apart from the start"
+        )
+        self._tree.clear()
+        for buffers in storages:
+            for layer in [layer for layer, held in buffers.items() if not held.stamp]:
+                del buffers[layer]
+        self._learned, self._known, self._doubtful = False, False, True
+
+    @property
+    def _waits_for_model(self) -> bool:
+        self._doubtful = self._doubtful and not self._tree.radix_tree.root.children
+        return self._doubtful
 
     def drop(self, ids: np.ndarray, end: int) -> None:
-        """Take the entry of the first ``end`` tokens out of the stores: it is not what its key says."""
+        """Take the entry of the first ``end`` tokens out of the stores: it is not what its key says.
+
+        It stays as long as that cannot be known.
+        """
+        if self._waits_for_model:
+            return
         self._store.drop(self._chain(ids[:end]).at(end))
 
     def touch(self, ids: np.ndarray, ends: Sequence[int]) -> None:

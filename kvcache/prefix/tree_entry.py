@@ -19,13 +19,15 @@ from kvcache.stores import SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
 __all__ = [
+    "Chain",
     "TreeEntry",
     "chain_of",
     "content_of",
     "higher",
     "host_priority",
-    "in_cache",
+    "in_cells",
     "is_present",
+    "is_restored",
     "priority_of",
     "span_of",
     "tenant_of",
@@ -143,8 +145,12 @@ def content_of(held: TreeEntry) -> Snapshot | SerializedSnapshot:
     return held.host
 
 
-def in_cache(held: TreeEntry) -> bool:
-    return held.snapshot is not None and held.snapshot.in_cache
+def in_cells(held: TreeEntry) -> bool:
+    return held.snapshot is not None and held.snapshot.holds_cells
+
+
+def is_restored(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.restoring > 0
 
 
 def is_present(node: Node[TreeEntry]) -> bool:
@@ -153,18 +159,39 @@ def is_present(node: Node[TreeEntry]) -> bool:
 
 def chain_of(nodes: Sequence[Node[TreeEntry]], start: int = 0) -> tuple[Node[TreeEntry], ...]:
     """Of the nodes of a path those whose snapshots follow one another from ``start``, as far as any do."""
-    reached: list[tuple[Node[TreeEntry], int]] = []  # with the place of the one before it, -1 for none
+    chain = Chain(start)
     for node in nodes:
+        chain.add(node)
+    return chain.nodes()
+
+
+class Chain:
+    """The nodes of a path, added from the top down, whose snapshots can be had: they follow one another."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._start = start
+        self._ends: list[int] = []
+        self._reached: list[tuple[Node[TreeEntry], int]] = []
+        """With the place of the one that each follows, -1 for none."""
+
+    def add(self, node: Node[TreeEntry]) -> bool:
+        """Whether the node's snapshot can be had."""
         if node.data is None or not node.data.present:
-            continue
-        before = bisect.bisect_left(reached, node.data.begin, key=lambda entry: entry[0].end)
-        if node.data.begin <= start:
-            reached.append((node, -1))
-        elif before < len(reached):
-            reached.append((node, before))
-    found: list[Node[TreeEntry]] = []
-    at = len(reached) - 1
-    while at >= 0:
-        node, at = reached[at]
-        found.append(node)
-    return tuple(found[::-1])
+            return False
+        before = -1
+        if node.data.begin > self._start:
+            before = bisect.bisect_left(self._ends, node.data.begin)
+            if before == len(self._ends):
+                return False
+        self._ends.append(node.end)
+        self._reached.append((node, before))
+        return True
+
+    def nodes(self) -> tuple[Node[TreeEntry], ...]:
+        """Those that lead to the last one that can be had, and it."""
+        found: list[Node[TreeEntry]] = []
+        at = len(self._reached) - 1
+        while at >= 0:
+            node, at = self._reached[at]
+            found.append(node)
+        return tuple(found[::-1])

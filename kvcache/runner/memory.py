@@ -23,17 +23,14 @@ def cache_bytes(
     """Bytes of what a cache stores in all layers, for ``max_sequences`` of ``capacity`` tokens each.
 
     Layers with a window store the window alone, and room for ``max_batch`` tokens. ``activations`` is
-    what the model computes in: some formats have scales of that dtype, and a residual window is of it. Raises
-    InvalidRangeError for a format that does not take the size of the model's keys.
+    what the model computes in: some formats have scales of that dtype. Raises InvalidRangeError for a format
+    that does not take the size of the model's keys.
     """
-    stored, plain = CacheFormat.of(dtype), CacheFormat.of(activations)
-    slots = max_sequences * (stored.residual_length + stored.sink_tokens) + max_batch
+    stored = CacheFormat.of(dtype)
     total = config.state_bytes(max_sequences, capacity)
     for layer, shape in config.cached_layers.items():
         tokens = config.cached_tokens(layer, max_sequences, capacity, max_batch)
         total += tokens * shape.nbytes(stored, activations)
-        if stored.is_windowed:
-            total += min(tokens, slots) * shape.plain.nbytes(plain, activations)
     return total
 
 

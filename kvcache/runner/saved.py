@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.cache import CacheDType, InvalidRangeError, ResidualWindow
+from kvcache.cache import CacheDType, InvalidRangeError
 from kvcache.runner.engine import Engine
 from kvcache.runner.errors import RunnerError
 from kvcache.runner.request_state import RequestState
@@ -66,16 +66,8 @@ class SavedConversation:
 
     @property
     def cache_dtype(self) -> CacheDType:
-        """What keys and values are stored in, by name, and the residual window beside it."""
-        found = _naming(self.cache)
-        name, sizes = found["dtype"], found.get("residual_window", [])
-        if (
-            type(sizes) is not list
-            or any(type(size) is not int for size in sizes)
-            or len(sizes) not in (0, 2)
-        ):
-            raise ConversationError(f"the conversation has a residual window of {sizes!r:.40}")
-        return ResidualWindow(name, *sizes) if sizes else str(name)
+        """What keys and values are stored in, by name."""
+        return str(_naming(self.cache)["dtype"])
 
 
 def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:

@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -23,6 +24,7 @@ from kvcache.runner.requests import GenerationOptions
 from kvcache.serve.answers import Form
 from kvcache.serve.asked import Asked, Fields, Prompt, Template, Text, parse_chat, parse_completion
 from kvcache.serve.errors import ApiError
+from kvcache.serve.guard import KeyGuard, check_json, has_key
 from kvcache.serve.index import index_page
 from kvcache.serve.metrics import Metrics
 from kvcache.serve.options import ServeOptions
@@ -57,7 +59,8 @@ PATHS = {
 
 def make_app(worker: Worker, name: str, template: Template, options: ServeOptions | None = None) -> Starlette:
     """The model that ``worker`` runs, served under ``name``; ``template`` makes prompts of messages."""
-    service = _Service(worker, name, template, options or ServeOptions())
+    options = options or ServeOptions()
+    service = _Service(worker, name, template, options)
     routes = [
         Route("/", service.index),
         Route("/v1/completions", service.completions, methods=["POST"]),
@@ -68,7 +71,8 @@ def make_app(worker: Worker, name: str, template: Template, options: ServeOption
         Route("/metrics", service.metrics),
     ]
     handlers: Any = dict.fromkeys((ApiError, HTTPException, Stopped, Exception), _failed)
-    return Starlette(routes=routes, exception_handlers=handlers)
+    guard = Middleware(KeyGuard, options.api_key)
+    return Starlette(routes=routes, exception_handlers=handlers, middleware=[guard])
 
 
 class _Service:
@@ -106,7 +110,10 @@ class _Service:
             raise ApiError(404, message, "model", "model_not_found")
         return JSONResponse(self._record)
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, request: Request) -> Response:
+        if not has_key(request.headers, self._options.api_key):
+            await asyncio.wrap_future(self._worker.post(lambda engine: None))
+            return JSONResponse({"status": "ok"})
         health = functools.partial(_health, show_cached=self._options.show_cached)
         return JSONResponse(await asyncio.wrap_future(self._worker.post(health)))
 
@@ -125,15 +132,17 @@ class _Service:
         return response
 
     async def _in_time(self, request: Request, parse: Parse, chat: bool, trace: Trace) -> Response:
-        within = self._options.request_timeout
+        within, pause = self._options.request_timeout, self._options.client_timeout
         deadline = asyncio.get_running_loop().time() + within
         try:
             async with asyncio.timeout_at(deadline):
-                body = await _body(request, self._options.max_body)
+                body = await _body(request, self._options.max_body, pause)
         except ClientDisconnect:
             return Response(status_code=GONE)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {within:g} seconds", code="timeout") from None
+            message = f"the body did not come within {within:g} seconds, or none of it for {pause:g} seconds"
+            raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from None
+        check_json(request.headers)
         try:
             async with asyncio.timeout_at(deadline):
                 return await self._answered(request, body, parse, chat, deadline, trace)
@@ -222,13 +231,17 @@ def _too_long(limit: int, prompt: int, count: int, wanted: int | None, least: st
     )
 
 
-async def _body(request: Request, most: int) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
+async def _body(request: Request, most: int, pause: float) -> bytes:
+    """TimeoutError where nothing comes for ``pause`` seconds."""
+    body, parts = bytearray(), request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(pause):
+                body += await anext(parts)
+        except StopAsyncIteration:
+            return bytes(body)
         if len(body) > most:
             raise ApiError(413, f"the body has more than {most} bytes")
-    return bytes(body)
 
 
 async def _failed(_: Request, error: Exception) -> Response:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import math
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +20,8 @@ from kvcache.runner.engine import Engine
 from kvcache.runner.errors import RequestError
 from kvcache.serve.app import make_app
 from kvcache.serve.asked import Template
+from kvcache.serve.connections import GuardedProtocol, Shedding, descriptors
+from kvcache.serve.guard import HostGuard, hosts_of, is_loopback
 from kvcache.serve.options import ServeOptions
 from kvcache.serve.worker import Worker, has_stores
 
@@ -26,6 +29,9 @@ __all__ = ["Server", "serve"]
 
 log = logging.getLogger("kvcache.serve")
 
+_NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
 LAST_WORDS = 2.0
 """Seconds for clients to read that their requests were given up."""
 
@@ -55,10 +61,10 @@ def serve(
     ):
         app = make_app(worker, name, template, options)
         watched = contextlib.nullcontext() if watching is None else watching(worker)
-        config = uvicorn.Config(
-            app, ws="none", lifespan="off", log_config=None, access_log=False,
-            timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + LAST_WORDS),
-        )  # fmt: skip
+        where = listening.getsockname()[0]
+        if options.api_key is None and not is_loopback(where):
+            log.warning("anybody who reaches %s can use the model; --api-key requires a key", where)
+        config = configured(app, options, [where])
         try:
             with contextlib.suppress(KeyboardInterrupt), watched:  # it has ended in order
                 told_ready = functools.partial(told, f"serving {name} on {_url(listening)}")
@@ -67,6 +73,21 @@ def serve(
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one ends nothing half-written
             if has_stores(worker.engine):
                 told("writing what is kept to the stores; Ctrl-C leaves it undone")
+
+
+def configured(app: Any, options: ServeOptions, where: Sequence[str]) -> uvicorn.Config:
+    """``app`` for a Server at the addresses ``where``, with the limits that ``options`` set to clients."""
+    hosts = [name for host in (options.host, *where) for name in hosts_of(host)]
+    most, spare = descriptors()
+    protocol: Any = functools.partial(
+        GuardedProtocol, timeout=options.client_timeout, shedding=Shedding(most)
+    )
+    return uvicorn.Config(
+        HostGuard(app, [*hosts, *options.allowed_hosts]), http=protocol, ws="none", lifespan="off",
+        backlog=max(1, spare // 4),  # asyncio accepts as many before it hands over the first
+        log_config=None, access_log=False,
+        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + LAST_WORDS),
+    )  # fmt: skip
 
 
 class Server(uvicorn.Server):
@@ -84,8 +105,20 @@ class Server(uvicorn.Server):
         self._closing: set[asyncio.Transport] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
         self._ready()
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """asyncio tells of each connection that it has no descriptor for; it tries again a second later."""
+        error, limits = context.get("exception"), getattr(self.config.http, "keywords", {}).get("shedding")
+        if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS and limits is not None:
+            connections = self.server_state.connections
+            limits.make_room(connections, len(connections) // 2)
+        else:
+            loop.default_exception_handler(context)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:  # a second

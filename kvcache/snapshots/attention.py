@@ -315,14 +315,16 @@ class AttentionSnapshots:
         assert snapshot.source is not None
         table, row = self.storage.table, self.storage.table.rows[seq]
         table.drop(seq, row.index(snapshot.begin), len(row))
+        positions, cells = snapshot.positions, snapshot.source.pin.cells
+        if some.size < positions.size:
+            positions, cells = positions[some], cells[some]
         if some.size:
-            table.adopt(seq, snapshot.positions[some], snapshot.source.pin.cells[some])
+            table.adopt(seq, positions, cells)
 
     def _put_back(self, seq: int, snapshot: AttentionSnapshot, some: np.ndarray) -> None:
         """Replace the row's end first, then the data; the row is changed back where the data fails."""
         table, row = self.storage.table, self.storage.table.rows[seq]
         saved, held = row.save_copy(), row.cells.copy()
-        slots = None if table.exact is None else table.exact.save()
         layers, shapes = snapshot.read(), snapshot.shapes()
         table.drop(seq, row.index(snapshot.begin), len(row))
         if not some.size:
@@ -349,8 +351,6 @@ class AttentionSnapshots:
         except BaseException:
             table.restore_row(seq, saved)
             row.lost = row.lost or (writing and bool(np.isin(cells, held).any()))
-            if table.exact is not None and slots is not None and not row.lost:
-                table.exact.load(slots)
             raise
         self.storage.buffers.update(buffers)
         for i, layer_buffers in self.storage.buffers.items():

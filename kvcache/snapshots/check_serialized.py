@@ -65,7 +65,7 @@ def check_meta(
         return _Check(arrays, positions, complete).serialized(meta)
     except (KeyError, ValueError) as error:
         said = f"it has no array {error}" if isinstance(error, KeyError) else error
-        raise SnapshotCorruptError(f"{op}: not a serialized snapshot: {said}") from error
+        raise SnapshotCorruptError(f"{op}: not a serialized snapshot: {said!s:.200}") from error
 
 
 class _Check:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -140,8 +139,12 @@ class StateSnapshots:
         return RecurrentSnapshot(self.attention.merge(parent.attention, child.attention), child.state)
 
     def join(self, parts: Sequence[RecurrentSnapshot]) -> RecurrentSnapshot:
-        """``merge`` of one or more, in order."""
-        return functools.reduce(self.merge, parts)
+        """``merge`` of one or more, in order; the attention layers in one step."""
+        first = len(parts) - 1
+        while first and parts[first - 1].end == parts[first].begin:
+            first -= 1
+        attention = self.attention.join([part.attention for part in parts[first:]])
+        return RecurrentSnapshot(attention, parts[-1].state)
 
     def split(
         self, snapshot: RecurrentSnapshot, at: int

@@ -43,9 +43,11 @@ __all__ = [
     "compact",
     "entries",
     "joined",
+    "joins_in_place",
     "read_layers",
     "sliced",
     "tensors_of",
+    "unwrapped_snapshot",
 ]
 
 
@@ -126,7 +128,7 @@ class InCache:
 
     @property
     def nbytes(self) -> int:
-        stored = sum(held.stored_nbytes for held in self.buffers.values())
+        stored = sum(held.nbytes for held in self.buffers.values())
         return stored // self.table.cells * self.pin.cells.size
 
     @property
@@ -402,6 +404,20 @@ class WrapperSnapshot:
     def drop(self) -> None:
         for part in self.parts:
             part.drop()
+
+
+def unwrapped_snapshot(snapshot: Snapshot) -> list[Snapshot]:
+    """The snapshots of the caches that a wrapper wraps, in their order, or the snapshot itself."""
+    if isinstance(snapshot, WrapperSnapshot):
+        return [one for part in snapshot.parts for one in unwrapped_snapshot(part)]
+    return [snapshot]
+
+
+def joins_in_place(snapshot: Snapshot) -> bool:
+    """Whether it is joined with its neighbours without a copy: in cells, or of what only the last one has."""
+    if isinstance(snapshot, WrapperSnapshot):
+        return all(map(joins_in_place, snapshot.parts))
+    return snapshot.holds_cells or isinstance(snapshot, EncoderSnapshot) or getattr(snapshot, "whole", False)
 
 
 def check_kind(op: str, cache: object, kind: type, snapshots: Sequence[object]) -> None:

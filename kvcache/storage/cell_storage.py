@@ -10,18 +10,9 @@ import numpy as np
 import ml
 from kvcache.cache import OrderError
 from kvcache.storage.cell_table import CellTable, Row
-from kvcache.storage.exact_slots import ExactSlots
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.layer_shape import LayerShape
-
-
-def exact_slots(stored: CacheFormat, cells: int, max_sequences: int, max_batch: int) -> ExactSlots | None:
-    """The slots of a residual window: for what each sequence retains, and a batch besides; None: none."""
-    last, first = stored.residual_length, stored.sink_tokens
-    if not stored.is_windowed:
-        return None
-    return ExactSlots(cells, min(cells, max_sequences * (last + first) + max_batch), last, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +30,8 @@ class CellStorage:
 
     def allocate(self, ctx: ml.Context, layer: int, shape: LayerShape, activations: ml.DType) -> LayerBuffers:
         """Buffers for what is put as ``activations``; not yet in ``buffers``. Tokens there are lack in it."""
-        cells, exact, taken = self.table.cells, self.table.exact, self.table.taken
-        slots = 0 if exact is None else exact.slots
-        made = LayerBuffers(ctx.layer(layer), self.dtype, self.config, cells, shape, activations, slots)
+        cells, taken = self.table.cells, self.table.taken
+        made = LayerBuffers(ctx.layer(layer), self.dtype, self.config, cells, shape, activations)
         owned = np.flatnonzero(self.table.references)
         if owned.size:
             made.lack(taken, owned)

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 import ml
-from kvcache.storage.exact_slots import ExactSlots
 
 Array = np.ndarray
 SavedRow = tuple[np.ndarray, np.ndarray, int, int, bool]
@@ -223,12 +222,11 @@ class Arrivals:
 class CellTable:
     """Rows of all sequences over ``cells`` cells, and who shares what.
 
-    ``blank`` says of free cells whether they hold zeros still or again. ``exact`` are the slots of a residual
-    window.
+    ``blank`` says of free cells whether they hold zeros still or again.
     """
 
-    def __init__(self, cells: int, max_sequences: int, exact: ExactSlots | None = None) -> None:
-        self.cells, self.exact = cells, exact
+    def __init__(self, cells: int, max_sequences: int) -> None:
+        self.cells = cells
         self.blank: Array = np.ones(cells, dtype=bool)
         self.references = np.zeros(cells, dtype=np.int32)
         self.taken = np.zeros(cells, dtype=np.int64)
@@ -271,8 +269,6 @@ class CellTable:
         """Pin free cells, for what is about to be put there."""
         self.free -= cells.size
         self._number(cells)
-        if self.exact is not None:
-            self.exact.drop(cells)
         return self.pin(cells)
 
     def unpin(self, pin: Pin) -> None:
@@ -455,8 +451,6 @@ class CellTable:
         self.references[cells] = 1
         self._number(cells)
         self.free -= cells.size
-        if self.exact is not None:
-            self.exact.drop(cells)
 
     def share(self, src: int, dst: int, count: int) -> None:
         """Give ``dst``, which is empty, the first ``count`` entries of ``src``."""
@@ -503,13 +497,6 @@ class CellTable:
         row = self.rows[seq]
         self._release(row.cells[gone])
         row.assign(row.positions[~gone], row.cells[~gone])
-
-    def exact_slots(self, cells: Array) -> Array | None:
-        """The slot of each cell, -1 where it has none; None: none has. Of free cells none does."""
-        if self.exact is None:
-            return None
-        slots = np.where(self.references[cells] > 0, self.exact.of(cells), -1)
-        return slots if (slots >= 0).any() else None
 
     def stale(self, start: int, stop: int) -> Array:
         """The free cells of ``[start, stop)`` that may hold what was once put there."""
@@ -578,8 +565,6 @@ class CellTable:
     def move(self, target: Array) -> None:
         """Rename cells as ``spread`` said."""
         self.changes += 1
-        if self.exact is not None:
-            self.exact.move(target)
         used = np.flatnonzero(self.references)
         self.blank[used] = False
         references = np.zeros_like(self.references)

@@ -25,7 +25,7 @@ class LayerBuffers:
     """
 
     __slots__ = (
-        "absent", "activations", "bytes_per_cell", "cells", "declined", "exact", "extra", "key",
+        "absent", "activations", "bytes_per_cell", "cells", "declined", "doubted", "extra", "key",
         "permuted_v", "places", "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored",
         "value", "whole",
     )  # fmt: skip
@@ -38,11 +38,8 @@ class LayerBuffers:
         cells: int,
         shape: LayerShape,
         activations: ml.DType,
-        slots: int = 0,
     ) -> None:
-        """Where K and V are not plain numbers of one dtype, both are read back as ``activations``, and a
-        residual window has ``slots``.
-        """
+        """Where K and V are not plain numbers of one dtype, both are read back as ``activations``."""
         self.permuted_v = config.permuted_v
         self.activations, self.cells = activations, cells
         self.shape = shape
@@ -61,14 +58,10 @@ class LayerBuffers:
         """Of what ``read`` gives, K and V together."""
         self.declined = sys.maxsize
         """The fewest segments that the backend's kernel for ragged batches declined; 0: it has none."""
-        self.exact: LayerBuffers | None = None
-        """The slots of a residual window: plain, in the dtype of the activations."""
-        if slots:
-            self.exact = LayerBuffers(
-                ctx, CacheFormat.of(activations), config, slots, shape.plain, activations
-            )
         self.stamp = 0
-        """``Forward.stamp`` of the pass that was last put here."""
+        """``Forward.stamp`` of the pass that was last put here; 0: what is here was restored."""
+        self.doubted = False
+        """Whether what was refused would have been the first to be put here."""
         self.absent: np.ndarray | None = None
         """Per cell the number (``CellTable.taken``) of a token that other layers store and this one does not.
 
@@ -78,11 +71,8 @@ class LayerBuffers:
         """Where all of K lies, and all of V, in parts (cells, heads, ...)."""
         self.places = frozenset(id(_storage_of(part)) for half in self.whole for part in half)
         """The storages of K and V."""
-        self.rotated = None if slots else self._as_rotated(ctx)
-        """These buffers as ``attend`` reads them where a format rotates: without turning back. Else None.
-
-        Slots hold keys that are not turned: beside them all are read back as they were.
-        """
+        self.rotated = self._as_rotated(ctx)
+        """These buffers as ``attend`` reads them where a format rotates: without turning back. Else None."""
         self.store = self._find_store(ctx)
         """The backend's own way for a run of cells, asked first; None where it has none."""
         self.row_store = self.store if isinstance(self.store, ml.KVRowStore) else None
@@ -131,11 +121,6 @@ class LayerBuffers:
 
     @property
     def nbytes(self) -> int:
-        return self.stored_nbytes + (0 if self.exact is None else self.exact.nbytes)
-
-    @property
-    def stored_nbytes(self) -> int:
-        """Of what snapshots are made of: without the slots of a residual window."""
         return sum(buffer.nbytes for buffer in self.stored)
 
     def touch(self, ctx: ml.Context) -> None:
@@ -146,8 +131,6 @@ class LayerBuffers:
         for buffer in self.stored:
             if isinstance(buffer, Buffer):
                 buffer.touch(ctx)
-        if self.exact is not None:
-            self.exact.touch(ctx)
 
     def blank(self, ctx: ml.Context, cells: Cells, count: int) -> None:
         """Write zeros."""
@@ -173,6 +156,7 @@ class LayerBuffers:
     def check(self, layer: int, shape: LayerShape, tokens: int) -> None:
         """Raise InvalidRangeError unless this, of ``tokens``, is what the layer stores."""
         if shape != self.shape:
+            self.doubted = not self.stamp
             raise InvalidRangeError(f"put: {shape.told(tokens)} in layer {layer}, which stores {self.shape}")
 
     def lack(self, taken: np.ndarray, cells: slice | np.ndarray) -> None:

@@ -50,11 +50,6 @@ class LayerShape(NamedTuple):
         extra = "".join(f", {one.name} {one.dtype.name} {of(*one.shape)}" for one in self.extra)
         return f"key {of(*self.key)} and {value}{extra}"
 
-    @property
-    def plain(self) -> LayerShape:
-        """Without extras."""
-        return self._replace(extra=())
-
     def nbytes(self, stored: CacheFormat, activations: ml.DType) -> int:
         """Bytes of one token, put as ``activations`` and stored as ``stored``.
 

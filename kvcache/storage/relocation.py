@@ -6,16 +6,14 @@ then marked lost. Everything that can be refused is refused before the first wri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
 import ml
 from kvcache.cache import ExtraShiftFunction, InvalidRangeError, ShiftFunction
 from kvcache.storage.cell_storage import CellStorage
-from kvcache.storage.device_copies import HostArrays
 from kvcache.storage.layer_buffers import LayerBuffers
-from kvcache.storage.overlay import Overlay
 
 LEAST = 32
 """Tokens whose keys are re-encoded at a time, at least: fewer would cost more calls than they save memory."""
@@ -65,8 +63,6 @@ class _Piece:
     def __init__(self, storage: CellStorage, cells: np.ndarray) -> None:
         self._storage, self._cells = storage, cells
         self._is_run = bool((np.diff(cells) == 1).all())
-        slots = storage.table.exact_slots(cells)
-        self._overlay = None if slots is None else Overlay(slots, HostArrays())
         self.writing = False
         """Whether something may have been written."""
 
@@ -80,7 +76,7 @@ class _Piece:
             where, offsets = self._where(ctx), ctx.full((self._cells.size,), offset, ml.DType.I32)
             for layer, held in self._storage.buffers.items():
                 place = ctx.layer(layer)
-                key = _shifted(place, layer, held, where, offsets, shift, self._overlay)
+                key = _shifted(place, layer, held, where, offsets, shift)
                 found[layer] = key, _shifted_extra(place, layer, held, where, offsets, shift_extra)
             ctx.compute(*(one for key, extra in found.values() for one in (key, *extra.values())))
         return found
@@ -92,8 +88,6 @@ class _Piece:
             self.writing = True
             for layer, (key, extra) in found.items():
                 ctx.forward(buffers[layer].key.write(places[layer], where, key))
-                if self._overlay is not None:
-                    self._overlay.write_key(places[layer], buffers[layer], key)
                 for name, one in extra.items():
                     ctx.forward(buffers[layer].extra[name].write(places[layer], where, one))
             ctx.compute()
@@ -106,13 +100,10 @@ def _shifted(
     where: int | ml.Tensor,
     offsets: ml.Tensor,
     shift: ShiftFunction,
-    overlay: Overlay | None,
 ) -> ml.Tensor:
     """One layer's shifted keys, in storage of their own."""
     count = offsets.shape[0]
     key = held.key.read(ctx, where, count) if isinstance(where, int) else held.key.gather(ctx, where)
-    if overlay is not None:
-        key = overlay.read_key(ctx, held, key)
     result = shift(ctx, layer, key, offsets)
     _check_shape(result, key, "keys", layer)
     return result
@@ -146,10 +137,8 @@ def _shifted_extra(
     return found
 
 
-def defragment(storage: CellStorage) -> np.ndarray | None:
+def defragment(storage: CellStorage) -> None:
     """Move the cells of every sequence together, data and metadata alike; pinned cells too.
-
-    Returns for every cell where its content lies now, -1 of free ones; None: nothing was to do.
 
     One buffer of one layer after the other, so that no more is held beside the cache than what moves of K, or
     of V, in one layer, and no graph grows with the number of layers.
@@ -159,7 +148,7 @@ def defragment(storage: CellStorage) -> np.ndarray | None:
     target = table.spread()
     moved = np.flatnonzero((target >= 0) & (target != np.arange(target.size)))
     if not moved.size:
-        return None
+        return
     table.join_arrivals()
     writing = False
     try:
@@ -185,34 +174,3 @@ def defragment(storage: CellStorage) -> np.ndarray | None:
             held.absent = np.zeros_like(held.absent)
             held.absent[target[owned]] = kept
     table.move(target)
-    return target
-
-
-def copy_exact(source: CellStorage, target: CellStorage, pairs: Iterable[tuple[int, int]]) -> None:
-    """Have what lies in slots of a residual window lie in slots of ``target`` too, as far as it has some.
-
-    ``pairs`` are sequences of ``source`` and of ``target``, which hold the same tokens in cells of their own.
-    """
-    exact, buffers = target.table.exact, target.buffers
-    if exact is None:
-        return
-    none = np.zeros(0, np.int64)
-    cells, slots = [none], [none]
-    for one, other in pairs:
-        row, own = source.table.rows[one], target.table.rows[other]
-        _, held, at = np.intersect1d(row.positions, own.positions, assume_unique=True, return_indices=True)
-        found = source.table.exact_slots(row.cells[held])
-        if found is not None:
-            cells.append(own.cells[at[found >= 0]])
-            slots.append(found[found >= 0])
-    given = exact.renew(none, np.concatenate(cells), target.table.rows)
-    some = given >= 0
-    if not some.any():
-        return
-    with target.backend.new_context() as ctx:
-        read, write = (ctx.from_numpy(x[some], ml.DType.I32) for x in (np.concatenate(slots), given))
-        for layer, kept in source.buffers.items():
-            place, window = ctx.layer(layer), buffers[layer].exact
-            if window is not None and kept.exact is not None:
-                window.write_stored(place, write, kept.exact.read_stored(place, read, int(some.sum())))
-        ctx.compute()

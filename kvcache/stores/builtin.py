@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -18,6 +20,10 @@ from ml import Availability
 
 __all__ = ["BuiltinStore", "path_of", "specs"]
 
+log = logging.getLogger("kvcache")
+
+_SHARE = "10%"
+"""Of the file system: the budget of a folder for which none is given."""
 _VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 """The second and the fourth are over TLS."""
 
@@ -36,7 +42,7 @@ class BuiltinStore:
 def specs() -> list[StoreSpec]:
     """::
 
-    file:///absolute/path?budget=10GiB&durable=no
+    file:///absolute/path?budget=10GiB&durable=no    budget=none: no limit
     memory:?budget=2GiB
     mooncake://host:port?segment=4GiB                the address of the master
     valkey://host:port/db?prefix=kvcache&ttl=7d      by each of its schemes
@@ -100,7 +106,7 @@ def _open_file(
     url: str | None = None,
     *,
     path: str | os.PathLike[str] | None = None,
-    budget: int | str | None = None,
+    budget: int | str | None = _SHARE,
     durable: bool | str = True,
     digest: str = XXH3,
     secret: str | None = None,
@@ -111,8 +117,21 @@ def _open_file(
     if where is None or (url is not None and path is not None):
         raise StoreValueError(f"open_store: a file store has one path; the URL is {url!r}, path={path!r}")
     wait = read_truth("open_store", "durable", durable)
-    limit = parse_bytes(budget, "open_store: budget")
+    limit = None if budget == "none" else budget
+    limit = _share_of_disk(Path(where)) if limit == _SHARE else parse_bytes(limit, "open_store: budget")
     return FileStore(where, limit, durable=wait, digest=digest, secret=secret)
+
+
+def _share_of_disk(folder: Path) -> int:
+    """What a folder may take whose limit nobody has given: a tenth of its file system, and 1 GiB at least."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    disk = os.statvfs(folder)
+    limit = max(1 << 30, disk.f_frsize * disk.f_blocks // 10)
+    log.info(
+        "%s: a store of at most %d bytes, a tenth of its disk; budget= sets another limit", folder, limit
+    )
+    return limit
 
 
 def _open_memory(url: str | None = None, *, budget: int | str | None = None) -> SnapshotStore:

@@ -53,6 +53,12 @@ class Catalog:
             return self._scan(held) if stems is None else self._look_again(held, state, stems)
         return state
 
+    def make_room(self, held: HeldLock, nbytes: int) -> None:
+        """Evict until there is room for ``nbytes`` beside all entries."""
+        if self.budget is not None and self.refresh(held).nbytes + nbytes > self.budget:
+            with self.changing(held, [], room=nbytes):
+                pass
+
     def trim(self, held: HeldLock) -> bool:
         """Evict what exceeds the budget, or part of it. False: that was all."""
         state = self.refresh(held)

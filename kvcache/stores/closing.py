@@ -7,8 +7,9 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NoReturn, Protocol, Self, SupportsIndex
 
+from kvcache.cache import NotSupportedError
 from kvcache.stores.errors import StoreClosedError
 
 __all__ = ["Address", "Closing", "InFlightCalls", "RemoteStore"]
@@ -28,6 +29,11 @@ class Closing(abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be pickled or copied: files, connections, threads and secrets have no copy elsewhere."""
+        name = type(self).__name__
+        raise NotSupportedError(f"pickle: {name} cannot be pickled or copied; open one in each process")
 
 
 class InFlightCalls:

@@ -29,11 +29,15 @@ class BrokenEntryError(Exception):
 
 
 class Entries:
-    """The entries of a folder, of which other processes' user may have some to himself: those are misses."""
+    """The entries of a folder, of which other processes' user may have some to himself: those are misses.
 
-    def __init__(self, folder: Folder, naming: Naming) -> None:
+    So is what claims more bytes than the ``budget``: whoever writes next evicts it.
+    """
+
+    def __init__(self, folder: Folder, naming: Naming, budget: int | None = None) -> None:
         self._folder = folder
         self._naming = naming
+        self._budget = budget
         self._refused: dict[str, int] = {}  # stem -> inode of a manifest that could not be removed
         self._seen: dict[str, tuple[tuple[int, int], int]] = {}  # stem -> manifest's (inode, size), nbytes
 
@@ -112,6 +116,13 @@ class Entries:
             raise
         return fd, manifest
 
+    def data_size(self, key: str) -> int | None:
+        """Bytes of an entry's data file, whatever its manifest says; None: it is not there, or is no file."""
+        try:
+            return self._data_size(self._naming.stem(key))
+        except BrokenEntryError:
+            return None
+
     def refuse(self, key: str) -> None:
         """Act as if this entry were not there, where it may not be removed, until it is another one."""
         stem = self._naming.stem(key)
@@ -143,7 +154,8 @@ class Entries:
         except OSError as error:
             raise _broken(error) from error
         try:
-            return Manifest.parse(os.read(fd, MAX_BYTES), stem)
+            found = self._naming.parse(os.read(fd, MAX_BYTES), stem)
+            return None if self._budget is not None and found.nbytes > self._budget else found
         except ValueError as error:
             raise BrokenEntryError(str(error)) from error
         finally:

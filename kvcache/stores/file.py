@@ -1,9 +1,9 @@
 """A store in a folder on disk, shared safely by processes, whole after any crash.
 
-``put`` goes: data and manifest into temporary files; then, with the folder's lock held: eviction, rename of
-the data, rename of the manifest. The manifest is what makes the entry exist. ``get_into`` takes no lock:
-when what it read does not hold, it reads once more with the lock held, so that an eviction or another
-process's put on the way is never taken for damage.
+``put`` goes: with the folder's lock held, eviction; data and manifest into temporary files; then, with the
+lock held again: rename of the data, rename of the manifest. The manifest is what makes the entry exist.
+``get_into`` takes no lock: when what it read does not hold, it reads once more with the lock held, so that an
+eviction or another process's put on the way is never taken for damage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvcache.stores.folder import Folder
 from kvcache.stores.lockfile import HeldLock
 from kvcache.stores.manifest import DATA, MANIFEST, Naming
 from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys
-from kvcache.stores.streams import FileReader, write_all, write_digested
+from kvcache.stores.streams import FileReader, VerifiedReader, write_all, write_digested
 
 __all__ = ["FileStore"]
 
@@ -45,10 +45,10 @@ class FileStore(Closing):
     """Entries as files of the folder ``path``, which is made where it is not there, for its user alone.
 
     ``budget``: bytes of entries (``Stat.nbytes``; a manifest of some 150 bytes each is not counted) that
-    all processes together keep; the least recently used go first. None: no limit. While an entry is
-    written it takes room beyond the budget. With ``durable`` a put returns when its bytes are on
-    the device; without, a crash of the machine (not of the process) may cost entries, which are then
-    found corrupt and dropped.
+    all processes together keep, those that are being written included; the least recently used go first.
+    None: no limit. An entry that is larger is refused, and not read where one is there. With ``durable`` a
+    put returns when its bytes are on the device; without, a crash of the machine (not of the process) may
+    cost entries, which are then found corrupt and dropped.
 
     ``digest``: "xxh3_128" finds damage. Where others may write to the folder, "blake3" with a ``secret``
     that they do not know: they can forge no entry. Stores that digest otherwise, or with another secret, do
@@ -78,7 +78,7 @@ class FileStore(Closing):
         self._naming = Naming(Digests("FileStore", "disk", digest, secret))
         self._in_flight = InFlightCalls()
         self._folder = Folder(self.path)
-        self._entries = Entries(self._folder, self._naming)
+        self._entries = Entries(self._folder, self._naming, self.budget)
         self._catalog = Catalog(self._folder, self.budget)
         if self._folder.writable:
             with translated("FileStore", self.path):
@@ -97,7 +97,7 @@ class FileStore(Closing):
             self._check_writable("put")
             if self.budget is not None and nbytes > self.budget:
                 raise StoreFullError(f"put: {nbytes} bytes; the budget of {self.path} is {self.budget}")
-            with self._temporaries() as (data, manifest):
+            with self._temporaries(nbytes) as (data, manifest):
                 digest = self._naming.start(key, nbytes)
                 write_digested(data.fd, views, digest)
                 encoded = self._naming.manifest(key, nbytes, digest.hexdigest()).encoded()
@@ -137,9 +137,15 @@ class FileStore(Closing):
             return found
 
     def reader(self, key: str) -> Reader | None:
-        """See :class:`kvcache.stores.protocol.ReadingStore`."""
+        """See :class:`kvcache.stores.protocol.ReadingStore`.
+
+        With a ``secret`` all is read into memory, and verified, before the first byte is handed out.
+        """
         check_key(key)
         with self._call("reader"):
+            if self._naming.keyed:
+                nbytes = self._entries.data_size(key)
+                return None if nbytes is None else VerifiedReader(nbytes, lambda: self.view(key))
             try:
                 found = self._entries.open(key)
             except BrokenEntryError:
@@ -248,13 +254,19 @@ class FileStore(Closing):
     # Writing.
 
     @contextlib.contextmanager
-    def _temporaries(self) -> Iterator[tuple[_Temporary, _Temporary]]:
+    def _temporaries(self, nbytes: int) -> Iterator[tuple[_Temporary, _Temporary]]:
         """Files for data and manifest; what has not been published at the end is removed."""
         found: list[_Temporary] = []
         try:
-            with self._folder.locked():
-                for _ in range(2):
-                    found.append(_Temporary(*self._folder.create_temporary()))  # noqa: PERF401
+            while not found:
+                with self._folder.locked() as held:
+                    others = self._folder.pending() if self.budget is not None else {}
+                    if self.budget is None or sum(others.values()) + nbytes <= self.budget:
+                        self._catalog.make_room(held, sum(others.values()) + nbytes)
+                        for size in (nbytes, 0):
+                            found.append(_Temporary(*self._folder.create_temporary(size)))  # noqa: PERF401
+                if not found:
+                    self._folder.wait_for(next(iter(others)))
             yield found[0], found[1]
         finally:
             with contextlib.ExitStack() as closing:
@@ -272,7 +284,8 @@ class FileStore(Closing):
                     return False
             except BrokenEntryError:
                 self._drop(key, held)
-            with self._catalog.changing(held, [stem], room=nbytes):
+            room = nbytes if self.budget is None else sum(self._folder.pending().values())
+            with self._catalog.changing(held, [stem], room=room):
                 (used,) = self._folder.times()
                 os.utime(manifest.fd, ns=(used, used))
                 try:

@@ -4,7 +4,7 @@
 
     kvcache.lock     the lock between processes (see lockfile.py)
     pages/           <stem>.safetensors and <stem>.json of each entry
-    writing/         <random>.tmp, entries being written
+    writing/         <random>-data.tmp and <random>.tmp, entries being written
     index/           what all processes know of the entries together (see index.py); may be deleted
 
 Names are always relative to an open directory and links are never followed, so that nothing placed in
@@ -31,6 +31,9 @@ __all__ = ["INDEX", "LOCK", "PAGES", "STORE_FORMAT", "WRITING", "Folder"]
 
 PAGES, WRITING, INDEX = "pages", "writing", "index"
 
+_PENDING = "-data"
+"""What the name of an entry's data ends in while they are written."""
+
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -46,7 +49,7 @@ class Folder:
                 self._root = os.open(path, _DIRECTORY)
                 self._lock = LockFile(self._root, path)
                 self.times, self.used_until = self._lock.times, self._lock.used_until
-                self._entries = self._open_folder(PAGES)
+                self._entries = self._open_entries()
                 self.writable = self._lock.writable and os.access(PAGES, os.W_OK, dir_fd=self._root)
                 if self.writable:
                     self._open_writing()
@@ -98,8 +101,14 @@ class Folder:
         return there
 
     def publish(self, temporary: str, name: str) -> None:
-        """Make what was written a file of an entry."""
-        os.rename(temporary, name, src_dir_fd=self._writing, dst_dir_fd=self._entries)
+        """Make what was written a file of an entry. A folder of its name is moved aside."""
+        try:
+            os.rename(temporary, name, src_dir_fd=self._writing, dst_dir_fd=self._entries)
+        except OSError:
+            if not self._is_folder(name):
+                raise
+            self._move_aside(name)
+            os.rename(temporary, name, src_dir_fd=self._writing, dst_dir_fd=self._entries)
 
     def sync(self) -> None:
         """Wait until the names of entries are on the device."""
@@ -129,9 +138,12 @@ class Folder:
         except OSError:
             if not self._is_folder(name):
                 raise
-            aside = f"{name}.{secrets.token_hex(4)}.foreign"
-            os.rename(name, aside, src_dir_fd=self._entries, dst_dir_fd=self._entries)
+            self._move_aside(name)
         return True
+
+    def _move_aside(self, name: str) -> None:
+        aside = f"{name}.{secrets.token_hex(4)}.foreign"
+        os.rename(name, aside, src_dir_fd=self._entries, dst_dir_fd=self._entries)
 
     def _is_folder(self, name: str) -> bool:
         try:
@@ -141,17 +153,41 @@ class Folder:
 
     # Files being written.
 
-    def create_temporary(self) -> tuple[str, int]:
-        """A new file to write, locked: as long as it is open nobody sweeps it. Call it with the lock held."""
-        name = f"{secrets.token_hex(16)}{TEMPORARY}"
+    def create_temporary(self, nbytes: int = 0) -> tuple[str, int]:
+        """A new file to write, locked: as long as it is open nobody sweeps it. Call it with the lock held.
+
+        ``nbytes``: of an entry's data, for which it has room from now on (``pending``).
+        """
+        name = f"{secrets.token_hex(16)}{_PENDING if nbytes else ''}{TEMPORARY}"
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self._writing)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
+            if nbytes:
+                os.ftruncate(fd, nbytes)
         except BaseException:
             os.close(fd)
             self.discard(name)
             raise
         return name, fd
+
+    def pending(self) -> dict[str, int]:
+        """The bytes of entries that are being written, by their files. Call it with the lock held."""
+        found = {}
+        for name in os.listdir(self._writing):  # noqa: PTH208
+            if name.endswith(_PENDING + TEMPORARY):
+                with contextlib.suppress(OSError):
+                    found[name] = os.stat(name, dir_fd=self._writing, follow_symlinks=False).st_size
+        return found
+
+    def wait_for(self, temporary: str) -> None:
+        """Wait until whoever writes the file has ended; what the dead have left is removed."""
+        with contextlib.suppress(OSError):
+            fd = _open_regular(temporary, self._writing)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            finally:
+                os.close(fd)
+            self.discard(temporary)
 
     def discard(self, temporary: str) -> None:
         """Remove a file that was not published. What the system does not remove, the next to open sweeps."""
@@ -213,6 +249,17 @@ class Folder:
                 os.mkdir(name, 0o700, dir_fd=self._root)
                 os.fsync(self._root)
         return os.open(name, _DIRECTORY | SAFE, dir_fd=self._root)
+
+    def _open_entries(self) -> int:
+        """The folder of entries; where there is none and none can be made, the store's own, without any."""
+        try:
+            return self._open_folder(PAGES)
+        except OSError as error:
+            there = os.access(PAGES, os.F_OK, dir_fd=self._root)
+            if there or (self._lock.writable and not is_read_only(error)):
+                raise
+            self._lock.writable = False
+            return os.open(self.path, _DIRECTORY)
 
     def _open_writing(self) -> None:
         try:

@@ -75,7 +75,9 @@ class HeldLock:
         """What the latest change was of; None: whoever made it has not said so."""
         head = os.pread(self._fd, 12, _INTENT)
         length = int.from_bytes(head[8:], "little")
-        if len(head) < 12 or int.from_bytes(head[:8], "little") != self.changes or length > _LONGEST:
+        if len(head) < 12 or int.from_bytes(head[:8], "little") != self.changes:
+            return None
+        if length > min(_LONGEST, os.fstat(self._fd).st_size):
             return None
         lines = os.pread(self._fd, length, _INTENT + 12)
         stems = lines.decode("ascii", "replace").splitlines()
@@ -113,9 +115,10 @@ class LockFile:
                 try:
                     yield HeldLock(fd)
                 finally:
-                    fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough while a forked child has it open
+                    _unlock(fd)
             finally:
-                os.close(fd)
+                with contextlib.suppress(OSError):  # as in _unlock
+                    os.close(fd)
 
     def times(self, count: int = 1) -> range:
         """Times of use in nanoseconds, each later than all that any process was given.
@@ -150,23 +153,33 @@ class LockFile:
     # Opening.
 
     def _claim(self) -> int:
-        """Make an empty folder a store; refuse one that is in use for something else."""
+        """Make an empty folder a store; refuse one that is in use for something else.
+
+        -1 where the folder is empty and stays so, as nothing may be made in it.
+        """
         try:
-            fd = os.open(LOCK, os.O_RDWR | SAFE, dir_fd=self._root)
-        except FileNotFoundError:
-            self._refuse_foreign_files()
-            fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | SAFE, 0o600, dir_fd=self._root)
+            fd = self._open_or_make()
         except OSError as error:
             if not is_read_only(error):
                 raise
             self.writable = False
-            fd = os.open(LOCK, os.O_RDONLY | SAFE, dir_fd=self._root)
+            try:
+                fd = os.open(LOCK, os.O_RDONLY | SAFE, dir_fd=self._root)
+            except FileNotFoundError:
+                return -1
         try:
             self._check_format(fd)
         except BaseException:
             os.close(fd)
             raise
         return fd
+
+    def _open_or_make(self) -> int:
+        try:
+            return os.open(LOCK, os.O_RDWR | SAFE, dir_fd=self._root)
+        except FileNotFoundError:
+            self._refuse_foreign_files()
+            return os.open(LOCK, os.O_RDWR | os.O_CREAT | SAFE, 0o600, dir_fd=self._root)
 
     def _refuse_foreign_files(self) -> None:
         names = [name for name in os.listdir(self._root) if name != LOCK]  # noqa: PTH208
@@ -181,8 +194,9 @@ class LockFile:
             fcntl.flock(fd, fcntl.LOCK_EX)
         try:
             found = os.pread(fd, _LATEST, 0)
-            if not found and self.writable:
-                _write(fd, STORE_FORMAT + bytes(_INTENT - _CHANGES), 0)
+            if not found:
+                if self.writable:
+                    _write(fd, STORE_FORMAT + bytes(_INTENT - _CHANGES), 0)
             elif not found.startswith(STORE_FORMAT):
                 raise StoreUnavailableError(
                     f"FileStore: {self._path}/{LOCK} begins with {found[:16]!r}, not with {STORE_FORMAT!r}: "
@@ -190,7 +204,16 @@ class LockFile:
                 )
         finally:
             if self.writable:
-                fcntl.flock(fd, fcntl.LOCK_UN)
+                _unlock(fd)
+
+
+def _unlock(fd: int) -> None:
+    """Before the file is closed, which is not enough while a forked child has it open too.
+
+    What was done with the lock held has happened: where this fails, closing lets go of it all the same.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _number(fd: int, at: int) -> int:

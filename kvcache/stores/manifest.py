@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,12 +31,16 @@ MAX_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the data file of ``key`` must be: ``nbytes`` bytes of this digest (hex) of an ``algorithm``."""
+    """What the data file of ``key`` must be: ``nbytes`` bytes of this digest (hex) of an ``algorithm``.
+
+    Where that is keyed, ``seal`` is the keyed digest of the manifest itself: nobody else can claim a size.
+    """
 
     key: str
     nbytes: int
     digest: str
     algorithm: str = XXH3
+    seal: str | None = None
 
     def encoded(self) -> bytes:
         fields = {
@@ -43,6 +48,7 @@ class Manifest:
             "key": self.key,
             "nbytes": self.nbytes,
             self.algorithm: self.digest,
+            **({} if self.seal is None else {"seal": self.seal}),
         }
         return strict_json.encode(fields).encode("utf-8") + b"\n"
 
@@ -50,16 +56,18 @@ class Manifest:
     def parse(cls, data: bytes, stem: str) -> Manifest:
         """Raises ValueError for anything but the manifest of the entry whose files' names have this stem."""
         key, _, family = stem.partition(".")
-        algorithm = BLAKE3 if family else XXH3
+        algorithm, sealed = BLAKE3 if family else XXH3, {"seal"} if family not in ("", BLAKE3) else set()
         fields = strict_json.decode(data)
-        if not isinstance(fields, dict) or fields.keys() != {"format", "key", "nbytes", algorithm}:
+        if not isinstance(fields, dict) or fields.keys() != {"format", "key", "nbytes", algorithm, *sealed}:
             raise ValueError("its manifest has other fields")
         if fields["format"] != ENTRY_FORMAT or fields["key"] != key:
             raise ValueError(f"its manifest is of {fields['key']!r} in the format {fields['format']!r}")
-        nbytes, digest = fields["nbytes"], fields[algorithm]
-        if type(nbytes) is not int or nbytes < 0 or not isinstance(digest, str):
+        nbytes, digest, seal = fields["nbytes"], fields[algorithm], fields.get("seal")
+        if type(nbytes) is not int or not 0 <= nbytes < 2**63 or not isinstance(digest, str):
             raise ValueError("its manifest has no size or digest")
-        return cls(key, nbytes, digest, algorithm)
+        if sealed and not isinstance(seal, str):
+            raise ValueError("its manifest has no seal")
+        return cls(key, nbytes, digest, algorithm, seal)
 
 
 class Naming:
@@ -69,6 +77,8 @@ class Naming:
         self._digests = digests
         self.keyed = digests.keyed
         self._suffix = "" if digests.name == XXH3 else f".{digests.family}"
+        if digests.keyed:  # not the names of entries whose manifests have no seal, of earlier versions
+            self._suffix = f".{BLAKE3}-{digests.start('sealed').hexdigest()[:16]}"
 
     def stem(self, key: str) -> str:
         """``<key>``, or ``<key>.<family>`` where the digest is not XXH3."""
@@ -86,7 +96,20 @@ class Naming:
         return self._digests.start()
 
     def manifest(self, key: str, nbytes: int, digest: str) -> Manifest:
-        return Manifest(key, nbytes, digest, self._digests.name)
+        return Manifest(key, nbytes, digest, self._digests.name, self._seal(key, nbytes, digest))
+
+    def parse(self, data: bytes, stem: str) -> Manifest:
+        """As ``Manifest.parse``, and ValueError where the seal is not of this store's secret."""
+        found = Manifest.parse(data, stem)
+        seal = self._seal(found.key, found.nbytes, found.digest)
+        if seal is not None and not hmac.compare_digest(seal.encode(), (found.seal or "").encode()):
+            raise ValueError("its manifest was not written with this secret")
+        return found
+
+    def _seal(self, key: str, nbytes: int, digest: str) -> str | None:
+        """None where digests are not keyed."""
+        words = "seal", ENTRY_FORMAT, key, nbytes, digest
+        return self._digests.start(*words).hexdigest() if self.keyed else None
 
 
 def is_stem(text: str) -> bool:

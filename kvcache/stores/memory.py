@@ -51,8 +51,11 @@ class MemoryStore(Closing):
         self.budget = check_budget(budget)
         self._entries: OrderedDict[str, _Entry] | None = OrderedDict()  # least recently used first
         self._nbytes = 0
+        self._pending = 0
+        """Bytes that are being copied, for which there is room."""
         self._evicted = 0
         self._lock = threading.Lock()
+        self._written = threading.Condition(self._lock)
 
     def __repr__(self) -> str:
         if self._entries is None:
@@ -66,17 +69,23 @@ class MemoryStore(Closing):
         with self._lock:
             if key in self._open("put"):
                 return False
-        if self.budget is not None and nbytes > self.budget:
-            raise StoreFullError(f"put: {nbytes} bytes; the budget of this store is {self.budget}")
-        data = _joined(views, nbytes)
-        with self._lock:
-            entries = self._open("put")
-            if key in entries:
-                return False
-            self._make_room(entries, nbytes)
-            entries[key] = _Entry(data, time.time())
-            self._nbytes += nbytes
-            return True
+            if self.budget is not None and nbytes > self.budget:
+                raise StoreFullError(f"put: {nbytes} bytes; the budget of this store is {self.budget}")
+            self._make_room(nbytes)
+            self._pending += nbytes
+        try:
+            data = _joined(views, nbytes)
+            with self._lock:
+                entries = self._open("put")
+                if key in entries:
+                    return False
+                entries[key] = _Entry(data, time.time())
+                self._nbytes += nbytes
+                return True
+        finally:
+            with self._lock:
+                self._pending -= nbytes
+                self._written.notify_all()
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
         check_keys(keys)
@@ -152,8 +161,13 @@ class MemoryStore(Closing):
         entries.move_to_end(key)
         entries[key].last_used = time.time()
 
-    def _make_room(self, entries: OrderedDict[str, _Entry], nbytes: int) -> None:
-        while self.budget is not None and self._nbytes + nbytes > self.budget:
+    def _make_room(self, nbytes: int) -> None:
+        """Evict for ``nbytes`` beside what others are copying, of which some may have to end first."""
+        if self.budget is None:
+            return
+        self._written.wait_for(lambda: self._pending + nbytes <= (self.budget or 0))
+        entries = self._open("put")
+        while self._nbytes + self._pending + nbytes > self.budget:
             _, evicted = entries.popitem(last=False)
             self._nbytes -= evicted.data.nbytes
             self._evicted += 1

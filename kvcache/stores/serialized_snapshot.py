@@ -52,6 +52,8 @@ ALIGNMENT = 64
 MAX_HEADER = 1 << 24
 """Bytes: a hundred thousand arrays and more; parsing foreign bytes must end soon."""
 MAX_NDIM = 32
+MAX_VALUES = 1 << 20
+"""JSON arrays, objects and fields of a header, and of its meta: as many as a hundred thousand arrays take."""
 REMEMBERED = 1 << 16
 """Bytes of the longest header whose arrays are remembered, so that the next snapshot's need not be parsed."""
 
@@ -130,7 +132,7 @@ def unpack(buffer: Buffer) -> SerializedSnapshot:
         arrays = {name: _array(name, place, data[8 + length :]) for name, place in outline.places.items()}
     except (ValueError, OverflowError) as error:
         raise SnapshotCorruptError(
-            f"unpack: {len(data)} bytes are not a serialized snapshot: {error}"
+            f"unpack: {len(data)} bytes are not a serialized snapshot: {error!s:.200}"
         ) from error
     return SerializedSnapshot(outline.meta, arrays)
 
@@ -213,7 +215,7 @@ def read_outline(reader: Reader) -> Outline:
         return _outline(bytes(header), reader.left)
     except (ValueError, OverflowError) as error:
         raise SnapshotCorruptError(
-            f"read_outline: {size} bytes are not a serialized snapshot: {error}"
+            f"read_outline: {size} bytes are not a serialized snapshot: {error!s:.200}"
         ) from error
 
 
@@ -228,11 +230,11 @@ def _header_length(start: Buffer, size: int) -> int:
 
 
 def _outline(text: bytes, size: int) -> Outline:
-    front = _FRONT.match(text)
-    if front is not None and len(text) <= REMEMBERED:
+    front = _FRONT.match(text) if len(text) <= REMEMBERED else None
+    if front is not None:
         meta = _meta(strict_json.decode(text[: front.end(1)] + b"}")[_METADATA])
         return Outline(meta, _entries(b"{" + text[front.end() :], size))
-    found = strict_json.decode(text)
+    found = strict_json.decode(text, MAX_VALUES)
     if not isinstance(found, dict):
         raise ValueError("its header is not a JSON object")
     return Outline(_meta(found.pop(_METADATA, None)), _places(found, size))
@@ -257,7 +259,7 @@ def _meta(metadata: object) -> dict[str, Any]:
     if not isinstance(metadata, dict) or metadata.get("format") != SNAPSHOT_FORMAT:
         raise ValueError(f"its format is not {SNAPSHOT_FORMAT}")
     text = metadata.get("meta")
-    meta = strict_json.decode(text) if isinstance(text, str) else None
+    meta = strict_json.decode(text, MAX_VALUES) if isinstance(text, str) else None
     if not isinstance(meta, dict):
         raise ValueError("its meta is not a JSON object")
     return meta

@@ -11,7 +11,7 @@ from kvcache.stores.digests import Digest
 from kvcache.stores.errors import SnapshotCorruptError, StoreValueError
 from kvcache.stores.manifest import Manifest
 
-__all__ = ["FileReader", "read_digested", "writable_bytes", "write_all", "write_digested"]
+__all__ = ["FileReader", "VerifiedReader", "read_digested", "writable_bytes", "write_all", "write_digested"]
 
 BLOCK = 1 << 19
 """Bytes; half of a common second-level cache."""
@@ -141,6 +141,34 @@ class FileReader:
             raise SnapshotCorruptError(
                 f"fill: the digest of {manifest.key} is {digest}, and was {manifest.digest}"
             )
+
+
+class VerifiedReader:
+    """See :class:`kvcache.stores.protocol.Reader`. Nothing is handed out before all of it was verified.
+
+    ``load`` gives the verified bytes, in memory of their own; None: they are gone.
+    """
+
+    __slots__ = ("_data", "_load", "left")
+
+    def __init__(self, nbytes: int, load: Callable[[], memoryview | None]) -> None:
+        self.left, self._load = nbytes, load
+        self._data: memoryview | None = None
+
+    def fill(self, buffers: Sequence[WritableBuffer]) -> None:
+        views, wanted = writable_bytes(buffers, self.left)
+        if self._data is None:
+            self._data = self._load()
+            if self._data is None or len(self._data) != self.left:
+                raise SnapshotCorruptError(f"fill: the entry of {self.left} bytes was replaced or removed")
+        start = len(self._data) - self.left
+        for view in views:
+            view[:] = self._data[start : start + len(view)]
+            start += len(view)
+        self.left -= wanted
+
+    def close(self) -> None:
+        self._data, self.left = memoryview(b""), 0
 
 
 def writable_bytes(buffers: Sequence[WritableBuffer], left: int) -> tuple[list[memoryview], int]:

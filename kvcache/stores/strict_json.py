@@ -16,6 +16,7 @@ __all__ = ["DEEPEST", "decode", "encode"]
 
 DEEPEST = 100
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
+_PART = 1 << 16
 
 
 def encode(value: object, *, canonical: bool = False) -> str:
@@ -36,10 +37,16 @@ def encode(value: object, *, canonical: bool = False) -> str:
     return text
 
 
-def decode(data: bytes | str) -> Any:
-    """The value of strict JSON text. Raises ValueError for anything else."""
+def decode(data: bytes | str, most: int | None = None) -> Any:
+    """The value of strict JSON text. Raises ValueError for anything else.
+
+    ``most``: of foreign text, how many arrays, objects and fields it may have (those inside strings count),
+    each of which takes many times its text in memory.
+    """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
+        if most is not None and sum(map(text.count, "[{:")) > most:
+            raise ValueError(f"it has more than {most} arrays, objects and fields")
         _check_depth(text)
         value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
         if "\\u" in text:  # the only way to a lone surrogate
@@ -50,14 +57,24 @@ def decode(data: bytes | str) -> Any:
 
 
 def _check_depth(text: str) -> None:
+    """In parts of ``_PART`` characters: what is looked at takes no memory in proportion to the text."""
     if text.count("[") + text.count("{") <= DEEPEST:
         return
-    outside = "".join(_ESCAPED.sub("", text).split('"')[::2])
-    found = np.frombuffer(outside.encode("utf-8", "replace"), np.uint8)
-    opened = np.isin(found, (ord("["), ord("{"))).astype(np.int64)
-    depth = int((opened - np.isin(found, (ord("]"), ord("}")))).cumsum().max(initial=0))
-    if depth > DEEPEST:
-        raise ValueError(f"it is nested {depth} deep; {DEEPEST} is the limit")
+    depth = deepest = 0
+    quoted = escaped = False
+    for start in range(0, len(text), _PART):
+        part = _ESCAPED.sub("", text[start + escaped : start + _PART])
+        escaped = part.endswith("\\")  # of a character in the next part
+        pieces = part.split('"')
+        outside = "".join(pieces[quoted::2])
+        quoted ^= len(pieces) % 2 == 0
+        found = np.frombuffer(outside.encode("utf-8", "replace"), np.uint8)
+        opened = np.isin(found, (ord("["), ord("{"))).astype(np.int64)
+        depths = depth + (opened - np.isin(found, (ord("]"), ord("}")))).cumsum()
+        deepest = int(depths.max(initial=deepest))
+        depth = int(depths[-1]) if depths.size else depth
+    if deepest > DEEPEST:
+        raise ValueError(f"it is nested {deepest} deep; {DEEPEST} is the limit")
 
 
 def _check_keys(value: object) -> None:

@@ -14,7 +14,6 @@ from kvcache.testing.suites.properties import PropertyTests
 from kvcache.testing.suites.quantized import QuantizedTests
 from kvcache.testing.suites.reading import ReadingTests
 from kvcache.testing.suites.recurrent import RecurrentTests
-from kvcache.testing.suites.residual import ResidualTests
 from kvcache.testing.suites.snapshots import SnapshotTests
 
 
@@ -28,7 +27,6 @@ class CacheTests(
     FaultTests,
     PropertyTests,
     QuantizedTests,
-    ResidualTests,
     SnapshotTests,
     EncoderTests,
     RecurrentTests,

@@ -41,8 +41,7 @@ ARRANGEMENTS = {
     "elided": ml.CacheConfig(elide_mask=True),
     "elided and padded": ml.CacheConfig(elide_mask=True, cache_padding=4),
     "in many parts": ml.CacheConfig(call_bytes=1),
-    "of fixed shapes": ml.CacheConfig(fixed_shapes=True, mask_batch_padding=2),
-    "of fixed shapes, by tables": ml.CacheConfig(fixed_shapes=True, fixed_context=4, mask_batch_padding=2),
+    "of fixed shapes": ml.CacheConfig(fixed_context=4, mask_batch_padding=2),
 }
 """The ways in which a backend may want its tensors."""
 

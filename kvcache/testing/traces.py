@@ -25,7 +25,6 @@ import pytest
 
 import kvcache
 import ml
-from kvcache.storage.formats import CacheFormat
 from kvcache.testing.models.attention import Model, Setup
 from kvcache.testing.models.values import BLOCKS
 from kvcache.testing.rigs.snapshots import CopyRig
@@ -97,8 +96,7 @@ def random_setup(
         permuted_v=rnd.random() < 0.3,
         layout=rnd.choice(list(Layout)),
         elide_mask=rnd.random() < 0.5,
-        fixed_shapes=(drawn := rnd.random()) < 0.1,
-        fixed_context=3 if drawn < 0.05 else 0,
+        fixed_context=3 if rnd.random() < 0.1 else 0,
         call_bytes=rnd.choice((1, 200, 1 << 19)),
     )
     setup = Setup(
@@ -113,8 +111,6 @@ def random_setup(
         latent=rnd.random() < 0.2,
         extra=rnd.random() < 0.2,
     )
-    if quantized and not config.fixed_shapes and rnd.random() < 0.4:
-        setup = replace(setup, dtype=_windowed(rnd, setup.dtype))
     kind = rnd.choice(KINDS[cache])
     if kind in (1, 2):
         setup = replace(setup, keep=rnd.choice((0, 0, 1, 2, 4)))
@@ -124,14 +120,6 @@ def random_setup(
         window = rnd.randrange(5)
         return replace(setup, window=window, memory=window + rnd.randrange(6))
     return replace(setup, chunk=rnd.randrange(1, 6)) if kind == 3 else setup
-
-
-def _windowed(rnd: random.Random, dtype: kvcache.CacheDType) -> kvcache.CacheDType:
-    """With a residual window, where it is stored in codes."""
-    if CacheFormat.of(dtype).plain is not None:
-        return dtype
-    sizes = rnd.choice(((1, 0), (2, 0), (4, 1), (0, 2), (3, 3)))
-    return kvcache.ResidualWindow(dtype, *sizes)  # type: ignore[arg-type]
 
 
 def random_format(rnd: random.Random, floats: Sequence[DType]) -> kvcache.CacheDType:
@@ -267,7 +255,7 @@ def apply(rig: CopyRig, op: Op, computes: bool) -> None:
         rig.defrag()
     elif name == "spoil":
         config = rig.setup.config
-        if config.cache_padding > 1 and not config.fixed_shapes:  # columns of padding do no harm
+        if config.cache_padding > 1 and not config.fixed_context:  # columns of padding do no harm
             rig.spoil(*args)  # type: ignore[arg-type]
     else:
         rig.reserve(*args)  # type: ignore[arg-type]

@@ -221,15 +221,6 @@ BUGS: dict[str, list[Bug]] = {
         ("storage.buffer:Buffer.write", "quantized_tokens_agree",
          lambda f, self, ctx, cells, *a: f(self, ctx, cells if isinstance(cells, int) else 0, *a)),
     ],
-    "tests/test_eviction.py": [
-        ("attention.observed:AttentionMass.moved", "attention_mass_follows", NOTHING),
-        ("storage.cell_table:CellTable._number", "attention_mass_follows", NOTHING),
-        ("storage.cell_table:CellTable._number", "what_a_snapshot_brings_back", NOTHING),
-        ("attention.observed:ObservedRows.last", "attention_mass_follows",
-         lambda f, self, count: f(self, None)),
-        ("attention.observed:Attended._weights", "attention_mass_follows",
-         lambda f, self, *a: f(replace(self, sinks=None), *a)),
-    ],
     "tests/test_cache_numpy.py::TestStorageOnly": [
         ("storage.state_table:arrange", "states_and_outputs_follow", lambda f, *a: replace(f(*a), loads=())),
         ("storage.state_slots:StateBuffers.capture", "states_and_outputs_follow",

@@ -73,14 +73,14 @@ def test_the_end_of_every_conversation_outlasts_what_lies_inside_any(talk: Talk,
 def test_cells_for_others_come_from_points_inside(talk: Talk, cache: str) -> None:
     """A window has far fewer cells than all of the past."""
     r = talk(cache, max_sequences=4, capacity=40, max_batch=8)
-    said = [line(first, 32) for first in (100, 200)]
+    said = [line(first, 32) for first in (100, 200, 300, 400)]
     for tokens in said:
         chat = r.begin(tokens)
         for part in chat.session.chunks(8):
             chat._evaluate(part)
             chat.session.keep()
         chat.close()
-    assert [r.prefix.longest([*tokens, 1]) for tokens in said] == [32, 32]
+    assert [r.prefix.longest([*tokens, 1]) for tokens in said] == [32] * 4
 
 
 @every_whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -92,4 +93,6 @@ class ChunkShape:
             raise SnapshotCorruptError(f"load: not a chunk of LMCache: {error!r}") from error
         if data.dtype != np.uint8 or data.ndim != 1 or len(found.shapes) != len(found.dtypes):
             raise SnapshotCorruptError(f"load: chunk of LMCache: {data.dtype} {data.shape}; it must be bytes")
+        if any(size < 0 for shape in shapes for size in shape) or sum(map(math.prod, shapes)) > data.size:
+            raise SnapshotCorruptError(f"load: chunk of LMCache: {data.size} bytes for other shapes")
         return found, data

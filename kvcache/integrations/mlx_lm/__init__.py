@@ -24,8 +24,8 @@ from kvcache.cache import InvalidRangeError, check_whole
 from kvcache.integrations.conversations import check_known, names_of
 from kvcache.integrations.mlx_lm.attention import ChunkedKVCache, KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
-from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, entries_in, layers_of
-from kvcache.integrations.mlx_lm.loops import check_speculation
+from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, layers_of
+from kvcache.integrations.mlx_lm.loops import check_loops
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.prefixes import MLXPrefixCache, MLXSession
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 
-check_speculation()  # now: who imports mlx-lm's loop by name later gets the one that checks
+check_loops()  # now: who imports mlx-lm's loops by name later gets those that check
 
 
 def make_prompt_cache(model: Any, **options: Any) -> list[Any]:
@@ -118,17 +118,8 @@ def rewind(prompt_cache: Sequence[Any], position: int) -> int:
             f"rewind: the prompt cache is a batch of {len(rows.held)} rows; extract one row first"
         )
     check_whole("rewind", "position", position)
-    rows.settle()
-    entries = entries_in(prompt_cache)
-    length = min(entry.size_seen for entry in entries)
-    if not 0 <= position <= rows.lengths[0]:
-        raise InvalidRangeError(f"rewind: position {position}; the prompt cache has {rows.lengths[0]} tokens")
-    target = rows.reachable(min(position, length))
-    for entry in entries:
-        entry.catch_up()
-    for entry in entries:
-        entry.cut(target)
-    return target
+    with rows.pool.lock:
+        return rows.rewind(prompt_cache, position)
 
 
 def __dir__() -> list[str]:

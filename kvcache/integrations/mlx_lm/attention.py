@@ -12,6 +12,7 @@ from mlx_lm.models import base
 import ml
 from kvcache.attention.ragged_batch import read_positions, visible_mask
 from kvcache.cache import NotSupportedError, OrderError
+from kvcache.integrations.mlx_lm.codes import SavedState
 from kvcache.integrations.mlx_lm.layer_cache import BatchState, LayerCache
 from kvcache.integrations.mlx_lm.layers import (
     Attention,
@@ -20,6 +21,7 @@ from kvcache.integrations.mlx_lm.layers import (
     OwnRotatingKVCache,
     mlx_caches,
 )
+from kvcache.integrations.mlx_lm.locking import waiting
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 
 __all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache", "attend_by_entries"]
@@ -34,6 +36,7 @@ class Attending(LayerCache):
     _given: tuple[ForwardPass, Any, Any] | None = None
     """What the model has of ``update_and_fetch``, until it attends to it or the next pass begins."""
 
+    @waiting
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Store (rows, kv_heads, tokens, dim) and give back all that the queries of this pass may see.
 
@@ -49,6 +52,7 @@ class Attending(LayerCache):
             self._given = one, *found
         return found
 
+    @waiting
     def attend(self, queries: Any, keys: Any, values: Any, scale: float, mask: Any, sinks: Any) -> Any:
         """What mlx-lm's ``scaled_dot_product_attention`` gives of the same; None: leave it to that.
 
@@ -69,6 +73,7 @@ class Attending(LayerCache):
             return keys.astype(key_dtype), values.astype(value_dtype)
         return keys, values
 
+    @waiting
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
         """What the next ``N`` tokens see: None (all), "causal", or BOOL (N, history), (rows, 1, N, history).
 
@@ -115,6 +120,7 @@ class Attending(LayerCache):
         after, below = mx.array(first)[:, None, :, None], mx.array(stop)[:, None, :, None]
         return (columns >= after) & (columns < below)
 
+    @waiting
     def is_trimmable(self) -> bool:
         """Whether :meth:`trim` can go back.
 
@@ -128,6 +134,7 @@ class Attending(LayerCache):
 
     # What is stored, in the order of positions.
 
+    @waiting
     def _stored(self) -> tuple[Any, Any]:
         """K and V of all rows; None and None while there is nothing."""
         self.rows.settle()
@@ -177,6 +184,7 @@ class Attending(LayerCache):
         assert isinstance(spec, Attention)
         return spec
 
+    @waiting
     def keys_and_values(self) -> tuple[Any, Any]:
         """What ``update_and_fetch`` gave in this pass, for layers that share another's.
 
@@ -198,17 +206,46 @@ class Attending(LayerCache):
             )
         return self._stored()
 
+    def saved(self) -> Any:
+        """What ``save_prompt_cache`` saves and mlx-lm's KVCache loads: K, V and the offset."""
+        return self._with_codes(*self._stored(), self._saved_offset())
+
+    def _with_codes(self, *state: Any) -> SavedState:
+        """What mlx-lm's class loads, with what is stored of one row."""
+        held, storage = self.rows.held, self._storage
+        return SavedState.of(
+            state, self.layer, lambda: storage.codes(self.layer, held[0].seq) if len(held) == 1 else None
+        )
+
+    def _saved_offset(self) -> int | BatchState:
+        """How many tokens each row holds, where the rows may be saved together."""
+        lengths = self.rows.lengths_for(self._seen)
+        return BatchState() if self.rows.batched or len(set(lengths)) > 1 else lengths[0]
+
+    @property
+    @waiting
+    def nbytes(self) -> int:
+        """Bytes of this layer that the rows hold; what they share with others counts for each."""
+        tokens = sum(self._storage.tokens_of(self.layer, held.seq) for held in self.rows.held)
+        return self._storage.token_bytes(self.layer) * tokens
+
+
+class Convertible(Attending):
+    """K and V of a layer of which ``kv_bits=`` asks for mlx-lm's QuantizedKVCache."""
+
+    @waiting
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """mlx-lm's QuantizedKVCache with what is stored, for ``kv_bits=``; it is not of the pool any more.
 
         Codes, scales and biases are the pool's own where it stores them so: ``dtype="AFFINE4_64"``, say.
 
         Raises NotSupportedError for models with sliding layers, before any layer is converted, and for
-        batches, which mlx-lm does not quantize either.
+        batches, which mlx-lm does not quantize either. Layers of chunks stay as they are, as mlx-lm's do.
         """
         if self.rows.batched:
             raise NotSupportedError("to_quantized: a batch of rows; extract(row) gives the entries of one")
-        if any(isinstance(layer, Attention) and layer.window for layer in self._storage.layers):
+        layers = self._storage.layers
+        if any(isinstance(layer, Attention) and layer.window and not layer.chunked for layer in layers):
             raise NotSupportedError(
                 f"to_quantized: bits={bits} for a model with sliding layers, which mlx-lm has no quantized "
                 "cache for; store them quantized here instead: dtype=ml.DType.Q8_0 or Q4_0"
@@ -216,9 +253,10 @@ class Attending(LayerCache):
         made = mlx_caches.QuantizedKVCache(group_size=group_size, bits=bits)
         if self._storage.is_affine(bits, group_size):
             self.rows.settle()
-            parts = self._storage.stored_groups(self.layer, self.rows.held[0].seq)
-            if parts:
-                made.keys, made.values, made.offset = [*parts[:3]], [*parts[3:]], parts[0].shape[2]
+            codes = self._storage.codes(self.layer, self.rows.held[0].seq)
+            if codes is not None:
+                parts = [mx.view(x, mx.uint32) if x.dtype == mx.int32 else x for x in codes.parts]
+                made.keys, made.values, made.offset = parts[:3], parts[3:], parts[0].shape[2]
             return made
         keys, values = self._stored()
         if keys is not None:
@@ -228,27 +266,12 @@ class Attending(LayerCache):
             made.offset = keys.shape[2]
         return made
 
-    def saved(self) -> Any:
-        """What ``save_prompt_cache`` saves and mlx-lm's KVCache loads: K, V and the offset."""
-        return *self._stored(), self._saved_offset()
 
-    def _saved_offset(self) -> int | BatchState:
-        """How many tokens each row holds, where the rows may be saved together."""
-        lengths = self.rows.lengths_for(self._seen)
-        return BatchState() if self.rows.batched or len(set(lengths)) > 1 else lengths[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this layer that the rows hold; what they share with others counts for each."""
-        tokens = sum(self._storage.tokens_of(self.layer, held.seq) for held in self.rows.held)
-        return self._storage.token_bytes(self.layer) * tokens
-
-
-class KVCache(Attending, OwnKVCache):  # type: ignore[misc]
+class KVCache(Convertible, OwnKVCache):  # type: ignore[misc]
     """K and V of a layer that attends to all of the past."""
 
 
-class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
+class RotatingKVCache(Convertible, OwnRotatingKVCache):  # type: ignore[misc]
     """K and V of a layer with a sliding window."""
 
     @property
@@ -263,6 +286,7 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
         assert size is not None
         return size
 
+    @waiting
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
         """As KVCache's. NotSupportedError for a window that reaches back to what is not kept."""
         window = self._spec.window
@@ -319,7 +343,7 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
                 for x in (keys, values)
             )
             at = self.keep
-        return keys, values, offset, self.keep, self.max_size, at
+        return self._with_codes(keys, values, offset, self.keep, self.max_size, at)
 
 
 class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
@@ -332,6 +356,7 @@ class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
         return size
 
     @property
+    @waiting
     def start_position(self) -> int:
         """The position of the first token that ``update_and_fetch`` of the next pass gives."""
         lengths, rows = self.rows.lengths_for(self._seen), self.rows
@@ -356,10 +381,10 @@ class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
         size = 0 if keys is None else keys.shape[2]
         offset = self._saved_offset()
         start = offset - size if isinstance(offset, int) else offset
-        return keys, values, offset, self.chunk_size, start
+        return self._with_codes(keys, values, offset, self.chunk_size, start)
 
 
-class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
+class Bystander(Convertible, OwnKVCache):  # type: ignore[misc]
     """The entry of a layer that the model never reads or writes: it holds nothing.
 
     It takes part in whatever the other entries were in since it was last asked for something.
@@ -382,8 +407,8 @@ class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
     def _stored(self) -> tuple[Any, Any]:
         return None, None
 
-    def _saved_offset(self) -> int | BatchState:
-        return 0
+    def saved(self) -> Any:
+        return None, None, 0
 
     @property
     def nbytes(self) -> int:

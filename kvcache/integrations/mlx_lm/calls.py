@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from kvcache.cache import OrderError
 from kvcache.integrations.mlx_lm.attention import Bystander
-from kvcache.integrations.mlx_lm.layer_cache import CacheList
+from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import OwnCacheList, entries_in, mlx_caches, wanted_by
 from kvcache.integrations.mlx_lm.rows import BatchRows
 
@@ -71,7 +71,7 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 def told_by(kind: Any) -> None:
     """Let models of this class tell prompt caches of ours what they are called with.
 
-    With any other cache they do what they did.
+    One call after another: a call holds the lock of the pool. With any other cache they do what they did.
     """
     if kind in _told:
         return
@@ -85,32 +85,43 @@ def told_by(kind: Any) -> None:
         rows = _rows(prompt_cache)
         if rows is None or rows.called:
             return original(model, inputs, *more, **named)
-        entries = [entry for entry in entries_in(prompt_cache) if not isinstance(entry, Bystander)]
-        rows.settle()
-        if any(entry.is_behind for entry in entries):
-            raise OrderError(
-                "update: some entries of the prompt cache did not take part in what the others did (a pass "
-                "that failed half way, or something done to some of them only); rewind it, or make a new one"
-            )
-        count, tokens = inputs.shape[:2]
-        rows.widen(count)
-        groups = rows.alike(tokens)
-        rows.called = True
-        try:
-            if not groups or len(others) > 1:
-                rows.pass_for(rows.events, tokens, count)
-                return original(model, inputs, *more, **named)
-            return _parted(model, inputs, prompt_cache, groups)
-        finally:
-            rows.called = False
+        with rows.pool.lock:
+            try:
+                if not rows.pool.storage.wants_calls:
+                    return original(model, inputs, *more, **named)
+                groups = _tell(rows, inputs, prompt_cache)
+                rows.called = True
+                if not groups or len(others) > 1:
+                    rows.pass_for(rows.events, inputs.shape[1], inputs.shape[0])
+                    return original(model, inputs, *more, **named)
+                return _parted(model, inputs, prompt_cache, groups)
+            except BaseException:
+                rows.settle()
+                raise
+            finally:
+                rows.called = False
 
     kind.__call__ = call
 
 
+def _tell(rows: BatchRows, inputs: Any, prompt_cache: Sequence[Any]) -> Any:
+    """What is coming; the rows that are to be computed apart, or None."""
+    entries = [x for x in entries_in(prompt_cache) if isinstance(x, LayerCache)]  # kv_bits takes some out
+    rows.settle()
+    if any(entry.is_behind and not isinstance(entry, Bystander) for entry in entries):
+        raise OrderError(
+            "update: some entries of the prompt cache did not take part in what the others did (a pass "
+            "that failed half way, or something done to some of them only); rewind it, or make a new one"
+        )
+    rows.widen(inputs.shape[0])
+    return rows.alike(inputs.shape[1])
+
+
 def _rows(given: Any) -> BatchRows | None:
     """Those of a prompt cache of ours; None of anything else."""
-    rows = getattr(given[0], "rows", None) if isinstance(given, (list, tuple)) and given else None
-    return rows if isinstance(rows, BatchRows) else None
+    several = given if isinstance(given, (list, tuple)) else ()
+    found = (getattr(entry, "rows", None) for entry in several)
+    return next((rows for rows in found if isinstance(rows, BatchRows)), None)
 
 
 def _parted(model: Any, inputs: Any, prompt_cache: Sequence[Any], groups: Sequence[Any]) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvcache.cache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.mlx_lm.layers import OwnCacheList
+from kvcache.integrations.mlx_lm.locking import waiting
 from kvcache.integrations.mlx_lm.rows import BatchRows, left_behind
 from kvcache.integrations.mlx_lm.storage import Storage
 
@@ -28,8 +29,13 @@ def _not_made(cls: type, state: Any) -> Any:
     )
 
 
+def _state(entry: Any) -> Any:
+    with entry.rows.pool.lock:
+        return entry.saved()
+
+
 _STATE = property(
-    lambda entry: entry.saved(),
+    _state,
     lambda entry, state: _not_made(type(entry), state),
     doc="What ``save_prompt_cache`` reads, and mlx-lm's class of the same name loads; nobody sets it.",
 )
@@ -46,6 +52,7 @@ class LayerCache:
         self.layer = layer
         self._seen = seen
 
+    @waiting
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A prompt cache of its own that shares what is stored, until one of the two goes on."""
         rows = copy.deepcopy(self.rows, memo)  # which settles what is under way
@@ -58,6 +65,7 @@ class LayerCache:
     # What is stored.
 
     @property
+    @waiting
     def offset(self) -> Any:
         """How many tokens are stored: a number, or an array of one for each row of a batch."""
         lengths = self.rows.lengths_for(self._seen)
@@ -66,6 +74,7 @@ class LayerCache:
         padding = self.rows.padding_for(self._seen)
         return mx.array([length - skip for length, skip in zip(lengths, padding, strict=True)])
 
+    @waiting
     def size(self) -> int:
         """The tokens of the longest row."""
         return max(self.rows.lengths_for(self._seen))
@@ -85,12 +94,14 @@ class LayerCache:
         """Take what the other entries did as done here too; for whoever then makes it good."""
         self._seen = self.rows.events
 
+    @waiting
     def check_whole(self, op: str) -> None:
         """Raise OrderError for an entry that is behind, once what is under way is settled."""
         self.rows.settle()
         if self.is_behind:
             raise left_behind(op)
 
+    @waiting
     def empty(self) -> bool:
         return not any(self.rows.lengths_for(self._seen))
 
@@ -100,6 +111,7 @@ class LayerCache:
 
     # Changing rows.
 
+    @waiting
     def _do(self, name: str, *arguments: Any) -> Any:
         change = getattr(self.rows, name)
         result = self.rows.do(self._seen, (name, *arguments), lambda: change(*arguments))
@@ -119,6 +131,7 @@ class LayerCache:
         """Keep these rows."""
         self._do("filter", _rows("filter", batch_indices))
 
+    @waiting
     def extend(self, other: LayerCache) -> None:
         """Add the rows of ``other``, sharing what is stored."""
         rows = other.rows
@@ -137,6 +150,7 @@ class LayerCache:
         """The padded prompts are done."""
         self._do("finalize")
 
+    @waiting
     def extract(self, idx: int) -> Self:
         """One row as an entry of its own, sharing what is stored."""
         (idx,), rows = _rows("extract", [idx]), self.rows
@@ -151,12 +165,13 @@ class LayerCache:
             raise InvalidRangeError(
                 "merge: some prompt caches are mlx-lm's own; those in one batch must come from one CachePool"
             )
-        for entry in caches:
-            entry.check_whole("merge")
-        of = tuple((id(rows), rows.events) for rows in several)
         first = several[0]
-        made = first.derived("merge", of, caches[0].layer, lambda: BatchRows.merge(several))
-        return cls(made, caches[0].layer)
+        with first.pool.lock:
+            for entry in caches:
+                entry.check_whole("merge")
+            of = tuple((id(rows), rows.events) for rows in several)
+            made = first.derived("merge", of, caches[0].layer, lambda: BatchRows.merge(several))
+            return cls(made, caches[0].layer)
 
 
 class CacheList(OwnCacheList):  # type: ignore[misc]

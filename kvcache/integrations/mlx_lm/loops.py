@@ -1,11 +1,14 @@
-"""Prompt caches of a pool in two of mlx-lm's loops: its ``LRUPromptCache``, and speculative decoding.
+"""Prompt caches of a pool in mlx-lm's loops: generation, its ``LRUPromptCache``, and speculative decoding.
 
-The former copies what it keeps and trims the copies. A copy that would need a sequence where there is none,
-or that cannot be trimmed so far back, is a miss, as it is where mlx-lm's own caches cannot be trimmed.
+What can never fit into a pool is refused before anything is computed, and an answer ends where the room ends.
 
-The latter asks once, before it starts, whether drafts of the model can be taken back. A sliding layer without
-``rollback`` says yes as long as nothing has left its window, and silently keeps rejected drafts later on.
-That is refused here. So is a ``rollback`` of a draft model that is less than its drafts, made one by one.
+``LRUPromptCache`` copies what it keeps and trims the copies. A copy that would need a sequence where there is
+none, or that cannot be trimmed so far back, is a miss, as it is where mlx-lm's own caches cannot be trimmed.
+
+Speculative decoding asks once, before it starts, whether drafts of the model can be taken back. A sliding
+layer without ``rollback`` says yes as long as nothing has left its window, and silently keeps rejected drafts
+later on. That is refused here, and a ``rollback`` of a draft model that is less than its drafts. If a round
+fails, both prompt caches go back to where it began, and the error is the one that was raised.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
@@ -22,9 +26,9 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from kvcache.cache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.mlx_lm.layers import Attention
 from kvcache.integrations.mlx_lm.rows import BatchRows
-from kvcache.integrations.mlx_lm.sequences import SequencesTakenError
+from kvcache.integrations.mlx_lm.sequences import SequencePool, SequencesTakenError
 
-__all__ = ["check_speculation", "incoming", "is_serving", "keep_prompt_caches", "rows_of"]
+__all__ = ["check_loops", "incoming", "is_serving", "keep_prompt_caches", "rows_of"]
 
 incoming = threading.local()
 """Of the thread in which a server generates. ``queue``: where it answers the request that it took last."""
@@ -76,26 +80,138 @@ def _fetch_nearest_cache(lru: LRUPromptCache, original: Callable[..., Any], mode
 
 
 @functools.cache
-def check_speculation() -> None:
-    """Put this module before ``speculative_generate_step``, once."""
+def check_loops() -> None:
+    """Put this module before the generators of mlx-lm, once."""
     loops: Any = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
-    original = loops.speculative_generate_step
-    loops.speculative_generate_step = functools.wraps(original)(functools.partial(_checked, original))
+    for name, around in (("generate_step", _generate_step), ("speculative_generate_step", _speculative)):
+        original = getattr(loops, name)
+        setattr(loops, name, functools.wraps(original)(functools.partial(around, original)))
+    original = loops.BatchGenerator.insert_segments
+    loops.BatchGenerator.insert_segments = functools.partialmethod(_insert_segments, original)
+    trim = loops.trim_prompt_cache
+    loops.trim_prompt_cache = functools.wraps(trim)(functools.partial(_trim_after_a_round, trim))
 
 
-def _checked(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _given(original: Callable[..., Any], *arguments: Any, **options: Any) -> inspect.BoundArguments:
     bound = inspect.signature(original).bind(*arguments, **options)
     bound.apply_defaults()
+    return bound
+
+
+# What can never fit is refused before the first pass, and an answer ends where the room ends.
+
+
+def _generate_step(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    bound = _given(original, *arguments, **options)
+    given, prompt_cache = bound.arguments, bound.arguments["prompt_cache"]
+    embedded = given["input_embeddings"]
+    tokens = given["prompt"].size if embedded is None else len(embedded)
+    if not given["kv_bits"]:  # which takes layers out of the pool
+        given["max_tokens"] = _fitting(
+            "generate_step", given["model"], prompt_cache, tokens, given["max_tokens"]
+        )
+    return original(*bound.args, **bound.kwargs)
+
+
+def _insert_segments(
+    generator: Any, original: Callable[..., Any], segments: Any, max_tokens: Any = None, caches: Any = None,
+    *more: Any, **options: Any,
+) -> Any:  # fmt: skip
+    counts = [sum(map(len, of_one)) for of_one in segments]
+    most = max_tokens or [generator.max_tokens] * len(counts)
+    each = zip(caches or [None] * len(counts), counts, most, strict=True)
+    fit = [_fitting("BatchGenerator.insert", generator.model, *one) for one in each]
+    return original(generator, segments, fit, caches, *more, **options)
+
+
+def _fitting(op: str, model: Any, prompt_cache: Any, tokens: int, more: int) -> int:
+    """How many of ``more`` tokens fit behind a prompt, in the pool that the prompt cache is or will be of."""
+    pool = getattr(getattr(model, "make_cache", None), "__self__", None)
+    sequences = None if prompt_cache else getattr(pool, "sequences", None)
+    for rows in rows_of(prompt_cache)[:1]:
+        sequences, tokens = rows.pool, max(rows.lengths) + tokens
+    return sequences.fitting(op, tokens, more) if isinstance(sequences, SequencePool) else more
+
+
+# Speculation.
+
+
+class _Rounds:
+    """Of one generator of ``speculative_generate_step``: where its prompt caches are between two rounds.
+
+    It takes rejected drafts back in the end too, by the counts of the round before where one is interrupted.
+    """
+
+    def __init__(self, several: Sequence[Sequence[Any]], tokens: int) -> None:
+        self.rows = [found[0] for prompt_cache in several if (found := rows_of(prompt_cache))]
+        self.several = [prompt_cache for prompt_cache in several if rows_of(prompt_cache)]
+        self.lengths = [rows.lengths[0] + tokens for rows in self.rows]
+        """The tokens of each before the round that is under way."""
+        self.handled: BaseException | None = None
+        """What the caller is handling while it waits for a token."""
+        self.working = False
+
+    @property
+    def fails(self) -> bool:
+        """Whether an error is on its way out of a round."""
+        return self.working and sys.exception() is not self.handled
+
+    def steps(self, tokens: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """The tokens of the loop; after an error the prompt caches are as they were before its round."""
+        for rows in self.rows:
+            rows.rounds = self
+        try:
+            while True:
+                self.handled, self.working = sys.exception(), True
+                try:
+                    found = next(tokens)
+                except StopIteration:
+                    return
+                except BaseException:
+                    self.working = False
+                    self._go_back()
+                    raise
+                self.working = False
+                yield found
+        finally:
+            self.working = False
+            tokens.close()
+            for rows in self.rows:
+                rows.rounds = None
+
+    def _go_back(self) -> None:
+        for rows, prompt_cache, length in zip(self.rows, self.several, self.lengths, strict=True):
+            with rows.pool.lock:
+                rows.rewind(prompt_cache, min(length, rows.lengths[0]))
+
+
+def _trim_after_a_round(original: Callable[..., Any], prompt_cache: Any, count: int) -> Any:
+    rounds = next((rows.rounds for rows in rows_of(prompt_cache)), None)
+    if rounds is None:
+        return original(prompt_cache, count)
+    if rounds.fails:
+        return 0
+    found = original(prompt_cache, count)
+    rounds.lengths = [rows.lengths[0] for rows in rounds.rows]
+    return found
+
+
+def _speculative(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    bound = _given(original, *arguments, **options)
     given = bound.arguments
     model, prompt_cache, drafts = given["model"], given["prompt_cache"], given["num_draft_tokens"]
-    if prompt_cache is None:  # those that it makes are like these
+    if prompt_cache is None:
         own, drafted = make_prompt_cache(model), make_prompt_cache(given["draft_model"])
     else:
         _check_both(prompt_cache)
         own, drafted = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers) :]
     _check_rollback(own, 1, drafts)
     _check_rollback(drafted, max(1, drafts - 1), drafts)
-    return original(*arguments, **options)
+    tokens, most = given["prompt"].size, given["max_tokens"]
+    for whose, of_one in (model, own), (given["draft_model"], drafted):
+        most = _fitting("speculative_generate_step", whose, of_one, tokens, most)
+    given["prompt_cache"], given["max_tokens"] = [*own, *drafted], most
+    return _Rounds((own, drafted), tokens - 1).steps(original(*bound.args, **bound.kwargs))
 
 
 def _check_both(prompt_cache: Any) -> None:

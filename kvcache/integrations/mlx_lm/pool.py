@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +18,12 @@ from kvcache.integrations.mlx_lm.attention import (
     attend_by_entries,
 )
 from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
+from kvcache.integrations.mlx_lm.codes import keep_codes
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, layers_of
+from kvcache.integrations.mlx_lm.locking import PoolLock
 from kvcache.integrations.mlx_lm.loops import keep_prompt_caches
+from kvcache.integrations.mlx_lm.padding import keep_whole_steps, with_padding_told
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
@@ -50,8 +52,10 @@ class CachePool:
     pass of several tokens sees what it sees with mlx-lm's RotatingKVCache, which is not quite that (see
     ``attention._seen_beside_kept``).
 
-    A model that does not tell its entries how many tokens a pass has (Mamba 1), or rows apart (Llama 4),
-    tells it by its calls from then on: the ``__call__`` of its class is put in a function that does.
+    The ``__call__`` of the model's class is put in a function that holds the pool's lock: threads with a
+    prompt cache each wait for one another, call by call. Other things done to prompt caches wait too. A pool
+    made from a list of layers is for one thread at a time. The function also tells what a model does not tell
+    its entries itself: how many tokens a pass has (Mamba 1), or rows apart (Llama 4).
 
     Raises NotSupportedError for a model with layers that there is no cache for here, and for ``max_kv_size``
     of a model that says itself what its layers keep, for which mlx-lm does not use it.
@@ -95,18 +99,22 @@ class CachePool:
         one_length = not listed and takes_one_length(model)
         self.backend = ml.open_backend("mlx") if backend is None else backend
         self._owns_backend = backend is None
+        keep_whole_steps()
+        if not listed and not one_length:
+            layers = with_padding_told(
+                model, layers, lambda x: CachePool(x, capacity=32, max_sequences=4, backend=self.backend)
+            )
         ctx = self.backend.new_context()
         self.storage = Storage(layers, ctx, rollback, checkpoints, checkpoint_interval, one_length)
         largest = max_sequences * min(capacity, PREFILL) if max_batch is None else max_batch
         self.storage.init(self.backend, _stored_dtype(dtype), max_sequences, capacity, largest)
         caches = self.storage.caches
-        if self.storage.wants_calls and not listed:
+        if not listed:
             told_by(type(model))
-            self.storage.calls_told = True
+            self.storage.calls_told = self.storage.wants_calls
         keep_prompt_caches()
+        keep_codes()
         self.storage.asked = not listed and attend_by_entries(model)
-        self.room = min((cache.cells for cache in caches.whole), default=math.inf)
-        """How many tokens all prompt caches may hold together; infinity where only windows are kept."""
         self.sequences = SequencePool(self.storage, max_sequences, largest if caches.forgets else None)
 
     def __repr__(self) -> str:
@@ -125,11 +133,23 @@ class CachePool:
     @property
     def free_sequences(self) -> int:
         """How many of ``max_sequences`` nobody holds."""
-        return self.sequences.free
+        with self.lock:
+            return self.sequences.free
+
+    @property
+    def room(self) -> float:
+        """How many tokens all prompt caches may hold together; infinity where only windows are kept."""
+        return self.sequences.room
+
+    @property
+    def lock(self) -> PoolLock:
+        """Held by who uses the pool: enter it to do several things before another thread does anything."""
+        return self.sequences.lock
 
     def make_prompt_cache(self) -> list[Any]:
         """An empty prompt cache: an entry for each layer, as mlx-lm's ``make_prompt_cache`` gives them."""
-        return self.prompt_cache_of(BatchRows.empty(self.sequences))
+        with self.lock:
+            return self.prompt_cache_of(BatchRows.empty(self.sequences))
 
     def prompt_cache_of(self, rows: BatchRows) -> list[Any]:
         """The entries of a prompt cache of these rows."""
@@ -143,9 +163,10 @@ class CachePool:
 
     def close(self) -> None:
         """Drop all tensors; prompt caches of this pool cannot be used any more."""
-        self.cache.close()
-        if self._owns_backend:
-            self.backend.close()
+        with self.lock:
+            self.cache.close()
+            if self._owns_backend:
+                self.backend.close()
 
 
 def _stored_dtype(dtype: Any) -> Any:

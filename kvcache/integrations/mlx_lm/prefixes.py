@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
@@ -13,9 +16,11 @@ from mlx_lm.generate import generate_step
 import ml
 from kvcache.cache import CacheDType, ClosedError, InvalidRangeError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
+from kvcache.integrations.mlx_lm.layers import Attention
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
-from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
+from kvcache.storage.layer_shape import LayerShape
 
 __all__ = ["MLXPrefixCache", "MLXSession"]
 
@@ -42,28 +47,41 @@ class MLXSession(Conversation):
         super().__init__(session, rows, lambda: rows.lengths[0])
         self.prompt_cache = owner.pool.prompt_cache_of(rows)
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Tell what was generated, or is said next: later conversations may share it once it is evaluated."""
+        with self._owner.pool.lock:
+            super().extend(tokens)
+
     def prefill(self, size: int = 512, progress: Callable[[int, int], object] | None = None) -> mx.array:
         """Evaluate ``remaining`` but its last token, at most ``size`` tokens at a time; returns that token.
 
         ``progress`` is told before each part how many of all tokens are evaluated, and of how many.
         ``generate_step`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
+        Other threads wait for a part, not for all of them.
         """
-        tokens = self._session.tokens
-        for begin, end in self._parts(size):
+        parts, tokens, lock = self._parts(size), self._session.tokens, self._owner.pool.lock
+        while True:
+            with lock:
+                part = next(parts, None)
+            if part is None:
+                return mx.array(self.remaining, mx.int32)
+            begin, end = part
             if progress is not None:
                 progress(begin, len(tokens))
-            self._owner.model(mx.array([tokens[begin:end]]), cache=self.prompt_cache)
-            self._owner.pool.storage.ctx.compute()
-        return mx.array(self.remaining, mx.int32)
+            with lock:
+                self._owner.model(mx.array([tokens[begin:end]]), cache=self.prompt_cache)
+                self._owner.pool.storage.ctx.compute()
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        try:
-            self._owner.pool.sequences.undo_unwritten()
-            yield
-        finally:
-            self._owner.pool.sequences.current = None
-            self._rows.leave()
+        with self._owner.pool.lock:
+            try:
+                self._owner.pool.sequences.undo_unwritten()
+                yield
+            finally:
+                self._owner.pool.sequences.current = None
+                self._rows.leave()
+                self._owner._left(self._session)
 
 
 class MLXPrefixCache(SharedPrefixes):
@@ -71,6 +89,12 @@ class MLXPrefixCache(SharedPrefixes):
 
     Every conversation is a prompt cache of one row; as many as ``max_sequences`` may be open. Its pages are
     those of ``CausalCache``: what transformers, vLLM or the engine stored of a model is found here.
+
+    **Threads.** Any number may call it; one works at a time, the others wait. ``generate`` holds the lock for
+    a part of the prompt or a step, and not while its caller has a token: the answers of several threads grow
+    side by side. Where all sequences or cells are taken by conversations of other threads, ``begin`` and
+    ``generate`` wait until one of those is closed. A thread that has one open itself does not: it gets an
+    error. A conversation is used by one thread at a time.
     """
 
     def __init__(
@@ -96,6 +120,9 @@ class MLXPrefixCache(SharedPrefixes):
             backend=backend,
         )  # fmt: skip
         self.pool.sequences.give_away()
+        self._claims: dict[int, tuple[threading.Thread, float]] = {}
+        """By sequence, who began the conversation that is open in it, and its part of the room."""
+        options = {"layers": _shapes(self.pool), **options}
         try:
             self.prefix = PrefixCache(self.pool.cache, **options)
         except BaseException:
@@ -107,13 +134,35 @@ class MLXPrefixCache(SharedPrefixes):
 
         ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``.
         """
-        if len(tokens) > self.pool.room:
+        room = self.pool.room
+        if len(tokens) > room:
             raise InvalidRangeError(
-                f"begin: a prompt of {len(tokens)} tokens; the pool has room for {self.pool.room}, answers "
+                f"begin: a prompt of {len(tokens)} tokens; the pool has room for {room}, answers "
                 "included: make the MLXPrefixCache with a larger capacity or max_sequences"
             )
-        self.pool.sequences.current = None
-        return MLXSession(self, self.prefix.begin(tokens, salt, shared))
+        claim = max(len(tokens), room / self.pool.sequences.max_sequences)
+        with self.pool.lock:
+            while self._is_full(claim):
+                self.pool.lock.wait(1.0)  # a thread may end without closing what it began
+            self.pool.sequences.current = None
+            session = self.prefix.begin(tokens, salt, shared)
+            self._claims[session.seq] = threading.current_thread(), claim
+            return MLXSession(self, session)
+
+    def _is_full(self, claim: float) -> bool:
+        """Whether other threads, which will go on, hold what a conversation with such a claim needs."""
+        taken = [] if self.prefix.closed else [session.seq for session in self.prefix.sessions]
+        claims = [self._claims[seq] for seq in taken if seq in self._claims]
+        if any(owner is threading.current_thread() for owner, _ in claims):
+            return False
+        held = sum(count for _, count in claims)
+        full = len(claims) >= self.pool.sequences.max_sequences or held + claim > self.pool.room
+        return full and any(owner.is_alive() for owner, _ in claims)
+
+    def _left(self, session: Session) -> None:
+        """A conversation has ended: its sequence and its room are there for others."""
+        self._claims.pop(session.seq, None)
+        self.pool.lock.tell()
 
     def generate(
         self,
@@ -126,7 +175,10 @@ class MLXPrefixCache(SharedPrefixes):
     ) -> Iterator[tuple[int, Any]]:
         """As mlx-lm's ``generate_step``, for one conversation, from what is there; ``options`` are its own.
 
-        Yields tokens with their log-probabilities. What was yielded is kept, wherever the caller stops.
+        Yields tokens with their log-probabilities. What was yielded is kept, wherever the caller stops. Where
+        ``max_tokens`` do not fit behind the prompt, the answer ends where the room ends; the log says so
+        before it begins.
+
         InvalidRangeError for options that a prompt cache takes when it is made, for embeddings, and for a
         prompt that does not fit.
         """
@@ -138,6 +190,8 @@ class MLXPrefixCache(SharedPrefixes):
         before, progress = len(tokens) - 1, options.get("prompt_progress_callback")
         if progress is not None:
             options["prompt_progress_callback"] = lambda done, total: progress(before + done, before + total)
+        asked = options.get("max_tokens", _MAX_TOKENS)
+        options["max_tokens"] = self.pool.sequences.fitting("generate", len(tokens), asked)
         said: list[int] = []
         with self.begin(tokens, salt, shared) as session:
             last = session.prefill(prefill_step_size, progress)
@@ -154,8 +208,46 @@ class MLXPrefixCache(SharedPrefixes):
 
     def close(self) -> None:
         """Close all conversations, write what is kept to the stores, and drop the caches."""
-        super().close()
-        self.pool.close()
+        with self.pool.lock:
+            super().close()
+            self.pool.close()
+            self.pool.lock.tell()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.pool.lock:
+            super().__exit__(kind, error, trace)
+
+    def flush(self) -> None:
+        """Write what is kept to the stores, and wait for that."""
+        with self.pool.lock:
+            super().flush()
+
+    def write_through(self, nbytes: int | None = None) -> bool:
+        """Have a thread write what no store has yet: see ``PrefixCache.write_through``."""
+        with self.pool.lock:
+            return super().write_through(nbytes)
+
+    @property
+    def stats(self) -> PrefixStats:
+        """What was asked for, and where it came from: ``reused`` of ``tokens`` were not computed again."""
+        with self.pool.lock:
+            return self.prefix.stats
+
+
+_MAX_TOKENS = int(inspect.signature(generate_step).parameters["max_tokens"].default)
+
+
+def _shapes(pool: CachePool) -> Mapping[int, LayerShape]:
+    """What the layers store, as far as it is known: no page of a store is to tell."""
+    found = {}
+    for i, layer in enumerate(pool.storage.layers):
+        if isinstance(layer, Attention) and layer.kv_heads and layer.key_dim and layer.value_dim is not None:
+            values = layer.key_dim if layer.keys_only else layer.value_dim
+            shape = (layer.kv_heads, layer.key_dim), (layer.kv_heads, values)
+            found[i] = LayerShape(*shape, layer.keys_only)
+    return found
 
 
 def _of_whole_prompt(prompt: Sequence[int], processor: Callable[..., Any]) -> Callable[..., Any]:

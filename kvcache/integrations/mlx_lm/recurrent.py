@@ -10,8 +10,10 @@ import numpy as np
 from kvcache.cache import OrderError
 from kvcache.integrations.mlx_lm.layer_cache import BatchState, LayerCache
 from kvcache.integrations.mlx_lm.layers import OwnArraysCache, Recurrent
+from kvcache.integrations.mlx_lm.locking import waiting
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.rows import BatchRows
+from kvcache.integrations.mlx_lm.storage import padded
 
 __all__ = ["ArraysCache", "CompressedCache"]
 
@@ -46,6 +48,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         self._seen = self.rows.events
         return one
 
+    @waiting
     def __getitem__(self, idx: int) -> Any:
         """State ``idx`` of all rows, (rows, *shape); None while nothing is stored.
 
@@ -64,6 +67,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
             return None
         return self._storage.state(self.layer, idx, one, is_set)
 
+    @waiting
     def __setitem__(self, idx: int, value: Any) -> None:
         one = self._join(value.shape[0])
         self._storage.set_state(self.layer, idx, one, value)
@@ -71,28 +75,33 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         self._set = (one, {idx, *changed} if known is one else {idx})
 
     def _kept(self, idx: int) -> Any:
-        """The state of every row outside of a pass; rows that hold nothing are 0."""
+        """The state of every row outside of a pass: 0 where a row holds nothing, or less than another."""
         spec = self._spec
         found = [self._storage.kept_state(self.layer, idx, held.seq) for held in self.rows.held]
-        if all(state is None for state in found):
+        sizes = [state.shape[1:] for state in found if state is not None]
+        if not sizes:
             return None
-        zero = mx.zeros((1, *spec.shapes[idx]), spec.dtypes[idx])
-        return mx.concatenate([zero if state is None else state for state in found])
+        whole = tuple(map(max, *sizes)) if len(sizes) > 1 else sizes[0]
+        none = mx.zeros((1, *whole), spec.dtypes[idx])
+        return mx.concatenate([none if state is None else padded(state, whole) for state in found])
 
     def advance(self, N: int) -> None:  # noqa: N803
         """The layer has gone on by ``N`` columns."""
         self._advanced = self.rows.live()
 
     @property
+    @waiting
     def lengths(self) -> Any:
-        """The tokens of each row from here on, where right padding follows them; else None."""
+        """The tokens of each row from here on, where right padding follows them; else None.
+
+        In a pass, those of the pass: what mlx-lm's says beyond that, its Mamba 2 takes for columns it has.
+        """
         one, left = self.rows.live(), self.rows.left
         if left is None:
             return None
-        if one is not None and one is not self._advanced:
-            return mx.array([rest + count for rest, count in zip(left, one.counts, strict=True)])
-        return mx.array(left)
+        return mx.array(one.counts if one is not None and one is not self._advanced else left)
 
+    @waiting
     def make_mask(self, N: int) -> Any:  # noqa: N803
         """BOOL (rows, N): which columns are tokens; None where all are."""
         return self.rows.pass_for(self._seen, N).valid()
@@ -106,6 +115,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         return len(self.rows.held)
 
     @property
+    @waiting
     def cache(self) -> list[Any]:
         """All states."""
         self.rows.settle()

@@ -9,12 +9,13 @@ that is asked for something else than the others were raises OrderError.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, OrderError
 from kvcache.integrations.conversations import check_missing
+from kvcache.integrations.mlx_lm.layers import entries_in
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.sequences import SequencePool, SharedSequence
 
@@ -50,6 +51,8 @@ class BatchRows:
         """Tokens to come before right padding, where some was announced."""
         self.prompt = 0
         """Tokens of the prompt that one row was begun with (``MLXSession``); 0: not known."""
+        self.rounds: Any = None
+        """The speculation that uses them, if one does (``loops``)."""
         self._derived: dict[str, tuple[Any, weakref.ref[BatchRows], set[int]]] = {}
 
     @classmethod
@@ -68,8 +71,8 @@ class BatchRows:
         self.before = [0]
 
     def __del__(self) -> None:
-        for held in getattr(self, "held", ()):  # an interrupt may come before __init__ begins
-            held.release()
+        if held := getattr(self, "held", ()):  # an interrupt may come before __init__ begins
+            self.pool.drop(held)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchRows:
         self.pool.check_sharing("deepcopy")
@@ -337,6 +340,25 @@ class BatchRows:
         if recurrent is not None:
             position = recurrent.prepare_restore(seq, position) or 0
         return position if pool.storage.cache.can_resume(seq, position) else 0
+
+    def rewind(self, prompt_cache: Iterable[Any], position: int) -> int:
+        """Take the one row, whose entries these are, back to ``position`` or as little before it as it can.
+
+        Whole again where a pass failed half way; returns where it is then.
+        """
+        self.settle()
+        entries = [entry for entry in entries_in(prompt_cache) if getattr(entry, "rows", None) is self]
+        length = min(entry.size_seen for entry in entries)
+        if not 0 <= position <= self.lengths[0]:
+            raise InvalidRangeError(
+                f"rewind: position {position}; the prompt cache has {self.lengths[0]} tokens"
+            )
+        target = self.reachable(min(position, length))
+        for entry in entries:
+            entry.catch_up()
+        for entry in entries:
+            entry.cut(target)
+        return target
 
     def cut(self, lengths: Sequence[int]) -> None:
         """Keep the first ``lengths[i]`` tokens of row i. An error leaves all as they were."""

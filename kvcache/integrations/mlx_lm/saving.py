@@ -1,13 +1,13 @@
 """Prompt caches of mlx-lm taken over, from memory or from a file.
 
 Saving needs nothing of its own: mlx-lm's ``save_prompt_cache`` writes our prompt caches, and its
-``load_prompt_cache`` reads the file as its own caches.
+``load_prompt_cache`` reads the file as its own caches. Codes of quantized pools are beside them (``codes``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +15,7 @@ import numpy as np
 
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
 from kvcache.caches.windows import SlidingWindowCache
+from kvcache.integrations.mlx_lm.codes import codes_in
 from kvcache.integrations.mlx_lm.layer_cache import LayerCache
 from kvcache.integrations.mlx_lm.layers import (
     Attention,
@@ -27,7 +28,7 @@ from kvcache.integrations.mlx_lm.layers import (
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
-from kvcache.integrations.mlx_lm.storage import Storage
+from kvcache.integrations.mlx_lm.storage import Codes, Storage
 
 __all__ = ["adopt", "load_prompt_cache"]
 
@@ -44,14 +45,16 @@ def load_prompt_cache(
 ) -> Any:
     """What mlx-lm's ``save_prompt_cache`` wrote, of our caches or of its own, as a prompt cache of ``pool``.
 
-    With ``return_metadata`` a pair of it and the metadata. ``tokens`` and errors as :func:`adopt`.
+    With ``return_metadata`` a pair of it and the metadata. A quantized pool reads what one of the same format
+    wrote code by code. ``tokens`` and errors as :func:`adopt`.
     """
     if not isinstance(pool, CachePool):
         raise InvalidRangeError(
             f"load_prompt_cache: pool is a {type(pool).__name__}; it must be the CachePool to load into"
         )
     found, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
-    prompt_cache = adopt(found, pool, tokens)
+    codes = codes_in(file_name, len(found), pool.storage.layers)
+    prompt_cache = _adopted(found, pool, tokens, codes)
     return (prompt_cache, metadata) if return_metadata else prompt_cache
 
 
@@ -68,13 +71,27 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
     NotSupportedError for other classes than those that :class:`CachePool` stands in for, CacheFullError and
     SequencesTakenError where it does not fit. The pool is as it was then.
     """
+    return _adopted(prompt_cache, pool, tokens, {})
+
+
+def _adopted(
+    prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None, codes: Mapping[int, Codes]
+) -> list[Any]:
+    """``codes``: what to store in place of K and V where the pool has the same format, by layer."""
+    with pool.lock:
+        return _filled(pool, prompt_cache, tokens, codes)
+
+
+def _filled(
+    pool: CachePool, prompt_cache: Sequence[Any], tokens: int | None, codes: Mapping[int, Codes]
+) -> list[Any]:
     layers, entries = pool.storage.layers, entries_in(prompt_cache)
     if len(prompt_cache) != len(pool.storage.entries) or len(entries) != len(layers):
         raise InvalidRangeError(
             f"adopt: {len(prompt_cache)} entries for a model of {len(pool.storage.entries)} layers"
         )
     contents = [
-        _contents(i, entry, layer, pool.storage)
+        _contents(i, entry, layer, pool.storage, codes.get(i))
         for i, (entry, layer) in enumerate(zip(entries, layers, strict=True))
     ]
     length = _length(contents, layers, tokens)
@@ -99,12 +116,20 @@ class _Content:
     """What an entry of mlx-lm's holds."""
 
     arrays: tuple[Any, ...] = ()
-    """K and V in the order of positions, or states; of a quantized one words, scales and biases of each."""
+    """K and V in the order of positions, or states."""
     tokens: int | None = None
     """How many it has seen; None where it does not tell."""
+    codes: Codes | None = None
+    """What K and V are stored as, if that is known."""
+
+    @property
+    def held(self) -> int:
+        """Of how many tokens there are K and V."""
+        arrays = self.arrays if self.codes is None else self.codes.parts
+        return int(arrays[0].shape[2]) if arrays else 0
 
 
-def _contents(i: int, entry: Any, layer: Layer, storage: Storage) -> _Content:
+def _contents(i: int, entry: Any, layer: Layer, storage: Storage, codes: Codes | None) -> _Content:
     kind = type(entry)
     recurrent = kind is mlx_caches.ArraysCache or is_compressed(entry)
     if isinstance(entry, LayerCache):
@@ -124,16 +149,20 @@ def _contents(i: int, entry: Any, layer: Layer, storage: Storage) -> _Content:
         return _Content()
     if isinstance(layer, Recurrent) and layer.names:
         return _Content(_grouped(entry, layer), entry.offset)
+    if isinstance(layer, Attention) and not layer.keys_only and type(entry) is mlx_caches.QuantizedKVCache:
+        codes = _codes_of(entry, storage)
     if recurrent:
         arrays = tuple(entry.cache)
     else:
-        arrays = () if entry.keys is None else _in_order(i, entry, layer, storage)
+        arrays = () if entry.keys is None else _in_order(entry)
     filled = [x for x in arrays if x is not None]
     if any(x.shape[0] != 1 for x in filled) or len(filled) not in (0, len(arrays)):
         raise NotSupportedError(
             f"adopt: entry {i} has several rows, or is partly filled; adopt one row at a time"
         )
-    return _Content(tuple(filled), None if recurrent else entry.offset if filled else 0)
+    same = codes is not None and bool(filled) and codes.format == storage.format.name
+    tokens = None if recurrent else entry.offset if filled else 0
+    return _Content(tuple(filled), tokens, codes if same else None)
 
 
 def _grouped(entry: Any, layer: Recurrent) -> tuple[Any, ...]:
@@ -150,13 +179,19 @@ def _sizes(layer: Layer) -> tuple[int | None, int]:
     return (None, 0) if isinstance(layer, Recurrent) else (layer.max_size or layer.window, layer.keep)
 
 
-def _in_order(i: int, entry: Any, layer: Any, storage: Storage) -> tuple[Any, ...]:
+def _codes_of(entry: Any, storage: Storage) -> Codes | None:
+    """Words, scales and biases of K and then V of mlx-lm's QuantizedKVCache, if the pool's are such."""
+    if entry.keys is None or not storage.is_affine(entry.bits, entry.group_size):
+        return None
+    keys, values = entry.keys_and_values()
+    return Codes(storage.format.name, storage.name_of(keys[-1].dtype), (*keys, *values))
+
+
+def _in_order(entry: Any) -> tuple[Any, Any]:
     if type(entry) is mlx_caches.QuantizedKVCache:
-        keys, values = entry.keys_and_values()
         sizes = {"bits": entry.bits, "group_size": entry.group_size}
-        if storage.is_affine(**sizes) and not layer.keys_only:
-            return *keys, *values
-        return mx.dequantize(*keys, **sizes), mx.dequantize(*values, **sizes)
+        keys, values = (mx.dequantize(*found, **sizes) for found in entry.keys_and_values())
+        return keys, values
     if type(entry) in (mlx_caches.KVCache, mlx_caches.ChunkedKVCache):
         size = entry.offset - getattr(entry, "start_position", 0)
         return entry.keys[..., :size, :], entry.values[..., :size, :]
@@ -189,7 +224,7 @@ def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], 
     recurrent = cache is storage.recurrent
     holder = cache.attention if recurrent else cache
     own = [i for i, one in enumerate(storage.attention) if one is holder and contents[i].arrays]
-    held = length if recurrent or not own else contents[own[0]].arrays[0].shape[2]
+    held = length if recurrent or not own else contents[own[0]].held
     positions = np.arange(length - held, length)
     if isinstance(cache, SlidingWindowCache):
         positions[: cache.keep] = np.arange(min(cache.keep, held))  # the first of them stay
@@ -203,11 +238,11 @@ def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], 
     cache.start_forward(storage.ctx, Batch(positions[columns].tolist(), [seq] * stored))
     one = ForwardPass(stored, [length - stored], [0], [stored], [seq])
     for i in own:
-        arrays = [x[..., mx.array(columns), :] for x in contents[i].arrays]
-        if len(arrays) == 2:
-            storage.put(i, one, *arrays)
+        codes, taken = contents[i].codes, mx.array(columns)
+        if codes is None:
+            storage.put(i, one, *(x[..., taken, :] for x in contents[i].arrays))
         else:
-            storage.put_stored(i, one, arrays)
+            storage.put_codes(i, one, replace(codes, parts=tuple(x[..., taken, :] for x in codes.parts)))
     for i, layer in enumerate(storage.layers):
         if recurrent and isinstance(layer, Recurrent):
             for k, state in enumerate(contents[i].arrays):

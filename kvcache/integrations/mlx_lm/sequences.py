@@ -7,15 +7,21 @@ shares the cells (``copy_prefix``). A sequence that nobody holds any more is emp
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
-from kvcache.cache import CacheFullError, KVCacheError, NotSupportedError, OrderError
+from kvcache.cache import CacheFullError, InvalidRangeError, KVCacheError, NotSupportedError, OrderError
+from kvcache.integrations.mlx_lm.locking import PoolLock
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.storage import Storage
 
 __all__ = ["SequencePool", "SequencesTakenError", "SharedSequence"]
+
+log = logging.getLogger(__name__)
 
 _FULL = (
     "a cell holds a token of a sequence: trim, rewind or drop a prompt cache, or make the pool with a larger "
@@ -61,6 +67,7 @@ class SequencePool:
 
     def __init__(self, storage: Storage, max_sequences: int, largest_pass: int | None) -> None:
         self.storage, self.max_sequences, self.largest_pass = storage, max_sequences, largest_pass
+        self.lock = PoolLock(storage.cache)
         self.keepers: weakref.WeakSet[Any] = weakref.WeakSet()
         """mlx-lm's ``LRUPromptCache`` s that keep prompt caches of this pool."""
         self.current: ForwardPass | None = None
@@ -69,10 +76,54 @@ class SequencePool:
         """Whether somebody else owns the sequences."""
         self._free = list(range(max_sequences))[::-1]
         self._retired: list[int] = []
+        self._dropped: list[SharedSequence] = []
+        """Claims that ended while another thread used the pool."""
+
+    def drop(self, several: Sequence[SharedSequence]) -> None:
+        """End a claim to each. It does not wait: garbage is collected in any thread, whatever it holds."""
+        if not self.lock.inner.acquire(blocking=False):
+            self._dropped += several
+            return
+        try:
+            for one in several:
+                one.release()
+        finally:
+            self.lock.inner.release()
+
+    def _release_dropped(self) -> None:
+        while self._dropped:
+            self._dropped.pop().release()
+
+    @property
+    def room(self) -> float:
+        """How many tokens all rows may hold together; infinity where only windows are kept."""
+        return min((cache.cells for cache in self.storage.caches.whole), default=math.inf)
+
+    def fitting(self, op: str, tokens: int, more: int) -> int:
+        """How many of ``more`` tokens (below 0: any number) fit behind a prompt of ``tokens`` in the pool.
+
+        Says in the log where they are fewer. InvalidRangeError for a prompt that leaves room for none.
+        """
+        most = min(self.room, self.storage.longest)
+        if tokens >= most:
+            raise InvalidRangeError(
+                f"{op}: a prompt of {tokens} tokens; the pool has room for {most}, the answer included: "
+                "shorten it, or make the pool with a larger capacity or max_sequences"
+            )
+        if 0 <= more <= most - tokens:
+            return more
+        if most < math.inf:
+            log.warning(
+                "%s: an answer of up to %s tokens ends after %d, where the pool's room ends",
+                op, more if more >= 0 else "any number of", most - tokens,
+            )  # fmt: skip
+            return int(most) - tokens
+        return more
 
     @property
     def free(self) -> int:
         """How many sequences nobody holds."""
+        self._release_dropped()
         return len(self._free) + len(self._retired)
 
     def give_away(self) -> None:
@@ -98,6 +149,7 @@ class SequencePool:
 
     def reclaim(self) -> None:
         """Empty the sequences that nobody holds any more."""
+        self._release_dropped()
         while self._retired:
             seq = self._retired.pop()
             self.cut(seq, 0)

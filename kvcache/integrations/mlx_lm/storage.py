@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -21,11 +22,23 @@ from kvcache.snapshots.snapshot import read_layers
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.state_specs import StateSpec
 
-__all__ = ["Storage"]
+__all__ = ["Codes", "Storage", "padded"]
 
 _schedule: Any = mx.async_eval
 WORTH = 16
 """``CacheConfig.call_bytes`` that are to be saved: less is read sooner in one call over padded rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """What a layer stores of one sequence: parts of K and then V (1, kv_heads, tokens, width), by position.
+
+    ``format`` is the pool's, by name, ``activations`` the dtype that the parts were made of.
+    """
+
+    format: str
+    activations: str
+    parts: tuple[Any, ...]
 
 
 class Storage:
@@ -108,27 +121,36 @@ class Storage:
         cache.put(ctx, ctx.from_native(key), ctx.from_native(value))
         one.written = True
 
-    def put_stored(self, layer: int, one: ForwardPass, parts: Sequence[Any]) -> None:
-        """As ``put``, of MLX's affine groups: words, scales and biases of K, and then those of V."""
+    def put_codes(self, layer: int, one: ForwardPass, codes: Codes) -> None:
+        """As ``put``, of what is stored as it is."""
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
-        words = [mx.view(x, mx.int32) if x.dtype == mx.uint32 else x for x in parts]
+        words = [mx.view(x, mx.int32) if x.dtype == mx.uint32 else x for x in codes.parts]
         found = [ctx.from_native(one.stored(x)) for x in words]
-        cache.put_stored(ctx, found, found[-1].dtype)
+        spec = self._spec(layer)
+        cache.put_stored(ctx, found, ml.DType[codes.activations], spec.key_dim if spec.keys_only else None)
         one.written = True
 
     def is_affine(self, bits: int, group_size: int) -> bool:
         """Whether keys and values are stored as mlx-lm's quantized caches have them."""
         return self.format.name == f"AFFINE{bits}_{group_size}"
 
-    def stored_groups(self, layer: int, seq: int | None) -> tuple[Any, ...]:
-        """What ``put_stored`` takes, of one sequence: (1, kv_heads, tokens, width) each; () of none."""
+    def name_of(self, native: Any) -> str:
+        """What a dtype of MLX is called here."""
+        return _dtype(self.ctx, native).name
+
+    def codes(self, layer: int, seq: int | None) -> Codes | None:
+        """What a layer stores of one sequence; None of none, and where it stores plain numbers."""
         cache = self.attention_of(layer)
-        cells = cache.storage.table.rows[seq].cells if seq is not None else np.empty(0, np.int64)
+        if seq is None or self.format.plain is not None or layer not in cache.storage.buffers:
+            return None
+        cells = cache.storage.table.rows[seq].cells
         cache.storage.table.join_arrivals(cells)
         found = read_layers(self.ctx.backend, {layer: cache.storage.buffers[layer]}, cells)
-        arrays = [x.permute(self.ctx, 1, 0, 2).native[None] for x in found[layer].tensors] if found else []
-        return tuple(mx.view(x, mx.uint32) if x.dtype == mx.int32 else x for x in arrays)
+        if not found:
+            return None
+        arrays = tuple(x.permute(self.ctx, 1, 0, 2).native[None] for x in found[layer].tensors)
+        return Codes(self.format.name, found[layer].activations.name, arrays)
 
     def get(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
         """K and V of a layer as arrays (rows, kv_heads, history, dim), for this pass."""
@@ -247,7 +269,9 @@ class Storage:
         assert self.recurrent is not None
         if len(one.active) != one.rows:
             value = value[mx.array(one.active)]
-        value = _padded(self.layers[layer], i, value)
+        spec = self.layers[layer]
+        assert isinstance(spec, Recurrent)
+        value = padded(value, spec.shapes[i])
         self.recurrent.update_state(self.ctx, _name(i), self.ctx.from_native(value), layer)
         one.written = True
 
@@ -288,9 +312,9 @@ def _alike_from(layer: Layer) -> int:
     return max(not layer.masked, *sizes, 0)
 
 
-def _padded(spec: Any, i: int, value: Any) -> Any:
-    """A state that has not its size as yet, as it is stored: with 0 before it."""
-    missing = [0, *(size - have for size, have in zip(spec.shapes[i], value.shape[1:], strict=True))]
+def padded(value: Any, shape: Sequence[int]) -> Any:
+    """A state (rows, *size) that has not its size as yet, with 0 before it: (rows, *shape)."""
+    missing = [0, *(size - have for size, have in zip(shape, value.shape[1:], strict=True))]
     return mx.pad(value, [(size, 0) for size in missing]) if any(missing) else value
 
 

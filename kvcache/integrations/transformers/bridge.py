@@ -7,14 +7,12 @@ from typing import Any, TypeAlias
 import torch
 
 import ml
-from kvcache.cache import OneDType, ResidualWindow
+from kvcache.cache import OneDType
 from kvcache.storage.formats import CacheFormat
 
 __all__ = ["Bridge", "HFDType", "bridge_to", "dtype_of", "stored_dtype", "torch_dtype"]
 
-HFDType: TypeAlias = (
-    OneDType | torch.dtype | tuple[OneDType | torch.dtype, OneDType | torch.dtype] | ResidualWindow
-)
+HFDType: TypeAlias = OneDType | torch.dtype | tuple[OneDType | torch.dtype, OneDType | torch.dtype]
 """What ``Cache.init`` takes, or a torch.dtype wherever an ml.DType may stand."""
 
 _DTYPES = {torch.float32: ml.DType.F32, torch.float16: ml.DType.F16, torch.bfloat16: ml.DType.BF16}
@@ -112,8 +110,6 @@ def stored_dtype(dtype: HFDType | None) -> CacheFormat | None:
     """What K and V are stored as, from what a caller gives; None: as they come. DTypeError for the rest."""
     if dtype is None:
         return None
-    if isinstance(dtype, ResidualWindow):
-        return CacheFormat.of(dtype)
     given = dtype if isinstance(dtype, tuple) else (dtype,)
     named = (getattr(torch, one) if one in _NAMES else one for one in given)
     found: Any = tuple(dtype_of(one) if isinstance(one, torch.dtype) else one for one in named)

@@ -37,7 +37,7 @@ from kvcache.integrations.transformers.layers import (
 )
 from kvcache.integrations.transformers.masks import check_width
 from kvcache.integrations.transformers.places import layer_devices
-from kvcache.integrations.transformers.pool import CacheOptions, CachePool, copy_windows
+from kvcache.integrations.transformers.pool import CacheOptions, CachePool
 from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, save
 from kvcache.integrations.transformers.states import States
@@ -245,8 +245,6 @@ class HFCache(RowsCache):
         if self.rows.length:
             copy.restore(self.snapshot())
             copy.rows.removed = self.rows.removed
-            pairs = zip(self.rows.sequences, copy.rows.sequences, strict=True)
-            copy_windows(pool.family, copy.rows.pool.family, pairs)
         return copy
 
     def checkpoint(self) -> None:

@@ -29,12 +29,8 @@ from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.places import Places, opened
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.formats import CacheFormat
-from kvcache.storage.relocation import copy_exact
 
-__all__ = ["CacheOptions", "CachePool", "copy_windows"]
-
-EXACT = 512
-"""Tokens of a pass, for each sequence, that a residual window has room for besides what it retains."""
+__all__ = ["CacheOptions", "CachePool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +44,6 @@ class CacheOptions:
     lookback: int
     shift: ShiftFunction | None
     grow: bool = False
-
-
-def copy_windows(source: ModelCaches, target: ModelCaches, pairs: Iterable[tuple[int, int]]) -> None:
-    """Copy residual windows, which snapshots leave out. ``pairs`` are sequences that hold the same tokens."""
-    sequences = [*pairs]
-    for kind, cache in target.caches.items():
-        copy_exact(source.caches[kind].storage, cache.storage, sequences)
 
 
 class CachePool:
@@ -137,10 +126,10 @@ class CachePool:
         return family
 
     def _max_batch(self, cache: Top, max_sequences: int) -> int:
-        """Room for as many new tokens as a window keeps, and for those of a prompt that are read exactly."""
+        """Room for as many new tokens as a window keeps."""
         if isinstance(cache, SlidingWindowCache):  # of a longer batch only so many are stored
             return max_sequences * max(cache.memory, cache.window + 1)
-        return max_sequences * (min(EXACT, self.options.capacity) if self.dtype.is_windowed else 1)
+        return max_sequences
 
     def check_dtype(self, layer: int, *brought: torch.Tensor) -> None:
         """Refuse what would be rounded to the first keys' dtype; one that the caller asked for is his."""
@@ -185,7 +174,6 @@ class CachePool:
             try:
                 for seq in taken:
                     self.put_back(family, seq, self.family.all.snapshot(seq))
-                copy_windows(self.family, family, zip(taken, taken, strict=True))
             except OrderError as error:
                 raise OrderError(
                     f"HFCache: capacity={options.capacity} and lookback={options.lookback} need new buffers, "

@@ -21,7 +21,9 @@ from kvcache.integrations.transformers.cache import HFCache, cache_argument, gen
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.places import device_of, layer_devices
 from kvcache.integrations.transformers.rope import check_rotation, rotation_limit
+from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.snapshots.layer_shapes import Layers, layers_of_cache
 
 __all__ = ["HFPrefixCache", "HFSession"]
 
@@ -269,7 +271,9 @@ class HFPrefixCache(SharedPrefixes):
         """``max_sequences`` conversations of ``capacity`` tokens; ``dtype`` and ``backend`` as in HFCache.
 
         ``lookback`` is how many tokens sliding windows keep beyond what they show, as in HFCache. ``options``
-        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, ``interval``, ...
+        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, ``interval``, ... With a store
+        among the ``tiers``, and without ``layers``, the model is called once, with one token: what a store
+        has of layers that the model does not put is not used.
         """
         check_model("HFPrefixCache", model)
         if model.config.is_encoder_decoder:
@@ -314,7 +318,16 @@ class HFPrefixCache(SharedPrefixes):
         """Tokens that a conversation may have, and why; None: as many as there is room for."""
         self._placing = [part for part in getattr(model, "modules", list)() if "rope_deltas" in vars(part)]
         whole: Any = family.all
+        stores = [tier for tier in options.get("tiers") or () if not isinstance(tier, HostTier)]
+        if stores and options.get("layers") is None:
+            options["layers"] = self._stored_layers(whole)
         self.prefix = PrefixCache(whole, **options)
+
+    def _stored_layers(self, whole: Any) -> Layers:
+        """What the model stores in each layer, by a pass over one token, which is forgotten again."""
+        with PrefixCache(whole) as self.prefix, self.begin([0, 0]) as session:
+            session.prefill()
+            return layers_of_cache(whole)
 
     def __dir__(self) -> list[str]:
         """What a user calls."""

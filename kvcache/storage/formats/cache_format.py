@@ -6,9 +6,9 @@ import contextlib
 from dataclasses import dataclass
 
 import ml
-from kvcache.cache import CacheDType, InvalidRangeError, ResidualWindow, StorageFormat
+from kvcache.cache import CacheDType, InvalidRangeError, StorageFormat
+from kvcache.storage.formats.names import METHODS, keep_format, open_format
 from kvcache.storage.formats.plain import Plain
-from kvcache.storage.formats.plugins import METHODS, keep_format, open_format
 
 _NAMES = ", ".join(dtype.name for dtype in ml.DType if dtype.is_float or dtype.is_quantized)
 
@@ -19,22 +19,15 @@ class CacheFormat:
 
     key: StorageFormat
     value: StorageFormat
-    residual_length: int = 0
-    """How many of a sequence's last tokens are read as they were put."""
-    sink_tokens: int = 0
-    """And how many of its first."""
 
     @classmethod
     def of(cls, dtype: CacheDType | CacheFormat) -> CacheFormat:
         """What ``init(dtype=...)`` asks for: one format for both or a pair, each by itself or by its name.
 
-        A pair has a name too, "Q8_0/Q4_0". Raises DTypeError for anything else, InvalidRangeError for a
-        residual window of no tokens.
+        A pair has a name too, "Q8_0/Q4_0". Raises DTypeError for anything else.
         """
         if isinstance(dtype, CacheFormat):
             return dtype
-        if isinstance(dtype, ResidualWindow):
-            return cls._with_window(dtype)
         found = tuple(dtype.split("/")) if isinstance(dtype, str) else dtype
         pair = found if isinstance(found, (tuple, list)) else (found,)
         if len(pair) not in (1, 2):
@@ -43,36 +36,13 @@ class CacheFormat:
             )
         return cls(_one(pair[0]), _one(pair[-1]))
 
-    @classmethod
-    def _with_window(cls, asked: ResidualWindow) -> CacheFormat:
-        found, sizes = cls.of(asked.dtype), (asked.residual_length, asked.sink_tokens)
-        if any(type(size) is not int or size < 0 for size in sizes) or not any(sizes):
-            raise InvalidRangeError(
-                f"init: dtype={asked!r:.120}; residual_length and sink_tokens must be whole numbers of "
-                "at least 0, and one of them above 0"
-            )
-        if found.plain is not None or found.is_windowed:
-            raise ml.DTypeError(
-                f"init: dtype={asked!r:.120}; a residual window needs quantized storage: {found} "
-                f"{'already has a residual window' if found.is_windowed else 'stores plain numbers'}"
-            )
-        return cls(found.key, found.value, *sizes)
-
-    @property
-    def is_windowed(self) -> bool:
-        """Whether some tokens are kept as they were put, beside their codes."""
-        return self.residual_length + self.sink_tokens > 0
-
     @property
     def asked(self) -> CacheDType:
         """What ``init`` takes for it."""
-        pair = self.key, self.value
-        return ResidualWindow(pair, self.residual_length, self.sink_tokens) if self.is_windowed else pair
+        return self.key, self.value
 
     def __str__(self) -> str:
-        sizes = ("first", self.sink_tokens), ("last", self.residual_length)
-        exact = " and ".join(f"the {which} {size}" for which, size in sizes if size)
-        return f"{self.name} ({exact} exact)" if exact else self.name
+        return self.name
 
     @property
     def name(self) -> str:

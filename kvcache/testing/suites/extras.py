@@ -30,7 +30,6 @@ CHOOSING = {
     "chunked": replace(BOTH, chunk=4),
     "Q8_0": replace(BOTH, dtype="Q8_0"),
     "Q4_0/F16": replace(BOTH, dtype="Q4_0/F16", latent=False),
-    "with a residual window": replace(BOTH, dtype=kvcache.ResidualWindow("Q8_0", 2, 1)),
 }
 BATCHES = (
     ([0, 1, 2, 3], [0, 0, 0, 0]),  # a prompt
@@ -60,8 +59,6 @@ class ExtrasTests(CacheCase):
     def test_a_query_attends_to_the_chosen_rows_that_it_sees(
         self, rig: MakeRig, setup: Setup, arranged: ml.CacheConfig
     ) -> None:
-        if arranged.fixed_shapes and isinstance(setup.dtype, kvcache.ResidualWindow):
-            pytest.skip("a graph of fixed shapes has no residual window")
         r = rig(setup, config=arranged)
         for seed, (positions, sequences) in enumerate(BATCHES):
             assert r.start(positions, sequences)
@@ -144,15 +141,6 @@ class ExtrasTests(CacheCase):
                 assert found.dtype is DType[name]
                 twice = np.concatenate([array, array])
                 np.testing.assert_array_equal(found.to_numpy().astype(np.int64), twice)
-
-    def test_with_fixed_shapes_an_extra_is_the_same_tensor_in_every_pass(self, rig: MakeRig) -> None:
-        r = rig(replace(BOTH, config=ml.CacheConfig(fixed_shapes=True)))
-        r.forward([0], [0])
-        before = r.cache.get_extra(r.ctx, "place")
-        assert before.shape == (r.cache.cells, 3)
-        r.forward([0], [1])
-        np.testing.assert_array_equal(before.to_numpy(), r.cache.get_extra(r.ctx, "place").to_numpy())
-        assert 2 in before.to_numpy()[:, 0]  # the id of the second token
 
     @pytest.mark.parametrize("case", WRONG)
     def test_what_a_layer_does_not_store_is_refused_and_leaves_all_as_it_was(

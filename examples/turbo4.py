@@ -13,7 +13,6 @@ import numpy as np
 
 import ml
 from kvcache import InvalidRangeError
-from kvcache.storage.formats import FormatSpec, hookimpl
 
 _HALF = np.array([0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326])
 GRID = np.concatenate([-_HALF[::-1], _HALF]).astype(np.float32)
@@ -63,8 +62,3 @@ class Turbo4:
         error = (turned - GRID[np.digitize(turned, EDGES)]) * size
         length = np.sqrt((error**2).sum(-1, keepdims=True)) * 1.001 + size * 1e-4
         return np.broadcast_to(length, x.shape)
-
-
-@hookimpl
-def kvcache_format() -> FormatSpec:
-    return FormatSpec(Turbo4.name, Turbo4)

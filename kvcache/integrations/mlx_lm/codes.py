@@ -1,0 +1,81 @@
+"""The codes of quantized pools in the files of ``save_prompt_cache``, beside the values that they read as.
+
+mlx-lm's classes load the values. A pool of the same format takes the codes: values quantized again are others
+in formats that fit a scale to them. In the file the codes follow the entries, as if there were one more: by
+layer the format, the dtype of the activations, and the parts of K and V. mlx-lm's loader makes entries for as
+many classes as the file names, and leaves it out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kvcache.integrations.mlx_lm.layers import Layer, Recurrent, mlx_caches
+from kvcache.integrations.mlx_lm.storage import Codes
+
+__all__ = ["SavedState", "codes_in", "keep_codes"]
+
+
+class SavedState(tuple[Any, ...]):
+    """What mlx-lm's class loads; ``codes``, where they are stored, gives what a pool of ours takes."""
+
+    layer: int
+    codes: Callable[[], Codes | None]
+
+    @classmethod
+    def of(cls, state: Sequence[Any], layer: int, codes: Callable[[], Codes | None]) -> SavedState:
+        found = cls(state)
+        found.layer, found.codes = layer, codes
+        return found
+
+
+@functools.cache
+def keep_codes() -> None:
+    """Put this module before the ``tree_flatten`` by which ``save_prompt_cache`` lists states, once."""
+    original = mlx_caches.tree_flatten
+
+    @functools.wraps(original)
+    def tree_flatten(tree: Any, *arguments: Any, **named: Any) -> Any:
+        stored = {} if arguments or named else {state.layer: state.codes() for state in _states(tree)}
+        known = {layer: one for layer, one in stored.items() if one is not None}
+        if not known:
+            return original(tree, *arguments, **named)
+        several = [_listed(known.get(layer)) for layer in range(max(known) + 1)]
+        return original([*tree, several])
+
+    mlx_caches.tree_flatten = tree_flatten
+
+
+def _states(tree: Any) -> Iterator[SavedState]:
+    if isinstance(tree, SavedState):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for inner in tree:
+            yield from _states(inner)
+
+
+def _listed(codes: Codes | None) -> list[Any]:
+    return [] if codes is None else [codes.format, codes.activations, *codes.parts]
+
+
+def codes_in(file_name: str, entries: int, layers: Sequence[Layer]) -> dict[int, Codes]:
+    """By layer, the codes of a file of so many ``entries``: those of all layers with K and V, or none."""
+    arrays: Any = mx.load(file_name)
+    listed: dict[int, dict[int, Any]] = {}
+    for name, array in arrays.items():
+        at = name.split(".")
+        if len(at) == 3 and at[0] == str(entries) and at[1].isdecimal() and at[2].isdecimal():
+            listed.setdefault(int(at[1]), {})[int(at[2])] = array
+    wanted = {i for i, layer in enumerate(layers) if not isinstance(layer, Recurrent) and layer.used}
+    if set(listed) != wanted or any(set(parts) != set(range(len(parts))) for parts in listed.values()):
+        return {}
+    return {i: _read([parts[k] for k in range(len(parts))]) for i, parts in listed.items()}
+
+
+def _read(listed: Sequence[Any]) -> Codes:
+    format_, activations = ("".join(map(chr, text.tolist())) for text in listed[:2])
+    return Codes(format_, activations, tuple(listed[2:]))

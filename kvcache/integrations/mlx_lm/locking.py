@@ -1,0 +1,60 @@
+"""Threads on one pool wait for each other: for a whole pass, or for what is done between passes.
+
+A pass is one call of the model that the pool was made for. What it gives is lazy, and computed outside of the
+lock: the pool's own work runs on a stream that any thread may use, and what it has from the model's stream
+has been handed over to MLX when the call ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from threading import Condition, RLock, get_ident
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+__all__ = ["PoolLock", "waiting"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class PoolLock:
+    """Held by one thread, as often as it asks for it; ``cache`` goes on in the thread that holds it."""
+
+    def __init__(self, cache: Any) -> None:
+        self.inner = RLock()
+        self._told = Condition(self.inner)
+        self._cache, self._thread = cache, get_ident()
+
+    def __enter__(self) -> None:
+        self.inner.acquire()
+        self._go_on_here()
+
+    def __exit__(self, *error: object) -> None:
+        self.inner.release()
+
+    def wait(self, timeout: float) -> None:
+        """Leave it to others until one of them calls ``tell``, for so many seconds at most."""
+        self._told.wait(timeout)
+        self._go_on_here()
+
+    def tell(self) -> None:
+        """End the waiting of all who ``wait``, once the lock is free."""
+        self._told.notify_all()
+
+    def _go_on_here(self) -> None:
+        if self._thread != get_ident():
+            self._thread = get_ident()
+            if (take_over := getattr(self._cache, "take_over", None)) is not None:
+                take_over()
+
+
+def waiting(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of an entry that waits until no other thread uses its pool."""
+
+    @functools.wraps(method)
+    def call(entry: Any, /, *arguments: P.args, **named: P.kwargs) -> R:
+        with entry.rows.pool.lock:
+            return method(entry, *arguments, **named)
+
+    return call

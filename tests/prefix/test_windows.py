@@ -1,0 +1,214 @@
+"""What is kept of a window gets the room that is free: beside its cells, as far as the budget goes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.offload.tiers import HostTier
+from kvcache.prefix import radix_tree
+from kvcache.snapshots.snapshot import AttentionSnapshot, unwrapped_snapshot
+
+from .rigs import conversing
+from .rigs.conversing import CACHES, CHUNK, WHOLE, WINDOW, Layers, Rig, Talk
+
+WIDE = 5
+_, (_window, _whole) = CACHES["wrapper"]
+_wide = Layers(lambda position: max(0, position - WIDE), (5,))
+MORE: dict[str, tuple[Callable[[], Any], tuple[Layers, ...]]] = {
+    "full first": (
+        lambda: kvcache.WrapperCache(kvcache.CausalCache(), kvcache.SlidingWindowCache(WINDOW)),
+        (_whole, _window),
+    ),
+    "two windows": (
+        lambda: kvcache.WrapperCache(
+            kvcache.SlidingWindowCache(WINDOW), kvcache.CausalCache(), kvcache.SlidingWindowCache(WIDE)
+        ),
+        (_window, _whole, _wide),
+    ),
+    "window and chunks": (
+        lambda: kvcache.WrapperCache(kvcache.SlidingWindowCache(WINDOW), kvcache.ChunkedCache(CHUNK)),
+        (_window, Layers(lambda position: position - position % CHUNK, (2,))),
+    ),
+    "windows alone": (
+        lambda: kvcache.WrapperCache(kvcache.SlidingWindowCache(WINDOW), kvcache.SlidingWindowCache(WIDE)),
+        (_window, _wide),
+    ),
+}
+BESIDE_ALL = ("wrapper", "full first", "two windows", "window and chunks", "recurrent and sliding")
+"""Windows beside a cache that has room for all of the past."""
+WINDOWS = (*BESIDE_ALL, "sliding", "sliding with memory", "windows alone", "encoder and sliding")
+
+
+@pytest.fixture(autouse=True)
+def more_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, made in MORE.items():
+        monkeypatch.setitem(conversing.CACHES, name, made)
+
+
+def windows_of(r: Rig) -> list[AttentionSnapshot]:
+    nodes = (node.data for node in r.prefix.tree.radix_tree if node.data is not None)
+    parts = (part for held in nodes if held.snapshot for part in unwrapped_snapshot(held.snapshot))
+    return [part for part in parts if isinstance(part, AttentionSnapshot) and part.whole]
+
+
+def line(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def read(r: Rig, tokens: list[int], keep: bool = True) -> int:
+    """As ``Rig.keep``, in passes of 8 tokens after each of which others may start from what there is."""
+    chat = r.begin(tokens)
+    for part in chat.session.chunks(8):
+        chat._evaluate(part)
+        if keep:
+            chat.session.keep()
+    chat.close()
+    return chat.cached
+
+
+def in_turn(r: Rig, conversations: int, turns: int) -> list[int]:
+    """How many tokens of the turns before each turn but the first computes again."""
+    said: list[list[int]] = [line(1000 * i, 9) for i in range(conversations)]
+    again = []
+    for turn in range(turns):
+        for tokens in said:
+            before = len(tokens)
+            tokens += line(tokens[-1] + 1, 4)
+            again += [before - r.keep(tokens, 8)] if turn else [r.keep(tokens, 8)]
+            r.check_books()
+    return again[conversations:]
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("cache", WINDOWS)
+def test_conversations_in_turn_find_all_of_their_past(talk: Talk, cache: str, sequences: int) -> None:
+    """More of them than the cells of a window have room for; full attention has for all, or the budget."""
+    budget = None if cache in BESIDE_ALL else 1 << 20
+    r = talk(cache, budget, max_sequences=sequences, capacity=400, max_batch=8)
+    assert in_turn(r, 7, 4) == [0] * 21
+
+
+@pytest.mark.parametrize("tiers", ["none", "host"])
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("cache", [*WINDOWS, "recurrent"])
+def test_what_prompts_have_in_common_is_computed_once(
+    talk: Talk, cache: str, sequences: int, tiers: str
+) -> None:
+    r = talk(
+        cache, 1 << 20, [HostTier("1MiB")] if tiers == "host" else (),
+        max_sequences=sequences, capacity=400, max_batch=8,
+    )  # fmt: skip
+    found = [read(r, [*line(0, 45), *line(1000 * (question + 1), 20)]) for question in range(6)]
+    assert found == [0, 40, *[45] * 4]
+
+
+@pytest.mark.parametrize("cache", BESIDE_ALL)
+def test_a_prompt_that_parts_anywhere_finds_the_snapshot_before(talk: Talk, cache: str) -> None:
+    r = talk(cache, max_sequences=1, capacity=200, max_batch=8)
+    read(r, line(0, 60))
+    assert [r.prefix.longest([*line(0, at), 9999]) for at in (8, 15, 16, 31, 47, 56)] == [
+        8,
+        8,
+        16,
+        24,
+        40,
+        56,
+    ]
+
+
+@pytest.mark.parametrize("cache", ["wrapper", "sliding", "two windows", "windows alone"])
+def test_without_a_budget_copies_take_no_more_than_the_cache(talk: Talk, cache: str) -> None:
+    r = talk(cache, max_sequences=2, capacity=48, max_batch=8)
+    for i in range(30):
+        tokens = line(100 * i, 9 + i % 20)
+        r.keep(tokens, 8)
+        copied = sum(window.nbytes for window in windows_of(r) if not window.in_cache)
+        assert copied <= r.cache.nbytes
+        assert r.prefix.longest([*tokens, 1]) == len(tokens)
+        r.check_books()
+    assert any(not window.in_cache for window in windows_of(r))
+
+
+def test_a_budget_holds_for_what_was_copied_out_too(talk: Talk) -> None:
+    r = talk("wrapper", 4000, max_sequences=2, capacity=200, max_batch=8)
+    assert max(in_turn(r, 12, 2)) > 0
+    assert r.prefix.nbytes["device"] <= 4000
+
+
+@pytest.mark.parametrize("cache", ["wrapper", "sliding"])
+def test_what_a_device_has_no_memory_for_goes(
+    talk: Talk, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = talk(cache, 1 << 20, max_sequences=2, capacity=200, max_batch=8)
+    asked = []
+
+    def refuse(self: AttentionSnapshot) -> None:
+        asked.append(self)
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AttentionSnapshot, "detach", refuse)
+        for i in range(6):
+            r.keep(line(100 * i, 20), 8)
+            r.check_books()
+    assert asked
+    assert r.prefix.longest([*line(500, 20), 1]) == 20
+    assert r.prefix.longest([*line(0, 20), 1]) == 0
+
+
+@pytest.mark.parametrize("cache", ["wrapper", "recurrent"])
+def test_what_is_left_of_a_long_prompt_lies_at_even_distances(talk: Talk, cache: str) -> None:
+    r = talk(cache, max_sequences=1, capacity=500, max_batch=8)
+    tree = r.prefix.tree
+    chat, counts = r.begin(line(0, 400)), []
+    for part in chat.session.chunks(8):
+        chat._evaluate(part)
+        chat.session.keep()
+        while len(tree.radix_tree) > 12 and (node := tree.interior.first()) is not None:
+            assert tree.absorb(node)
+        ends = sorted(node.end for node in tree.radix_tree)
+        gaps = [later - end for end, later in itertools.pairwise([0, *ends[:-2]])]
+        counts.append(max(gaps, default=8) / min(gaps, default=8))
+    assert max(counts) <= 3
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("cache", [*WHOLE, *MORE])
+def test_one_state_is_restored_of_a_long_conversation(
+    talk: Talk, cache: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many snapshots lie inside: one restore, and walks that grow with its length alone."""
+    compare, compared, restored = radix_tree.common_length, [0], [0]
+
+    def counted(one: Any, other: Any) -> int:
+        compared[0] += min(one.size, other.size)
+        return compare(one, other)
+
+    def took(call: Callable[[], Any]) -> tuple[int, Any]:
+        compared[0] = 0
+        found = call()
+        return compared[0], found
+
+    monkeypatch.setattr(radix_tree, "common_length", counted)
+    cost = []
+    for count in (200, 400):
+        r = talk(cache, 1 << 22, max_sequences=1, capacity=500, max_batch=8)
+        restore = r.cache.restore
+        reading, _ = took(lambda r=r, count=count: read(r, line(0, count), keep))
+        monkeypatch.setattr(
+            r.cache,
+            "restore",
+            lambda *given, by=restore: restored.__setitem__(0, restored[0] + 1) or by(*given),
+        )
+        beginning, chat = took(lambda r=r, count=count: r.begin([*line(0, count), 9999]))
+        assert chat.cached == count
+        chat.prefill()
+        cost.append((reading, beginning))
+    assert restored == [2]
+    for small, large in zip(*cost, strict=True):
+        assert large <= 2.2 * small + 16
