@@ -86,7 +86,7 @@ def steps(case: Case, turns: int) -> dict[str, float]:
         for name, cache in caches.items():
             masks[name] = torch.cat((masks[name], one), 1)
             start = time.perf_counter_ns()
-            model(WAYS[name][0])(token, attention_mask=masks[name], past_key_values=cache)
+            model(WAYS[name][0])(token, attention_mask=masks[name], cache=cache)
             times[name].append((time.perf_counter_ns() - start) / 1e6)
     return {name: statistics.median(taken[2:]) for name, taken in times.items()}
 

@@ -79,11 +79,11 @@ def median_steps(dtype: torch.dtype, history: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in CACHES}
     with torch.no_grad():
         for cache in caches.values():
-            model(prompt, past_key_values=cache, logits_to_keep=1)
+            model(prompt, cache=cache, logits_to_keep=1)
         for _ in range(TURNS):
             for name, cache in caches.items():
                 start = time.perf_counter_ns()
-                model(token, past_key_values=cache)
+                model(token, cache=cache)
                 times[name].append((time.perf_counter_ns() - start) / 1e6)
     return {name: statistics.median(taken) for name, taken in times.items()}
 

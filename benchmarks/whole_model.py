@@ -143,7 +143,7 @@ class Theirs:
     def forward(self, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
             found = self.model(
-                torch.tensor([tokens]), past_key_values=self.cache, use_cache=True, logits_to_keep=1
+                torch.tensor([tokens]), cache=self.cache, use_cache=True, logits_to_keep=1
             )
         logits: torch.Tensor = found.logits[0, -1]
         return logits

@@ -16,8 +16,11 @@ pytest.importorskip("torch")
 import torch
 import torch._dynamo.utils
 import transformers
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama import modeling_llama
 
 import ml
+from benchmarks.census import transformers as census
 from kvcache import CacheFullError, NotSupportedError
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, attention, stored
 from kvcache.integrations.transformers.deferred import Deferred
@@ -34,6 +37,9 @@ CASES = [
 ]  # fmt: skip
 OTHER_WAY = {"gemma2": "softcap", "t5": "position_bias"}
 """Models that ask for what a cache does not do."""
+
+CENSUS = ("inkling2_text", "inkling2_loop_text", "bigbird_pegasus")
+"""Types that give sinks by another name, a bias, or modules that are not causal a prompt that is."""
 
 
 def theirs(name: str) -> str:
@@ -364,9 +370,70 @@ class TestOtherWays:
         made, eager = (hf.model("gpt-oss", way) for way in (attention.ATTENTION, "eager"))
         ids = hf.tokens(2)
         hf.close(hf.feed(made, None, ids), hf.feed(eager, None, ids))
-        monkeypatch.setattr(attention, "_eager", lambda module: None)
-        with pytest.raises(NotSupportedError, match="GptOssAttention has sinks"):
+        monkeypatch.setattr(
+            modeling_gpt_oss, "eager_attention_forward", modeling_llama.eager_attention_forward
+        )
+        with pytest.raises(NotSupportedError, match="GptOssAttention asks for s_aux"):
             hf.feed(made, None, ids)
+
+    @pytest.mark.parametrize("cache", [None, transformers.DynamicCache, HFCache], ids=str)
+    @pytest.mark.parametrize("value", [torch.ones(1), 2.0, True, "linear"], ids=repr)
+    def test_a_keyword_that_nothing_knows_is_refused(
+        self, value: object, cache: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Unless the model's own attention knows it, which then computes."""
+        made, ids = hf.model("llama", attention.ATTENTION), hf.tokens(2)
+        told: list[object] = []
+
+        def eager(*given: Any, temperature: object = None, **options: Any) -> Any:
+            told.append(temperature)
+            return own(*given, **options)
+
+        def hand_on(self: Any, *given: Any, **options: Any) -> Any:
+            return forward(self, *given, temperature=value, **options)
+
+        own, forward = modeling_llama.eager_attention_forward, modeling_llama.LlamaAttention.forward
+        monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", hand_on)
+        attention._own_names.cache_clear()
+        with pytest.raises(NotSupportedError, match="LlamaAttention asks for temperature, which neither"):
+            hf.feed(made, cache and cache(config=made.config), ids)
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager)
+        found = hf.feed(made, cache and cache(config=made.config), ids)
+        hf.close(found, hf.feed(hf.model("llama", "sdpa"), None, ids))
+        assert told == [value, value]
+        attention._own_names.cache_clear()
+
+    def test_what_is_for_other_parts_of_a_model_is_handed_on(self) -> None:
+        made, ids = hf.model("llama", attention.ATTENTION), hf.tokens(2)
+        cache, more = HFCache(made.config, capacity=32), {"output_router_logits": True, "of_another_part": 7}
+        with torch.no_grad():
+            found = made(ids, past_key_values=cache, token_type_ids=ids, **more).logits
+        hf.close(found, hf.feed(hf.model("llama", "sdpa"), None, ids))
+
+    @pytest.mark.parametrize("cache", [None, transformers.DynamicCache, HFCache], ids=str)
+    @pytest.mark.parametrize("label", CENSUS)
+    def test_types_that_ask_for_what_is_not_common(self, label: str, cache: Any) -> None:
+        """Prompts, and steps behind them, as by the attention that is the model's own."""
+        made = census.Case(label).model
+        made.set_attn_implementation("eager")
+        ids = hf.tokens(2, 20)
+        expected = hf.feed(made, None, ids)
+        made.set_attn_implementation(attention.ATTENTION)
+        cache = cache and cache(config=made.config)
+        if cache is None:
+            hf.close(hf.feed(made, None, ids), expected, 1e-4)
+        else:
+            parts = [hf.feed(made, cache, ids[:, begin:end]) for begin, end in ((0, 12), (12, 13), (13, 20))]
+            hf.close(torch.cat(parts, 1), expected, 1e-4)
+
+    def test_blocks_that_an_indexer_chooses_are_not_left_out(self) -> None:
+        """MiniMax M3 folds them into the masks of "eager" and "sdpa" alone."""
+        config = copy.deepcopy(census.Case("minimax_m3_vl_text").config)
+        config.layer_types = ["minimax_m3_sparse"] * len(config.layer_types)
+        config._attn_implementation = attention.ATTENTION
+        made = transformers.MiniMaxM3VLForCausalLM(config)
+        with pytest.raises(NotSupportedError, match="asks for block_indices"):
+            hf.feed(made, None, hf.tokens(2))
 
     def test_training(self, caplog: Any) -> None:
         """Gradients reach the queries, as they do with HFCache and SDPA."""

@@ -319,6 +319,24 @@ class TestGoingBack:
         left = torch.cat((ids[:, :14], ids[:, 18:]), 1)
         hf.close(hf.feed(made, cache, ids[:, 20:]), hf.fresh(made, left[:, :16], left[:, 16:]))
 
+    def test_positions_and_masks_of_before_a_removal_are_refused(self) -> None:
+        """``generate`` counts positions by its mask, a loop of one's own hides columns by it."""
+        made, ids = hf.model("llama"), hf.tokens(2, 30)
+        cache = HFCache(made.config, max_sequences=4, capacity=64, shift=rope_shift(made.config))
+        hf.feed(made, cache, ids[:, :29])
+        cache.remove(5, 15)
+        before, mask = cache.fork(), torch.ones(2, 30)
+        with pytest.raises(
+            InvalidRangeError, match=r"position 29 for 1 new tokens behind 19 .*10 were removed"
+        ):
+            hf.generate(made, {"input_ids": ids[:, 29:], "attention_mask": mask}, cache)
+        mask[0, :3] = 0
+        with pytest.raises(InvalidRangeError, match=r"30 columns for 1 new tokens behind 19 .*must have 20"):
+            made(ids[:, 29:], attention_mask=mask, cache=cache)
+        given = {"input_ids": ids[:, 29:], "attention_mask": torch.ones(2, 20)}
+        found = hf.generate(made, given, cache, max_new_tokens=1)
+        hf.close(found.logits[0], hf.feed(made, before, ids[:, 29:])[:, -1])
+
     def test_remove_needs_to_know_how_keys_move(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(1)
         cache = HFCache(made.config, capacity=32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from transformers.cache_utils import DynamicLayer
 import ml
 from benchmarks.census import transformers as census
 from kvcache import CacheFullError, NotSupportedError
-from kvcache.integrations.transformers import HFCache, HFStaticCache
+from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.places import layer_devices
 from kvcache.integrations.transformers.stored import decode_over_views
@@ -304,3 +305,31 @@ def test_versions_of_transformers_with_other_layouts_are_refused(version: str) -
 def test_a_config_that_names_no_layers_is_refused() -> None:
     with pytest.raises(NotSupportedError, match="lists no layers"):
         HFCache(transformers.LlamaConfig(num_hidden_layers=0))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_prefixes_of_a_model_whose_weights_are_offloaded(name: str, place: str, tmp_path: Path) -> None:
+    """It says that it is on the meta device, and computes where accelerate's hooks bring its weights."""
+    accelerate = pytest.importorskip("accelerate")
+    own, ids = hf.model(name), hf.tokens(1)
+    made = copy.deepcopy(own)
+    if place == "cpu":
+        made = accelerate.cpu_offload(made, execution_device="cpu")
+    else:
+        made = accelerate.disk_offload(made, str(tmp_path), execution_device="cpu")
+    assert made.device.type == "meta"
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    for backend in (None, "numpy"):
+        with HFPrefixCache(made, max_sequences=2, capacity=64, backend=backend) as prefix:
+            for prompt in (ids, torch.cat((ids, hf.tokens(1, 4)), 1)):
+                found = prefix.generate(prompt, **settings)
+                assert torch.equal(found, own.generate(prompt, **settings))
+            assert prefix.stats.reused == 12
+
+
+def test_weights_that_are_nowhere_are_named() -> None:
+    with torch.device("meta"):
+        made = type(hf.model("llama"))(hf.model("llama").config)
+    with pytest.raises(NotSupportedError, match="the weights of LlamaForCausalLM are on the meta device"):
+        HFPrefixCache(made)

@@ -35,6 +35,96 @@ def test_rows_in_another_order_go_on_from_their_states_while_a_snapshot_holds_th
     assert snapshot
 
 
+STATES = ("qwen3_next", "bamba", "lfm2", "mamba2", "minimax", "zaya", "falcon_h1", "inkling_text")
+
+
+class TestPaddingBesideStates:
+    """It would enter them behind a token of its row, and in a pass of one token, which has no mask."""
+
+    @pytest.mark.parametrize(
+        ("begin", "end", "hidden", "told"),
+        [(10, 14, 12, 12), (10, 11, 10, 10), (0, 10, 9, 9), (10, 14, 10, 10)],
+        ids=["between", "one token", "prompt on the right", "first of a later pass"],
+    )
+    @pytest.mark.parametrize("label", STATES)
+    def test_is_refused_and_changes_nothing(
+        self, label: str, begin: int, end: int, hidden: int, told: int
+    ) -> None:
+        case, ids, mask = census.Case(label), hf.tokens(2, 14), torch.ones(2, 14, dtype=torch.long)
+        cache = case.ours()
+        if begin:
+            case.feed(cache, ids[:, :begin], mask[:, :begin])
+        mask[1, hidden] = 0
+        with pytest.raises(NotSupportedError, match=f"hides token {told} of row 1.* states of {label}"):
+            case.feed(cache, ids[:, begin:end], mask[:, :end])
+        found = case.feed(cache, ids[:, begin:end], torch.ones_like(mask[:, :end]))
+        hf.close(found, case.feed(None, ids[:, :end])[:, begin:], 2e-3)
+
+    def test_is_refused_in_fixed_shapes_and_in_a_second_turn(self) -> None:
+        case, ids, mask = census.Case("qwen3_next"), hf.tokens(2, 14), torch.ones(2, 14, dtype=torch.long)
+        mask[1, 12] = 0
+        for cache in (case.ours(), HFStaticCache(case.config, capacity=32)):
+            batch = {"input_ids": ids[:, :8], "attention_mask": mask[:, :8]}
+            hf.generate(case.model, batch, cache, max_new_tokens=3)
+            with pytest.raises(NotSupportedError, match="hides token 12 of row 1"):
+                case.generate({"input_ids": ids, "attention_mask": mask}, cache)
+
+    @pytest.mark.parametrize("label", ["qwen3_next", "lfm2", "mamba2"])
+    def test_on_the_left_may_take_several_passes(self, label: str) -> None:
+        case, ids, mask = census.Case(label), hf.tokens(2, 14), torch.ones(2, 14, dtype=torch.long)
+        mask[1, :6] = 0
+        cache, theirs = case.ours(), case.feed(None, ids, mask)
+        for begin, end in ((0, 4), (4, 8), (8, 14)):
+            found = case.feed(cache, ids[:, begin:end], mask[:, :end])
+        hf.close(found, theirs[:, 8:], 1e-3)
+
+
+def test_a_second_generate_goes_on_from_states_alone() -> None:
+    """Where all layers are linear, transformers gives all tokens again, unless the cache counts them."""
+    case, ids = census.Case("mamba2"), hf.tokens(2, 9)
+    cache = case.ours()
+    for options in ({}, {"prefill_chunk_size": 4}, {}):
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        found = case.generate(batch, cache, **options)
+        assert found.agrees(case.generate(batch, use_cache=False))
+        ids = torch.cat((found.tokens, hf.tokens(2, 5, seed=4)), 1)
+    cache.reset()
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert case.generate(batch, cache).agrees(case.generate(batch, use_cache=False))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_decoder_alone_drafts_beside_the_encoder_of_another_model(layers: int) -> None:
+    """Its cross attention has a place of its own, though its config names no encoder."""
+    made, batch = hf.model("whisper", decoder_layers=3), hf.inputs("whisper", 1)
+    torch.manual_seed(3)
+    config = copy.deepcopy(made.config)
+    config.decoder_layers = layers
+    assistant = transformers.WhisperForCausalLM(config).eval()
+    assistant.generation_config.suppress_tokens = None
+    drafts: list[torch.Tensor] = []
+    assistant.register_forward_hook(lambda module, given, found: drafts.append(found.logits))
+    expected = hf.generate(made, batch)
+    with install():
+        found = hf.generate(made, batch, assistant_model=assistant)
+    assert found.distance(expected) < 1e-4
+    encoded = made.model.encoder(**batch)[0]
+    with torch.no_grad():
+        alone = assistant(found.sequences[:, :1], encoder_outputs=(encoded,), use_cache=False).logits
+    hf.close(drafts[0][:, :1], alone, 1e-4)
+
+
+def test_beams_of_minimax_are_right_under_install() -> None:
+    """transformers makes it no cache that beams could be reordered in; its model then makes one."""
+    made, batch = hf.model("minimax"), hf.inputs("minimax", 2)
+    expected = hf.generate(made, batch, num_beams=3, use_cache=False)
+    with install():
+        found = hf.generate(made, batch, num_beams=3)
+        assert isinstance(found.cache, HFCache)
+        assert hf.generate(made, batch, use_cache=False).cache is None
+    assert torch.equal(found.sequences, expected.sequences)
+
+
 @pytest.mark.parametrize("way", ["HFCache", "HFStaticCache", "install"])
 def test_a_decoder_deeper_than_the_default_of_its_class(way: str) -> None:
     made = hf.model("whisper", decoder_layers=6, encoder_layers=1)

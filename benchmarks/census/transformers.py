@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import logging
 import re
 import warnings
@@ -21,7 +22,7 @@ import ml
 from benchmarks.census import transformers_types as small
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, install
 from kvcache.integrations.transformers.cache import cache_argument
-from kvcache.integrations.transformers.kinds import Trait, grows
+from kvcache.integrations.transformers.kinds import ATTENTION, Trait, grows, layer_plan
 from kvcache.stores import MemoryStore
 
 PAGE, CANNOT, types = "transformers-models.md", small.CANNOT, small.types
@@ -81,8 +82,16 @@ class Case:
                 parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=generator))
         return other
 
-    def ours(self, **options: Any) -> Any:
-        return HFCache(self.config, **{"capacity": CAPACITY, "lookback": LOOKBACK, **options})
+    @functools.cached_property
+    def attending(self) -> Any:
+        """The same model, which attends by our caches."""
+        other = copy.deepcopy(self.model)
+        other.set_attn_implementation(ATTENTION)
+        return other
+
+    def ours(self, model: Any = None, **options: Any) -> Any:
+        config = (model or self.model).config
+        return HFCache(config, **{"capacity": CAPACITY, "lookback": LOOKBACK, **options})
 
     def theirs(self) -> Any:
         if self.config.model_type == "minimax":
@@ -91,6 +100,11 @@ class Case:
             transformers.DynamicCache(config=self.config.get_text_config(decoder=True)) for _ in range(2)
         )
         return transformers.EncoderDecoderCache(own, cross) if self.encoded else own
+
+    def fixed(self) -> Any:
+        """transformers' own cache of fixed shapes."""
+        own = transformers.StaticCache(self.config.get_text_config(decoder=True), max_cache_len=CAPACITY)
+        return transformers.EncoderDecoderCache(own, transformers.DynamicCache()) if self.encoded else own
 
     def encoder_input(self, rows: int) -> dict[str, torch.Tensor]:
         """What an encoder is given: text, or sound."""
@@ -134,24 +148,54 @@ class Case:
         """The logits of a text in one pass."""
         return self.feed(None, torch.cat((tokens(2, 10), tokens(2, 7, seed=9)), 1))
 
-    def feed(self, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-        """Logits (rows, tokens, vocabulary) of new tokens; without a cache where it is None."""
-        if self.by_one and ids.shape[1] > 1 and cache is not None and _holds(cache):
-            return torch.cat([self.feed(cache, ids[:, i : i + 1]) for i in range(ids.shape[1])], 1)
+    def feed(
+        self, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, model: Any = None, row: int = 0
+    ) -> torch.Tensor:
+        """Logits (rows, tokens, vocabulary) of new tokens; without a cache where it is None.
+
+        ``mask`` (rows, tokens so far) says what is no padding, ``row`` which of two one row is.
+        """
+        model, count = model or self.model, ids.shape[1]
+        if self.by_one and count > 1 and cache is not None and _holds(cache):
+            parts = []
+            for i in range(count):
+                upto = None if mask is None else mask[:, : mask.shape[1] - count + i + 1]
+                parts.append(self.feed(cache, ids[:, i : i + 1], upto, model))
+            return torch.cat(parts, 1)
         given: dict[str, Any] = {"use_cache": cache is not None}
         if cache is not None:
             given[self.cache_name] = cache
         if self.encoded:  # a model may write into what its encoder gives
-            given["encoder_outputs"] = copy.deepcopy(self.encoder_outputs(len(ids)))
+            given["encoder_outputs"] = copy.deepcopy(self.encoder_outputs(2))
+            for name, found in given["encoder_outputs"].items() if len(ids) == 1 else ():
+                given["encoder_outputs"][name] = found[row : row + 1]
             given["decoder_input_ids"] = ids
         else:
             given["input_ids"] = ids
-            if "position_ids" in inspect.signature(self.model.forward).parameters:
+            if "position_ids" in inspect.signature(model.forward).parameters:
                 begin = 0 if cache is None else cache.get_seq_length()
-                given["position_ids"] = torch.arange(begin, begin + ids.shape[1]).expand(len(ids), -1)
+                given["position_ids"] = torch.arange(begin, begin + count).expand(len(ids), -1)
+                if mask is not None:
+                    given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
+        if mask is not None:
+            given["decoder_attention_mask" if self.encoded else "attention_mask"] = mask
         with torch.no_grad():
-            logits: torch.Tensor = self.model(**given).logits
+            logits: torch.Tensor = model(**given).logits
         return logits
+
+    def ragged(self, later: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two rows, and what of them is no padding: three tokens on the left, and two ``later``."""
+        ids, mask = tokens(2, 17), torch.ones(2, 17, dtype=torch.long)
+        mask[0, :3] = 0
+        mask[1, 12:14] = int(not later)
+        return ids * mask, mask
+
+    @functools.cache  # noqa: B019
+    def alone(self, later: bool) -> Found:
+        """The logits of each row of :meth:`ragged` alone, without its padding."""
+        ids, mask = self.ragged(later)
+        rows = [self.feed(None, ids[i : i + 1, mask[i] > 0], row=i)[0] for i in range(2)]
+        return Found(ids, torch.cat(rows))
 
 
 def _holds(cache: Any) -> bool:
@@ -255,6 +299,35 @@ def _save(case: Case, cache: Any, first: torch.Tensor) -> Any:
     return other
 
 
+def _ragged(make: Callable[..., Any] | None, later: bool | None, attends: bool) -> Run:
+    """A padded prompt, then one token, four, two. ``later``: padding in these too; None: without states.
+
+    With ``make`` None all at once and without a cache; "theirs" has an attention of the model's own.
+    """
+
+    def run(case: Case, which: str) -> Found:
+        padded = later if later is not None else not _has_states(case)
+        if which == "none":
+            return case.alone(padded)
+        model = case.attending if attends and which == "ours" else case.model
+        (ids, mask), ours = case.ragged(padded), which == "ours" and make is Case.ours
+        cache = make and (case.ours(model) if ours else case.theirs() if make is Case.ours else make(case))
+        ends = (0, 10, 11, 15, 17) if make else (0, 17)
+        logits = [
+            case.feed(cache, ids[:, begin:end], mask[:, :end], model)
+            for begin, end in itertools.pairwise(ends)
+        ]
+        return Found(ids, torch.cat(logits, 1)[mask > 0])
+
+    return run
+
+
+def _has_states(case: Case) -> bool:
+    with contextlib.suppress(ml.NotSupportedError):
+        return layer_plan(case.config).is_hybrid
+    return False
+
+
 class InterruptedPassError(Exception):
     """What the hook in the middle of a pass raises."""
 
@@ -332,6 +405,11 @@ MODES: dict[str, Run] = {
     "interrupt": _onward(_interrupt),
     "static": _static,
     "install": _install,
+    "padding": _ragged(Case.ours, True, attends=False),
+    "kvcache": _ragged(Case.ours, None, attends=True),
+    "kvcache, dynamic": _ragged(Case.theirs, None, attends=True),
+    "kvcache, static": _ragged(Case.fixed, None, attends=True),
+    "kvcache, none": _ragged(None, None, attends=True),
     "prefix": _prefix,
     "prefix, lookup": functools.partial(_prefix, **_DRAFTS),
 }

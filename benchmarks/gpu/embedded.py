@@ -48,7 +48,7 @@ class Loop:
         """The logits behind the prompt."""
 
     def _next(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        self.logits = model(tokens, past_key_values=self.cache, logits_to_keep=1).logits[:, -1]
+        self.logits = model(tokens, cache=self.cache, logits_to_keep=1).logits[:, -1]
         return self.logits.argmax(-1, keepdim=True)
 
     def step(self) -> None:

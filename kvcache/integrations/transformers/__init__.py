@@ -1,6 +1,6 @@
 """Our caches as the key-value cache of Hugging Face transformers.
 
-``HFCache(model.config)`` goes where a ``past_key_values`` goes, ``HFStaticCache`` where fixed shapes are
+``HFCache(model.config)`` goes where a ``DynamicCache`` goes, ``HFStaticCache`` where fixed shapes are
 wanted; ``install()`` makes plain ``generate()`` use them. To import this package registers
 ``attn_implementation="kvcache"``, with which attention reads the cache itself.
 """

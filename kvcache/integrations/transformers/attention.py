@@ -8,15 +8,18 @@ transformers' own attention, over the tensors that these stand for.
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.utils.generic import TransformersKwargs
 from transformers.utils.import_utils import is_tracing
 
 from kvcache import NotSupportedError
@@ -29,8 +32,16 @@ __all__ = ["attention", "causal_mask"]
 
 _MISSING = object()
 _log = logging.getLogger("kvcache.transformers")
-_OTHER = ("softcap", "position_bias", "cache", "sinks", "indices", "block_indices", "output_attentions")
-"""What models may ask of attention besides, and a cache does not do."""
+_SAYS_NOTHING = {
+    *TransformersKwargs.__annotations__, "deterministic", "labels", "logits_to_keep", "mm_token_type_ids",
+    "return_dict", "sliding_window", "token_type_ids", "use_cache",
+} - {"output_attentions"}  # fmt: skip
+"""Keywords that a mask says already, or that are for other parts of a model, which hand on all they get."""
+_SDPA = {*inspect.signature(sdpa_attention_forward).parameters, "indices"}
+"""Keywords that SDPA honours; ``indices`` by its mask."""
+_KNOWN = {*_SDPA, "output_attentions", "softcap"}
+_IN_EAGER = {"s_aux": "sinks"}
+"""What a model's own attention reads from its module in place of a keyword."""
 
 
 class _Pattern:
@@ -81,7 +92,8 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention (rows, tokens, heads, v_dim) of query (rows, heads, tokens, head_dim), weights or None."""
     compiled = torch.compiler.is_compiling()
-    reason = "" if compiled else _other_way(query, key, value, attention_mask, dropout, options)
+    asked = [name for name, given in options.items() if _says(module, name, given)]
+    reason = "" if compiled else _other_way(query, key, value, attention_mask, dropout, asked)
     if reason is None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         made: Any = attention_mask
@@ -91,26 +103,43 @@ def attention(
         reason = "its mask is padded where the layer sees chunks, or is of another length than the cache"
     if reason:
         _say(type(module).__name__, reason)
-    asked = any(options.get(name) for name in ("output_attentions", "softcap")) or s_aux is not None
-    body = _eager(module) if asked else None
-    made = attention_mask
-    if isinstance(made, Deferred):
-        made = made.resolve() if body or made.made is not None else made.pattern.boolean(query.shape[2] > 1)
-    chosen = options.get("indices")
-    if chosen is not None and made is not None:
-        made = _only(made, chosen)
     if s_aux is not None:
         options["s_aux"] = s_aux
-        if body is None:
-            raise NotSupportedError(
-                f"attn_implementation={ATTENTION!r}: {type(module).__name__} has sinks, no attention of its "
-                f"own that knows them, and {reason or 'is compiled'}; pass an HFCache(model.config)"
-            )
+        asked.append("s_aux")
+    body = None if _SDPA.issuperset(asked) else _eager(module, asked, reason or "")
+    chosen, made = options.get("indices"), attention_mask
+    if isinstance(made, Deferred):
+        if body or made.made is not None:
+            made = made.resolve()
+        else:
+            causal = options.get("is_causal", getattr(module, "is_causal", True))
+            made = made.pattern.boolean(bool(causal) and chosen is None and query.shape[2] > 1)
+    if chosen is not None:
+        made = _only(made, chosen, key)
     key, value = (x.resolve() if isinstance(x, Deferred) else x for x in (key, value))
     found: tuple[torch.Tensor, torch.Tensor | None] = (body or sdpa_attention_forward)(
         module, query, key, value, made, dropout=dropout, scaling=scaling, **options
     )
     return found
+
+
+def _says(module: torch.nn.Module, name: str, given: object) -> bool:
+    """Whether a keyword asks for something: also one that we do not know, unless it is handed on unread."""
+    if name in _SAYS_NOTHING or given is None or given is False:
+        return False
+    return name in _KNOWN or isinstance(given, torch.Tensor | float) or name in _own_names(type(module))
+
+
+@functools.cache
+def _own_names(kind: type) -> frozenset[object]:
+    """The constants in the code of a module's class: the keywords that it gives by name are among them."""
+    found: set[object] = set()
+    for one in itertools.takewhile(lambda one: one is not torch.nn.Module, kind.__mro__):
+        for member in vars(one).values():
+            code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+            for constant in code.co_consts if code is not None else ():
+                found.update(constant if isinstance(constant, tuple) else (constant,))
+    return frozenset(found)
 
 
 def _other_way(
@@ -119,7 +148,7 @@ def _other_way(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     dropout: float,
-    options: dict[str, Any],
+    asked: Sequence[str],
 ) -> str | None:
     """Why transformers' own attention is called, "" where that needs no saying; None: the cache attends."""
     stored: Any = getattr(key, "stored", _MISSING)
@@ -135,9 +164,8 @@ def _other_way(
     pattern: _Pattern = mask.pattern
     if pattern.size != found.kind.size or query.shape[2] != found.current.tokens:
         return "its mask is not that of the cache's layer"
-    for name in _OTHER:
-        if options.get(name) is not None and options[name] is not False:
-            return f"it asks for {name}"
+    if asked:
+        return f"it asks for {asked[0]}"
     if dropout:
         return "it asks for dropout"
     if query.requires_grad and torch.is_grad_enabled():
@@ -145,11 +173,13 @@ def _other_way(
     return None
 
 
-def _only(mask: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def _only(mask: torch.Tensor | None, chosen: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A mask (rows, 1, tokens, keys), additive or BOOL, that shows what an indexer has chosen alone.
 
     ``chosen`` are keys (rows, tokens, k). Models fold them into the masks of "eager" and "sdpa" themselves.
     """
+    if mask is None:  # nothing else is hidden
+        mask = torch.ones((*chosen.shape[:2], key.shape[2]), dtype=torch.bool, device=chosen.device)[:, None]
     hidden = torch.ones_like(mask, dtype=torch.bool).scatter(-1, chosen.long()[:, None], False)
     return mask.masked_fill(hidden, False if mask.dtype is torch.bool else torch.finfo(mask.dtype).min)
 
@@ -160,9 +190,26 @@ def _attend(key: Any, *arguments: Any) -> torch.Tensor | None:
     return found
 
 
-def _eager(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """The model's own attention in plain operations, which knows all that it may be asked for."""
-    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+def _eager(module: torch.nn.Module, asked: Sequence[str], reason: str) -> Callable[..., Any]:
+    """The model's own attention in plain operations. NotSupportedError unless it knows all of ``asked``."""
+    for kind in type(module).__mro__:
+        body: Callable[..., Any] | None = getattr(
+            sys.modules[kind.__module__], "eager_attention_forward", None
+        )
+        if body is not None:
+            break
+    code = getattr(inspect.unwrap(body), "__code__", None) if body else None
+    known = {"output_attentions", "indices"} if body else set()
+    if code is not None:
+        known |= {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *code.co_names}
+    strange = [name for name in asked if name not in known and _IN_EAGER.get(name) not in known]
+    if body is None or strange:
+        raise NotSupportedError(
+            f"attn_implementation={ATTENTION!r}: {type(module).__name__} asks for "
+            f"{', '.join(strange or asked)}, which neither the cache nor the attention in its module honours"
+            f"{f' ({reason})' if reason else ''}; choose one that the model has, such as 'eager'"
+        )
+    return body
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""HFCache: our caches as a ``past_key_values`` of transformers."""
+"""HFCache: our caches as a cache of transformers."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from kvcache.integrations.transformers.layers import (
     RowsCache,
     each_layer,
 )
+from kvcache.integrations.transformers.masks import check_width
 from kvcache.integrations.transformers.places import layer_devices
 from kvcache.integrations.transformers.pool import CacheOptions, CachePool
 from kvcache.integrations.transformers.rows import BatchRows
@@ -59,7 +60,9 @@ def cache_argument(model: Any) -> str:
 
 
 class HFCache(RowsCache):
-    """A cache for ``model(..., past_key_values=cache)`` and ``model.generate(..., past_key_values=cache)``.
+    """A cache for ``model(..., cache=cache)`` and ``model.generate(..., cache=cache)``.
+
+    Before transformers 5.24 the argument is called ``past_key_values``.
 
     The rows of the batch are sequences of our caches: a causal one for full attention, a window for
     sliding attention, chunks for chunked attention, a recurrent cache for linear attention.
@@ -106,6 +109,8 @@ class HFCache(RowsCache):
             shift=shift, grow=grow,
         )  # fmt: skip
         plan = layer_plan(config)
+        if isinstance(self, EncoderDecoderCache):  # also for a decoder alone, beside another model's encoder
+            plan = replace(plan, encoder=True)
         options = CacheOptions(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
         self._attach(BatchRows(CachePool(plan, options)))
 
@@ -171,6 +176,11 @@ class HFCache(RowsCache):
         scaled = plan.grouped and plan.config._attn_implementation == "sdpa"
         return pool.bound and scaled and pool.like.device.type == "cpu"
 
+    def check_mask(self, mask: torch.Tensor, tokens: int, recurrent: bool) -> None:
+        if self.rows.removed:  # else it is the model's: Git's counts an image in each pass
+            check_width(mask, self.rows.length, tokens)
+        super().check_mask(mask, tokens, recurrent)
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was. Beams share the cells of what they have in common."""
         self.rows.select(beam_idx.tolist())
@@ -234,6 +244,7 @@ class HFCache(RowsCache):
         memo[id(self)] = copy = self.of(BatchRows(CachePool(pool.plan, options)))
         if self.rows.length:
             copy.restore(self.snapshot())
+            copy.rows.removed = self.rows.removed
         return copy
 
     def checkpoint(self) -> None:

@@ -14,12 +14,15 @@ from transformers.generation.utils import GenerationMixin
 import ml
 from kvcache import OrderError
 from kvcache.integrations.transformers.bridge import HFDType, dtype_of
-from kvcache.integrations.transformers.cache import HFCache, cache_argument
+from kvcache.integrations.transformers.cache import HFCache, HFEncoderDecoderCache, cache_argument
+from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.static import HFStaticCache
 
 __all__ = ["Installation", "install", "uninstall"]
 
 _NAME = "_prepare_cache_for_generation"
+_CROSSED = {"encoder_outputs", "encoder_hidden_states"}
+"""By what a decoder alone is given what another model's encoder made."""
 _log = logging.getLogger("kvcache.transformers")
 _installed: Installation | None = None
 
@@ -54,7 +57,10 @@ class Installation(AbstractContextManager["Installation"]):
                 if not given.rows.pool.given_away:
                     given.reserve(max_cache_length)
             elif given is None:
-                ours = _ours(model, model_kwargs.get(name), max_cache_length, options)
+                wanted = generation_config.use_cache is not False
+                crosses = not _CROSSED.isdisjoint(k for k, x in model_kwargs.items() if x is not None)
+                theirs = model_kwargs.get(name)
+                ours = _ours(model, theirs, max_cache_length, options, crosses) if wanted else None
                 if ours is not None:
                     model_kwargs[name] = ours
                     if generation_config.is_assistant:
@@ -109,16 +115,25 @@ def uninstall() -> None:
         _installed.uninstall()
 
 
-def _ours(model: Any, theirs: Cache | None, length: int, options: dict[str, Any]) -> Cache | None:
-    """Our cache in place of one that ``generate`` has made; None where that one stays."""
+def _ours(
+    model: Any, theirs: Cache | None, length: int, options: dict[str, Any], crosses: bool
+) -> Cache | None:
+    """Our cache in place of one that ``generate`` has made; None where that one stays.
+
+    ``crosses``: the model reads an encoder's output, whatever its config says of itself.
+    """
     decoder = theirs.self_attention_cache if isinstance(theirs, EncoderDecoderCache) else theirs
-    if decoder is None or type(decoder) not in (DynamicCache, StaticCache) or decoder.offloading:
+    if decoder is not None and (type(decoder) not in (DynamicCache, StaticCache) or decoder.offloading):
         return None
     capacity = max(length, options["capacity"])
     try:
+        # Left to the model: a class of its own, for which ours stands in, or what is no cache of keys.
+        if decoder is None and Trait.OWN_CLASS not in layer_plan(model.config).traits:
+            return None
         dtype_of(model.dtype)
-        if type(decoder) is DynamicCache:
-            return HFCache(model.config, **{**options, "capacity": capacity, "grow": True})
+        if not isinstance(decoder, StaticCache):
+            kind = HFEncoderDecoderCache if crosses else HFCache
+            return kind(model.config, **{**options, "capacity": capacity, "grow": True})
         # As transformers does: not smaller than the last one, which code may be compiled for.
         capacity = max(capacity, getattr(model, "_previous_max_cache_length", 0))
         found = HFStaticCache(model.config, capacity=capacity, backend=options["backend"])

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.transformers.kinds import CONV, Kind, Trait
+from kvcache.integrations.transformers.masks import check_padding, check_positions, watch_masks
 from kvcache.integrations.transformers.passes import Pair
 from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.states import States, state_name
@@ -21,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-_INSIDE = {"bind", "detach", "layer_class_to_replicate", "of", "offloading", "rows"}
+_INSIDE = {"bind", "check_mask", "detach", "layer_class_to_replicate", "of", "offloading", "rows"}
 
 
 class RowsCache(TransformersCache):  # type: ignore[misc]
@@ -56,18 +57,34 @@ class RowsCache(TransformersCache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """Which layers have states alone: masks are made for one that has K and V."""
+        """Which layers have states alone: masks are made for one that has K and V.
+
+        Of a cache that holds tokens and has no other layers, none: where all say so, ``generate`` takes it
+        that nobody counts the tokens, and gives those that the states have had once more.
+        """
         own: Any = self if hasattr(self, "layers") else self.self_attention_cache  # of an encoder-decoder
-        return [
+        found = [
             isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
             for layer in own.layers
         ]
+        return [False] * len(found) if all(found) and self.rows.length else found
+
+    def check_mask(self, mask: torch.Tensor, tokens: int, recurrent: bool) -> None:
+        """Refuse a mask (rows, tokens so far) of a pass of ``tokens`` that these rows cannot be read by.
+
+        ``recurrent``: it is that of layers with states.
+        """
+        if recurrent:
+            check_padding(self.rows.pool.plan.model_type, mask, tokens)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that is allocated, forks included."""
         pool = self.rows.pool
         return int(getattr(pool.family.all, "nbytes", 0)) if pool.bound else 0
+
+
+watch_masks(RowsCache)
 
 
 class _OurLayer:
@@ -143,6 +160,9 @@ class AttentionLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignor
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store K and V (rows, heads, new tokens, dim); all that the new tokens may see."""
+        rows = self.rows
+        if rows.removed and rows.seen[self.layer] == rows.length:
+            check_positions(kwargs.get("kwargs") or {}, rows.length, key_states.shape[2], rows.removed)
         defer = not torch.compiler.is_compiling()
         return self.rows.update(self.layer, self.kind, key_states, value_states, defer)
 

@@ -11,14 +11,30 @@ from typing import Any
 import torch
 
 import ml
+from kvcache import NotSupportedError
 from kvcache.integrations.transformers.kinds import Plan
 
-__all__ = ["Places", "layer_devices", "opened"]
+__all__ = ["Places", "device_of", "layer_devices", "opened"]
 
 _log = logging.getLogger("kvcache.transformers")
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)(?:\.(?:\w*att\w*|mixer|temporal_block))?$")
 """A layer of a decoder in the names of a device map, or the part of it that has a cache."""
 _OTHERS = re.compile(r"(?:^|\.)(?:encoder|vision\w*|visual|audio\w*)\.")
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model computes. One that accelerate offloads has its weights on the meta device meanwhile."""
+    if model.device.type != "meta":
+        return torch.device(model.device)
+    for part in model.modules():
+        hook = getattr(part, "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            device = getattr(one, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+    raise NotSupportedError(
+        f"HFPrefixCache: the weights of {type(model).__name__} are on the meta device: load them"
+    )
 
 
 def opened(backend: ml.Backend | str | None, device: torch.device, plan: Plan) -> ml.Backend:

@@ -82,8 +82,10 @@ class CachePool:
         if self.bound:
             return
         options = self.options
-        self.like = torch.empty(0, dtype=like.dtype, device=like.device)
-        self.activations = dtype_of(like.dtype)
+        # Under autocast some layers bring what is narrower: F32 holds all of it.
+        dtype = torch.float32 if torch.is_autocast_enabled(like.device.type) else like.dtype
+        self.like = torch.empty(0, dtype=dtype, device=like.device)
+        self.activations = dtype_of(dtype)
         self.dtype = options.dtype or CacheFormat.of(self.activations)
         self.backend = backend = opened(options.backend, like.device, self.plan)
         self.ctx = backend.new_context()

@@ -22,7 +22,7 @@ from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, c
 from kvcache.integrations.transformers.bridge import HFDType
 from kvcache.integrations.transformers.cache import HFCache, cache_argument, generating
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
-from kvcache.integrations.transformers.places import layer_devices
+from kvcache.integrations.transformers.places import device_of, layer_devices
 from kvcache.integrations.transformers.rope import check_rotation, rotation_limit
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import PrefixCache, Session
@@ -82,7 +82,7 @@ class HFSession(Conversation):
         """
         tokens, owner = self._session.tokens, self._owner
         owner.forget_images()
-        ids = torch.tensor([tokens[:-1]], device=owner.model.device)
+        ids = torch.tensor([tokens[:-1]], device=device_of(owner.model))
         options = {**_one_token(owner.model), **owner.named(self.cache)}
         for begin, end in self._parts(min(size, owner.longest_pass)):
             step = 1 if begin and owner.by_one else end - begin
@@ -292,7 +292,7 @@ class HFPrefixCache(SharedPrefixes):
             model.config, backend=backend, max_sequences=max_sequences, capacity=capacity, dtype=dtype,
             lookback=lookback,
         )  # fmt: skip
-        family = self.cache.bind(torch.empty(0, dtype=model.dtype, device=model.device))
+        family = self.cache.bind(torch.empty(0, dtype=model.dtype, device=device_of(model)))
         pool = self.cache.rows.pool
         pool.know(layer_devices(getattr(model, "hf_device_map", {})))
         pool.give_away()

@@ -70,6 +70,8 @@ class BatchRows:
         self.prompt, self.drafts = 0, MOST_DRAFTS
         """Tokens of the prompt that one row was begun with (``HFSession``; 0: not known), and how many may
         follow the last of them in its pass."""
+        self.removed = 0
+        """Tokens taken from the middle, which a caller may still count: see ``check_positions``."""
         self.limit: tuple[int, str] | None = None
         """Tokens that a row may have, and what would rotate keys otherwise behind them; None: any number."""
         self.settled: int | None = None
@@ -385,7 +387,7 @@ class BatchRows:
         pool.plan.refuse("fork", Trait.INSIDE, "generate without forks, or use another cache from the start")
         self.check_complete("fork", whole=True)
         copy = BatchRows(pool)
-        copy.length, copy.seen = self.length, [*self.seen]
+        copy.length, copy.seen, copy.removed = self.length, [*self.seen], self.removed
         copy.sequences = pool.take(len(self.sequences)) if self.sequences else []
         for source, target in zip(self.sequences, copy.sequences, strict=True):
             pool.share(source, target, self.length)
@@ -584,6 +586,7 @@ class BatchRows:
                 f"({self.pool.plan.model_type}) cannot be re-encoded; remove the end only, or start again"
             )
         self.pool.remove(self.sequences, begin, end)
+        self.removed += end - begin
         self._now(self.length - (end - begin))
 
     def clear(self) -> None:
@@ -591,6 +594,7 @@ class BatchRows:
         if self.sequences:
             self.pool.release(self.sequences)
         self.sequences = self.sequences if self.pool.given_away else []
+        self.removed = 0
         self._now(0)
 
     def _now(self, length: int) -> None:

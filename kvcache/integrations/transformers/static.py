@@ -256,7 +256,7 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
-        self.keys, self.values = self.rows.views(self.layer, self.kind, key_states, value_states)
+        self.keys, self.values = self.rows.views(self.layer, self.kind, *_alike(key_states, value_states))
         if self.keys.device != self.device:
             raise NotSupportedError(
                 f"HFStaticCache: fixed shapes on {self.keys.device} for a model on {self.device}"
@@ -276,7 +276,9 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
                 self._check_like(key_states, value_states)
             self._check(key_states.shape[2])
             self._check_begun(key_states.shape[2])
-        found: Pair = super().update(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        found: Pair = super().update(key_states.to(self.keys.dtype), value_states.to(self.values.dtype))
         if not (is_torchdynamo_compiling() or _is_captured(key_states)):
             self.rows.seen[self.layer] += key_states.shape[2]
         if Trait.CONTIGUOUS in self.rows.pool.plan.traits:
@@ -294,10 +296,11 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         return self.max_cache_len, 0
 
     def _check_like(self, *new: torch.Tensor) -> None:
-        """Refuse keys and values of other rows, heads, sizes or dtypes than the layer's."""
+        """Refuse other rows, heads or sizes than the layer's, and dtypes that would be rounded."""
         for name, one, held in zip(("keys", "values"), new, (self.keys, self.values), strict=True):
             wanted = (*held.shape[:2], one.shape[2], held.shape[3])
-            if tuple(one.shape) != wanted or one.dtype != held.dtype:
+            rounded = torch.promote_types(one.dtype, held.dtype) != held.dtype
+            if tuple(one.shape) != wanted or rounded:
                 raise InvalidRangeError(
                     f"HFStaticCache: {name} {tuple(one.shape)} in {one.dtype} for layer {self.layer}, whose "
                     f"shapes are fixed: they must be {wanted} in {held.dtype}"
@@ -348,6 +351,12 @@ class StaticIndexerLayer(StaticAttentionLayer, StaticIndexedLayer):  # type: ign
         self.indexer_keys = _addressed(self.rows.indexer_view(self.layer, self.kind, keys))
         self.indexer_cumulative_length = _addressed(torch.zeros((), dtype=torch.long, device=keys.device))
         self.is_indexer_initialized = True
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        if not self.is_indexer_initialized:
+            self.lazy_initialization_indexer(indexer_key_states)
+        found: torch.Tensor = super().update_indexer(indexer_key_states.to(self.indexer_keys.dtype))
+        return found
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -484,6 +493,12 @@ def _reorder(tensors: Iterable[torch.Tensor | None], beam_idx: torch.Tensor) -> 
 def _is_captured(x: torch.Tensor) -> bool:
     """Whether work on ``x`` is recorded for a CUDA graph and not done."""
     return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _alike(key: torch.Tensor, value: torch.Tensor) -> Pair:
+    """Both of the wider dtype: autocast may compute keys in one and values in another."""
+    dtype = torch.promote_types(key.dtype, value.dtype)
+    return key.to(dtype), value.to(dtype)
 
 
 def _one_token(x: torch.Tensor) -> torch.Tensor:
