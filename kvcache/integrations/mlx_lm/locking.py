@@ -45,8 +45,7 @@ class PoolLock:
     def _go_on_here(self) -> None:
         if self._thread != get_ident():
             self._thread = get_ident()
-            if (take_over := getattr(self._cache, "take_over", None)) is not None:
-                take_over()
+            self._cache.take_over()
 
 
 def waiting(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
