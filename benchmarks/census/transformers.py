@@ -172,11 +172,12 @@ class Case:
             given["decoder_input_ids"] = ids
         else:
             given["input_ids"] = ids
-            if "position_ids" in inspect.signature(model.forward).parameters:
-                begin = 0 if cache is None else cache.get_seq_length()
-                given["position_ids"] = torch.arange(begin, begin + count).expand(len(ids), -1)
-                if mask is not None:
-                    given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
+        positions = "decoder_position_ids" if self.encoded else "position_ids"
+        if positions in inspect.signature(model.forward).parameters:
+            begin = 0 if cache is None else cache.get_seq_length()
+            given[positions] = torch.arange(begin, begin + count).expand(len(ids), -1)
+            if mask is not None:
+                given[positions] = (mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
         if mask is not None:
             given["decoder_attention_mask" if self.encoded else "attention_mask"] = mask
         with torch.no_grad():
