@@ -117,7 +117,8 @@ def test_the_key_is_in_no_repr() -> None:
             (name, 403)
             for name in ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1")
         ),
-        *((name, 403) for name in ("xlocalhost", "models.example.evil", "localhost..", "[::2]", "[::1", ":80", "*", "")),
+        *((name, 403) for name in ("xlocalhost", "models.example.evil", "localhost..", "*", "")),
+        *((name, 403) for name in ("[::2]", "[::1", ":80")),
     ],
 )
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
