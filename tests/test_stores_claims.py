@@ -169,7 +169,7 @@ def test_what_a_reader_has_begun_with_it_reads_whatever_becomes_of_the_entry(
         reader.fill([memoryview(found)[1:]])
         assert (found, reader.left) == (b"old", 0)
         reader.close()
-        assert store.view("a") == b"other"
+        assert bytes(store.view("a") or b"") == b"other"
 
 
 # Limits.
