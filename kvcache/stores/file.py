@@ -264,8 +264,8 @@ class FileStore(Closing):
                         self._catalog.make_room(held, sum(others.values()) + nbytes)
                         token = secrets.token_hex(16)
                         for size in (nbytes, None):
-                            temporary = self._folder.create_temporary(token, size)
-                            found.append(_Temporary(*temporary))
+                            created = self._folder.create_temporary(token, size)
+                            found.append(_Temporary(*created))
                 if not found:
                     self._folder.wait_for(next(iter(others)))
             yield found[0], found[1]
