@@ -57,8 +57,10 @@ class ArrayTensor(StorageView, BaseTensor):
         return indices.native if isinstance(indices, ArrayTensor) else indices
 
     def _order(self, x: Any, axis: int) -> Any:
-        """Indices of a stable ascending sort."""
-        return self.xp.argsort(x, axis=axis, kind="stable")
+        """Indices of a stable ascending sort: of rows, as NumPy sorts arrays of at most 32 axes."""
+        last = x.swapaxes(axis, -1)
+        rows = last.reshape(math.prod(last.shape[:-1]), last.shape[-1])
+        return self.xp.argsort(rows, axis=-1, kind="stable").reshape(last.shape).swapaxes(axis, -1)
 
     def _erf(self, x: Any) -> Any:
         raise NotImplementedError
@@ -170,9 +172,13 @@ class ArrayTensor(StorageView, BaseTensor):
         return largest(x, k)
 
     def _top_k(self, ctx: BaseContext, k: int) -> tuple[Self, Self]:
-        order = self._largest(self.wide(), k)
-        taken = self.xp.take_along_axis(self._bits(self.native), order, axis=-1)
-        return self.own(ctx, taken, self.dtype), self._result(ctx, order, DType.I32)
+        rows = math.prod(self.shape[:-1]), self.shape[-1]
+        order = self._largest(self.wide().reshape(rows), k)
+        taken = self.xp.take_along_axis(self._bits(self.native).reshape(rows), order, axis=-1)
+        shape = (*self.shape[:-1], k)
+        return self.own(ctx, taken.reshape(shape), self.dtype), self._result(
+            ctx, order.reshape(shape), DType.I32
+        )
 
     def _rms_norm(self, ctx: BaseContext, weight: Self | None, eps: float) -> Self:
         if 0 in self.shape:

@@ -7,10 +7,10 @@ an offset or a stride is worded and decided in one place.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -245,11 +245,14 @@ def reshape_strides(shape: Shape, strides: Shape, target: Shape) -> Shape | None
 @functools.lru_cache(maxsize=1024)
 def broadcast_shapes(op: str, *shapes: Shape) -> Shape:
     """The common shape by NumPy's rules; ShapeError when there is none."""
-    try:
-        return np.broadcast_shapes(*shapes)
-    except ValueError:
-        listed = " and ".join(str(shape) for shape in shapes)
-        raise ShapeError(f"{op}: shapes {listed} do not broadcast") from None
+    common: list[int] = []  # np.broadcast_shapes takes 32 axes
+    for sizes in itertools.zip_longest(*map(reversed, shapes), fillvalue=1):
+        wide = {size for size in sizes if size != 1}
+        if len(wide) > 1:
+            listed = " and ".join(str(shape) for shape in shapes)
+            raise ShapeError(f"{op}: shapes {listed} do not broadcast")
+        common.append(wide.pop() if wide else 1)
+    return tuple(reversed(common))
 
 
 def regular_region(
@@ -335,6 +338,6 @@ def base_of(size: int, shape: Shape, strides: Shape) -> Shape | None:
     steps = sorted({stride for n, stride in zip(shape, strides, strict=True) if n > 1} | {1}, reverse=True)
     if steps[-1] < 1 or size % steps[0]:
         return None
-    if any(outer % inner for outer, inner in pairwise(steps)):
+    if any(outer % inner for outer, inner in itertools.pairwise(steps)):
         return None
-    return (size // steps[0], *(outer // inner for outer, inner in pairwise(steps)))
+    return (size // steps[0], *(outer // inner for outer, inner in itertools.pairwise(steps)))

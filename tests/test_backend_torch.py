@@ -422,3 +422,9 @@ def test_a_tensor_that_numpy_cannot_read_is_refused_with_a_way_to_pass_it() -> N
             with pytest.raises(ml.DTypeError, match=r"NumPy cannot read a torch.Tensor.*from_native"):
                 ctx.from_numpy(tensor)
         assert ctx.from_native(torch.ones(2, dtype=torch.bfloat16)).dtype is ml.DType.BF16
+
+
+def test_a_stream_that_a_processor_does_not_have_is_a_refusal_as_dlpack_wants_it(ctx: TorchContext) -> None:
+    with pytest.raises(ml.NotSupportedError) as refused:
+        ctx.zeros((2,), DType.F32).__dlpack__(stream=99)
+    assert isinstance(refused.value, BufferError)

@@ -94,7 +94,7 @@ def test_health_tells_those_without_the_key_nothing_but_that(serving: Serving) -
     assert known["running"] == 0
 
 
-@pytest.mark.parametrize("key", ["", " ", "a ", "a\nb", "\x00"])
+@pytest.mark.parametrize("key", ["", " ", "a ", "a\nb", "\x00", "clé"])
 def test_a_key_that_no_header_can_have_is_refused(key: str) -> None:
     with pytest.raises(RequestError, match="API key"):
         ServeOptions(api_key=key)
@@ -111,12 +111,14 @@ def test_the_key_is_in_no_repr() -> None:
     ("host", "status"),
     [
         *((name, 200) for name in ("localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:8000", "[::1]:9")),
-        *((name, 200) for name in ("models.example", "Models.Example:443")),
+        *((name, 200) for name in ("localhost.", "localhost.:8000", "[0:0:0:0:0:0:0:1]:8000")),
+        *((name, 200) for name in ("models.example", "Models.Example:443", "models.example.:443")),
         *(
             (name, 403)
             for name in ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1")
         ),
-        *((name, 403) for name in ("xlocalhost", "models.example.evil", "[::2]", "[::1", ":80", "*", "")),
+        *((name, 403) for name in ("xlocalhost", "models.example.evil", "localhost..", "*", "")),
+        *((name, 403) for name in ("[::2]", "[::1", ":80")),
     ],
 )
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
@@ -158,7 +160,8 @@ def test_what_it_listens_on_says_which_names_it_has(
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     reply = asked_in_process(HostGuard(app, hosts_of(listening)), "/", headers={"host": host})
     assert (reply.status_code == 200) == served
-    assert asked_in_process(HostGuard(app, ["*"]), "/", headers={"host": host}).status_code == 200
+    for allowed in ("*", f"{host.upper()}."):
+        assert asked_in_process(HostGuard(app, [allowed]), "/", headers={"host": host}).status_code == 200
 
 
 # Forms of bodies.

@@ -151,7 +151,39 @@ def test_a_sealed_manifest_with_another_field_is_no_entry(keyed: FileStore, fiel
     assert keyed.usage().dropped == 1
 
 
+@posix
+@pytest.mark.parametrize("options", [{}, SECRET], ids=["plain", "keyed"])
+def test_what_a_reader_has_begun_with_it_reads_whatever_becomes_of_the_entry(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Evicted, and put anew: neither is damage, for which who reads would drop the new one."""
+    pytest.importorskip("blake3", reason="the package blake3 is not installed")
+    with FileStore(tmp_path / "store", durable=False, **options) as store:
+        store.put("a", [b"old"])
+        reader = store.reader("a")
+        assert reader is not None
+        store.delete("a")
+        store.put("a", [b"other"])
+        found = bytearray(3)
+        reader.fill([memoryview(found)[:1]])
+        reader.fill([memoryview(found)[1:]])
+        assert (bytes(found), reader.left) == (b"old", 0)
+        reader.close()
+        assert bytes(store.view("a") or b"") == b"other"
+
+
 # Limits.
+
+
+def removed_and_open(folder: Path) -> list[int]:
+    """Bytes of the folder's files that have no name any more, and take room as long as they are open."""
+    sizes, fds = [], Path("/proc/self/fd")
+    for fd in fds.iterdir() if fds.is_dir() else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            name = str(fd.readlink())
+            if name.startswith(str(folder)) and name.endswith("(deleted)"):
+                sizes.append(fd.stat().st_size)
+    return sizes
 
 
 @posix
@@ -169,6 +201,7 @@ def test_a_folder_never_has_more_than_its_budget(
         with watching:
             names = [*(folder / "pages").glob("*.safetensors"), *(folder / "writing").glob("*.tmp")]
             sizes = [path.stat().st_size for path in names if path.exists()]
+            sizes += removed_and_open(folder)
             seen.append(sum(size for size in sizes if size > 500))  # no manifests
         return count
 
@@ -199,7 +232,7 @@ def test_a_folder_that_has_more_than_the_budget_has_no_more_once_it_is_open(
         for i, size in enumerate(sizes):
             store.put(f"k{i}", [bytes(size)])
     with FileStore(tmp_path / "store", 2 * UNIT, durable=False) as store:
-        assert store.usage().nbytes <= 2 * UNIT
+        assert store.usage().nbytes == min(2, sizes.count(UNIT)) * UNIT, "what fits stays"
         data = (tmp_path / "store" / "pages").glob("*.safetensors")
         assert sum(path.stat().st_size for path in data) == store.usage().nbytes
 

@@ -362,7 +362,7 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
 ) -> None:
     """Among the entries is where earlier versions wrote."""
     with store._folder.locked():
-        living, fd = store._folder.create_temporary()
+        living, fd = store._folder.create_temporary("1" * 32)
     (where / folder / f"{'0' * 32}.tmp").write_bytes(b"left behind")
     for left in ([living], []):
         with FileStore(where) as other:

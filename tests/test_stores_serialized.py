@@ -192,6 +192,7 @@ HOSTILE: dict[str, bytes] = {
     "a deep meta": framed({"__metadata__": {**METADATA, "meta": '{"a":' * 50_000 + "1" + "}" * 50_000}}),
     "a number of a million digits": framed('{"__metadata__": ' + "9" * 1_000_000 + "}"),
     "NaN": framed('{"__metadata__": NaN}'),
+    "a number beyond floats": framed({"__metadata__": {**METADATA, "meta": '{"a":-1e999}'}}),
     "a name given twice": framed('{"__metadata__": 1, "__metadata__": 2}'),
     "a name that is no Unicode": framed('{"__metadata__": {"format": "x"}, "\\ud800": {}}'),
     "no metadata": framed({"a": entry()["a"]}, DATA),
@@ -380,10 +381,10 @@ def test_parsing_a_header_takes_memory_in_proportion_to_its_bytes(header: str) -
     assert peak < 32 * len(data)
 
 
-@pytest.mark.parametrize("text", ["[],", "{},", '"":0,'])
+@pytest.mark.parametrize("text", ["[],", "{},", '"":0,', "1.5,", '"ab",'])
 def test_a_header_of_more_values_than_any_page_has_is_not_parsed(text: str) -> None:
     """Each takes up to two hundred bytes of memory."""
-    data = framed(('{"a":[' if text != '"":0,' else "{") + text * (MAX_VALUES + 1))
+    data = framed(("{" if text.startswith('"":') else '{"a":[') + text * (MAX_VALUES + 1))
     tracemalloc.start()
     try:
         with pytest.raises(SnapshotCorruptError, match=f"more than {MAX_VALUES}"):

@@ -317,9 +317,10 @@ class TorchTensor(BaseTensor):
     @_guarded
     def _gelu(self, ctx: Placement, tanh: bool) -> Self:
         x = self.native_on(ctx)
+        flat = x.flatten()  # oneDNN takes 12 axes
         if tanh:
-            return self.own(ctx, functional.gelu(x, approximate="tanh"), self.dtype)
-        found = functional.gelu(x)
+            return self.own(ctx, functional.gelu(flat, approximate="tanh").view(x.shape), self.dtype)
+        found = functional.gelu(flat).view(x.shape)
         if x.is_cpu and x.numel() and not bool(x.amax() <= _GELU_LARGEST):
             found = torch.where(x > _GELU_LINEAR, x, found)
         return self.own(ctx, found, self.dtype)

@@ -293,7 +293,8 @@ class PrefixCache(Closing):
     def evict(self, nbytes: int | str | None = None) -> int:
         """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many.
 
-        They are in host memory when this returns, and may still be on their way to stores.
+        They are in host memory when this returns, and may still be on their way to stores: it waits for those
+        only while more than ``backlog`` would.
         """
         self._check("evict")
         nbytes = None if nbytes is None else parse_bytes(nbytes, "evict: nbytes")

@@ -54,7 +54,7 @@ class HostGuard:
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
-        self._app, self._allowed = app, {name.lower().strip("[]") for name in allowed}
+        self._app, self._allowed = app, {_name(host) for host in allowed}
         self._any_address = bool(self._allowed & {"0.0.0.0", "::"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,8 +66,7 @@ class HostGuard:
         await _closing(ApiError(403, message))(scope, receive, send)
 
     def _allows(self, host: str) -> bool:
-        name = host.lower()
-        name = name[1 : name.find("]")] if name.startswith("[") else name.rpartition(":")[0] or name
+        name = _name(host)
         return bool(self._allowed & {"*", name}) or (self._any_address and _address(name) is not None)
 
 
@@ -109,6 +108,15 @@ def check_json(headers: Headers) -> None:
 def _closing(error: ApiError) -> JSONResponse:
     """Whose connection ends with it: how its body is to be read is not certain, or does not matter."""
     return JSONResponse(error.body(), error.status, {**error.headers, "connection": "close"})
+
+
+def _name(host: str) -> str:
+    """A host as it is compared: without port, final dot and capitals, an address as Python writes it."""
+    name = host.lower()
+    if _address(name) is None:
+        name = name[1 : name.find("]")] if name.startswith("[") else name.rpartition(":")[0] or name
+    name = name.removesuffix(".")
+    return name if (address := _address(name)) is None else str(address)
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -43,5 +43,5 @@ class ServeOptions:
     def __post_init__(self) -> None:
         """RequestError for a key that no header can have."""
         key = self.api_key
-        if key is not None and (not key.strip() or key != key.strip() or not key.isprintable()):
-            raise RequestError("serve: the API key must be printable text, without spaces around it")
+        if key is not None and not (key.strip() == key != "" and key.isascii() and key.isprintable()):
+            raise RequestError("serve: the API key must be printable ASCII, without spaces around it")

@@ -60,12 +60,22 @@ class Catalog:
                 pass
 
     def trim(self, held: HeldLock) -> bool:
-        """Evict what exceeds the budget, or part of it. False: that was all."""
+        """Evict what exceeds the budget, or part of it. False: that was all.
+
+        First what is larger than the budget itself, which nobody reads: nothing else has to go for it.
+        """
         state = self.refresh(held)
         if self.budget is None or state.nbytes <= self.budget:
             return False
-        with self.changing(held, [], most=AT_ONCE):
+        try:
+            large = self._index.larger(self.budget)[:AT_ONCE]
+        except IndexDamagedError:
+            self._scan(held)
             return True
+        with self.changing(held, large, most=0 if large else AT_ONCE):
+            for stem in large:
+                self.evicted += self.remove(stem)
+        return True
 
     @contextlib.contextmanager
     def changing(

@@ -116,13 +116,6 @@ class Entries:
             raise
         return fd, manifest
 
-    def data_size(self, key: str) -> int | None:
-        """Bytes of an entry's data file, whatever its manifest says; None: it is not there, or is no file."""
-        try:
-            return self._data_size(self._naming.stem(key))
-        except BrokenEntryError:
-            return None
-
     def refuse(self, key: str) -> None:
         """Act as if this entry were not there, where it may not be removed, until it is another one."""
         stem = self._naming.stem(key)

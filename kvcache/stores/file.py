@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,9 +144,6 @@ class FileStore(Closing):
         """
         check_key(key)
         with self._call("reader"):
-            if self._naming.keyed:
-                nbytes = self._entries.data_size(key)
-                return None if nbytes is None else VerifiedReader(nbytes, lambda: self.view(key))
             try:
                 found = self._entries.open(key)
             except BrokenEntryError:
@@ -154,7 +152,8 @@ class FileStore(Closing):
             return None
         guard = functools.partial(translated, path=self.path)
         digest = self._naming.start(key, found[1].nbytes)
-        return FileReader(*found, digest, guard, lambda: self._used([key]))
+        reader = FileReader(*found, digest, guard, lambda: self._used([key]))
+        return VerifiedReader(reader) if self._naming.keyed else reader
 
     def advise(self, keys: Sequence[str]) -> None:
         """See :class:`kvcache.stores.protocol.AdvisedStore`: the system reads into its page cache."""
@@ -263,15 +262,17 @@ class FileStore(Closing):
                     others = self._folder.pending() if self.budget is not None else {}
                     if self.budget is None or sum(others.values()) + nbytes <= self.budget:
                         self._catalog.make_room(held, sum(others.values()) + nbytes)
-                        for size in (nbytes, 0):
-                            found.append(_Temporary(*self._folder.create_temporary(size)))  # noqa: PERF401
+                        token = secrets.token_hex(16)
+                        for size in (nbytes, None):
+                            created = self._folder.create_temporary(token, size)
+                            found.append(_Temporary(*created))
                 if not found:
                     self._folder.wait_for(next(iter(others)))
             yield found[0], found[1]
         finally:
             with contextlib.ExitStack() as closing:
                 for temporary in found:
-                    closing.callback(os.close, temporary.fd)
+                    closing.callback(temporary.close)
                 for temporary in found:
                     if not temporary.published:
                         self._folder.discard(temporary.name)
@@ -301,6 +302,7 @@ class FileStore(Closing):
     def _publish(self, temporary: _Temporary, name: str) -> None:
         self._folder.publish(temporary.name, name)
         temporary.published = True
+        temporary.close()  # with the lock held: what is evicted while it is open takes its room
         if self.durable:
             self._folder.sync()
 
@@ -353,3 +355,8 @@ class _Temporary:
     name: str
     fd: int
     published: bool = False
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)

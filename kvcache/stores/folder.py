@@ -153,12 +153,13 @@ class Folder:
 
     # Files being written.
 
-    def create_temporary(self, nbytes: int = 0) -> tuple[str, int]:
+    def create_temporary(self, token: str, nbytes: int | None = None) -> tuple[str, int]:
         """A new file to write, locked: as long as it is open nobody sweeps it. Call it with the lock held.
 
-        ``nbytes``: of an entry's data, for which it has room from now on (``pending``).
+        ``token``: 32 random hex digits, the same for both files of an entry. ``nbytes``: of its data, which
+        have room from now on (``pending``); None: its manifest.
         """
-        name = f"{secrets.token_hex(16)}{_PENDING if nbytes else ''}{TEMPORARY}"
+        name = f"{token}{'' if nbytes is None else _PENDING}{TEMPORARY}"
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self._writing)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -179,15 +180,25 @@ class Folder:
                     found[name] = os.stat(name, dir_fd=self._writing, follow_symlinks=False).st_size
         return found
 
-    def wait_for(self, temporary: str) -> None:
-        """Wait until whoever writes the file has ended; what the dead have left is removed."""
-        with contextlib.suppress(OSError):
-            fd = _open_regular(temporary, self._writing)
+    def wait_for(self, data: str) -> None:
+        """Wait until whoever writes the data has ended; what the dead have left is removed.
+
+        By the manifest: data that are evicted meanwhile would take their room as long as they are open here.
+        """
+        manifest = data.replace(_PENDING, "")
+        try:
+            fd = _open_regular(manifest, self._writing)
+        except FileNotFoundError:  # published, or its writer has died before it was there
+            self.discard(data)
+        except OSError:
+            return
+        else:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
             finally:
                 os.close(fd)
-            self.discard(temporary)
+            self.discard(manifest)
+            self.discard(data)
 
     def discard(self, temporary: str) -> None:
         """Remove a file that was not published. What the system does not remove, the next to open sweeps."""

@@ -145,6 +145,14 @@ class Index:
         with _translated(), contextlib.closing(self._open_db().cursor()) as cursor:
             yield from map(Row.of, cursor.execute("SELECT * FROM entries ORDER BY used, stem"))
 
+    def larger(self, nbytes: int) -> list[str]:
+        """The stems of entries of more bytes."""
+        with _translated():
+            found = self._open_db().execute(
+                "SELECT * FROM entries WHERE nbytes > ?", [min(nbytes, 2**63 - 1)]
+            )
+            return [Row.of(row).stem for row in found]
+
     def write(
         self, before: State, changes: int, names: int, gone: Mapping[str, bool], there: Sequence[Row]
     ) -> State:

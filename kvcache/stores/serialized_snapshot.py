@@ -53,7 +53,7 @@ MAX_HEADER = 1 << 24
 """Bytes: a hundred thousand arrays and more; parsing foreign bytes must end soon."""
 MAX_NDIM = 32
 MAX_VALUES = 1 << 20
-"""JSON arrays, objects and fields of a header, and of its meta: as many as a hundred thousand arrays take."""
+"""JSON values of a header, and of its meta: as many as a hundred thousand arrays take."""
 REMEMBERED = 1 << 16
 """Bytes of the longest header whose arrays are remembered, so that the next snapshot's need not be parsed."""
 

@@ -144,23 +144,21 @@ class FileReader:
 
 
 class VerifiedReader:
-    """See :class:`kvcache.stores.protocol.Reader`. Nothing is handed out before all of it was verified.
+    """See :class:`kvcache.stores.protocol.Reader`. Nothing is handed out before all of it was verified."""
 
-    ``load`` gives the verified bytes, in memory of their own; None: they are gone.
-    """
+    __slots__ = ("_data", "_source", "left")
 
-    __slots__ = ("_data", "_load", "left")
-
-    def __init__(self, nbytes: int, load: Callable[[], memoryview | None]) -> None:
-        self.left, self._load = nbytes, load
+    def __init__(self, source: FileReader) -> None:
+        self.left, self._source = source.left, source
         self._data: memoryview | None = None
 
     def fill(self, buffers: Sequence[WritableBuffer]) -> None:
         views, wanted = writable_bytes(buffers, self.left)
         if self._data is None:
-            self._data = self._load()
-            if self._data is None or len(self._data) != self.left:
-                raise SnapshotCorruptError(f"fill: the entry of {self.left} bytes was replaced or removed")
+            data = memoryview(bytearray(self.left))
+            self._source.fill([data])
+            self._source.close()
+            self._data = data
         start = len(self._data) - self.left
         for view in views:
             view[:] = self._data[start : start + len(view)]
@@ -168,6 +166,7 @@ class VerifiedReader:
         self.left -= wanted
 
     def close(self) -> None:
+        self._source.close()
         self._data, self.left = memoryview(b""), 0
 
 

@@ -7,6 +7,7 @@ stack reaches, and whoever looks at the value then does not.
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -40,15 +41,17 @@ def encode(value: object, *, canonical: bool = False) -> str:
 def decode(data: bytes | str, most: int | None = None) -> Any:
     """The value of strict JSON text. Raises ValueError for anything else.
 
-    ``most``: of foreign text, how many arrays, objects and fields it may have (those inside strings count),
-    each of which takes many times its text in memory.
+    ``most``: of foreign text, how many values it may have, at any depth, by the commas and brackets before
+    them (those inside strings count): each takes many times its text in memory.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
-        if most is not None and sum(map(text.count, "[{:")) > most:
-            raise ValueError(f"it has more than {most} arrays, objects and fields")
+        if most is not None and sum(map(text.count, "[{,")) > most:
+            raise ValueError(f"it has more than {most} values")
         _check_depth(text)
-        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        value = json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
+        )
         if "\\u" in text:  # the only way to a lone surrogate
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
@@ -91,6 +94,12 @@ def _check_keys(value: object) -> None:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text:.40} is beyond the numbers of JSON's readers")
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -489,7 +489,7 @@ class BaseTensor(ABC):
     def __dlpack__(self, **options: Any) -> Any:
         try:
             return self.native.__dlpack__(**options)
-        except (AttributeError, BufferError, ValueError, RuntimeError) as error:
+        except (AttributeError, AssertionError, BufferError, ValueError, RuntimeError) as error:
             raise self._not_exported(error) from error
 
     def __dlpack_device__(self) -> tuple[int, int]:
