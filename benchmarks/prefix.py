@@ -151,7 +151,7 @@ def from_host(backend: ml.Backend, dtype: ml.DType, count: int, rounds: int) -> 
             np.copyto(target.view(np.uint8), array.view(np.uint8))
 
     def restore() -> None:
-        if not restore_serialized(cache, 1, page):
+        if not restore_serialized(cache, 1, [page]):
             raise AssertionError("the page was not restored")
 
     def enter() -> None:

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.cache import InvalidRangeError, SequenceLostError, SnapshotCache
-from kvcache.offload.direct_load import restore_serialized
+from kvcache.cache import SequenceLostError, SnapshotCache
 from kvcache.offload.eviction import Priority
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
@@ -35,10 +34,10 @@ from kvcache.prefix.tree_entry import (
     Chain,
     TreeEntry,
     chain_of,
-    content_of,
     host_priority,
     is_present,
     priority_of,
+    span_of,
     tenant_of,
 )
 from kvcache.prefix.usage import Usage, age
@@ -47,7 +46,6 @@ from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Keys, SerializedSnapshot
-from kvcache.stores.errors import SnapshotCorruptError
 
 __all__ = ["PrefixTree"]
 
@@ -177,28 +175,6 @@ class PrefixTree:
             return match.length, chain_of([node for node in nodes if node.end <= match.length], reached)
         return match.length, tuple(itertools.takewhile(is_present, nodes))
 
-    def restore(self, seq: int, node: Node[TreeEntry], target: int) -> str | None:
-        """Put a node's content into a sequence; the tier it came from, or None where it cannot be had."""
-        held = node.data
-        if held is None or not held.present:
-            return None
-        source = content_of(held)
-        tier = "host" if isinstance(source, SerializedSnapshot) else "device"
-        try:
-            if isinstance(source, SerializedSnapshot):
-                restored = restore_serialized(self.cache, seq, source, target)
-            else:
-                restored = self.cache.restore(seq, source, target if source.divisible else None)
-            if not restored:
-                return None
-        except (SnapshotCorruptError, SequenceLostError, InvalidRangeError) as error:
-            log.warning("%s; the snapshot is dropped", error)
-            return None
-        if held.snapshot is None and target == node.end and node.data is held:
-            # It lies in the cache now: kept from there, the next one shares it.
-            self._keep_on_device(node, self.cache.snapshot(seq, held.begin, node.end))
-        return tier
-
     # Keeping.
 
     def insert(
@@ -250,7 +226,7 @@ class PrefixTree:
                 node.data = TreeEntry(piece.begin, stored=stored, tenant=tenant, **kept)
                 self.parted += [node] if kept else []
             if node.data is not None and node.data.snapshot is None and node.data.begin == piece.begin:
-                self._keep_on_device(node, piece)
+                self.keep_on_device(node, piece)
             if is_new:
                 chain.add(node)
             at = node
@@ -268,7 +244,7 @@ class PrefixTree:
                     raise
                 if node.data is None or not node.data.present:
                     node.data = TreeEntry(node.begin, stored=stored, tenant=salt if node.end > own else "")
-                self._keep_on_device(node, snapshot)
+                self.keep_on_device(node, snapshot)
 
     def node_at(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Node[TreeEntry]:
         """The node that ends exactly with ``ids``: found, parted from an edge, or added.
@@ -316,16 +292,17 @@ class PrefixTree:
             held.store_write.parted.append(upper)
         if snapshots is not None:
             self._off_device(node)
-            self._keep_on_device(upper, snapshots[0])
-            self._keep_on_device(node, snapshots[1])
+            self.keep_on_device(upper, snapshots[0])
+            self.keep_on_device(node, snapshots[1])
         if halves is not None:
             self._keep_on_host(upper, halves[0])
             self._keep_on_host(node, halves[1])
         return upper
 
-    def _keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
+    def keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
+        """Keep a snapshot of a node, which may begin before what the tiers below have of it."""
         assert node.data is not None
-        node.data.snapshot, node.data.nbytes = snapshot, snapshot.nbytes
+        node.data.snapshot, node.data.begin, node.data.nbytes = snapshot, snapshot.begin, snapshot.nbytes
         self.device.add(node, node.data.nbytes)
         self.windows.note(node)
         self.interior.note(node)
@@ -338,6 +315,8 @@ class PrefixTree:
         if node.data is not None and node.data.snapshot is not None:
             node.data.snapshot.drop()
             node.data.snapshot = None
+            if not self.divisible and (below := node.data.host) is not None:
+                node.data.begin, _ = span_of(below)
         self.windows.note(node)
 
     def _keep_on_host(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
@@ -423,8 +402,7 @@ class PrefixTree:
         self._changed(node)
         self.radix_tree.join(node)
         if joined is not None:
-            below.begin = held.begin
-            self._keep_on_device(child, joined)
+            self.keep_on_device(child, joined)
         return True
 
     def _is_wanted(self, node: Node[TreeEntry], held: TreeEntry) -> bool:
