@@ -54,7 +54,7 @@ class TreeEntry:
     """What these are of it."""
     stored: bool = False
     tried: int = -1
-    """The last round of ``PrefixTree.write_through`` that was to write it."""
+    """The last round of ``StoreWriter.write_all`` that was to write it."""
     pins: int = 0
     users: int = 0
     """Sessions that go on from its end, and restorations of it under way."""

@@ -173,7 +173,7 @@ class _Join:
                 self.arrays[i][array].transpose([own[array].index(axis) for axis in order])
                 for i, own in zip(some, axes, strict=True)
             ]
-            self.joined[array] = np.concatenate(pieces, axis=order.index(0))
+            self.joined[array] = np.ascontiguousarray(np.concatenate(pieces, axis=order.index(0)))
         return {**first, "begin": metas[0]["begin"], "end": metas[-1]["end"]}
 
 

@@ -189,11 +189,13 @@ def test_of_a_damaged_chain_what_is_whole_is_restored(
     damaged = chain[-3] if len(chain) > 2 else chain[-1]
     assert damaged.data is not None
     assert damaged.data.serialized is not None
+    assert damaged.parent is not None
+    whole = damaged.parent.end
     arrays = damaged.data.serialized.arrays
     name = next(name for name in arrays if "attention.1" in name or name.startswith("1/2"))
     damaged.data.serialized = SerializedSnapshot(
         damaged.data.serialized.meta, {**arrays, name: arrays[name][..., :1].copy()}
     )
-    assert r.peek([*TOKENS, 7]) == damaged.parent.end
+    assert r.peek([*TOKENS, 7]) == whole
     assert [message for message in caplog.messages if "is dropped" in message]
     r.check_books()
