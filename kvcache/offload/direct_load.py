@@ -36,7 +36,7 @@ from kvcache.snapshots.check_serialized import check_meta
 from kvcache.snapshots.cut import join_serialized, part_before
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
 from kvcache.snapshots.serialize import deserialize
-from kvcache.snapshots.snapshot import RecurrentSnapshot, Snapshot, WrapperSnapshot
+from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, Snapshot, WrapperSnapshot
 from kvcache.storage.formats import CacheFormat
 from kvcache.stores.errors import SnapshotCorruptError, StoreError
 from kvcache.stores.keys import Chain
@@ -257,27 +257,27 @@ def _note(error: Exception) -> None:
 
 def _alike(entries: Sequence[_Source]) -> int:
     """How many of the entries, from the first on, are of the same caches, layers, shapes and dtypes."""
-    names, kind = entries[0].tensors.keys(), _kind(entries[0].meta)
-    same = takewhile(
-        lambda serialized: serialized.tensors.keys() == names and _kind(serialized.meta) == kind, entries
-    )
+    names, meta = entries[0].tensors.keys(), entries[0].meta
+    same = takewhile(lambda entry: entry.tensors.keys() == names and _same_kind(entry.meta, meta), entries)
     return sum(1 for _ in same)
 
 
-def _kind(meta: Mapping[str, Any]) -> Any:
-    """A serialized snapshot's description without its span."""
-    inner = {"attention": _kind, "parts": lambda parts: [*map(_kind, parts)]}
-    return {
-        name: inner[name](value) if name in inner else value
-        for name, value in meta.items()
-        if name not in ("begin", "end")
-    }
+def _same_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether descriptions of serialized snapshots differ in their spans at most."""
+    inner, others = _inner(one), _inner(other)
+    rest = {"begin": 0, "end": 0, "parts": 0, "attention": 0}
+    alike = {**one, **rest} == {**other, **rest} and len(inner) == len(others)
+    return alike and all(map(_same_kind, inner, others))
+
+
+def _inner(meta: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Descriptions of what a snapshot consists of."""
+    return [*meta.get("parts", ()), *([meta["attention"]] if "attention" in meta else ())]
 
 
 def _is_whole(meta: Mapping[str, Any]) -> bool:
     """Whether it has a window or states."""
-    parts = meta.get("parts", ())
-    return meta["kind"] == "recurrent" or bool(meta.get("whole")) or any(map(_is_whole, parts))
+    return meta["kind"] == "recurrent" or bool(meta.get("whole")) or any(map(_is_whole, _inner(meta)))
 
 
 # Where they go.
@@ -433,7 +433,15 @@ class _Approach:
         if isinstance(last, RecurrentSnapshot):
             inner = [meta["attention"] for meta in metas]
             attention = self._visit(cache.attention, inner, f"{at}attention.", last.attention)
-            return attention and (lambda count: RecurrentSnapshot(attention(count), last.state))
+            if attention is None:
+                return None
+
+            def with_states(count: int) -> RecurrentSnapshot:
+                held = attention(count)
+                assert isinstance(held, AttentionSnapshot)
+                return RecurrentSnapshot(held, last.state)
+
+            return with_states
         if first["kind"] == "attention" and isinstance(cache, SupportsReservation):
             return self._attention(cache, first, spans, at)
         caches = cache.caches if isinstance(cache, SupportsParts) else ()

@@ -104,7 +104,7 @@ class RadixTree(Generic[D]):
                 break
             nodes.append(child)
             rest = rest or tokens[start:].tobytes()
-            if not rest.startswith(child.tokens, (length - start) * tokens.itemsize):
+            if not rest.startswith(child.tokens.data, (length - start) * tokens.itemsize):
                 length += common_length(child.tokens, tokens[length : length + child.tokens.size])
                 break
             length, node = child.end, child

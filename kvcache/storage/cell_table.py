@@ -268,7 +268,7 @@ class CellTable:
     def hold(self, cells: Array) -> Pin:
         """Pin free cells, for what is about to be put there."""
         self.free -= cells.size
-        self._number(cells)
+        self._number(indices(cells))
         return self.pin(cells)
 
     def unpin(self, pin: Pin) -> None:
@@ -448,8 +448,9 @@ class CellTable:
         """Store ascending positions in free cells."""
         self.changes += 1
         self.rows[seq].insert(positions, cells)
-        self.references[cells] = 1
-        self._number(cells)
+        where = indices(cells)
+        self.references[where] = 1
+        self._number(where)
         self.free -= cells.size
 
     def share(self, src: int, dst: int, count: int) -> None:

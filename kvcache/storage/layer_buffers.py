@@ -25,8 +25,8 @@ class LayerBuffers:
     """
 
     __slots__ = (
-        "absent", "activations", "bytes_per_cell", "cells", "declined", "doubted", "extra", "key",
-        "nbytes", "permuted_v", "places", "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored",
+        "absent", "activations", "bytes_per_cell", "cells", "declined", "doubted", "extra", "key", "nbytes",
+        "permuted_v", "places", "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored",
         "value", "whole",
     )  # fmt: skip
 
@@ -51,7 +51,7 @@ class LayerBuffers:
         """By name, one head of all numbers of a token."""
         self.stored = (self.key, *(() if shape.is_latent else (self.value,)), *self.extra.values())
         """All that is written: K, V where it is of its own, extras."""
-        self.nbytes = sum(buffer.nbytes for buffer in self.stored)
+        self.nbytes: int = sum(buffer.nbytes for buffer in self.stored)
         self.read_dtype = activations if plain is None else plain
         """Of what ``read`` gives."""
         numbers = key[0] * key[1] + (0 if shape.is_latent else value[0] * value[1])

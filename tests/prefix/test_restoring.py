@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 import kvcache
+import ml
 from kvcache import CacheFullError
 from kvcache.offload import direct_load
 from kvcache.offload.tiers import HostTier
@@ -199,3 +200,15 @@ def test_of_a_damaged_chain_what_is_whole_is_restored(
     assert r.peek([*TOKENS, 7]) == whole
     assert [message for message in caplog.messages if "is dropped" in message]
     r.check_books()
+
+
+def test_a_chain_comes_back_on_other_backends(other: ml.Backend, hybrid: str, calls: Mock) -> None:
+    setup = {name: value for name, value in ON_HOST.items() if name != "in_flight"}
+    r = Rig(conversing.ConversationSetup("hybrid", **setup), other, tiers=[HostTier()])
+    r.keep(TOKENS, 4)
+    for round_ in (1, 2):
+        r.prefix.evict()
+        assert r.peek([*TOKENS, 7]) == 41
+        assert calls.call_count == round_
+        r.check_books()
+    r.prefix.close()
