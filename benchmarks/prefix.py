@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -151,7 +153,7 @@ def from_host(backend: ml.Backend, dtype: ml.DType, count: int, rounds: int) -> 
             np.copyto(target.view(np.uint8), array.view(np.uint8))
 
     def restore() -> None:
-        if not restore_serialized(cache, 1, page):
+        if not restore_serialized(cache, 1, [page]):
             raise AssertionError("the page was not restored")
 
     def enter() -> None:
@@ -265,14 +267,30 @@ def finding(nodes: int, length: int, rounds: int) -> Trial:
     )
 
 
-def returning(states: bool, count: int, rounds: int) -> tuple[float, float, float]:
-    """Seconds of the processor, without passes: ``close`` of a new conversation of ``count`` tokens, which
-    puts what lies inside into the tree, and the least of ``begin`` and of ``close`` where it comes back.
+@dataclass
+class Returned:
+    """A conversation that comes back: seconds of the processor, without passes."""
 
-    ``states``: of a hybrid model, with a snapshot every 512 tokens; else full attention alone.
+    new: float
+    """``close`` of the session that computed it, which puts what lies inside into the tree."""
+    begins: list[float]
+    """``begin`` with it and one more token, and ``close``, each time that it comes back."""
+    closes: list[float]
+
+    def row(self) -> tuple[str, ...]:
+        ends = (statistics.median(self.begins), min(self.begins), statistics.median(self.closes))
+        return tuple(f"{seconds * 1e3:.1f}" for seconds in (self.new, *ends, min(self.closes)))
+
+
+def returning(states: bool, array: bool, host: bool, count: int, rounds: int) -> Returned:
+    """A conversation of ``count`` tokens that comes back ``rounds`` times.
+
+    ``states``: of a hybrid model, with a snapshot every 512 tokens; else full attention alone. ``array``: it
+    is given as an array, not a list. ``host``: all of it lies in host memory each time.
     """
-    backend = ml.open_backend("numpy")
-    cache = kvcache.RecurrentCache((8, 3), (2, 4, 4)) if states else kvcache.CausalCache()
+    backend, attention = ml.open_backend("numpy"), kvcache.CausalCache()
+    recurrent = kvcache.RecurrentCache((8, 3), (2, 4, 4))
+    cache = kvcache.WrapperCache(recurrent, attention) if states else attention
     cache.init(backend, ml.DType.F16, 2, count + 2 * rounds, 512)
 
     def evaluate(session: kvcache.Session) -> None:
@@ -280,27 +298,31 @@ def returning(states: bool, count: int, rounds: int) -> tuple[float, float, floa
             at, new = cache.offset(session.seq), len(part)
             with backend.new_context() as ctx:
                 cache.start_forward(ctx, Batch(range(at, at + new), [session.seq] * new))
-                cache.set_layer(0)
-                cache.put(ctx, *[ctx.zeros((new, 1, 8), ml.DType.F16)] * 2)
-                if isinstance(cache, kvcache.RecurrentCache):
-                    cache.set_conv_state(ctx, 1, cache.conv_state(ctx, 1))
-                    cache.set_recurrent_state(ctx, 1, cache.recurrent_state(ctx, 1))
+                attention.set_layer(0)
+                attention.put(ctx, *[ctx.zeros((new, 1, 8), ml.DType.F16)] * 2)
+                if states:
+                    recurrent.set_conv_state(ctx, 1, recurrent.conv_state(ctx, 1))
+                    recurrent.set_recurrent_state(ctx, 1, recurrent.recurrent_state(ctx, 1))
 
     def timed(call: Callable[[], Any]) -> tuple[float, Any]:
         start = time.thread_time()
         found = call()
         return time.thread_time() - start, found
 
-    begins, closes, prompt = [], [], list(range(count))
-    with PrefixCache(cache) as prefix:
+    begins, closes = [], []
+    with PrefixCache(cache, tiers=[HostTier("4GiB")] if host else ()) as prefix:
         for turn in range(rounds + 1):
-            began, session = timed(lambda turn=turn: prefix.begin([*prompt, count + turn]))  # type: ignore[misc]
+            prompt: Any = [*range(count), count + turn]
+            prompt = np.array(prompt) if array else prompt
+            if host:
+                prefix.evict()
+            began, session = timed(lambda prompt=prompt: prefix.begin(prompt))  # type: ignore[misc]
             if session.cached != (count if turn else 0):
                 raise AssertionError(f"{session.cached} of {count} tokens were found")
             evaluate(session)
             begins.append(began)
             closes.append(timed(session.close)[0])
-    return closes[0], min(begins[1:]), min(closes[1:])
+    return Returned(closes[0], begins[1:], closes[1:])
 
 
 def _hold(tree, node, snapshot) -> None:
@@ -387,11 +409,12 @@ def main() -> None:
     if "states" in args.parts:
         print("\n## a conversation that comes back: ms of the processor\n")
         rows = []
-        for count in (32_768, 131_072):
+        for host, array, count in itertools.product((False, True), (False, True), (32_768, 131_072)):
+            given = f"{'an array' if array else 'a list'}, from {'host memory' if host else 'the cache'}"
             for name, states in (("full attention", False), ("hybrid", True)):
-                spent = returning(states, count, args.rounds)
-                rows.append((f"{count:,} tokens, {name}", *(f"{seconds * 1e3:.1f}" for seconds in spent)))
-        show(("", "close, new", "begin", "close"), rows)
+                found = returning(states, array, host, count, args.rounds)
+                rows.append((f"{count:,} tokens, {given}: {name}", *found.row()))
+        show(("", "close, new", "begin", "least", "close", "least"), rows)
 
 
 if __name__ == "__main__":

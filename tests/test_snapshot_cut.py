@@ -10,12 +10,12 @@ import pytest
 
 import ml
 from kvcache import Batch, CausalCache, deserialize, serialize
-from kvcache.snapshots.cut import cut_serialized
+from kvcache.snapshots.cut import cut_serialized, join_serialized
 from kvcache.snapshots.serialize import serialized_nbytes
 from kvcache.stores import SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
-from .prefix.rigs.conversing import DIVISIBLE, ConversationSetup, Rig
+from .prefix.rigs.conversing import CACHES, DIVISIBLE, ConversationSetup, Rig
 
 TOKENS = [0, 1, 2, 3, b"a picture", 5, 6, 7, 8]
 LAYOUTS = {
@@ -115,3 +115,37 @@ def test_a_half_without_tokens_has_neither_latents_nor_extras(backend: ml.Backen
         cache.evict(0, [0, 1, 2])
         first, second = cut_serialized(serialize(backend, cache.snapshot(0)), 2)
         assert [deserialize(backend, half).end for half in (first, second)] == [2, 6]
+
+
+@pytest.mark.parametrize("dtype", ["F32", "Q8_0/AFFINE4_32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_joining_pages_is_joining_their_snapshots(
+    backend: ml.Backend, cache: str, layout: str, dtype: str
+) -> None:
+    r = Rig(ConversationSetup(cache, dtype=dtype, config=LAYOUTS[layout]), backend)
+    parts, pages = [], []
+    for begin, end in ((0, 3), (3, 5), (5, 8), (8, 9)):  # the second one has the item, the last one one token
+        r.evaluate(0, TOKENS[:begin], TOKENS[begin:end])
+        parts.append(r.cache.snapshot(0, begin, end))
+        pages.append(serialize(backend, parts[-1]))
+    joined = join_serialized(pages)
+    assert content(joined) == content(serialize(backend, r.cache.join(parts)))
+    assert r.cache.restore(1, deserialize(backend, joined))
+    r.evaluate(1, TOKENS, [99])
+
+
+@pytest.mark.parametrize("cache", ["causal", "wrapper", "recurrent", "encoder"])
+def test_pages_that_do_not_follow_one_another_or_differ_are_not_joined(
+    backend: ml.Backend, cache: str
+) -> None:
+    r = Rig(ConversationSetup(cache), backend)
+    pages = []
+    for begin, end in ((0, 3), (3, 5), (5, 9)):
+        r.evaluate(0, TOKENS[:begin], TOKENS[begin:end])
+        pages.append(serialize(backend, r.cache.snapshot(0, begin, end)))
+    other = Rig(ConversationSetup("chunked" if cache != "encoder" else "sliding"), backend)
+    other.evaluate(0, [], TOKENS)
+    for parts in (pages[::2], pages[::-1], [pages[0], serialize(backend, other.cache.snapshot(0, 0, 9))]):
+        with pytest.raises(SnapshotCorruptError, match="join_serialized"):
+            join_serialized(parts)

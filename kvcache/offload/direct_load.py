@@ -8,8 +8,9 @@
          a sequence or snapshot   and its cells are free again
 
 Entries that follow one another go in one step: their headers first, then their bytes, then one restore.
-Whatever does not fit this way (a window, a recurrent state, scattered cells, memory that the host cannot
-write) goes the other one: ``deserialize`` and ``restore``, which also say what is wrong.
+Of windows and recurrent states, which have no parts, those of the last one go beside it. Whatever does not
+fit this way (scattered cells, memory that the host cannot write) goes the other one: joined in host memory,
+``deserialize`` and ``restore``, which also say what is wrong.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ import ml
 from kvcache.cache import SupportsParts, SupportsReservation
 from kvcache.offload.tiers import StoreTier
 from kvcache.snapshots.check_serialized import check_meta
-from kvcache.snapshots.cut import part_before
+from kvcache.snapshots.cut import join_serialized, part_before
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
 from kvcache.snapshots.serialize import deserialize
-from kvcache.snapshots.snapshot import Snapshot, WrapperSnapshot
+from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, Snapshot, WrapperSnapshot
 from kvcache.storage.formats import CacheFormat
 from kvcache.stores.errors import SnapshotCorruptError, StoreError
 from kvcache.stores.keys import Chain
@@ -90,24 +91,28 @@ def load_back(
 
 
 def restore_serialized(
-    cache: Any, seq: int, serialized: SerializedSnapshot, target: int | None = None, lent: bool = False
+    cache: Any, seq: int, parts: Sequence[SerializedSnapshot], target: int | None = None, lent: bool = False
 ) -> bool:
     """``cache.restore`` of what was checked, up to ``target``; what is whole as far as it goes.
 
+    ``parts`` follow one another, and go in one step. Of what is whole, the last one's alone is restored.
     A device may still be reading the arrays when this returns, unless they are ``lent``.
 
-    Raises what ``restore`` raises.
+    Raises what ``restore`` raises, and SnapshotCorruptError for several that cannot be joined.
     """
     snapshot: Snapshot | None = None
     waiting: list[ml.PageTransfer] = []
-    held = _HeldEntry.of(serialized, target)
-    if held is not None:
-        approach = _Approach.find(cache, seq, [held])
+    held = _HeldEntry.of(parts, target)
+    if held and _alike(held) == len(held):
+        last = deserialize(cache.backend, parts[-1]) if _is_whole(held[-1].meta) else None
+        approach = _Approach.find(cache, seq, held, last)
         if approach is not None:
             snapshot = approach.take(approach.fill())
             waiting = approach.transfers
+    if snapshot is None and len(parts) > 1:
+        return restore_serialized(cache, seq, [join_serialized(parts)], target, lent)
     if snapshot is None:
-        snapshot = deserialize(cache.backend, serialized)
+        snapshot = deserialize(cache.backend, parts[0])
     try:
         return bool(cache.restore(seq, snapshot, target if snapshot.divisible else None))
     finally:
@@ -144,15 +149,15 @@ class _HeldEntry:
         self.tensors = {name: StoredTensor(array.shape, array.dtype) for name, array in arrays.items()}
 
     @classmethod
-    def of(cls, serialized: SerializedSnapshot, target: int | None) -> _HeldEntry | None:
-        """Up to ``target``; None where it is not to be had up to there alone."""
-        meta = serialized.meta["snapshot"]
-        if target in (None, meta["end"]):
-            return cls(meta, serialized.arrays)
-        try:
-            return cls(*part_before(serialized, target))
-        except SnapshotCorruptError:
-            return None
+    def of(cls, parts: Sequence[SerializedSnapshot], target: int | None) -> list[_HeldEntry]:
+        """Up to ``target``; none where they are not to be had up to there alone."""
+        found = [cls(part.meta["snapshot"], part.arrays) for part in parts]
+        if target not in (None, found[-1].meta["end"]):
+            try:
+                found[-1] = cls(*part_before(parts[-1], target))
+            except SnapshotCorruptError:
+                return []
+        return found
 
     def positions(self, name: str) -> np.ndarray:
         return self.arrays[name]
@@ -250,22 +255,29 @@ def _note(error: Exception) -> None:
         log.warning("load back: %r; the serialized snapshot is read in another way", error, exc_info=error)
 
 
-def _alike(entries: Sequence[_StoredEntry]) -> int:
+def _alike(entries: Sequence[_Source]) -> int:
     """How many of the entries, from the first on, are of the same caches, layers, shapes and dtypes."""
-    names, kind = entries[0].tensors.keys(), _kind(entries[0].meta)
-    same = takewhile(
-        lambda serialized: serialized.tensors.keys() == names and _kind(serialized.meta) == kind, entries
-    )
+    names, meta = entries[0].tensors.keys(), entries[0].meta
+    same = takewhile(lambda entry: entry.tensors.keys() == names and _same_kind(entry.meta, meta), entries)
     return sum(1 for _ in same)
 
 
-def _kind(meta: Mapping[str, Any]) -> Any:
-    """A serialized snapshot's description without its span."""
-    return {
-        name: [*map(_kind, value)] if name == "parts" else value
-        for name, value in meta.items()
-        if name not in ("begin", "end")
-    }
+def _same_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether descriptions of serialized snapshots differ in their spans at most."""
+    inner, others = _inner(one), _inner(other)
+    rest = {"begin": 0, "end": 0, "parts": 0, "attention": 0}
+    alike = {**one, **rest} == {**other, **rest} and len(inner) == len(others)
+    return alike and all(map(_same_kind, inner, others))
+
+
+def _inner(meta: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Descriptions of what a snapshot consists of."""
+    return [*meta.get("parts", ()), *([meta["attention"]] if "attention" in meta else ())]
+
+
+def _is_whole(meta: Mapping[str, Any]) -> bool:
+    """Whether it has a window or states."""
+    return meta["kind"] == "recurrent" or bool(meta.get("whole")) or any(map(_is_whole, _inner(meta)))
 
 
 # Where they go.
@@ -312,6 +324,8 @@ class _Approach:
 
     seq: int
     entries: Sequence[_Source]
+    last: Snapshot | None = None
+    """The last one deserialized, where it has windows or states: all entries go then, or none."""
     reservations: list[CellReservation] = field(default_factory=list)
     cuts: list[list[int]] = field(default_factory=list)
     """For each reservation where in it each serialized snapshot begins, and the last one ends."""
@@ -324,9 +338,11 @@ class _Approach:
     _finish: Callable[[int], Snapshot] | None = None
 
     @classmethod
-    def find(cls, cache: object, seq: int, entries: Sequence[_Source]) -> _Approach | None:
+    def find(
+        cls, cache: object, seq: int, entries: Sequence[_Source], last: Snapshot | None = None
+    ) -> _Approach | None:
         """None, and nothing held, where the entries cannot go this way. They are of one kind (``_alike``)."""
-        made = cls(seq, entries)
+        made = cls(seq, entries, last)
         try:
             if made.prepare(cache):
                 return made
@@ -368,7 +384,7 @@ class _Approach:
     def take(self, count: int) -> Snapshot | None:
         """The first ``count`` serialized snapshots as a snapshot in the cache; None for none."""
         self.tracks.clear()
-        if not count or self._finish is None:
+        if not count or self._finish is None or (self.last is not None and count < len(self.entries)):
             self.discard()
             return None
         return self._finish(count)
@@ -379,7 +395,7 @@ class _Approach:
             self.reservations.pop().discard()
 
     def prepare(self, cache: object) -> bool:
-        self._finish = self._visit(cache, [serialized.meta for serialized in self.entries], "")
+        self._finish = self._visit(cache, [serialized.meta for serialized in self.entries], "", self.last)
         if self._finish is None:
             return False
         for reservation, layers in zip(self.reservations, self._layers, strict=True):  # all cells are held
@@ -403,20 +419,38 @@ class _Approach:
         return True
 
     def _visit(
-        self, cache: object, metas: Sequence[Mapping[str, Any]], at: str
+        self, cache: Any, metas: Sequence[Mapping[str, Any]], at: str, last: Snapshot | None
     ) -> Callable[[int], Snapshot] | None:
-        """Hold cells for what ``metas`` describe, an entry each; what makes the snapshot of the first few."""
+        """Hold cells for what ``metas`` describe, an entry each; what makes the snapshot of the first few.
+
+        ``last`` is what the last one was deserialized to.
+        """
         first, spans = metas[0], [(meta["begin"], meta["end"]) for meta in metas]
+        if last is not None and first.get("whole"):
+            return lambda count: last
         if any(one[1] != other[0] for one, other in pairwise(spans)):
             return None
+        if isinstance(last, RecurrentSnapshot):
+            inner = [meta["attention"] for meta in metas]
+            attention = self._visit(cache.attention, inner, f"{at}attention.", last.attention)
+            if attention is None:
+                return None
+
+            def with_states(count: int) -> RecurrentSnapshot:
+                held = attention(count)
+                assert isinstance(held, AttentionSnapshot)
+                return RecurrentSnapshot(held, last.state)
+
+            return with_states
         if first["kind"] == "attention" and isinstance(cache, SupportsReservation):
             return self._attention(cache, first, spans, at)
         caches = cache.caches if isinstance(cache, SupportsParts) else ()
         if first["kind"] != "wrapper" or {len(meta["parts"]) for meta in metas} != {len(caches)}:
             return None
         finish = []
-        for i, inner in enumerate(caches):
-            found = self._visit(inner, [meta["parts"][i] for meta in metas], f"{at}{i}/")
+        lasts = last.parts if isinstance(last, WrapperSnapshot) else (None,) * len(caches)
+        for i, (inner, one) in enumerate(zip(caches, lasts, strict=True)):
+            found = self._visit(inner, [meta["parts"][i] for meta in metas], f"{at}{i}/", one)
             if found is None:
                 return None
             finish.append(found)

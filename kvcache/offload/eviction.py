@@ -17,7 +17,7 @@ Priority = tuple[float, ...]
 class EvictionQueue(Generic[N]):
     """What one tier holds, counted in bytes, against its budget (None: no limit).
 
-    ``priority`` tells an entry's order. It may change at any time, with a ``touch`` after it.
+    ``priority`` tells an entry's order. It may rise at any time; a ``touch`` follows where it falls.
     """
 
     def __init__(self, budget: int | None, priority: Callable[[N], Priority]) -> None:
@@ -77,10 +77,13 @@ class EvictionQueue(Generic[N]):
             while self._heap:
                 priority, _, entry = item = self._heap[0]
                 known = id(entry) in self._sizes and id(entry) not in passed
-                if known and priority == self._priority(entry):
+                present = self._priority(entry) if known else priority
+                if known and priority == present:
                     yield entry
                     passed[id(entry)] = item
                 heapq.heappop(self._heap)
+                if priority < present:  # it has risen
+                    heapq.heappush(self._heap, (present, next(self._count), entry))
         finally:
             for item in passed.values():
                 heapq.heappush(self._heap, item)

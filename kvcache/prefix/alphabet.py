@@ -100,7 +100,7 @@ class Alphabet:
             )
         elif set(map(type, tokens)) <= {int}:
             try:
-                found = np.array(tokens, dtype=np.int64)
+                found = np.fromiter(tokens, np.int64, len(tokens))
             except OverflowError as error:
                 raise InvalidRangeError("tokens: an id of 2**63 or more; ids must be below that") from error
         else:

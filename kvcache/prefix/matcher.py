@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.cache import CacheFullError, InvalidRangeError, SequenceLostError
+from kvcache.cache import CacheFullError
 from kvcache.offload.prefetch import Prefetch
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
+from kvcache.prefix.restoring import restore
 from kvcache.prefix.session import Session
 from kvcache.prefix.snapshot_points import pieces_of
 from kvcache.prefix.store_lookup import StoreLookup
 from kvcache.prefix.tree_entry import TreeEntry, span_of
-from kvcache.snapshots.snapshot import Snapshot, joins_in_place
 
 __all__ = ["PrefixMatcher", "Source"]
 
@@ -163,43 +163,17 @@ class PrefixMatcher:
         """
         with self._tree.interior.in_use(nodes, restoring=True):
             while nodes:
-                tier: str | None = "device"
-                count = self._share(seq, nodes, length)
-                if not count:
-                    count, tier = 1, self._tree.restore(seq, nodes[0], min(nodes[0].end, length))
-                if tier is None:
+                restored = restore(self._tree, seq, nodes, length)
+                if restored is None:
                     self._tree.drop(nodes[0])
                     break
+                count, tier = restored
                 reached = min(nodes[count - 1].end, length)
                 self.origins[tier] += reached - at
                 at, nodes = reached, nodes[count:]
                 if tier == "host":
                     self._tell(length, at)
         return at
-
-    def _share(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int) -> int:
-        """Let a sequence share what the first nodes have in the cache's cells, in one step.
-
-        Of windows and states that of the last one alone is restored. Returns how many nodes they are; 0 where
-        one alone would do as well.
-        """
-        parts: list[Snapshot] = []
-        for node in nodes:
-            held = node.data
-            if held is None or held.snapshot is None or (parts and held.begin != parts[-1].end):
-                break
-            if not joins_in_place(held.snapshot):
-                break
-            parts.append(held.snapshot)
-        if len(parts) < 2:
-            return 0
-        target = min(nodes[len(parts) - 1].end, length)
-        try:
-            joined = self._cache.join(parts)
-            restored = self._cache.restore(seq, joined, target if joined.divisible else None)
-        except (SequenceLostError, InvalidRangeError):  # one by one it turns out which
-            return 0
-        return len(parts) if restored else 0
 
     def _from_store(self, seq: int, ids: np.ndarray, source: Source, stored: int) -> int | None:
         """Restore what ``source`` has, and then entries of ``[0, stored)``; the length that is held now.

@@ -13,14 +13,13 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvcache.cache import InvalidRangeError, SequenceLostError, SnapshotCache
-from kvcache.offload.direct_load import restore_serialized
+from kvcache.cache import SequenceLostError, SnapshotCache
 from kvcache.offload.eviction import Priority
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
@@ -35,10 +34,10 @@ from kvcache.prefix.tree_entry import (
     Chain,
     TreeEntry,
     chain_of,
-    content_of,
     host_priority,
     is_present,
     priority_of,
+    span_of,
     tenant_of,
 )
 from kvcache.prefix.usage import Usage, age
@@ -47,7 +46,6 @@ from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Keys, SerializedSnapshot
-from kvcache.stores.errors import SnapshotCorruptError
 
 __all__ = ["PrefixTree"]
 
@@ -84,14 +82,10 @@ class PrefixTree:
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.interior = InteriorSnapshots(not self.divisible and store is None)
         self.windows = WindowCells(cache)
-        self.writer = None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible)
+        self.writer = (
+            None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible, self._to_write)
+        )
         self._backend = cache.backend
-        self._round = 0
-        """Counts the times that ``write_through`` has gone through all."""
-        self._behind = self._lost = False
-        """Whether ``write_on`` left something, and whether the stores' last write failed."""
-        self._patient = False
-        """Whether the caller waits where more is to be written than may wait."""
         self.evicted = 0
         """Snapshots that went from everywhere."""
         self.over_budget = 0
@@ -177,28 +171,6 @@ class PrefixTree:
             return match.length, chain_of([node for node in nodes if node.end <= match.length], reached)
         return match.length, tuple(itertools.takewhile(is_present, nodes))
 
-    def restore(self, seq: int, node: Node[TreeEntry], target: int) -> str | None:
-        """Put a node's content into a sequence; the tier it came from, or None where it cannot be had."""
-        held = node.data
-        if held is None or not held.present:
-            return None
-        source = content_of(held)
-        tier = "host" if isinstance(source, SerializedSnapshot) else "device"
-        try:
-            if isinstance(source, SerializedSnapshot):
-                restored = restore_serialized(self.cache, seq, source, target)
-            else:
-                restored = self.cache.restore(seq, source, target if source.divisible else None)
-            if not restored:
-                return None
-        except (SnapshotCorruptError, SequenceLostError, InvalidRangeError) as error:
-            log.warning("%s; the snapshot is dropped", error)
-            return None
-        if held.snapshot is None and target == node.end and node.data is held:
-            # It lies in the cache now: kept from there, the next one shares it.
-            self._keep_on_device(node, self.cache.snapshot(seq, held.begin, node.end))
-        return tier
-
     # Keeping.
 
     def insert(
@@ -250,7 +222,7 @@ class PrefixTree:
                 node.data = TreeEntry(piece.begin, stored=stored, tenant=tenant, **kept)
                 self.parted += [node] if kept else []
             if node.data is not None and node.data.snapshot is None and node.data.begin == piece.begin:
-                self._keep_on_device(node, piece)
+                self.keep_on_device(node, piece)
             if is_new:
                 chain.add(node)
             at = node
@@ -268,7 +240,7 @@ class PrefixTree:
                     raise
                 if node.data is None or not node.data.present:
                     node.data = TreeEntry(node.begin, stored=stored, tenant=salt if node.end > own else "")
-                self._keep_on_device(node, snapshot)
+                self.keep_on_device(node, snapshot)
 
     def node_at(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Node[TreeEntry]:
         """The node that ends exactly with ``ids``: found, parted from an edge, or added.
@@ -316,16 +288,17 @@ class PrefixTree:
             held.store_write.parted.append(upper)
         if snapshots is not None:
             self._off_device(node)
-            self._keep_on_device(upper, snapshots[0])
-            self._keep_on_device(node, snapshots[1])
+            self.keep_on_device(upper, snapshots[0])
+            self.keep_on_device(node, snapshots[1])
         if halves is not None:
             self._keep_on_host(upper, halves[0])
             self._keep_on_host(node, halves[1])
         return upper
 
-    def _keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
+    def keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
+        """Keep a snapshot of a node, which may begin before what the tiers below have of it."""
         assert node.data is not None
-        node.data.snapshot, node.data.nbytes = snapshot, snapshot.nbytes
+        node.data.snapshot, node.data.begin, node.data.nbytes = snapshot, snapshot.begin, snapshot.nbytes
         self.device.add(node, node.data.nbytes)
         self.windows.note(node)
         self.interior.note(node)
@@ -338,6 +311,8 @@ class PrefixTree:
         if node.data is not None and node.data.snapshot is not None:
             node.data.snapshot.drop()
             node.data.snapshot = None
+            if not self.divisible and (below := node.data.host) is not None:
+                node.data.begin, _ = span_of(below)
         self.windows.note(node)
 
     def _keep_on_host(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
@@ -423,8 +398,7 @@ class PrefixTree:
         self._changed(node)
         self.radix_tree.join(node)
         if joined is not None:
-            below.begin = held.begin
-            self._keep_on_device(child, joined)
+            self.keep_on_device(child, joined)
         return True
 
     def _is_wanted(self, node: Node[TreeEntry], held: TreeEntry) -> bool:
@@ -445,33 +419,13 @@ class PrefixTree:
                 held.leaving = None  # nobody has room for it; that it is still found depends on no thread
 
     def _write(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
-        """Have a serialized snapshot written that host memory has no place for, unless the stores have it.
+        """Have it written that host memory has no place for, where there are stores."""
+        if self.writer is not None:
+            self.writer.write(node, serialized)
 
-        Where the stores are so far behind that it would have to wait, it is not: no answer waits for a store.
-        """
-        assert node.data is not None
-        if self.store is None or node.data.stored or node.data.store_write is not None:
-            return
-        if self._patient or self.store.has_room(serialized.nbytes):
-            assert self.writer is not None
-            self.writer.submit(node, serialized)
-        elif not self._behind:
-            self._behind = True
-            log.warning(
-                "the stores take less than is to be written: %d bytes wait, of at most backlog=%d; what is "
-                "evicted meanwhile is computed again",
-                self.store.waiting,
-                self.store.backlog,
-            )
-
-    @contextlib.contextmanager
-    def patient(self) -> Iterator[None]:
+    def patient(self) -> contextlib.AbstractContextManager[None]:
         """In this block the caller waits for the stores, so that nothing is lost that has to leave."""
-        before, self._patient = self._patient, True
-        try:
-            yield
-        finally:
-            self._patient = before
+        return contextlib.nullcontext() if self.writer is None else self.writer.patient()
 
     def _land(self) -> None:
         """Take note of what has left the device by now."""
@@ -571,7 +525,8 @@ class PrefixTree:
         if self.store is not None:
             self.store.cancel()
         self.settle()  # what was under way is nobody's
-        self._behind = False
+        if self.writer is not None:
+            self.writer.behind = False
         if self._events is not None and self.store is None:
             self._events.cleared()
         self.tell()
@@ -592,50 +547,19 @@ class PrefixTree:
                 assert node.data is not None
                 node.data.stored = False
                 self._changed(node)
-        self._round += 1  # what was tried before is tried again
+            self.writer.try_again()
         with self.patient():
             self.write_through()
         self.drain()
 
     def write_through(self, limit: float = math.inf) -> bool:
-        """Hand what the stores lack to the thread that writes to them; True: some of it is left.
-
-        About ``limit`` bytes, and unless the tree is ``patient`` no more than may wait to be written. What is
-        handed over stays where it is. What could not be written is tried again when all else has been.
-        """
-        done, left = self._hand_over([*self.radix_tree], limit)
-        self._round += done
-        return left
+        """As ``StoreWriter.write_all``, of all that is kept; False with no store."""
+        return self.writer is not None and self.writer.write_all(self.radix_tree, limit)
 
     def write_on(self, ids: np.ndarray) -> None:
-        """As ``write_through``, of what is kept of ``ids``, and of all where something was left before."""
-        if self.store is None or self.store.away:
-            self._behind = self.store is not None
-        elif self._behind:
-            self._behind = self.write_through()
-        else:
-            _, self._behind = self._hand_over(self.radix_tree.match(ids).nodes, math.inf)
-
-    def _hand_over(self, nodes: Sequence[Node[TreeEntry]], limit: float) -> tuple[bool, bool]:
-        """Whether all of these were looked at, and whether something of them is left to be written."""
-        total, left = 0, False
-        if self.store is None:
-            return True, False
-        for node in nodes:
-            held = node.data
-            if held is None or held.stored or held.store_write is not None or held.tried == self._round:
-                continue
-            source = held.serialized or held.snapshot
-            room = self._patient or source is None or self.store.has_room(source.nbytes)
-            if total >= limit or not room:
-                return False, True
-            held.tried = self._round
-            serialized = self._to_write(held)
-            if serialized is not None:
-                total += serialized.nbytes
-                self._write(node, serialized)
-            left |= held.leaving is not None
-        return True, left
+        """As ``StoreWriter.write_on``, of what is kept of ``ids``; with no store, nothing."""
+        if self.writer is not None:
+            self.writer.write_on(self.radix_tree.match(ids).nodes, self.radix_tree)
 
     def _to_write(self, held: TreeEntry) -> SerializedSnapshot | None:
         """What a node holds, serialized; None, which is told, where there is no memory for that."""
@@ -668,9 +592,6 @@ class PrefixTree:
         self.shrink_host()
         for store_write in () if self.store is None else self.store.finished():
             assert self.writer is not None
-            if self._lost and not store_write.failed:  # they take something again: all is tried once more
-                self._behind, self._round = True, self._round + 1
-            self._lost = store_write.failed
             for node in self.writer.finish(store_write):
                 self._changed(node)
                 self.tell()  # before the node goes, which only the stores have now

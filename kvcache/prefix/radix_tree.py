@@ -96,17 +96,18 @@ class RadixTree(Generic[D]):
         """
         nodes: list[Node[D]] = []
         node = self.root if above is None else above
-        length = node.end
+        length = start = node.end
+        rest = b""  # with one comparison for an edge, several times as fast as common_length
         while length < tokens.size:
             child = node.children.get(int(tokens[length]))
             if child is None:
                 break
-            agreed = common_length(child.tokens, tokens[length : length + child.tokens.size])
             nodes.append(child)
-            length += agreed
-            if agreed < child.tokens.size:
+            rest = rest or tokens[start:].tobytes()
+            if not rest.startswith(child.tokens.data, (length - start) * tokens.itemsize):
+                length += common_length(child.tokens, tokens[length : length + child.tokens.size])
                 break
-            node = child
+            length, node = child.end, child
         return Match(nodes, length)
 
     def add(self, parent: Node[D], tokens: Tokens, data: D | None = None) -> Node[D]:

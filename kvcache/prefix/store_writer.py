@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 from kvcache.offload.tiers import StoreTier, StoreWrite
 from kvcache.prefix.alphabet import Alphabet
@@ -13,12 +16,101 @@ from kvcache.stores import Chain, Keys, SerializedSnapshot
 
 __all__ = ["StoreWriter"]
 
+log = logging.getLogger("kvcache")
+
 
 class StoreWriter:
     """Content that is ``divisible`` has an entry for each block; what is whole has one of its own."""
 
-    def __init__(self, store: StoreTier, keys: Keys, alphabet: Alphabet, divisible: bool) -> None:
+    def __init__(
+        self,
+        store: StoreTier,
+        keys: Keys,
+        alphabet: Alphabet,
+        divisible: bool,
+        serialized: Callable[[TreeEntry], SerializedSnapshot | None],
+    ) -> None:
+        """``serialized``: what an entry has, to be written; None where that cannot be had."""
         self._store, self._keys, self._alphabet, self._divisible = store, keys, alphabet, divisible
+        self._serialized = serialized
+        self._round = 0
+        """Counts the times that ``write_all`` has gone through all."""
+        self.behind = False
+        """Whether ``write_on`` left something."""
+        self._lost = False
+        """Whether the stores' last write failed."""
+        self._patient = False
+        """Whether the caller waits where more is to be written than may wait."""
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """In this block the caller waits for the stores, so that nothing is lost that has to leave."""
+        before, self._patient = self._patient, True
+        try:
+            yield
+        finally:
+            self._patient = before
+
+    def try_again(self) -> None:
+        """Let ``write_all`` try again what could not be written."""
+        self._round += 1
+
+    def write(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
+        """Have a serialized snapshot written, unless the stores have it.
+
+        Where the stores are so far behind that it would have to wait, it is not: no answer waits for a store.
+        """
+        assert node.data is not None
+        if node.data.stored or node.data.store_write is not None:
+            return
+        if self._patient or self._store.has_room(serialized.nbytes):
+            self.submit(node, serialized)
+        elif not self.behind:
+            self.behind = True
+            log.warning(
+                "the stores take less than is to be written: %d bytes wait, of at most backlog=%d; what is "
+                "evicted meanwhile is computed again",
+                self._store.waiting,
+                self._store.backlog,
+            )
+
+    def write_all(self, nodes: Iterable[Node[TreeEntry]], limit: float = math.inf) -> bool:
+        """Hand what the stores lack to the thread that writes to them; True: some of it is left.
+
+        About ``limit`` bytes, and unless it is ``patient`` no more than may wait to be written. What is
+        handed over stays where it is. What could not be written is tried again when all else has been.
+        """
+        done, left = self._hand_over([*nodes], limit)
+        self._round += done
+        return left
+
+    def write_on(self, path: Iterable[Node[TreeEntry]], nodes: Iterable[Node[TreeEntry]]) -> None:
+        """As ``write_all``, of a path, and of all ``nodes`` where something was left before."""
+        if self._store.away:
+            self.behind = True
+        elif self.behind:
+            self.behind = self.write_all(nodes)
+        else:
+            _, self.behind = self._hand_over(path, math.inf)
+
+    def _hand_over(self, nodes: Iterable[Node[TreeEntry]], limit: float) -> tuple[bool, bool]:
+        """Whether all of these were looked at, and whether something of them is left to be written."""
+        total, left = 0, False
+        for node in nodes:
+            held = node.data
+            if held is None or held.stored or held.store_write is not None or held.tried == self._round:
+                continue
+            source = held.serialized or held.snapshot
+            room = self._patient or source is None or self._store.has_room(source.nbytes)
+            if total >= limit or not room:
+                return False, True
+            held.tried = self._round
+            serialized = self._serialized(held)
+            if serialized is not None:
+                total += serialized.nbytes
+                self.write(node, serialized)
+            left |= held.leaving is not None
+        return True, left
 
     def submit(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         """Have a node's content written; it is under way then."""
@@ -35,6 +127,9 @@ class StoreWriter:
 
         What was parted on the way has an entry only where it ends with a block.
         """
+        if self._lost and not store_write.failed:  # they take something again: all is tried once more
+            self.behind, self._round = True, self._round + 1
+        self._lost = store_write.failed
         for node in (store_write.owner, *store_write.parted):
             assert isinstance(node, Node)
             held: TreeEntry | None = node.data

@@ -43,7 +43,7 @@ class TreeEntry:
     """What a node of the radix tree keeps: its snapshot on the device, serialized in host memory, or both."""
 
     begin: int
-    """Where the snapshot begins: with the node's edge, or before it where content is whole."""
+    """Where its content begins that is had soonest: with the node's edge, or before it where it is whole."""
     snapshot: Snapshot | None = None
     serialized: SerializedSnapshot | None = None
     leaving: OffloadJob | None = None
@@ -54,7 +54,7 @@ class TreeEntry:
     """What these are of it."""
     stored: bool = False
     tried: int = -1
-    """The last round of ``PrefixTree.write_through`` that was to write it."""
+    """The last round of ``StoreWriter.write_all`` that was to write it."""
     pins: int = 0
     users: int = 0
     """Sessions that go on from its end, and restorations of it under way."""
@@ -180,11 +180,13 @@ class Chain:
         """Whether the node's snapshot can be had."""
         if node.data is None or not node.data.present:
             return False
-        before = -1
-        if node.data.begin > self._start:
-            before = bisect.bisect_left(self._ends, node.data.begin)
-            if before == len(self._ends):
+        begin, before = node.data.begin, -1
+        if begin > self._start:
+            before = len(self._ends) - 1
+            if before < 0 or self._ends[before] < begin:
                 return False
+            if self._ends[before] > begin:
+                before = bisect.bisect_left(self._ends, begin)
         self._ends.append(node.end)
         self._reached.append((node, before))
         return True

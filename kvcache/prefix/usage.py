@@ -45,7 +45,6 @@ class Usage:
                 held.scores = least = higher(higher(held.scores, own), least)
                 if whole:
                     held.end_used, held.end_uses, held.end_scores = held.used, held.uses, held.scores
-                self.reorder(node)
             node, whole = node.parent, True
 
     def reorder(self, node: Node[TreeEntry]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -257,11 +256,11 @@ class AttentionSnapshots:
         self._check(snapshot)
         source = snapshot.source
         shares = source is not None and source.table is table
-        some = np.arange(count) if window is None else window.held(stored, end)
+        some = slice(count) if window is None else window.held(stored, end)
         if source is not None:
             source.check()
         if not shares:
-            self._check_room(seq, snapshot.begin, some.size)
+            self._check_room(seq, snapshot.begin, stored[some].size)
 
         def commit() -> None:
             if shares and snapshot.source is not None:
@@ -269,7 +268,7 @@ class AttentionSnapshots:
             else:
                 if shares:  # copied out since it was prepared, or gone
                     self._check(snapshot)
-                    self._check_room(seq, snapshot.begin, some.size)
+                    self._check_room(seq, snapshot.begin, stored[some].size)
                 self._put_back(seq, snapshot, some)
             self.schedule.cut(seq, snapshot.begin)
             row.lost, row.cut_off = False, 0
@@ -310,28 +309,26 @@ class AttentionSnapshots:
         finally:
             table.restore_row(seq, saved)
 
-    def _share(self, seq: int, snapshot: AttentionSnapshot, some: np.ndarray) -> None:
+    def _share(self, seq: int, snapshot: AttentionSnapshot, some: slice | np.ndarray) -> None:
         """Own the cells of ``some`` of the snapshot's entries too."""
         assert snapshot.source is not None
         table, row = self.storage.table, self.storage.table.rows[seq]
         table.drop(seq, row.index(snapshot.begin), len(row))
-        positions, cells = snapshot.positions, snapshot.source.pin.cells
-        if some.size < positions.size:
-            positions, cells = positions[some], cells[some]
-        if some.size:
+        positions, cells = snapshot.positions[some], snapshot.source.pin.cells[some]
+        if positions.size:
             table.adopt(seq, positions, cells)
 
-    def _put_back(self, seq: int, snapshot: AttentionSnapshot, some: np.ndarray) -> None:
+    def _put_back(self, seq: int, snapshot: AttentionSnapshot, some: slice | np.ndarray) -> None:
         """Replace the row's end first, then the data; the row is changed back where the data fails."""
         table, row = self.storage.table, self.storage.table.rows[seq]
         saved, held = row.save_copy(), row.cells.copy()
-        layers, shapes = snapshot.read(), snapshot.shapes()
+        layers, shapes, positions = snapshot.read(), snapshot.shapes(), snapshot.positions[some]
         table.drop(seq, row.index(snapshot.begin), len(row))
-        if not some.size:
+        if not positions.size:
             return
-        chosen = table.choose(seq, some.size)
-        cells = np.arange(chosen, chosen + some.size) if isinstance(chosen, int) else chosen
-        table.take(seq, snapshot.positions[some], cells)
+        chosen = table.choose(seq, positions.size)
+        cells = np.arange(chosen, chosen + positions.size) if isinstance(chosen, int) else chosen
+        table.take(seq, positions, cells)
         writing = False
         try:
             table.join_arrivals(cells)
@@ -392,17 +389,17 @@ class AttentionSnapshots:
 
     def join(self, parts: Sequence[AttentionSnapshot]) -> AttentionSnapshot:
         """``merge`` of one or more, in order; in one step where all of them lie in this cache."""
-        first, last = parts[0], parts[-1]
-        sources = [part.source for part in parts if part.source is not None]
-        follow = all(one.end == other.begin for one, other in itertools.pairwise(parts))
-        here = len(sources) == len(parts) and all(source.table is self.storage.table for source in sources)
-        if len(parts) == 1 or not follow or not here or self.window is not None:
+        first, last, table = parts[0], parts[-1], self.storage.table
+        sources = [source for part in parts if (source := part.source) is not None and source.table is table]
+        follow = [part.end for part in parts[:-1]] == [part.begin for part in parts[1:]]
+        if len(parts) == 1 or not follow or len(sources) < len(parts) or self.window is not None:
             return functools.reduce(self.merge, parts)
-        for source in sources:
-            source.check()
-        cells = np.concatenate([source.pin.cells for source in sources])
+        pins = [source.pin for source in sources]
+        if any([pin.lost for pin in pins]):  # noqa: C419 - a generator takes longer than all of them
+            next(source for source in sources if source.pin.lost).check()
+        cells = np.concatenate([pin.cells for pin in pins])
         positions = np.concatenate([part.positions for part in parts])
-        found = InCache(sources[0].backend, self.storage.table, sources[0].buffers, cells)
+        found = InCache(sources[0].backend, table, sources[0].buffers, cells)
         return self._remember(first.begin, last.end, positions, found)
 
     def _spanning(self, snapshot: AttentionSnapshot, begin: int, end: int) -> AttentionSnapshot:

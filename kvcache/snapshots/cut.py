@@ -1,11 +1,12 @@
-"""Serialized snapshots cut in two where they lie, in host memory: no device is asked.
+"""Serialized snapshots cut in two, and joined, where they lie, in host memory: no device is asked.
 
-Only what is divisible can be: attention over all of the past, encoders' outputs, wrappers of these.
+Only what is divisible can be cut: attention over all of the past, encoders' outputs, wrappers of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from kvcache.stores.errors import SnapshotCorruptError
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
-__all__ = ["cut_serialized", "part_before"]
+__all__ = ["cut_serialized", "join_serialized", "part_before"]
 
 Meta = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -44,6 +45,19 @@ def part_before(serialized: SerializedSnapshot, at: int) -> tuple[Meta, Arrays]:
     """
     cut, first, _ = _cut("part_before", serialized, at, np.asarray)
     return first, cut.first
+
+
+def join_serialized(parts: Sequence[SerializedSnapshot]) -> SerializedSnapshot:
+    """Serialized snapshots that follow one another as one: of a window or a state it has that of the last.
+
+    Raises SnapshotCorruptError for what cannot be joined.
+    """
+    try:
+        join = _Join([part.arrays for part in parts])
+        meta = join.meta([part.meta["snapshot"] for part in parts], "")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise SnapshotCorruptError(f"join_serialized: not parts of one snapshot ({error!r})") from error
+    return SerializedSnapshot({"snapshot": meta}, join.joined)
 
 
 def _cut(
@@ -110,3 +124,60 @@ class _Cut:
         for _, tensors in meta["layers"]:
             for array, _ in tensors:
                 (self.first if in_first else self.second)[array] = self.arrays[array]
+
+
+class _Join:
+    def __init__(self, arrays: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """``arrays`` of each part."""
+        self.arrays = arrays
+        self.joined: Arrays = {}
+
+    def meta(self, metas: Sequence[Mapping[str, Any]], name: str) -> Meta:
+        last, kind = metas[-1], metas[-1]["kind"]
+        if any(meta["kind"] != kind for meta in metas):
+            raise ValueError(f"kinds {[meta['kind'] for meta in metas]}")
+        found = {**last, "begin": metas[0]["begin"]}
+        if kind == "attention" and not last["whole"]:
+            return self._attention(metas, name)
+        if kind == "wrapper":
+            columns = zip(*(meta["parts"] for meta in metas), strict=True)
+            return {**found, "parts": [self.meta(column, f"{name}{i}/") for i, column in enumerate(columns)]}
+        if kind == "recurrent":
+            attention = self.meta([meta["attention"] for meta in metas], f"{name}attention.")
+            self._take(-1, [tensor for _, _, tensor in last["states"]])
+            return {**found, "attention": attention}
+        if kind == "encoder":  # the last output that came with a token
+            at = max((i for i, meta in enumerate(metas) if meta["position"] is not None), default=-1)
+            self._take(at, [tensor for _, tensors in metas[at]["layers"] for tensor in tensors])
+            return {**metas[at], "begin": metas[0]["begin"], "end": last["end"]}
+        self._take(
+            -1, [[f"{name}positions"], *(tensor for *_, tensors in last["layers"] for tensor in tensors)]
+        )
+        return dict(last)
+
+    def _take(self, part: int, tensors: Sequence[Sequence[Any]]) -> None:
+        self.joined.update({array: self.arrays[part][array] for array, *_ in tensors})
+
+    def _attention(self, metas: Sequence[Mapping[str, Any]], name: str) -> Meta:
+        if any(one["end"] != other["begin"] for one, other in pairwise(metas)):
+            raise ValueError(f"spans {[(meta['begin'], meta['end']) for meta in metas]}")
+        stored = f"{name}positions"
+        some = [i for i in range(len(metas)) if self.arrays[i][stored].size] or [0]
+        first = metas[some[0]]
+        if any(_without_axes(metas[i]) != _without_axes(first) for i in some):
+            raise ValueError(f"{[_without_axes(metas[i]) for i in some]}")
+        self.joined[stored] = np.concatenate([self.arrays[i][stored] for i in some])
+        axes = [{array: own for *_, tensors in metas[i]["layers"] for array, own in tensors} for i in some]
+        for array, order in axes[0].items():
+            pieces = [
+                self.arrays[i][array].transpose([own[array].index(axis) for axis in order])
+                for i, own in zip(some, axes, strict=True)
+            ]
+            self.joined[array] = np.ascontiguousarray(np.concatenate(pieces, axis=order.index(0)))
+        return {**first, "begin": metas[0]["begin"], "end": metas[-1]["end"]}
+
+
+def _without_axes(meta: Mapping[str, Any]) -> Meta:
+    """What all parts of one attention snapshot have to say alike; in a single token, axes may lie anyhow."""
+    layers = [[*layer, [array for array, _ in tensors]] for *layer, tensors in meta["layers"]]
+    return {**meta, "begin": 0, "end": 0, "layers": layers}

@@ -139,7 +139,7 @@ class CellReservation:
     def _views(self, ctx: ml.Context) -> dict[int, tuple[ml.Tensor, ...]] | None:
         """The cells as tensors, by layer; None where they are not of the incoming kind."""
         layers, count = self._incoming.layers, int(self._incoming.positions.size)
-        if not self._buffers or self._buffers.keys() != layers.keys():
+        if self._buffers.keys() != layers.keys():
             return None
         views = {i: self._buffers[i].stored_views(ctx.layer(i), int(self._cells[0]), count) for i in layers}
         same = all([(v.shape, v.dtype.numpy) for v in views[i]] == [*layers[i]] for i in layers)

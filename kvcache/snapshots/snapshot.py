@@ -485,8 +485,10 @@ def sliced(ctx: ml.Context, layers: Layers, start: int, stop: int) -> dict[int, 
     return found
 
 
-def entries(ctx: ml.Context, tensor: ml.Tensor, some: np.ndarray) -> ml.Tensor:
-    """Those of ``some`` (ascending, at least one) along axis 0: a view where they are a range."""
+def entries(ctx: ml.Context, tensor: ml.Tensor, some: slice | np.ndarray) -> ml.Tensor:
+    """Those of ``some`` (ascending, or the first; at least one) along axis 0: a view of a range."""
+    if isinstance(some, slice):
+        return tensor if some.stop == tensor.shape[0] else tensor.slice(ctx, 0, 0, some.stop)
     first, stop = int(some[0]), int(some[-1]) + 1
     if stop - first > some.size:
         return tensor.rows(ctx, some.tolist())

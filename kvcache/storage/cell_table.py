@@ -261,14 +261,14 @@ class CellTable:
         """Keep ``cells`` (distinct, each in use) from being given to others until ``unpin``."""
         pin = Pin(cells)
         self.changes += 1
-        self.references[cells] += 1
+        self.references[indices(cells)] += 1
         self.pins[id(pin)] = pin
         return pin
 
     def hold(self, cells: Array) -> Pin:
         """Pin free cells, for what is about to be put there."""
         self.free -= cells.size
-        self._number(cells)
+        self._number(indices(cells))
         return self.pin(cells)
 
     def unpin(self, pin: Pin) -> None:
@@ -448,8 +448,9 @@ class CellTable:
         """Store ascending positions in free cells."""
         self.changes += 1
         self.rows[seq].insert(positions, cells)
-        self.references[cells] = 1
-        self._number(cells)
+        where = indices(cells)
+        self.references[where] = 1
+        self._number(where)
         self.free -= cells.size
 
     def share(self, src: int, dst: int, count: int) -> None:
@@ -464,7 +465,7 @@ class CellTable:
         """Append positions to a row in cells that a pin or another row owns already."""
         self.changes += 1
         self.rows[seq].insert(positions, cells)
-        self.references[cells] += 1
+        self.references[indices(cells)] += 1
 
     def drop(self, seq: int, start: int, stop: int) -> None:
         """Forget entries ``[start, stop)`` of a row (indices, not positions)."""
@@ -514,13 +515,14 @@ class CellTable:
             self.references[cell] -= 1
             self.free += not self.references[cell]
             return
-        self.blank[cells] = False
         times: int | Array = 1
         if not distinct:
             cells, counts = np.unique(cells, return_counts=True)
             times = counts.astype(self.references.dtype)
-        left = self.references[cells] - times
-        self.references[cells] = left
+        where = indices(cells)
+        self.blank[where] = False
+        left = self.references[where] - times
+        self.references[where] = left
         self.free += left.size - int(np.count_nonzero(left))
 
     def save_row(self, seq: int) -> SavedRow:
@@ -580,4 +582,9 @@ class CellTable:
 def is_run(cells: Array) -> bool:
     if cells.size < 2:
         return True
-    return bool(cells[-1] - cells[0] == cells.size - 1 and (cells[1:] - cells[:-1] == 1).all())
+    return bool(cells[-1] - cells[0] == cells.size - 1 and (cells[1:] > cells[:-1]).all())
+
+
+def indices(cells: Array) -> slice | Array:
+    """What takes these cells out of an array: a slice where they are a run, for which that is much faster."""
+    return slice(int(cells[0]), int(cells[-1]) + 1) if cells.size and is_run(cells) else cells

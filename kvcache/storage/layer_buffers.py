@@ -25,7 +25,7 @@ class LayerBuffers:
     """
 
     __slots__ = (
-        "absent", "activations", "bytes_per_cell", "cells", "declined", "doubted", "extra", "key",
+        "absent", "activations", "bytes_per_cell", "cells", "declined", "doubted", "extra", "key", "nbytes",
         "permuted_v", "places", "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored",
         "value", "whole",
     )  # fmt: skip
@@ -51,6 +51,7 @@ class LayerBuffers:
         """By name, one head of all numbers of a token."""
         self.stored = (self.key, *(() if shape.is_latent else (self.value,)), *self.extra.values())
         """All that is written: K, V where it is of its own, extras."""
+        self.nbytes: int = sum(buffer.nbytes for buffer in self.stored)
         self.read_dtype = activations if plain is None else plain
         """Of what ``read`` gives."""
         numbers = key[0] * key[1] + (0 if shape.is_latent else value[0] * value[1])
@@ -121,10 +122,6 @@ class LayerBuffers:
         if not isinstance(backend, ml.SupportsKVStore):
             return None
         return backend.kv_store(key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.stored)
 
     def touch(self, ctx: ml.Context) -> None:
         """Write the zeros that new buffers hold, so that the system gives them their memory now.

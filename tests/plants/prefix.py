@@ -85,6 +85,10 @@ def copied_by_the_caller(f: Any, self: Any, snapshot: Any, owner: object) -> Any
     return transfer
 
 
+def one_by_one(f: Any, tree: Any, nodes: Any) -> int:
+    return min(f(tree, nodes), 1)
+
+
 def parted_before_its_snapshot(f: Any, self: Any, node: Any, at: int) -> Any:
     self.radix_tree.split(node, at)
     return f(self, node, at + 1)
@@ -116,8 +120,8 @@ BUGS: dict[str, list[Bug]] = {
          prop(lambda self: None if self._unlimited else self._kept - self.window + 1)),
     ],
     "tests/prefix/test_conversations.py": [
-        ("prefix.prefix_tree:PrefixTree.restore", "sessions_see",
-         lambda f, self, seq, node, target: f(self, seq, node, node.end)),
+        ("prefix.restoring:_restore", "sessions_see",
+         lambda f, tree, seq, nodes, target: f(tree, seq, nodes, nodes[-1].end)),
         ("prefix.radix_tree:common_length", "sessions_see",
          lambda f, one, other: min(f(one, other) + 1, one.size, other.size)),
         ("caches.causal:CausalCache.split", "sessions_see[causal", lambda f, *args: f(*args)[::-1]),
@@ -237,8 +241,13 @@ BUGS: dict[str, list[Bug]] = {
         ("prefix.prefix_tree:PrefixTree.has_room", "without_a_budget[sliding]", always(True)),
         ("prefix.interior:_span", "what_is_left_of[wrapper]",
          lambda f, node: None if f(node) is None else 0),
-        ("prefix.matcher:PrefixMatcher._share", "one_state_is_restored[wrapper]", always(0)),
+        ("prefix.restoring:_count", "one_state_is_restored[wrapper]", one_by_one),
         ("prefix.session:Session.above", "one_state_is_restored[recurrent-True]", NOTHING),
+    ],
+    "tests/prefix/test_restoring.py": [
+        ("prefix.restoring:_count", "a_chain_in_host_memory", one_by_one),
+        ("prefix.prefix_tree:span_of", "a_chain_in_host_memory", always((0, 0))),
+        ("offload.direct_load:join_serialized", "a_chain_in_host_memory", lambda f, parts: parts[-1]),
     ],
     "tests/prefix/test_paging.py": [
         ("storage.cell_table:CellTable.join_arrivals", "cells_are_not_used_before", NOTHING),

@@ -324,10 +324,10 @@ def test_a_snapshot_is_restored_behind_what_is_there_or_in_its_place(backends: B
     serialized = kvcache.serialize(fresh.backend, fresh.cache.snapshot(0, 8, 30))
     r.evaluate(1, [], [*range(40, 64)])
     r.evaluate(0, [], TOKENS[:8])
-    assert direct_load.restore_serialized(r.cache, 0, serialized)
-    assert not direct_load.restore_serialized(r.cache, 2, serialized), "what comes before it is not there"
+    assert direct_load.restore_serialized(r.cache, 0, [serialized])
+    assert not direct_load.restore_serialized(r.cache, 2, [serialized]), "what comes before it is not there"
     r.evaluate(2, [], TOKENS[:20])
-    assert direct_load.restore_serialized(r.cache, 2, serialized, target=25)
+    assert direct_load.restore_serialized(r.cache, 2, [serialized], target=25)
     r.evaluate(0, TOKENS, [98])
     r.evaluate(2, TOKENS[:25], [99])
 
@@ -353,5 +353,5 @@ def test_a_header_in_another_order_is_read_as_well(backend: ml.Backend) -> None:
     fresh.evaluate(0, [], TOKENS)
     found = unpack(b"".join(pack(kvcache.serialize(backend, fresh.cache.snapshot(0)))))
     turned = SerializedSnapshot(found.meta, dict(reversed(found.arrays.items())))
-    assert direct_load.restore_serialized(r.cache, 0, turned)
+    assert direct_load.restore_serialized(r.cache, 0, [turned])
     r.evaluate(0, TOKENS, [99])

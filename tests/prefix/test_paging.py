@@ -127,7 +127,7 @@ class Arriving:
         self.cache.remove(0, 0)
         device.gate.clear()
         device.joined = lambda transfer: device.gate.set()
-        assert restore_serialized(self.cache, 0, self.page)
+        assert restore_serialized(self.cache, 0, [self.page])
 
     def put(self, seq: int, positions: Sequence[int], rows: np.ndarray) -> None:
         with self.device.new_context() as ctx:
@@ -148,7 +148,7 @@ def _left(r: Arriving) -> None:
 
 def _arriving_twice(r: Arriving) -> None:
     r.cache.remove(0, 0)
-    assert restore_serialized(r.cache, 0, r.page)
+    assert restore_serialized(r.cache, 0, [r.page])
     r.check(0, r.rows)
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from unittest.mock import Mock
 
 import pytest
 
 import kvcache
+import ml
 from kvcache import CacheFullError
+from kvcache.offload import direct_load
 from kvcache.offload.tiers import HostTier
+from kvcache.prefix import restoring
+from kvcache.stores import SerializedSnapshot
 from kvcache.testing.rigs.protocol import InjectedError
 
+from .models.digests import CONV, STATE
 from .rigs import conversing
 from .rigs.conversing import WINDOW, Rig, Talk
 
@@ -72,3 +78,137 @@ def test_whatever_ends_a_restoration_its_snapshots_can_go_after_it(
     assert all(node.data is None or not node.data.restoring for node in r.prefix.tree.radix_tree)
     assert r.prefix.evict() > 0
     assert r.prefix.tree.device.nbytes == 0
+
+
+# Of a chain, the last state alone.
+
+HYBRIDS = {
+    "recurrent": conversing.CACHES["recurrent"],
+    "window": conversing.CACHES["wrapper"],
+    "recurrent and window": conversing.CACHES["recurrent and sliding"],
+    "recurrent without attention": (
+        lambda: kvcache.WrapperCache(kvcache.RecurrentCache(CONV, STATE), kvcache.CausalCache()),
+        (conversing.Layers(layers=(), states=(0, 1)), conversing.Layers(layers=(2,))),
+    ),
+    "recurrent and encoder": (
+        lambda: kvcache.WrapperCache(kvcache.RecurrentCache(CONV, STATE), kvcache.EncoderCache()),
+        (conversing.Layers(layers=(1,), states=(0,)), conversing.Layers(layers=(2,), encoder=True)),
+    ),
+}
+STRAIGHT = [name for name in HYBRIDS if name != "recurrent and encoder"]
+TOKENS = list(range(100, 141))
+ON_HOST = {"capacity": 120, "max_batch": 64, "in_flight": 0, "options": {"block_size": 4, "interval": 4}}
+
+
+@pytest.fixture(params=HYBRIDS)
+def hybrid(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(conversing.CACHES, "hybrid", HYBRIDS[request.param])
+    return str(request.param)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Steps that bring something from host memory."""
+    counted = Mock(side_effect=direct_load.restore_serialized)
+    monkeypatch.setattr(restoring, "restore_serialized", counted)
+    return counted
+
+
+@pytest.mark.parametrize("way", ["straight", "joined"])
+def test_a_chain_in_host_memory_goes_in_one_step_with_its_last_state(
+    talk: Talk, hybrid: str, way: str, calls: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "joined":  # as where the cells do not lie in a run, or only a device can write them
+        monkeypatch.setattr(direct_load._Approach, "find", Mock(return_value=None))
+    decoded = Mock(side_effect=direct_load.deserialize)
+    monkeypatch.setattr(direct_load, "deserialize", decoded)
+    r = talk("hybrid", tiers=[HostTier()], **ON_HOST)
+    before = r.chat(TOKENS[:38], 4)
+    before.say(TOKENS[38:])
+    before.close()
+    kept = [node for node in r.prefix.tree.radix_tree if node.data is not None]
+    assert len(kept) > 9, "there are as many windows or states"
+    r.prefix.evict()
+    chat = r.begin([*TOKENS, 7])
+    assert (chat.cached, r.prefix.stats.host, calls.call_count) == (41, 41, 1)
+    assert decoded.call_count <= (1 if hybrid in STRAIGHT and way == "straight" else 2)
+    chat.prefill()
+    r.check_books()
+    again = r.chat([*TOKENS, 8])
+    assert (again.cached, calls.call_count) == (41, 1), "what was restored is shared"
+    again.close()
+    chat.close()
+    r.prefix.evict()
+    assert r.peek([*TOKENS, 7, 9]) == 42
+    assert r.peek([*TOKENS[:30], 9]) == 28
+    r.check_books()
+
+
+def test_what_conversations_have_in_common_comes_from_host_memory_once(
+    talk: Talk, hybrid: str, calls: Mock
+) -> None:
+    r = talk("hybrid", tiers=[HostTier()], **ON_HOST)
+    one, other = [*TOKENS[:24], *range(200, 217)], [*TOKENS[:24], *range(300, 317)]
+    r.keep(one, 4)
+    r.keep(other, 4)
+    r.prefix.evict()
+    first = r.chat([*one, 7])
+    assert (first.cached, calls.call_count) == (41, 2), "up to where they part, and from there on"
+    second = r.chat([*other, 7])
+    assert (second.cached, calls.call_count) == (41, 3)
+    assert second.session.lookup is not None
+    assert second.session.lookup.origins == {"device": 24, "host": 17}, "the first part is shared"
+    r.check_books()
+
+
+def test_what_was_restored_leaves_again_when_host_memory_has_lost_it(talk: Talk, hybrid: str) -> None:
+    r = talk("hybrid", tiers=[HostTier()], **ON_HOST)
+    r.keep(TOKENS, 4)
+    r.prefix.evict()
+    chat = r.chat([*TOKENS, 7])
+    tree = r.prefix.tree
+    assert tree.host is not None
+    for node in [*tree.radix_tree]:
+        if node in tree.host:
+            tree._leave_host(node)
+    assert not len(tree.host)
+    r.check_books()
+    chat.close()
+    r.prefix.evict()
+    assert not len(tree.device)
+    assert r.peek([*TOKENS, 7, 9]) == 42
+    r.check_books()
+
+
+def test_of_a_damaged_chain_what_is_whole_is_restored(
+    talk: Talk, hybrid: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    r = talk("hybrid", tiers=[HostTier()], **ON_HOST)
+    r.keep(TOKENS, 4)
+    r.prefix.evict()
+    _, chain = r.prefix.tree.along(r.prefix.alphabet.encode([*TOKENS, 7]))
+    damaged = chain[-3] if len(chain) > 2 else chain[-1]
+    assert damaged.data is not None
+    assert damaged.data.serialized is not None
+    assert damaged.parent is not None
+    whole = damaged.parent.end
+    arrays = damaged.data.serialized.arrays
+    name = next(name for name in arrays if "attention.1" in name or name.startswith("1/2"))
+    damaged.data.serialized = SerializedSnapshot(
+        damaged.data.serialized.meta, {**arrays, name: arrays[name][..., :1].copy()}
+    )
+    assert r.peek([*TOKENS, 7]) == whole
+    assert [message for message in caplog.messages if "is dropped" in message]
+    r.check_books()
+
+
+def test_a_chain_comes_back_on_other_backends(other: ml.Backend, hybrid: str, calls: Mock) -> None:
+    setup = {name: value for name, value in ON_HOST.items() if name != "in_flight"}
+    r = Rig(conversing.ConversationSetup("hybrid", **setup), other, tiers=[HostTier()])
+    r.keep(TOKENS, 4)
+    for round_ in (1, 2):
+        r.prefix.evict()
+        assert r.peek([*TOKENS, 7]) == 41
+        assert calls.call_count == round_
+        r.check_books()
+    r.prefix.close()

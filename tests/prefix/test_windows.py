@@ -10,7 +10,7 @@ import pytest
 
 import kvcache
 from kvcache.offload.tiers import HostTier
-from kvcache.prefix import radix_tree
+from kvcache.prefix.radix_tree import RadixTree
 from kvcache.snapshots.snapshot import AttentionSnapshot, unwrapped_snapshot
 
 from .rigs import conversing
@@ -183,18 +183,18 @@ def test_one_state_is_restored_of_a_long_conversation(
     talk: Talk, cache: str, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many snapshots lie inside: one restore, and walks that grow with its length alone."""
-    compare, compared, restored = radix_tree.common_length, [0], [0]
+    match, compared, restored = RadixTree.match, [0], [0]
 
-    def counted(one: Any, other: Any) -> int:
-        compared[0] += min(one.size, other.size)
-        return compare(one, other)
+    def counted(tree: Any, tokens: Any, above: Any = None) -> Any:
+        compared[0] += tokens.size - (0 if above is None else above.end)
+        return match(tree, tokens, above)
 
     def took(call: Callable[[], Any]) -> tuple[int, Any]:
         compared[0] = 0
         found = call()
         return compared[0], found
 
-    monkeypatch.setattr(radix_tree, "common_length", counted)
+    monkeypatch.setattr(RadixTree, "match", counted)
     cost = []
     for count in (200, 400):
         r = talk(cache, 1 << 22, max_sequences=1, capacity=500, max_batch=8)
