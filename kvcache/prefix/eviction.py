@@ -17,13 +17,13 @@ __all__ = ["EvictionQueue", "Priority", "TenantQueue", "Usage", "priority_of"]
 
 N = TypeVar("N", bound=Hashable)
 Priority = tuple[int, ...]
-"""(pinned, priority, time of the last use, minus depth) in a tree: the smallest goes first."""
+"""(priority, time of the last use, minus depth) in a tree: the smallest goes first."""
 
 
 def priority_of(node: Node[TreeEntry]) -> Priority:
     """Where a node stands in the order of every tier."""
     held = node.data
-    return (0, 0, 0, 0) if held is None else (held.pins > 0, held.rank, held.used, -node.end)
+    return (0, 0, 0) if held is None else (held.rank, held.used, -node.end)
 
 
 class EvictionQueue(Generic[N]):

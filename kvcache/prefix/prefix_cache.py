@@ -196,7 +196,7 @@ class PrefixCache(Closing):
         different variants share nothing, whatever their salts; a salt cannot imitate a variant.
 
         ``retention`` says in which order ranges of it are evicted, and for how long that holds from when the
-        session closes; what is pinned (``pin``) goes after all of that.
+        session closes.
 
         At least one token is left to evaluate. Where the device fails to restore the prefix, all are, with a
         warning, and the prefix stays kept. Raises SessionLimitError if all sequences are in use,
@@ -271,18 +271,6 @@ class PrefixCache(Closing):
         self._check("longest")
         ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         return self._open.matcher.best(ids, int(ids.size) - 1).length if ids.size else 0
-
-    @one_thread
-    def pin(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
-        """Evict the kept part of this prefix last; returns its number of tokens."""
-        self._check("pin")
-        return self.tree.pin(self.alphabet.encode(tokens, Tenant.of(salt, shared, variant)), 1)
-
-    @one_thread
-    def unpin(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
-        """Undo one ``pin``."""
-        self._check("unpin")
-        return self.tree.pin(self.alphabet.encode(tokens, Tenant.of(salt, shared, variant)), -1)
 
     @one_thread
     def evict(self, nbytes: int | str | None = None) -> int:

@@ -231,7 +231,7 @@ class PrefixTree:
                 chain.add(each)
             kept: dict[str, Any] = {}
             if (old := node.data) is not None and not chain.add(node):
-                kept = {"pins": old.pins, "rank": old.rank, "grants": old.grants}
+                kept = {"rank": old.rank, "grants": old.grants}
                 self.drop(node)  # what it follows is gone
                 node = self.node_at(ids[: piece.end])
             is_new = node.data is None and node.parent is not None
@@ -343,23 +343,6 @@ class PrefixTree:
         match = self.radix_tree.match(ids, above)
         if match.nodes:
             self.usage.use(match.nodes[-1], whole=not match.inside)
-
-    def pin(self, ids: np.ndarray, change: int) -> int:
-        """Pin (1) or unpin (-1) what is kept of a prefix; returns how many tokens that is."""
-        match = self.radix_tree.match(ids)
-        if match.inside and self.divisible:  # it ends there when it is unpinned too
-            self._is_leaving(match.nodes[-1])
-            match = self.radix_tree.match(ids)
-            if match.inside:
-                self.node_at(ids[: match.length])
-                match = self.radix_tree.match(ids)
-        nodes = [node for node in match.nodes if node.end <= match.length and node.data is not None]
-        for node in nodes:
-            assert node.data is not None
-            node.data.pins = max(0, node.data.pins + change)
-            self.usage.reorder(node)
-            self.interior.note(node)
-        return nodes[-1].end if nodes else 0
 
     # From tier to tier.
 

@@ -47,7 +47,6 @@ class TreeEntry:
     stored: bool = False
     tried: int = -1
     """The last round of ``PrefixTree.write_through`` that was to write it."""
-    pins: int = 0
     users: int = 0
     """Sessions that go on from its end, and restorations of it under way."""
     restoring: int = 0

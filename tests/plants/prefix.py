@@ -166,7 +166,7 @@ BUGS: dict[str, list[Bug]] = {
     ],
     "tests/prefix/test_retention.py": [
         ("prefix.prefix_tree:priority_of", "the_lowest_priority_goes_first",
-         lambda f, n: (f(n)[0], 0, *f(n)[2:])),
+         lambda f, n: (0, *f(n)[1:])),
         ("prefix.retainer:Retainer.expire", "after_its_duration", NOTHING),
         ("prefix.retainer:merged", "what_leads_to_a_range", lambda f, one, other: other),
     ],
@@ -197,8 +197,7 @@ BUGS: dict[str, list[Bug]] = {
         ("offload.buffer_pool:Lender.take", "a_snapshot_that_is_read_later[recurrent]", lent_twice),
         ("prefix.matcher:PrefixMatcher.fill", "the_least_recently_used",
          without("prefix.prefix_tree:PrefixTree", "touch")),
-        ("prefix.prefix_tree:priority_of", "of_one_conversation_the", lambda f, n: (*f(n)[:3], -f(n)[3])),
-        ("prefix.prefix_tree:priority_of", "what_is_pinned_goes_last", lambda f, node: (False, *f(node)[1:])),
+        ("prefix.prefix_tree:priority_of", "of_one_conversation_the", lambda f, n: (*f(n)[:2], -f(n)[2])),
         ("prefix.evictor:Evictor.within_budgets", "budgets_are_kept_to_the_byte",
          lambda f, self: contextlib.nullcontext()),
         ("prefix.eviction:EvictionQueue.excess", "budgets_are_kept_to_the_byte",

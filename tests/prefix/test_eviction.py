@@ -22,12 +22,12 @@ class Entry:
     name: int
     used: int = 0
     depth: int = 0
-    pins: int = 0
+    rank: int = 0
     tenant: str = ""
 
 
-def priority(entry: Entry) -> tuple[bool, int, int]:
-    return entry.pins > 0, entry.used, -entry.depth
+def priority(entry: Entry) -> tuple[int, int, int]:
+    return entry.rank, entry.used, -entry.depth
 
 
 def ledger(budget: int | None = None) -> EvictionQueue[Entry]:
@@ -47,7 +47,7 @@ def test_any_changes_agree_with_sorting(seed: int) -> None:
             sizes[entry] = rnd.randrange(50)
             held.add(entry, sizes[entry])
         elif roll < 0.75:
-            entry.used, entry.pins = clock // 3, rnd.choice((0, 0, 0, 1))
+            entry.used, entry.rank = clock // 3, rnd.choice((0, 0, 0, 1))
             held.touch(entry)
         else:
             held.discard(entry)
