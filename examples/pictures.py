@@ -104,7 +104,6 @@ def prefix_tree(desk: Desk) -> Picture:
         prefix.flush()
         desk.say(prefix, f"{system}Tell me of Noah.").close()
         desk.say(prefix, f"{system}Tell me of Moses. And then?").close()
-        prefix.pin([ord(c) for c in system])
         desk.say(prefix, f"{system}Sing a song.")
         return render(prefix, lambda ids: "".join(map(chr, ids)))
 

@@ -128,7 +128,6 @@ REFUSED = {
     "serve --port {port} --name a\udcffb": r"serve: the model's name is 'a\udcffb'; it must be text",
     "serve --kv-events nowhere": "serve: --kv-events: nowhere cannot be used",
     "serve --backlog much": "--backlog='much'; it must be a number of bytes",
-    "serve --eviction-policy arc": "eviction_policy='arc'; it must be 'lru', 'gdsf'",
     "serve --model /no/such/folder": "kvcache: /no/such/folder: ",
     "serve --host no.such.host.invalid": "kvcache: serve: no.such.host.invalid:8000: no such address",
     "serve --port {port}": "is not available (Address already in use); choose another port, or 0",

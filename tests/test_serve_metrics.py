@@ -106,7 +106,7 @@ def test_tokens_are_counted_by_where_they_came_from(store: Failing) -> None:
 
 
 def test_a_tenant_that_may_keep_little_is_counted_and_keeps_it() -> None:
-    options = replace(OPTIONS, tenant_budget=TenantBudget(0, 0), eviction_policy="gdsf")
+    options = replace(OPTIONS, tenant_budget=TenantBudget(0, 0))
     with Worker(lambda: opened(options, [HostTier()])) as worker:
         app = app_of(worker)
         cached = [

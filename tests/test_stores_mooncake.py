@@ -19,9 +19,10 @@ from kvcache.stores import (
     StoreUnavailableError,
     StoreValueError,
 )
+from kvcache.stores.mooncake import client
+from kvcache.stores.mooncake import store as mooncake_store
 from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.connecting import LIMITS, set_limits
-from kvcache.stores.mooncake.outage import Outage
 from kvcache.stores.mooncake.staging import Staging
 from kvcache.stores.mooncake.transfer import HEADER
 from kvcache.testing.servers import wait_until
@@ -184,44 +185,41 @@ def test_caches_share_a_prefix_through_the_pool(place: MooncakePlace, numpy_back
 # What needs no pool.
 
 
-def test_after_a_failure_calls_are_refused_for_ever_longer_times_and_then_one_tries() -> None:
-    now = [0.0]
-    outage, waits = Outage(lambda: now[0]), []
-    assert outage.admit("get") is False
-    for _ in range(8):
-        for _ in range(3):  # calls that were under way together
-            outage.failed("the master does not answer")
-        with pytest.raises(
-            StoreUnavailableError, match=r"^get: the master does not answer; next attempt in \d+\.0 s$"
-        ):
-            outage.admit("get")
-        began = now[0]
-        while refused(outage):
-            now[0] += 0.5
-        waits.append(now[0] - began)
-        assert refused(outage), "of those that come when the time is over one asks"
-    assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
-    outage.over()
-    assert outage.admit("get") is False
-    outage.failed("gone")
-    now[0] += 1.0
-    assert outage.admit("get") is True, "after it has worked, the waiting begins anew"
-
-
 @pytest.mark.parametrize(("call", "answer"), [("size", None), ("remove", False)])
 def test_a_master_that_has_no_such_entry_has_answered(call: str, answer: object) -> None:
-    native, outage = Mock(), Outage()
-    native.get_size.return_value = native.remove.return_value = -704
-    outage.failed("the master does not answer")
-    assert getattr(Client(native, "here", outage), call)("a") is answer
-    assert outage.admit("get") is False
+    package = Mock()
+    package.get_size.return_value = package.remove.return_value = -704
+    assert getattr(Client(package, "here"), call)("a") is answer
 
 
-def refused(outage: Outage) -> bool:
-    try:
-        return not outage.admit("get")
-    except StoreUnavailableError:
-        return True
+def test_a_host_that_is_gone_is_a_miss_and_one_that_does_not_answer_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = Mock()
+    package.get_into_ranges.return_value = [[[-800]]]
+    assert Client(package, "here").read("a", [(0, 4, 0)]) is False
+    monkeypatch.setattr(client, "_SLOW", -1.0)
+    with pytest.raises(StoreUnavailableError, match=r"^read: a host of here could not be reached"):
+        Client(package, "here").read("a", [(0, 4, 0)])
+
+
+def test_after_a_failure_the_package_is_called_where_somebody_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package, knocks = Mock(), Mock(return_value="nobody listens")
+    package.batch_is_exist.side_effect = [[-900], [1], [1]]
+    monkeypatch.setattr(mooncake_store, "connect", lambda settings: package)
+    monkeypatch.setattr(mooncake_store, "knock", knocks)
+    with MooncakeStore("mooncake://127.0.0.1:1") as store:
+        with pytest.raises(StoreUnavailableError, match=r"^exists: .* does not answer \(-900\)"):
+            store.prefix(["a"])
+        for _ in range(2):
+            with pytest.raises(StoreUnavailableError, match=r"^prefix: nobody listens"):
+                store.prefix(["a"])
+        assert package.batch_is_exist.call_count == 1
+        knocks.return_value = None
+        assert store.prefix(["a"]) == store.prefix(["a"]) == 1
+        assert knocks.call_count == 3, "it has answered: nobody asks before the last call"
 
 
 def test_buffers_are_registered_once_and_unregistered_at_the_end() -> None:

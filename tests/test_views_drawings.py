@@ -37,7 +37,6 @@ def prefix_picture(numpy_backend: ml.Backend) -> PrefixPicture:
     with PrefixCache(bound(CausalCache(), numpy_backend), budget=4096, tiers=[HostTier(8192)]) as prefix:
         talk(prefix, numpy_backend, [1, 2, 3, 4, 5, 6]).close()
         talk(prefix, numpy_backend, [1, 2, 3, 7, 8]).close()
-        prefix.pin([1, 2, 3])
         talk(prefix, numpy_backend, [1, 2, 9, 10])
         return render(prefix, decode=lambda ids: f"{HOSTILE}{ids[0]}")
 
@@ -270,7 +269,7 @@ def test_hostile_text_stays_text(prefix_picture: PrefixPicture) -> None:
 
 def test_tables_say_everything_that_is_known_of_a_node(prefix_picture: PrefixPicture) -> None:
     words = " ".join(Page(prefix_picture.html()).words)
-    for said in ("Open sessions", "Nodes", "pinned", "leaves first", "[3, 6)", "1 used since", "3 snapshots"):
+    for said in ("Open sessions", "Nodes", "leaves first", "[3, 6)", "1 used since", "3 snapshots"):
         assert said in words
 
 
@@ -386,9 +385,9 @@ def test_a_page_tells_what_the_words_on_it_mean(
 ) -> None:
     page = prefix_picture.html()
     told = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
-    assert {"cell", "snapshot", "prefix tree", "tier", "node", "pinned"} <= set(told)
+    assert {"cell", "snapshot", "prefix tree", "tier", "node", "leaves first"} <= set(told)
     assert "checkpoint" not in told
-    assert "pinned" not in re.findall(r"<dt>(.*?)</dt>", drawn(numpy_backend).html())
+    assert "leaves first" not in re.findall(r"<dt>(.*?)</dt>", drawn(numpy_backend).html())
 
 
 def test_every_colour_of_ours_has_one_for_the_dark(numpy_backend: ml.Backend) -> None:

@@ -89,16 +89,14 @@ def test_tiers_beyond_host_memory(numpy_backend: ml.Backend) -> None:
         assert picture.tiers[3].note == "MemoryStore"
 
 
-def test_pins_order_of_use_and_what_leaves_first(prefix: PrefixCache, numpy_backend: ml.Backend) -> None:
+def test_order_of_use_and_what_leaves_first(prefix: PrefixCache, numpy_backend: ml.Backend) -> None:
     for tokens in ([1, 2], [3, 4], [5, 6]):
         talk(prefix, numpy_backend, tokens).close()
-    prefix.pin([1, 2])
     views = by_text(render(prefix))
-    assert [views[text].pins for text in ("1 2", "3 4", "5 6")] == [1, 0, 0]
-    assert [views[text].next_out for text in ("1 2", "3 4", "5 6")] == [False, True, False]
+    assert [views[text].next_out for text in ("1 2", "3 4", "5 6")] == [True, False, False]
     assert views["1 2"].idle > views["3 4"].idle > views["5 6"].idle == 0
-    talk(prefix, numpy_backend, [3, 4, 9]).close(keep=False)
-    assert by_text(render(prefix))["5 6"].next_out, "a hit makes 3 4 the last to go, and 1 2 is pinned"
+    talk(prefix, numpy_backend, [1, 2, 9]).close(keep=False)
+    assert by_text(render(prefix))["3 4"].next_out, "a hit makes 1 2 the last to go"
 
 
 def test_looking_is_no_use_and_copies_nothing(prefix: PrefixCache, numpy_backend: ml.Backend) -> None:
@@ -110,7 +108,7 @@ def test_looking_is_no_use_and_copies_nothing(prefix: PrefixCache, numpy_backend
 
     def state() -> Any:
         held = [
-            (id(node), id(node.data), node.data and (node.data.used, node.data.tier, node.data.pins))
+            (id(node), id(node.data), node.data and (node.data.used, node.data.tier, node.data.rank))
             for node in tree.radix_tree
         ]
         ledgers = [(len(ledger._heap), ledger.nbytes, len(ledger)) for ledger in (tree.device, tree.host)]  # type: ignore[union-attr]

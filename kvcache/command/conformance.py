@@ -75,14 +75,6 @@ def conformance(
         float,
         typer.Option(metavar="SECONDS", min=0, max=1e6, help="A test that takes longer fails. 0: no limit."),
     ] = 600.0,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            dir_okay=False,
-            help="A folder for results; tests that passed there are not run again.",
-        ),
-    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -104,7 +96,7 @@ def conformance(
             suite.packages, keyword or "", options,
             isolated=True, quick=brief, first=first, time_limit=time_limit,
         )  # fmt: skip
-        run = _run(backend, selection, resume, as_json or quiet, debug)
+        run = _run(backend, selection, as_json or quiet, debug)
         if as_json:
             print_json(record(run, selection))
         else:
@@ -145,15 +137,10 @@ def _opened_with(options: Mapping[str, str]) -> dict[str, Any]:
     return {**options, "dtype": ml.DType[dtype.upper()]}
 
 
-def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, debug: bool) -> Run:
+def _run(backend: str, selection: Selection, quiet: bool, debug: bool) -> Run:
     """What pytest prints is kept for an error, and shown with ``debug``."""
-    from ml.testing.results import NO_TESTS, CrashedError, load, resumed, run_suites
+    from ml.testing.results import NO_TESTS, CrashedError, load, run_suites
 
-    if resume is not None:
-        try:
-            resumed(resume, backend, selection.options)
-        except ValueError as error:
-            raise RunnerError(f"conformance: {error}") from error
     done = "before the first test"
     lines, since = None if quiet or draws(sys.stderr) else _Lines(), _Since()
     with (
@@ -161,7 +148,7 @@ def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, d
         (Path(folder) / "log").open("w+", encoding="utf-8", errors="replace") as log,
         bars_until_done(quiet) as bars,
     ):
-        path = (resume or Path(folder) / "results.jsonl").absolute()
+        path = Path(folder) / "results.jsonl"
 
         def told(count: int, total: int, failed: int, at: str) -> None:
             nonlocal done
@@ -177,14 +164,10 @@ def _run(backend: str, selection: Selection, resume: Path | None, quiet: bool, d
             bars.wait("collecting")
             code = run_suites(backend, path, selection, log, told)
         except KeyboardInterrupt:
-            again = f"; continue with --resume {resume}" if resume else ""
-            raise KeyboardInterrupt(f"interrupted {done}{again}") from None
+            raise KeyboardInterrupt(f"interrupted {done}") from None
         except CrashedError as error:
-            again = "; --resume FILE keeps what has passed" if error.test and resume is None else ""
             without = "; -k 'not TEST' leaves a test out" if error.test else ""
-            raise RunnerError(
-                f"conformance: {done}, {error}{again}{without}; --debug shows the output"
-            ) from error
+            raise RunnerError(f"conformance: {done}, {error}{without}; --debug shows the output") from error
         except RuntimeError as error:
             raise RunnerError(
                 f"conformance: pytest failed {done}: {_last(log)}; --debug shows the output"

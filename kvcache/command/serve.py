@@ -108,9 +108,6 @@ class Room:
         "256MiB"
     )
 
-    eviction_policy: Annotated[
-        str, typer.Option(help="Which prefixes go first: lru; gdsf: those seldom used and cheap to compute.")
-    ] = "lru"
     tenant_budget: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +129,6 @@ class Room:
             *sizes,
             context=self.context,
             block_size=self.block_size,
-            eviction_policy=self.eviction_policy,
             tenant_budget=TenantBudget(device or None, host or None) if self.tenant_budget else None,
             fetch="always" if self.always_fetch else "measured",
             read_ahead=parse_bytes(self.read_ahead, "--read-ahead"),

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcache.stores.back_off import BackOff
 from kvcache.stores.errors import StoreFullError, StoreReadOnlyError, StoreUnavailableError
 
 __all__ = ["READING", "WRITING", "Outages"]
@@ -22,9 +21,28 @@ FIRST, LONGEST = 0.5, 30.0
 
 @dataclass(slots=True)
 class _Outage:
+    """Nothing is tried before ``until``, then one call; if it fails, the ``wait`` doubles, up to ``LONGEST``.
+
+    A failure of calls that were under way already when the first one failed counts for nothing.
+    """
+
     since: float
-    back_off: BackOff
+    until: float
+    wait: float = FIRST
+    trying: bool = False
     spared: int = 0
+
+    def tries(self, now: float) -> bool:
+        """Whether a call is the one that tries again; others wait until it has answered, or ``LONGEST``."""
+        if now < self.until:
+            return False
+        self.until, self.trying = now + LONGEST, True
+        return True
+
+    def failed(self, now: float) -> None:
+        if self.trying:
+            self.wait, self.trying = min(2 * self.wait, LONGEST), False
+            self.until = now + self.wait
 
 
 @dataclass(slots=True)
@@ -53,7 +71,7 @@ class Outages:
             return True
         with self._lock:
             outage = self._out.get((id(store), way))
-            if outage is None or outage.back_off.tries(self._clock()):
+            if outage is None or outage.tries(self._clock()):
                 return True
             outage.spared += 1
             return False
@@ -62,21 +80,20 @@ class Outages:
         """Whether it is left alone at present; asking this is no attempt."""
         with self._lock:
             outage = self._out.get((id(store), way))
-            return outage is not None and self._clock() < outage.back_off.until
+            return outage is not None and self._clock() < outage.until
 
     def ask_again(self) -> None:
         """Ask every store at the next call, however long it was to be left alone."""
         with self._lock:
             for outage in self._out.values():
-                outage.back_off.until = min(outage.back_off.until, self._clock())
+                outage.until = min(outage.until, self._clock())
 
     def failed(self, store: object, way: str, error: StoreUnavailableError) -> None:
         """It could not be reached. One line of the log for each outage."""
         with self._lock:
             said = any((id(store), other) in self._out for other in (READING, WRITING))
             now = self._clock()
-            fresh = _Outage(now, BackOff(FIRST, LONGEST, now + FIRST))
-            self._out.setdefault((id(store), way), fresh).back_off.failed(now)
+            self._out.setdefault((id(store), way), _Outage(now, now + FIRST)).failed(now)
         if said:
             return
         if isinstance(error, StoreReadOnlyError):

@@ -42,7 +42,7 @@ class Evictor:
         while (over := self._tree.device.over()) is not None:
             self._tree.over_budget += 1
             if self._absorbed(over[0], tenant_of(over[0])) is None:
-                self._tree.offload(self._end_of(over[0], _tokens(*over)), ages=False)
+                self._tree.offload(self._end_of(over[0], _tokens(*over)))
         while (excess := self._tree.device.excess) and (node := self._tree.device.first()) is not None:
             if self._absorbed(node) is None:
                 self._tree.offload(self._end_of(node, _tokens(node, excess)))
@@ -149,7 +149,7 @@ class Evictor:
                 passed.append(node)
         for node in passed:
             if _holds_cells(node, part):
-                self._tree.usage.use(node, counts=False)
+                self._tree.usage.use(node)
             else:
                 self._tree.offload(node)
         return found

@@ -107,7 +107,7 @@ def _span(node: Node[TreeEntry]) -> int | None:
         return None
     (child,) = node.children.values()
     below = child.data
-    asked_for = held.pins or held.users or held.grants not in ((), DEFAULT) or held.rank != DEFAULT_PRIORITY
+    asked_for = held.users or held.grants not in ((), DEFAULT) or held.rank != DEFAULT_PRIORITY
     if below is None or not child.children or asked_for:
         return None
     on_device = held.snapshot is not None and below.snapshot is not None

@@ -41,7 +41,6 @@ from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.events import BlockEvents, EventBatch
-from kvcache.prefix.eviction_policy import PrefixEvictionPolicy, policy_of
 from kvcache.prefix.evictor import Evictor
 from kvcache.prefix.open_sessions import OpenSessions
 from kvcache.prefix.prefix_tree import PrefixTree
@@ -87,10 +86,8 @@ class PrefixCache(Closing):
     attention layers; stored content with other shapes is corrupt. None: the shapes of the cache, which an
     unused cache learns from the first serialized snapshot that it restores.
 
-    ``eviction_policy`` is "lru", "gdsf" (``kvcache.prefix.eviction_policy.GDSF``: what is dear to compute and
-    often used stays longer), or any other PrefixEvictionPolicy. ``tenant_budget`` limits what is kept for
-    each tenant (the ``salt`` of ``begin``): one TenantBudget for all, or a function of the salt
-    (None: no limit).
+    ``tenant_budget`` limits what is kept for each tenant (the ``salt`` of ``begin``): one TenantBudget for
+    all, or a function of the salt (None: no limit).
 
     ``break_even`` says when a store is not asked, as computing is faster (None: a new one, which asks as long
     as nobody tells it by ``break_even.computed`` how long passes over prompts take). ``read_ahead`` limits
@@ -116,7 +113,6 @@ class PrefixCache(Closing):
         backlog: int = 256 << 20,
         in_flight: int = 256 << 20,
         layers: Layers | None = None,
-        eviction_policy: str | PrefixEvictionPolicy = "lru",
         tenant_budget: TenantBudget | Callable[[str], TenantBudget | None] | None = None,
         break_even: BreakEven | None = None,
         read_ahead: int = 256 << 20,
@@ -148,8 +144,7 @@ class PrefixCache(Closing):
         worker = OffloadWorker(cache.backend, in_flight) if in_flight and tiers else None
         self.break_even = break_even or BreakEven()
         store = StoreTier(stores, backlog, cache.backend, self.break_even) if stores else None
-        policy, limits = policy_of(eviction_policy), _limits(tenant_budget)
-        self.tree = PrefixTree(cache, budget, host, store, keys, worker, policy, limits)
+        self.tree = PrefixTree(cache, budget, host, store, keys, worker, _limits(tenant_budget))
         self.alphabet = self.tree.alphabet
         self.evictor = Evictor(self.tree)
         ahead = store is not None and read_ahead and store.reads_ahead
@@ -201,7 +196,7 @@ class PrefixCache(Closing):
         different variants share nothing, whatever their salts; a salt cannot imitate a variant.
 
         ``retention`` says in which order ranges of it are evicted, and for how long that holds from when the
-        session closes; what is pinned (``pin``) goes after all of that.
+        session closes.
 
         At least one token is left to evaluate. Where the device fails to restore the prefix, all are, with a
         warning, and the prefix stays kept. Raises SessionLimitError if all sequences are in use,
@@ -276,18 +271,6 @@ class PrefixCache(Closing):
         self._check("longest")
         ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         return self._open.matcher.best(ids, int(ids.size) - 1).length if ids.size else 0
-
-    @one_thread
-    def pin(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
-        """Evict the kept part of this prefix last; returns its number of tokens."""
-        self._check("pin")
-        return self.tree.pin(self.alphabet.encode(tokens, Tenant.of(salt, shared, variant)), 1)
-
-    @one_thread
-    def unpin(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
-        """Undo one ``pin``."""
-        self._check("unpin")
-        return self.tree.pin(self.alphabet.encode(tokens, Tenant.of(salt, shared, variant)), -1)
 
     @one_thread
     def evict(self, nbytes: int | str | None = None) -> int:

@@ -20,27 +20,23 @@ from typing import Any
 import numpy as np
 
 from kvcache.cache import SequenceLostError, SnapshotCache
-from kvcache.offload.eviction import Priority
 from kvcache.offload.tiers import HostTier, StoreTier
 from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.events import BlockEvents
-from kvcache.prefix.eviction_policy import PrefixEvictionPolicy
+from kvcache.prefix.eviction import TenantQueue, Usage, priority_of
 from kvcache.prefix.interior import InteriorSnapshots
 from kvcache.prefix.radix_tree import Node, RadixTree
 from kvcache.prefix.store_writer import StoreWriter
-from kvcache.prefix.tenant_budget import TenantBudget, TenantQueue
+from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.prefix.tree_entry import (
     Chain,
     TreeEntry,
     chain_of,
-    host_priority,
     is_present,
-    priority_of,
     span_of,
     tenant_of,
 )
-from kvcache.prefix.usage import Usage, age
 from kvcache.prefix.windows import WindowCells
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
@@ -63,22 +59,19 @@ class PrefixTree:
         store: StoreTier | None,
         keys: Keys,
         worker: OffloadWorker | None,
-        policy: PrefixEvictionPolicy,
         limits: Callable[[str], TenantBudget | None] | None,
     ) -> None:
         """``worker``: copies what leaves the device; None: it is copied by who offloads it.
 
-        ``policy`` orders what goes first, ``limits`` gives a tenant's budget (None: no limit).
+        ``limits`` gives a tenant's budget (None: no limit).
         """
         self.cache, self.store, self.keys, self.worker = cache, store, keys, worker
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()
         self._limits = limits
-        self.device = self._queue(budget, priority_of, lambda limit: limit.device)
-        self.host = (
-            None if host is None else self._queue(host.budget, host_priority, lambda limit: limit.host)
-        )
-        self.usage = Usage(policy, self.device, self.host, store is not None)
+        self.device = self._queue(budget, lambda limit: limit.device)
+        self.host = None if host is None else self._queue(host.budget, lambda limit: limit.host)
+        self.usage = Usage(self.device, *([] if self.host is None else [self.host]))
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.interior = InteriorSnapshots(not self.divisible and store is None)
         self.windows = WindowCells(cache)
@@ -97,15 +90,12 @@ class PrefixTree:
         self._events: BlockEvents | None = None
 
     def _queue(
-        self,
-        budget: int | None,
-        priority: Callable[[Node[TreeEntry]], Priority],
-        part: Callable[[TenantBudget], int | None],
+        self, budget: int | None, part: Callable[[TenantBudget], int | None]
     ) -> TenantQueue[Node[TreeEntry]]:
         limits = self._limits
         return TenantQueue(
             budget,
-            priority,
+            priority_of,
             tenant_of,
             lambda tenant: None if limits is None else part(limits(tenant) or TenantBudget()),
         )
@@ -213,7 +203,7 @@ class PrefixTree:
                 chain.add(each)
             kept: dict[str, Any] = {}
             if (old := node.data) is not None and not chain.add(node):
-                kept = {"pins": old.pins, "rank": old.rank, "grants": old.grants}
+                kept = {"rank": old.rank, "grants": old.grants}
                 self.drop(node)  # what it follows is gone
                 node = self.node_at(ids[: piece.end])
             is_new = node.data is None and node.parent is not None
@@ -280,9 +270,9 @@ class PrefixTree:
         self._changed(upper, node)
         stored = held.stored and at % self.keys.block_size == 0
         upper.data = replace(held, stored=stored, watched=math.inf)  # what it holds is parted below
-        upper.data.end_used, upper.data.end_uses, upper.data.end_scores = held.used, held.uses, held.scores
+        upper.data.end_used = held.used
         self.parted += [upper] if held.grants else []
-        held.begin, held.used, held.uses, held.scores = at, held.end_used, held.end_uses, held.end_scores
+        held.begin, held.used = at, held.end_used
         if writing is not None and held.store_write is not None:
             upper.data.writing, held.writing = writing
             held.store_write.parted.append(upper)
@@ -329,34 +319,12 @@ class PrefixTree:
         if match.nodes:
             self.usage.use(match.nodes[-1], whole=not match.inside)
 
-    def pin(self, ids: np.ndarray, change: int) -> int:
-        """Pin (1) or unpin (-1) what is kept of a prefix; returns how many tokens that is."""
-        match = self.radix_tree.match(ids)
-        if match.inside and self.divisible:  # it ends there when it is unpinned too
-            self._is_leaving(match.nodes[-1])
-            match = self.radix_tree.match(ids)
-            if match.inside:
-                self.node_at(ids[: match.length])
-                match = self.radix_tree.match(ids)
-        nodes = [node for node in match.nodes if node.end <= match.length and node.data is not None]
-        for node in nodes:
-            assert node.data is not None
-            node.data.pins = max(0, node.data.pins + change)
-            self.usage.reorder(node)
-            self.interior.note(node)
-        return nodes[-1].end if nodes else 0
-
     # From tier to tier.
 
-    def offload(self, node: Node[TreeEntry], ages: bool = True) -> None:
-        """Move a snapshot from the device to the next tier, or drop it where there is none.
-
-        ``ages``: it was worth the least of all, and so the tier ages.
-        """
+    def offload(self, node: Node[TreeEntry]) -> None:
+        """Move a snapshot from the device to the next tier, or drop it where there is none."""
         held = node.data
         assert held is not None
-        if ages:
-            age(self.device, held, held.scores[0])
         if held.serialized is None and held.leaving is None and self._is_wanted(node, held):
             if held.writing is not None and held.store_write is not None and not held.store_write.parted:
                 self._keep_on_host(node, held.writing)  # it is in host memory as it is
@@ -453,7 +421,7 @@ class PrefixTree:
             return
         while (found := self.host.over()) is not None:
             self.over_budget += 1
-            self._leave_host(found[0], ages=False)
+            self._leave_host(found[0])
         while self.host.excess and (other := self.host.first()) is not None:
             self._leave_host(other)
 
@@ -464,12 +432,10 @@ class PrefixTree:
         except SequenceLostError:
             return None
 
-    def _leave_host(self, node: Node[TreeEntry], ages: bool = True) -> None:
+    def _leave_host(self, node: Node[TreeEntry]) -> None:
         held = node.data
         assert held is not None
         assert self.host is not None
-        if ages:
-            age(self.host, held, held.scores[1])
         if held.serialized is not None:
             self._write(node, held.serialized)
         elif self.store is None or held.stored:

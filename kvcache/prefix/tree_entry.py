@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvcache.offload.eviction import Priority
 from kvcache.offload.tiers import StoreWrite
 from kvcache.offload.worker import OffloadJob
 from kvcache.prefix.events import DEVICE, HOST, STORAGE
@@ -23,19 +22,12 @@ __all__ = [
     "TreeEntry",
     "chain_of",
     "content_of",
-    "higher",
-    "host_priority",
     "in_cells",
     "is_present",
     "is_restored",
-    "priority_of",
     "span_of",
     "tenant_of",
 ]
-
-
-Scores = tuple[float, float]
-"""What an entry is worth on the device and in host memory, as the eviction policy has it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +47,6 @@ class TreeEntry:
     stored: bool = False
     tried: int = -1
     """The last round of ``StoreWriter.write_all`` that was to write it."""
-    pins: int = 0
     users: int = 0
     """Sessions that go on from its end, and restorations of it under way."""
     restoring: int = 0
@@ -70,12 +61,8 @@ class TreeEntry:
     """Of the snapshot, in the tier where it was last kept."""
     used: int = 0
     """The time of its last use, on the tree's clock."""
-    uses: int = 0
-    scores: Scores = (0.0, 0.0)
     end_used: int = 0
     """That of the end of its edge: later prompts may have parted from it before."""
-    end_uses: int = 0
-    end_scores: Scores = (0.0, 0.0)
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -119,22 +106,8 @@ def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
     return begin, end
 
 
-def priority_of(node: Node[TreeEntry], tier: int = 0) -> Priority:
-    """Where a node stands in the order of a tier: 0 the device, 1 host memory."""
-    held = node.data
-    return (0, 0, 0, 0) if held is None else (held.pins > 0, held.rank, held.scores[tier], -node.end)
-
-
-def host_priority(node: Node[TreeEntry]) -> Priority:
-    return priority_of(node, tier=1)
-
-
 def tenant_of(node: Node[TreeEntry]) -> str:
     return "" if node.data is None else node.data.tenant
-
-
-def higher(one: Scores, other: Scores) -> Scores:
-    return max(one[0], other[0]), max(one[1], other[1])
 
 
 def content_of(held: TreeEntry) -> Snapshot | SerializedSnapshot:

@@ -10,9 +10,9 @@ import logging
 from typing import Any
 
 from kvcache.caches.wrapper import unwrapped
-from kvcache.offload.eviction import Priority
+from kvcache.prefix.eviction import Priority, priority_of
 from kvcache.prefix.radix_tree import Node
-from kvcache.prefix.tree_entry import TreeEntry, is_restored, priority_of
+from kvcache.prefix.tree_entry import TreeEntry, is_restored
 from kvcache.snapshots.snapshot import Snapshot, unwrapped_snapshot
 
 __all__ = ["WindowCells", "part_of"]

@@ -132,7 +132,6 @@ class Engine(Closing):
                 block_size=options.block_size,
                 interval=options.interval,
                 layers=model.config.cached_layers,
-                eviction_policy=options.eviction_policy,
                 tenant_budget=options.tenant_budget,
                 break_even=BreakEven(always=options.fetch == "always"),
                 read_ahead=options.read_ahead,

@@ -8,7 +8,6 @@ from typing import Literal, get_args
 
 import ml
 from kvcache.cache import CacheDType
-from kvcache.prefix.eviction_policy import PrefixEvictionPolicy
 from kvcache.prefix.tenant_budget import TenantBudget
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError, check_whole
@@ -30,7 +29,7 @@ class EngineOptions:
     others need less. ``budget`` bounds the bytes of kept snapshots on the device, those in the cache's own
     cells too (None: twice what the cache takes); ``interval`` and ``block_size`` are as PrefixCache has them:
     entries of stores, and blocks that events tell of, have ``block_size`` tokens, and keys depend on it.
-    ``eviction_policy``, ``tenant_budget``, ``read_ahead`` and ``backlog`` are PrefixCache's, too, as is
+    ``tenant_budget``, ``read_ahead`` and ``backlog`` are PrefixCache's, too, as is
     ``write_through``: each answer is written to the stores when it ends, by a thread.
 
     ``fetch``: "measured" asks a store where fetching beats computing, by what both took so far
@@ -45,7 +44,6 @@ class EngineOptions:
     budget: int | None = None
     interval: int = 512
     block_size: int = 128
-    eviction_policy: str | PrefixEvictionPolicy = "lru"
     tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None
     fetch: Fetch = "measured"
     read_ahead: int = 256 << 20

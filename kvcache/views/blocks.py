@@ -125,7 +125,6 @@ class NodeView:
     "writing" (on its way to a store), "store"."""
     nbytes: int
     """Of the nearest; 0 where only a store has it, or nothing does."""
-    pins: int = 0
     age: float = 0.0
     """Seconds since it was made."""
     idle: int = 0

@@ -39,7 +39,6 @@ _WORDS: Mapping[str, str] = {
     "prefix in it",
     "node": "a run of tokens in the prefix tree, and where its keys and values are stored",
     "tier": "a place for snapshots: the cache's own cells, host memory, a store",
-    "pinned": "evicted last",
     "leaves first": "what the device would evict next",
     "found there": "tokens of a prompt that did not have to be computed",
     "state": "the fixed-size memory of a recurrent layer",

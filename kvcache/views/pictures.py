@@ -363,7 +363,7 @@ def _tier_text(tier: TierView) -> str:
 
 
 def _facts(node: NodeView, ages: bool = True, span: bool = True) -> str:
-    """'12 tokens, [0, 12), 3.0 KiB, 5 s old, pinned, leaves first'."""
+    """'12 tokens, [0, 12), 3.0 KiB, 5 s old, leaves first'."""
     found = [counted(node.tokens, "token")]
     found += [f"[{node.begin}, {node.end})"] if span else []
     if not node.tiers:
@@ -371,7 +371,6 @@ def _facts(node: NodeView, ages: bool = True, span: bool = True) -> str:
     found += [bytes_text(node.nbytes)] if node.nbytes else []
     found += [f"{age_text(node.age)} old"] if ages else []
     found += [f"{node.idle:,} used since"] if ages and node.idle else []
-    found += ["pinned" if node.pins == 1 else f"pinned {node.pins} times"] if node.pins else []
     found += ["leaves first"] if node.next_out else []
     return ", ".join(found)
 

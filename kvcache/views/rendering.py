@@ -148,9 +148,7 @@ class _Look:
         age = max(0.0, self.now - held.since)
         later = len(self.uses) - bisect.bisect_right(self.uses, held.used)
         tiers, nbytes, first = _tiers_of(held), _bytes_of(held), node is self.first
-        return NodeView(
-            parent, depth, node.begin, node.end, text, tiers, nbytes, held.pins, age, later, first, hidden
-        )
+        return NodeView(parent, depth, node.begin, node.end, text, tiers, nbytes, age, later, first, hidden)
 
 
 def _tiers_of(held: TreeEntry) -> tuple[str, ...]:

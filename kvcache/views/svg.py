@@ -337,8 +337,6 @@ def _node(canvas: Canvas, node: NodeView, facts: str, end: int, above: dict[int,
     width = max(2.0, node.tokens * scale)
     left = min(_TREE + node.begin * scale, WIDTH - 8 - width)
     canvas.rect(left, y + 4, width, 10, tier_color(node.tier), tip)
-    if node.pins:
-        canvas.rect(left, y + 1, width, 2, INK, "pinned")
     canvas.text(_TREE, y + 26, fitted(facts, WIDTH - _TREE), "dim small")
     canvas.y += _ROW
 

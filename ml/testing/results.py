@@ -1,8 +1,7 @@
 """Running the shipped suites on a backend in a process of its own, and what each test of them came to.
 
 In pytest, ``-p ml.testing.results --ml-results=FILE`` keeps a record: a line of JSON for the backend, one for
-how many tests a run is of, and for each test one when it begins and one when it is done. Where FILE is there
-already, tests that it has are not run again, but for those that failed.
+how many tests a run is of, and for each test one when it begins and one when it is done.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Result(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The results of one backend; of the ``tests`` of the last run ``unfinished`` are not among them."""
+    """The results of one backend; of its ``tests`` ``unfinished`` are not among them."""
 
     name: str
     version: str
@@ -123,31 +122,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Collector:
-    """Adds a line for every test to the record in ``path``."""
+    """Makes a record in ``path``, with a line for every test."""
 
     def __init__(self, path: Path, backend: str, options: Mapping[str, str]) -> None:
         self.path = path
-        self.done: set[str] = set()
         self.tests: dict[str, tuple[str, str, list[str]]] = {}
         self.outcomes: dict[str, tuple[list[str], str, str]] = {}
-        try:
-            record = resumed(path, backend, options)
-        except ValueError as error:
-            raise pytest.UsageError(str(error)) from None
-        if record is None:
-            self._add(_head(backend, options))
-            return
-        self.done = {name for name, result in record.results.items() if result.outcome != "FAIL"}
-        with path.open("r+b") as file:
-            file.truncate(record.offset)  # of a line that was being written, nothing stays
+        path.write_bytes(b"")
+        self._add(_head(backend, options))
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        left = [item for item in items if item.nodeid not in self.done]
-        self._add({"tests": len(items), "left": len(left)})
-        if len(left) < len(items):
-            config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.done])
-            items[:] = left
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self._add({"tests": len(items)})
         for item in items:
             function, callspec = getattr(item, "function", None), getattr(item, "callspec", None)
             name = getattr(function, "__name__", item.name)
@@ -214,10 +200,9 @@ def run_suites(
 ) -> int:
     """Run the suites on a backend in a process of its own, which keeps its results in ``path``.
 
-    What is in ``path`` already is not run again. What pytest prints goes to ``log`` (None: this process's
-    stderr). Returns pytest's exit code where it left results: 0, 1 (tests failed), or NO_TESTS. CrashedError
-    when the process is killed or ends in the middle of a test, RuntimeError when pytest itself fails.
-    Whatever is raised, the process is over.
+    What pytest prints goes to ``log`` (None: this process's stderr). Returns pytest's exit code where it left
+    results: 0, 1 (tests failed), or NO_TESTS. CrashedError when the process is killed or ends in the middle
+    of a test, RuntimeError when pytest itself fails. Whatever is raised, the process is over.
     """
     fixed = f"--ml-backend={name} --ml-results={path} -q --tb=short -p no:cacheprovider -p no:xdist".split()
     selection = selection or Selection()
@@ -269,7 +254,7 @@ def _followed(process: subprocess.Popen[Any], path: Path, progress: Progress) ->
             code = process.wait(_POLL_S)
         record.read()
         failed = sum(result.outcome == "FAIL" for result in record.results.values())
-        progress(record.tests - record.left, record.tests, failed, record.running or record.last)
+        progress(len(record.results), record.tests, failed, record.running or record.last)
         if code is not None:
             return code
 
@@ -291,7 +276,7 @@ class _Record:
         self.path, self.offset = path, 0
         self.head: dict[str, Any] = {}
         self.results: dict[str, Result] = {}
-        self.tests = self.left = 0
+        self.tests = 0
         self.running, self.began = "", 0.0
         """The test that has begun and not ended, and when it did; seconds since the epoch."""
         self.last = ""
@@ -315,11 +300,11 @@ class _Record:
     def _take(self, line: Any) -> None:
         if isinstance(line, list) and self.head:
             self.results[line[0]] = result = Result(*line[1:])
-            self.running, self.last, self.left = "", result.area, self.left - 1
+            self.running, self.last = "", result.area
         elif isinstance(line, dict) and "running" in line and self.head:
             self.running, self.began = line["running"], line["began"]
-        elif isinstance(line, dict) and "left" in line and self.head:
-            self.running, self.tests, self.left = "", line["tests"], line["left"]
+        elif isinstance(line, dict) and "tests" in line and self.head:
+            self.tests = line["tests"]
         elif isinstance(line, dict) and line.keys() == {"backend", "version", "options"}:
             self.head = line
         else:
@@ -335,26 +320,12 @@ def _head(backend: str, options: Mapping[str, str]) -> dict[str, Any]:
     return {"backend": backend, "version": version, "options": dict(sorted(options.items()))}
 
 
-def resumed(path: Path, backend: str, options: Mapping[str, str]) -> _Record | None:
-    """The record that a run on this backend goes on with; None where there is none.
-
-    Raises ValueError for a file that keeps something else: another backend's results, another version's.
-    """
-    if not path.exists() or not path.stat().st_size:
-        return None
-    record, head = _Record(path), _head(backend, options)
-    record.read()
-    if record.head != head:
-        found, asked = (json.dumps(one) for one in (record.head, head))
-        raise ValueError(f"{path} keeps results of {found}, not of {asked}; name another file")
-    return record
-
-
 def load(path: Path) -> Run:
-    """What runs have kept there; of a test that was run twice, the later result."""
+    """What a run has kept there."""
     record = _Record(path)
     record.read()
     if not record.head:
         raise ValueError(f"{path} keeps no results of the suites: it is empty")
     name, version = record.head["backend"], record.head["version"]
-    return Run(name, version, tuple(record.results.values()), record.tests, record.left)
+    results = tuple(record.results.values())
+    return Run(name, version, results, record.tests, record.tests - len(results))

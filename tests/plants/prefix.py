@@ -19,9 +19,9 @@ def failures_not_caught(f: Any, self: Any, *args: Any) -> Any:
     return LookUp(max(named("offload.tiers:_longest")(store, *args) for store in self.stores), 0)
 
 
-def what_leads_there_not_used(f: Any, self: Any, last: Any, whole: bool = True, counts: bool = True) -> None:
+def what_leads_there_not_used(f: Any, self: Any, last: Any, whole: bool = True) -> None:
     above, last.parent = last.parent, None
-    f(self, last, whole, counts)
+    f(self, last, whole)
     last.parent = above
 
 
@@ -170,23 +170,20 @@ BUGS: dict[str, list[Bug]] = {
     ],
     "tests/prefix/test_retention.py": [
         ("prefix.prefix_tree:priority_of", "the_lowest_priority_goes_first",
-         lambda f, n: (f(n)[0], 0, *f(n)[2:])),
+         lambda f, n: (0, *f(n)[1:])),
         ("prefix.retainer:Retainer.expire", "after_its_duration", NOTHING),
         ("prefix.retainer:merged", "what_leads_to_a_range", lambda f, one, other: other),
     ],
-    "tests/prefix/test_eviction_policies.py": [
-        ("prefix.usage:Usage.use", "whatever_the_policy_says", what_leads_there_not_used),
-        ("prefix.prefix_tree:age", "what_was_used_often_long_ago", NOTHING),
-        ("prefix.eviction_policy:GDSF.score", "what_is_dear_to_compute",
-         lambda f, self, use: f(self, replace(use, begin=0, end=use.end - use.begin))),
-        ("prefix.usage:Usage.use", "a_use_tells_where",
-         lambda f, self, last, whole=True, counts=True: f(self, last, whole, False)),
+    "tests/prefix/test_eviction.py": [
+        ("prefix.eviction:Usage.use", "what_leads_somewhere", what_leads_there_not_used),
+    ],
+    "tests/prefix/test_tenant_budgets.py": [
         ("prefix.alphabet:Alphabet.tenant_of", "what_everyone_shares",
          lambda f, self, ids: (f(self, ids)[0], 0)),
         ("prefix.prefix_tree:tenant_of", "a_tenant_over_its_budget", always("")),
-        ("prefix.tenant_budget:TenantQueue.over", "a_tenant_over_its_budget",
+        ("prefix.eviction:TenantQueue.over", "a_tenant_over_its_budget",
          lambda f, self: (found := f(self)) and (self.first(), found[1])),
-        ("prefix.tenant_budget:TenantQueue.fits", "what_a_tenant_may_never_have", always(True)),
+        ("prefix.eviction:TenantQueue.fits", "what_a_tenant_may_never_have", always(True)),
     ],
     "tests/prefix/test_break_even.py": [
         ("offload.break_even:LEAST", "short_passes", Put(1)),
@@ -204,20 +201,19 @@ BUGS: dict[str, list[Bug]] = {
         ("offload.buffer_pool:Lender.take", "a_snapshot_that_is_read_later[recurrent]", lent_twice),
         ("prefix.matcher:PrefixMatcher.fill", "the_least_recently_used",
          without("prefix.prefix_tree:PrefixTree", "touch")),
-        ("prefix.prefix_tree:priority_of", "of_one_conversation_the", lambda f, n: (*f(n)[:3], -f(n)[3])),
-        ("prefix.prefix_tree:priority_of", "what_is_pinned_goes_last", lambda f, node: (False, *f(node)[1:])),
+        ("prefix.prefix_tree:priority_of", "of_one_conversation_the", lambda f, n: (*f(n)[:2], -f(n)[2])),
         ("prefix.evictor:Evictor.within_budgets", "budgets_are_kept_to_the_byte",
          lambda f, self: contextlib.nullcontext()),
-        ("offload.eviction:EvictionQueue.excess", "budgets_are_kept_to_the_byte",
+        ("prefix.eviction:EvictionQueue.excess", "budgets_are_kept_to_the_byte",
          prop(lambda self: 0 if self.budget is None else max(0, self.nbytes - self.budget - 1))),
-        ("offload.eviction:EvictionQueue.discard", "budgets_are_kept_to_the_byte",
+        ("prefix.eviction:EvictionQueue.discard", "budgets_are_kept_to_the_byte",
          lambda f, self, entry: self._sizes.pop(id(entry), None)),
         ("prefix.evictor:Evictor._end_of", "the_end_of_an_edge_goes", lambda f, self, node, tokens: node),
         ("prefix.evictor:_frees", "what_an_open_session_uses", like("prefix.evictor:_holds_cells")),
         ("prefix.evictor:Evictor._next_freeing", "what_an_eviction_costs", all_looked_at),
         ("prefix.evictor:_holds_cells", "what_was_copied_out_of_the_cache", always(True)),
-        ("prefix.usage:Usage.use", "the_end_of_an_edge_is_no_newer",
-         lambda f, self, last, whole=True, counts=True: f(self, last)),
+        ("prefix.eviction:Usage.use", "the_end_of_an_edge_is_no_newer",
+         lambda f, self, last, whole=True: f(self, last)),
         ("offload.worker:serialize", "a_parted_edges_snapshots", halves_that_keep_the_whole),
         ("prefix.prefix_tree:PrefixTree.split", "an_edge_that_cannot_be_parted", parted_before_its_snapshot),
         ("prefix.prefix_tree:PrefixTree.settle", "writing_through_waits", stored_content_forgotten),

@@ -39,7 +39,7 @@ LONGEST = 30
 ERRORS = (StoreUnavailableError, StoreFullError, SnapshotCorruptError)
 IDENTITY = {"model": "digests"}
 ONE = ConversationSetup().token_bytes
-MANAGED = ("evict", "evict all", "flush", "write", "clear", "pin", "unpin", "defrag")
+MANAGED = ("evict", "evict all", "flush", "write", "clear", "defrag")
 UNLIKE = ("", "", "", "salt", "identity", "dtype", "block_size")
 
 
@@ -330,7 +330,7 @@ class Conversations(Machine):
 
     @rule(how=st.sampled_from(MANAGED), a=number, b=number)
     def manage(self, how: str, a: int, b: int) -> None:
-        prefix, tokens = self.rig.prefix, self.past[a % len(self.past)]
+        prefix = self.rig.prefix
         if how.startswith("evict"):
             prefix.evict(None if how == "evict all" else a % 4000)
             assert how == "evict" or not prefix.nbytes["device"]
@@ -345,12 +345,11 @@ class Conversations(Machine):
             assert not any(prefix.nbytes.values())
             if not self.live:
                 self.rig.check_empty()
-        elif how == "defrag":
+        else:
+            assert how == "defrag"
             for _, part, cache in self.rig.parts_of():
                 if not part.encoder:
                     getattr(cache, "attention", cache).defrag()
-        else:
-            getattr(prefix, how)(tokens[: b % (len(tokens) + 1)])
 
     def _flush(self) -> None:
         """All is written, once, and nothing is under way."""

@@ -1,4 +1,4 @@
-"""The order in which a tier lets go, and its account of bytes, against sorting."""
+"""The order in which a tier lets go, and its account of bytes, against sorting; of a tree, by last use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvcache.offload.eviction import EvictionQueue
-from kvcache.prefix.tenant_budget import TenantQueue
+from kvcache import HostTier
+from kvcache.prefix.eviction import EvictionQueue, TenantQueue
+from kvcache.stores import MemoryStore
+
+from .rigs.conversing import SOME, ConversationSetup, Talk, longest, room
+
+TOKEN = ConversationSetup().token_bytes
 
 
 @dataclass(eq=False)
@@ -17,12 +22,12 @@ class Entry:
     name: int
     used: int = 0
     depth: int = 0
-    pins: int = 0
+    rank: int = 0
     tenant: str = ""
 
 
-def priority(entry: Entry) -> tuple[bool, int, int]:
-    return entry.pins > 0, entry.used, -entry.depth
+def priority(entry: Entry) -> tuple[int, int, int]:
+    return entry.rank, entry.used, -entry.depth
 
 
 def ledger(budget: int | None = None) -> EvictionQueue[Entry]:
@@ -42,7 +47,7 @@ def test_any_changes_agree_with_sorting(seed: int) -> None:
             sizes[entry] = rnd.randrange(50)
             held.add(entry, sizes[entry])
         elif roll < 0.75:
-            entry.used, entry.pins = clock // 3, rnd.choice((0, 0, 0, 1))
+            entry.used, entry.rank = clock // 3, rnd.choice((0, 0, 0, 1))
             held.touch(entry)
         else:
             held.discard(entry)
@@ -90,3 +95,32 @@ def test_touching_without_end_takes_no_more_memory_than_the_entries() -> None:
         held.touch(entries[clock % 10])
     assert len(held._heap) <= 64 + 4 * 10 + 1
     assert held.first() is entries[0]
+
+
+def test_the_least_recently_used_goes_however_often_it_was_used(talk: Talk) -> None:
+    r = talk(options={"block_size": 4, "interval": 8})
+    one, two = [*range(100, 120)], [*range(200, 220)]
+    for prompt in (one, one, one, two):
+        r.keep(prompt)
+    room(r, 20)
+    assert longest(r, one, two) == [0, 20]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("cache", ["causal", *SOME[1:]])
+def test_what_leads_somewhere_was_used_no_earlier_and_stays(talk: Talk, cache: str, seed: int) -> None:
+    rnd = random.Random(seed)
+    tiers = [[], [HostTier(rnd.choice((200, 2000)) * TOKEN)], [HostTier(500 * TOKEN), MemoryStore()]][seed]
+    r = talk(cache, 60 * TOKEN, tiers, options={"block_size": 4, "interval": 8})
+    for _ in range(40):
+        prompt = [1, 2, 3] * rnd.randint(0, 2) + rnd.choices((4, 5, 6), k=rnd.randint(1, 12))
+        r.keep(prompt, rnd.choice((3, 1000)))
+        r.prefix.tree.drain()
+        r.check_books()
+        for node in r.prefix.tree.radix_tree if r.prefix.tree.divisible and len(tiers) < 2 else ():
+            above = node.parent
+            assert above is not None
+            assert above.parent is None or (above.data is not None and above.data.present)
+            if above.data is not None and node.data is not None:
+                assert above.data.used >= node.data.used
+    r.prefix.close()

@@ -84,12 +84,11 @@ def test_cells_for_others_come_from_points_inside(talk: Talk, cache: str) -> Non
 
 
 @every_whole
-def test_where_prompts_part_what_is_pinned_and_what_has_a_priority_stays(talk: Talk, cache: str) -> None:
+def test_where_prompts_part_and_what_has_a_priority_stays(talk: Talk, cache: str) -> None:
     r = talk(cache, capacity=100)
-    r.keep(line(100, 40))
+    r.keep(line(100, 40), retention=Retention([TokenRange(0, 8, 100)]))
     r.keep([*line(100, 20), *line(200, 12)])
     r.keep(line(300, 40), retention=Retention([TokenRange(0, 16, 80)]))
-    r.prefix.pin(line(100, 40)[:8])
     kept = [*line(100, 20), 1], [*line(100, 8), 1], [*line(300, 16), 1]
     while (node := r.prefix.tree.interior.first()) is not None:
         assert r.prefix.tree.absorb(node)
@@ -206,17 +205,6 @@ def test_what_an_open_session_goes_on_from_stays(talk: Talk, cache: str, keep: b
     assert all(tree.along(node.prefix())[0] == node.end for node in tree.radix_tree if node.data is not None)
     assert r.prefix.longest([*new, 1]) == 54
     assert not any(node.data.users for node in tree.radix_tree if node.data is not None)
-
-
-def test_what_is_unpinned_goes_like_the_others(talk: Talk) -> None:
-    r = talk("recurrent", capacity=200)
-    r.keep(line(100, 40))
-    r.prefix.pin(line(100, 40)[:32])
-    r.prefix.evict(1)
-    assert ends(r) == [8, 16, 24, 32, 39]
-    r.prefix.unpin(line(100, 40)[:32])
-    r.prefix.evict(1)
-    assert ends(r) != [8, 16, 24, 32]
 
 
 @pytest.mark.parametrize("tiers", ["none", "host", "store"])

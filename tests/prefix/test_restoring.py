@@ -13,6 +13,7 @@ from kvcache import CacheFullError
 from kvcache.offload import direct_load
 from kvcache.offload.tiers import HostTier
 from kvcache.prefix import restoring
+from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.stores import SerializedSnapshot
 from kvcache.testing.rigs.protocol import InjectedError
 
@@ -41,8 +42,7 @@ def in_want_of_window_cells(talk: Talk, cache: str, host: bool = False) -> Rig:
     options = {"max_batch": 8, "capacity": 60, "options": {"block_size": 4, "interval": 4}, "in_flight": 0}
     r = talk(cache, tiers=[HostTier("1MiB")] if host else (), **options)
     if host:
-        r.keep(OTHER, 8)
-        r.prefix.pin(OTHER)
+        r.keep(OTHER, 8, retention=Retention([TokenRange(priority=100)]))
         r.prefix.evict()
     first = r.chat(PROMPT, 8)
     r.chat(list(range(21)), 8)

@@ -170,15 +170,6 @@ def test_where_everything_has_the_highest_priority_a_full_cache_goes_on(talk: Ta
     assert r.prefix.tree.evicted
 
 
-def test_what_is_pinned_goes_after_the_highest_priority(talk: Talk) -> None:
-    r = talk()
-    r.keep(ONE)
-    r.prefix.pin(ONE)
-    r.keep(TWO, retention=asked(100))
-    room(r, 20)
-    assert longest(r, ONE, TWO) == [20, 0]
-
-
 @some_caches
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_goes_before_what_it_leads_to(talk: Talk, cache: str, seed: int) -> None:

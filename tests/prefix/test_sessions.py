@@ -219,8 +219,7 @@ def test_close_ends_sessions_and_lets_go_of_the_cache(talk: Talk) -> None:
     assert chat.session.closed
     r.check_empty()
     uses: list[Callable[[], object]] = [
-        lambda: r.prefix.begin([1]), lambda: r.prefix.pin([1]), lambda: r.prefix.unpin([1]),
-        r.prefix.evict, r.prefix.clear, r.prefix.flush,
+        lambda: r.prefix.begin([1]), r.prefix.evict, r.prefix.clear, r.prefix.flush,
         lambda: chat.session.extend([1]), lambda: chat.session.rewind(1),
     ]  # fmt: skip
     for use in uses:

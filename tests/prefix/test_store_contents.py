@@ -265,23 +265,3 @@ def test_a_session_whose_end_is_interrupted_gives_its_sequence_back(
             chat.session.close()
     assert r.prefix.sessions == ()
     assert [r.keep([*LONG, turn]) for turn in range(4)] == [20] * 4
-
-
-def test_a_pin_is_undone_though_conversations_have_parted_since(talk: Talk) -> None:
-    r = talk()
-    r.keep(BRANCHES[0])
-    for tokens in (BRANCHES[0][:12], BRANCHES[1][:12]):
-        assert r.prefix.pin(tokens[:9]) == 9
-        r.keep(tokens)
-        assert r.prefix.unpin(tokens[:9]) == 9
-    assert all(node.data is None or not node.data.pins for node in r.prefix.tree.radix_tree)
-
-
-def test_a_pin_of_what_has_left_for_a_store_is_none(talk: Talk) -> None:
-    r = talk(tiers=[MemoryStore()])
-    r.keep(LONG)
-    r.prefix.evict()
-    assert r.prefix.pin(LONG[:10]) in (0, 10)
-    r.prefix.flush()
-    assert r.prefix.unpin(LONG[:10]) == 0
-    assert all(node.data is not None for node in r.prefix.tree.radix_tree)

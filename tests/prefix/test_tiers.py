@@ -12,6 +12,7 @@ import pytest
 import ml
 from kvcache import CausalCache, InvalidRangeError, PrefixCache
 from kvcache.offload.tiers import HostTier
+from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.stores import FileStore, MemoryStore, SnapshotCorruptError
 from kvcache.testing.rigs.protocol import Plan, only_protocol
@@ -151,8 +152,7 @@ def test_a_snapshot_may_have_to_leave_while_it_is_put_to_use(talk: Talk) -> None
     r = talk(max_sequences=2, capacity=8, tiers=[HostTier(8 * (ONE + 8))])
     r.keep(LONG[:8])
     r.prefix.evict()
-    r.keep([1, 2, 3, 4, 5, 6])
-    r.prefix.pin([1, 2, 3, 4, 5, 6])
+    r.keep([1, 2, 3, 4, 5, 6], retention=Retention([TokenRange(priority=100)]))
     r.chat([50, 51, 52, 53])
     assert r.peek([*LONG[:8], 9]) == 8
     r.check_books()
@@ -188,18 +188,6 @@ def test_of_one_conversation_the_deepest_goes_first(talk: Talk) -> None:
     r.keep([1, 2, 3, 4, 5, 6, 7, 8])
     assert r.prefix.evict(1) == 1
     assert r.keep([1, 2, 3, 4, 5, 9]) == 4
-
-
-def test_what_is_pinned_goes_last(talk: Talk) -> None:
-    r = talk()
-    r.keep([1, 2, 3, 4])
-    r.keep([5, 6, 7, 8])
-    assert r.prefix.pin([1, 2, 3, 4, 9]) == 4
-    assert r.prefix.evict(1) == 1
-    assert [r.peek([5, 6, 7, 8]), r.peek([1, 2, 3, 4])] == [0, 3]
-    r.prefix.unpin([1, 2, 3, 4])
-    r.keep([5, 6, 7, 8])
-    assert r.prefix.evict() == 2
 
 
 @pytest.mark.parametrize("cache", DIVISIBLE)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from kvcache.stores.errors import StoreError, StoreFullError, StoreUnavailableError
-from kvcache.stores.mooncake.outage import Outage
 
 __all__ = ["Client", "Piece"]
 
@@ -34,11 +33,10 @@ _changed: Final = threading.Condition()
 class Client:
     """``native``: a MooncakeDistributedStore that was set up; ``config``: a ReplicateConfig for what is put.
 
-    Any thread may call.
-    Where the master does not answer: StoreUnavailableError, and the outage begins.
+    Any thread may call. Where the master does not answer: StoreUnavailableError.
     """
 
-    def __init__(self, native: Any, where: str, outage: Outage, config: Any = None) -> None:
+    def __init__(self, native: Any, where: str, config: Any = None) -> None:
         if not hasattr(native, "batch_put_session_start"):
             raise StoreUnavailableError(
                 f"MooncakeStore: {type(native).__name__} has no put sessions; it needs "
@@ -46,7 +44,6 @@ class Client:
             )
         self.native = native
         self._where = where
-        self._outage = outage
         self._config = () if config is None else (config,)
 
     # Looking.
@@ -59,7 +56,6 @@ class Client:
         for code in codes:
             if code < 0:
                 raise self._failure("exists", code)
-        self._outage.over()
         return [code == 1 for code in codes]
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
@@ -77,13 +73,15 @@ class Client:
         code = int(self.native.get_size(name))
         if code < 0 and code not in _MISSING:
             raise self._failure("size", code)
-        self._outage.over()
         return None if code in _MISSING else code
 
     # Reading.
 
     def read(self, name: str, pieces: Sequence[Piece]) -> bool:
-        """Fill memory with parts of an entry. False: it is not there, not as long, or its host is gone."""
+        """Fill memory with parts of an entry. False: it is not there, not as long, or its host is gone.
+
+        StoreUnavailableError where its host does not answer.
+        """
         addresses, sizes, offsets = map(list, zip(*pieces, strict=True))
         began = time.monotonic()
         answers = self.native.get_into_ranges(
@@ -101,9 +99,7 @@ class Client:
             return True
         if code in _MISSING or code == _PARAMETERS:  # parameters: it is shorter by now
             return False
-        if code == _TRANSFER:
-            if time.monotonic() - began > _SLOW:
-                self._outage.failed(f"a host of {self._where} does not answer")
+        if code == _TRANSFER and time.monotonic() - began <= _SLOW:
             return False
         raise self._failure("read", code)
 
@@ -133,8 +129,6 @@ class Client:
         if code == _PARAMETERS:  # a put that could not be revoked while the master was away
             self.native.batch_put_session_revoke([name])
             (code,) = self.native.batch_put_session_start([name], [nbytes], *self._config)
-        if code not in _MASTER:
-            self._outage.over()
         if code == _EXISTS:
             return False
         if code in _NO_ROOM:
@@ -146,27 +140,20 @@ class Client:
     def write(self, name: str, pieces: Sequence[Piece]) -> None:
         """Write parts of an entry that is being put."""
         addresses, sizes, offsets = map(list, zip(*pieces, strict=True))
-        began = time.monotonic()
         (code,) = self.native.batch_put_from_multi_buffer_ranges([name], [addresses], [sizes], [offsets])
-        if code == sum(sizes):
-            return
-        if code == _TRANSFER and time.monotonic() - began > _SLOW:
-            self._outage.failed(f"a host of {self._where} does not answer")
-        raise self._failure("put", code)
+        if code != sum(sizes):
+            raise self._failure("put", code)
 
     def remove(self, name: str) -> bool:
         """Forget an entry, whoever reads it. One that is being written stays."""
         code = int(self.native.remove(name, True))
         if code and code not in _MISSING:
             raise self._failure("delete", code)
-        self._outage.over()
         return not code
 
     def _failure(self, op: str, code: int) -> StoreError:
         if code in _MASTER:
-            reason = f"{self._where} does not answer ({code})"
-            self._outage.failed(reason)
-            return StoreUnavailableError(f"{op}: {reason}")
+            return StoreUnavailableError(f"{op}: {self._where} does not answer ({code})")
         if code == _TRANSFER:
             return StoreUnavailableError(f"{op}: a host of {self._where} could not be reached ({code})")
         return StoreUnavailableError(f"{op}: {self._where} refused with code {code}")

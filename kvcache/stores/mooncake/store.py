@@ -21,7 +21,6 @@ from kvcache.stores.errors import SnapshotCorruptError, StoreUnavailableError
 from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.connecting import connect, knock, replicated
 from kvcache.stores.mooncake.options import MooncakeOptions
-from kvcache.stores.mooncake.outage import Outage
 from kvcache.stores.mooncake.staging import Staging
 from kvcache.stores.mooncake.transfer import HEADER, EntryTransfer, FramedDigest
 from kvcache.stores.protocol import Stat, check_key
@@ -39,8 +38,7 @@ class MooncakeStore(RemoteStore):
     The budget is the pool's: the master evicts what was not asked for longest once the hosts' segments are
     nearly full. Any question renews an entry's lease, ``stat`` too. An entry lies in the memory of one host
     and goes with it: that is a miss. Opening contacts nobody; while the master does not answer calls raise
-    StoreUnavailableError, at once and without asking for a second and then ever longer, up to half a minute.
-    After a fork, open the store anew in the child.
+    StoreUnavailableError. After a fork, open the store anew in the child.
 
     Raises StoreValueError for a URL or an option that makes no sense or does not exist,
     StoreUnavailableError where a package is missing.
@@ -51,7 +49,8 @@ class MooncakeStore(RemoteStore):
         self._digests = Digests("MooncakeStore", "mooncake", settings.digest, settings.secret)
         super().__init__(self._settings)
         self._given = client
-        self._outage = Outage()
+        self._silent = False
+        """Whether the last call had no answer: the next one asks first if anybody listens."""
         self._link: tuple[Client, Staging] | None = None
         self._linking = threading.Lock()
         self._counting = threading.Lock()
@@ -139,20 +138,20 @@ class MooncakeStore(RemoteStore):
         if os.getpid() != self._process:
             raise StoreUnavailableError(f"{op}: opened before a fork; open it again in the child")
         with self._in_flight.running(op):
-            if self._outage.admit(op) and self._given is None and (reason := knock(self._settings)):
-                self._outage.failed(reason)
+            if self._silent and self._given is None and (reason := knock(self._settings)):
                 raise StoreUnavailableError(f"{op}: {reason}")
-            yield self._linked()
+            try:
+                yield self._linked()
+            except StoreUnavailableError:
+                self._silent = True
+                raise
+            self._silent = False
 
     def _linked(self) -> tuple[Client, Staging]:
         with self._linking:
             if self._link is None:
-                try:
-                    native = self._given if self._given is not None else connect(self._settings)
-                except StoreUnavailableError as error:
-                    self._outage.failed(str(error))
-                    raise
-                client = Client(native, self.url, self._outage, replicated(self._settings))
+                native = self._given if self._given is not None else connect(self._settings)
+                client = Client(native, self.url, replicated(self._settings))
                 self._link = (
                     client,
                     Staging(
