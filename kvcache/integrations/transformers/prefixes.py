@@ -56,7 +56,8 @@ class HFSession(Conversation):
 
     @property
     def lock(self) -> Turns:
-        return self._owner.lock
+        lock: Turns = self._owner.lock
+        return lock
 
     @in_turn
     def extend(self, tokens: Sequence[int]) -> None:
@@ -427,6 +428,7 @@ class HFPrefixCache(SharedPrefixes):
     @in_turn
     def generate(
         self,
+        /,
         input_ids: torch.Tensor,
         *,
         prefill_size: int = 512,
