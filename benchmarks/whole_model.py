@@ -142,9 +142,7 @@ class Theirs:
 
     def forward(self, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            found = self.model(
-                torch.tensor([tokens]), cache=self.cache, use_cache=True, logits_to_keep=1
-            )
+            found = self.model(torch.tensor([tokens]), cache=self.cache, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = found.logits[0, -1]
         return logits
 

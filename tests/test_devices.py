@@ -145,8 +145,8 @@ def test_get_reads_each_layer_and_its_mask_on_the_device_of_the_layer() -> None:
         cache = CausalCache()
         cache.set_config(ml.CacheConfig(elide_mask=False))
         cache.init(backend, ml.DType.F32, 1, 8, 4)
-        cache.start_forward(ctx, Batch([0, 1], [0, 0]))
-        for _ in range(2):
+        for begin in (0, 2):
+            cache.start_forward(ctx, Batch([begin, begin + 1], [0, 0]))
             for layer, device in enumerate(TWO):
                 own = ctx.layer(layer)
                 new = own.zeros((2, 1, 4), ml.DType.F32)

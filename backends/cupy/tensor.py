@@ -65,11 +65,8 @@ class CupyTensor(ArrayTensor):
         return host.view(self.dtype.numpy)
 
     def __dlpack__(self, **options: Any) -> Any:
-        try:
-            with self.place.work("dlpack"):  # the consumer is made to wait for the stream current here
-                return self.native.__dlpack__(**options)
-        except Exception as error:
-            raise self._not_exported(error) from error
+        with self.place.work("dlpack"):  # the consumer is made to wait for the stream current here
+            return super().__dlpack__(**options)
 
     def moved(self, place: Place) -> Self:
         """This tensor, or a copy of it on another device of the backend."""
