@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -216,6 +216,23 @@ def test_after_an_error_the_prompt_that_was_evaluated_is_kept() -> None:
         with cache.begin(FIRST) as session:
             assert session.cached == len(FIRST) - 1
             assert session.remaining == FIRST[-1:]
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_part_of_a_prefill_that_fails_is_evaluated_by_the_next_call(name: str, at: int) -> None:
+    model = models.MODELS[name]()
+    layer = model.model.layers[1]
+    failing = Mock(layer, wraps=layer, use_sliding=False, side_effect=[DEFAULT] * (at - 1) + [MemoryError])
+    with MLXPrefixCache(model, capacity=128) as cache:
+        with cache.begin(FIRST) as session:
+            model.model.layers[1] = failing
+            with pytest.raises(MemoryError):
+                session.prefill(7)
+            model.model.layers[1] = layer
+            assert len(session.remaining) >= len(FIRST) - 7 * (at - 1)
+            session.prefill(7)
+        assert said(cache, FIRST, 5) == plain(name, FIRST, 5)
+        assert cache.stats.reused == len(FIRST) - 1
 
 
 def test_what_the_prompt_cache_has_is_not_evaluated_twice() -> None:

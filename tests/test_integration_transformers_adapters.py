@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -75,21 +76,51 @@ def test_drafts_start_from_a_prefix_of_a_model_that_peft_wraps(drafter: str, mix
         assert prefix.stats.reused == 27
 
 
-def test_prefixes_are_found_for_the_adapters_that_are_merged() -> None:
+def test_what_was_computed_before_adapters_were_merged_or_taken_out_again_is_not_found() -> None:
+    """What else has changed the weights between the two cannot be told from it."""
     made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
     made.add_adapter("two", lora())
+    keys = made.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
     with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
-        changes: list[tuple[Callable[[], Any], int]] = [
-            (lambda: made.set_adapter("one"), 0),
-            (lambda: made.merge_adapter(["two"]), 0),
-            (made.unmerge_adapter, 13),
-            (lambda: made.set_adapter("two"), 13),
+        changes: list[Callable[[], Any]] = [
+            lambda: made.set_adapter("one"),
+            lambda: (keys.data.mul_(-1), made.merge_adapter(["two"])),
+            lambda: (keys.data.mul_(-2), made.unmerge_adapter()),
+            lambda: made.set_adapter("two"),
         ]
-        for change, reused in changes:
+        for change in changes:
             change()
-            before = prefix.stats.reused
-            assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
-            assert prefix.stats.reused - before == reused
+            for reused in (0, 13):
+                before = prefix.stats.reused
+                assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+                assert prefix.stats.reused - before == reused
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_of_changes_to_adapters_finds_what_they_did_not_compute(seed: int) -> None:
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    made.add_adapter("two", lora())
+    keys = made.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    changes: dict[str, Callable[[], Any]] = {
+        "one": lambda: made.set_adapter("one"),
+        "two": lambda: made.set_adapter("two"),
+        "merge": made.merge_adapter,
+        "unmerge": made.unmerge_adapter,
+        "train": lambda: trained(made, Path()),
+        "scale": lambda: rescaled(made, Path()),
+        "base": lambda: keys.data.mul_(-1),
+    }
+    random = Random(seed)
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        for _ in range(16):
+            for name in random.sample([*changes], random.choice((1, 2))):
+                changes[name]()
+            off = random.random() < 0.3
+            with made.disable_adapter() if off else contextlib.nullcontext():
+                for _ in range(2):
+                    found = prefix.generate(ids, **OPTIONS)
+                    assert torch.equal(found, plain(made, ids))
+        assert prefix.stats.reused
 
 
 def tuned(kind: str, folder: Path) -> Any:

@@ -339,6 +339,43 @@ def test_a_first_pass_that_fails_between_two_layers_leaves_what_is_stored_in_use
         assert prefix.stats.reused == 16
 
 
+@pytest.mark.parametrize("how", ["pass", "prefill", "prefill again", "open"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-next"])
+def test_of_a_first_pass_that_fails_nothing_is_kept_or_shared(name: str, how: str) -> None:
+    """However its session goes on or ends; the last layer has stored nothing yet."""
+    made, ids = hf.model(name), hf.tokens(1, 20)
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        session = prefix.begin(ids[0].tolist())
+        with hf.failing(made.model.layers[1]):
+            if how.startswith("prefill"):
+                session.prefill()
+            else:
+                made(ids, cache=session.cache)
+        if how == "prefill again":
+            assert session.remaining == ids[0].tolist()
+            session.prefill()
+        if how != "open":
+            session.close()
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        assert prefix.stats.reused == (19 if how == "prefill again" else 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-next"])
+def test_a_part_of_a_prefill_that_fails_is_evaluated_by_the_next_call(name: str) -> None:
+    made, ids = hf.model(name), hf.tokens(1, 20)
+    with HFPrefixCache(made, capacity=64) as prefix, prefix.begin(ids[0].tolist()) as session:
+        session.prefill(8)
+        session.extend(hf.tokens(1, 12, seed=1)[0].tolist())
+        longer = torch.tensor([[*ids[0].tolist(), *hf.tokens(1, 12, seed=1)[0].tolist()]])
+        with hf.failing(made.model.layers[1]):
+            session.prefill(8)
+        session.prefill(8)
+        rest = torch.tensor([session.remaining])
+        assert rest.tolist() == longer[:, -1:].tolist()
+        found = made(rest, cache=session.cache).logits[:, -1]
+        torch.testing.assert_close(found, made(longer).logits[:, -1])
+
+
 def test_stores_of_a_model_that_is_split_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = llama(1)
     monkeypatch.setattr(made, "_tp_size", 2, raising=False)

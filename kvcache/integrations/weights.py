@@ -29,9 +29,9 @@ class WatchedWeights:
         self._marks: Marks | None = None
         self._digests: dict[str, tuple[Marks, str]] = {}
 
-    def look(self, marks: Marks, excused: bool = False) -> None:
-        """Compare the weights that are no adapter's with the last time. ``excused``: they may differ."""
-        if self._marks is not None and marks != self._marks and not excused:
+    def look(self, marks: Marks) -> None:
+        """Compare the weights that are no adapter's with the last time."""
+        if self._marks is not None and marks != self._marks:
             self.version = secrets.token_hex(16)
         self._marks = marks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -129,6 +129,9 @@ class Session:
         """Keeps what its next snapshot follows where it is."""
         self.point: Node[TreeEntry] | None = None
         """The node of what its next snapshot follows."""
+        self.complete: Callable[[], int] | None = None
+        """Tells how many tokens all layers of a runtime have had: the cache knows of no layer that has stored
+        nothing yet. None: as many as the cache says."""
         self._sure = cached
         self._certain: int | None = None
         self._replaced = False
@@ -242,7 +245,20 @@ class Session:
 
     def _evaluated(self) -> None:
         """The caller goes on: what it evaluated is whole."""
-        self._sure = self._owner.computed(self.seq)
+        self._sure = self._held()
+
+    def _held(self) -> int:
+        """How many tokens are in the cache, in all layers."""
+        held: int = self._owner.computed(self.seq)
+        return held if self.complete is None else min(held, self.complete())
+
+    def undo(self, take_back: Callable[[], object]) -> None:
+        """Have a runtime take back a pass that failed, whose tokens it may evaluate again and keep."""
+        self._notice()
+        take_back()
+        self._owner.rolled_back(self.seq)
+        held = self._held()
+        self._sure, self.kept = min(self._sure, held), min(self.kept, held)
 
     def replaced(self) -> None:
         """The sequence holds other tokens now than the session's, or none."""
@@ -273,7 +289,7 @@ class Session:
         """The tokens that the cache holds K and V of, as far as that is certain."""
         self._notice()
         tokens = self.encoded()
-        size = min(int(tokens.size), self._owner.computed(self.seq))
+        size = min(int(tokens.size), self._held())
         return tokens[: size if self._certain is None else min(size, self._certain)]
 
     def encoded(self) -> np.ndarray:

@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +15,7 @@ from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedL
 from mlx_lm.generate import generate_step
 
 import ml
-from kvcache.cache import CacheDType, ClosedError, InvalidRangeError
+from kvcache.cache import CacheDType, ClosedError, InvalidRangeError, KVCacheError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
 from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.layers import Attention
@@ -60,7 +61,8 @@ class MLXSession(Conversation):
 
         ``progress`` is told before each part how many of all tokens are evaluated, and of how many.
         ``generate_step`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
-        Other threads wait for a part, not for all of them.
+        Of a part that raises nothing is left: ``remaining`` has what to evaluate again. Other threads wait
+        for a part, not for all of them.
         """
         parts, tokens, lock = self._parts(size), self._session.tokens, self._owner.pool.lock
         while True:
@@ -72,8 +74,13 @@ class MLXSession(Conversation):
             if progress is not None:
                 progress(begin, len(tokens))
             with lock:
-                self._owner.model(mx.array([tokens[begin:end]]), cache=self.prompt_cache)
-                self._owner.pool.storage.ctx.compute()
+                try:
+                    self._owner.model(mx.array([tokens[begin:end]]), cache=self.prompt_cache)
+                    self._owner.pool.storage.ctx.compute()
+                except BaseException:
+                    with suppress(KVCacheError):
+                        self._session.undo(partial(self._rows.rewind, self.prompt_cache, begin))
+                    raise
 
     @contextmanager
     def _ending(self) -> Iterator[None]:

@@ -35,7 +35,6 @@ class Adapters:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._weights = WatchedWeights()
-        self._merged: list[tuple[str, ...]] = []
         self._samples: dict[str, Samples] = {}
         """By adapter; "": of the weights that are none's."""
         self._look(_modules_of(model))
@@ -74,11 +73,10 @@ class Adapters:
                 own[adapter].append((".".join("" if part == adapter else part for part in path), tensor))
             elif isinstance(tensor, torch.nn.Parameter):
                 base.append((".".join(part for part in path if part not in _WRAPPED), tensor))
-        layers = _layers_of(self._model, modules)
-        merged = [tuple(getattr(layer, "merged_adapters", ())) for layer in layers]
-        # To merge an adapter is to change the weights: what they are then is told by its name.
-        self._weights.look(self._marks("", base), len(merged) == len(self._merged) and merged != self._merged)
-        self._merged = merged
+        # To merge an adapter changes the weights, and to take it out again does, which rounds them: what else
+        # was written to them in between cannot be told.
+        merged = [tuple(getattr(layer, "merged_adapters", ())) for layer in _layers_of(self._model, modules)]
+        self._weights.look([*self._marks("", base), *filter(None, merged)])
         return own
 
     def _digest(self, name: str, own: dict[str, list[Named]]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import ml
-from kvcache import InvalidRangeError, NotSupportedError
+from kvcache import InvalidRangeError, KVCacheError, NotSupportedError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
 from kvcache.integrations.transformers.adapters import Adapters
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
@@ -52,10 +52,12 @@ class HFSession(Conversation):
         self.cache = type(owner.cache).of(owner.cache.rows.adopt(session.seq, session.cached))
         super().__init__(session, self.cache.rows, self.cache.get_seq_length)
         self.cache.rows.limit = owner.limit
+        session.complete = self.cache.rows.complete
 
     @property
     def lock(self) -> Turns:
-        return self._owner.lock
+        lock: Turns = self._owner.lock
+        return lock
 
     @in_turn
     def extend(self, tokens: Sequence[int]) -> None:
@@ -78,7 +80,8 @@ class HFSession(Conversation):
     def prefill(self, size: int = 512) -> None:
         """Evaluate ``remaining`` but its last token, ``size`` tokens at a time at most.
 
-        ``generate`` goes on from there. Snapshots are taken at the ends of the parts where they are due.
+        ``generate`` goes on from there. Snapshots are taken at the ends of the parts where they are due. Of a
+        pass that raises nothing is left: ``remaining`` has what to evaluate again.
         """
         tokens, owner = self._session.tokens, self._owner
         owner.forget_images()
@@ -89,7 +92,12 @@ class HFSession(Conversation):
             for upto in range(begin + step, end + 1, step):
                 # A model knows itself what else it is given: positions, say, that begin at 2.
                 part = ids[:, :upto]
-                owner.model.generate(part, attention_mask=torch.ones_like(part), **options)
+                try:
+                    owner.model.generate(part, attention_mask=torch.ones_like(part), **options)
+                except BaseException:
+                    with contextlib.suppress(KVCacheError):
+                        self._session.undo(self.cache.rows.undo_failed)
+                    raise
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
@@ -420,6 +428,7 @@ class HFPrefixCache(SharedPrefixes):
     @in_turn
     def generate(
         self,
+        /,
         input_ids: torch.Tensor,
         *,
         prefill_size: int = 512,

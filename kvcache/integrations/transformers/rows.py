@@ -454,13 +454,27 @@ class BatchRows:
         self._settle()
         self.pool.current = None
 
-    def check_complete(self, op: str, whole: bool = False) -> None:
-        """No pass failed; ``whole``: nor the first, nor do all passes end early, as an early exit's do."""
+    def complete(self, whole: bool = True) -> int:
+        """How many tokens all layers have had: ``length``, unless a pass failed.
+
+        ``whole``: layers count that have had none yet, as after a first pass that failed before its last
+        layer, or where all passes end early.
+        """
         full = self._all_at(self.length) if whole and self.length else self.seen
         pairs = zip(self.seen, full, strict=True)
-        behind = [had for had, least in pairs if had < least or had not in (0, self.length)]
-        if behind:
-            raise self._unfinished(f"{op}: layers are behind", min(behind))
+        return min(
+            (had for had, least in pairs if had < least or had not in (0, self.length)), default=self.length
+        )
+
+    def check_complete(self, op: str, whole: bool = False) -> None:
+        """Raise OrderError after a pass that failed; see ``complete``."""
+        if (complete := self.complete(whole)) < self.length:
+            raise self._unfinished(f"{op}: layers are behind", complete)
+
+    def undo_failed(self) -> None:
+        """Where a pass failed, go back to where it began, or as little before that as all layers can."""
+        if (complete := self.complete()) < self.length:
+            self.cut(self._reach(complete))
 
     def cut(self, length: int, marks: Sequence[Checkpoint] = ()) -> None:
         """Keep positions ``[0, length)``. NotSupportedError where the next token would miss something.
