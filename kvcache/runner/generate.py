@@ -112,7 +112,8 @@ class Generator(Closing):
         self, prompts: Sequence[Sequence[int]], settings: GenerationOptions
     ) -> Events[Event, None, None]:
         engine = self.engine
-        if engine.busy or not self._used.acquire(False):
+        self._check_idle()
+        if not self._used.acquire(False):  # another thread's came between
             raise _unfinished()
         try:
             engine.reset()

@@ -127,7 +127,8 @@ def _says(module: torch.nn.Module, name: str, given: object) -> bool:
     """Whether a keyword asks for something: also one that we do not know, unless it is handed on unread."""
     if name in _SAYS_NOTHING or given is None or given is False:
         return False
-    return name in _KNOWN or isinstance(given, torch.Tensor | float) or name in _own_names(type(module))
+    kind: Any = type(module)  # mypy takes the class of a Module for unhashable
+    return name in _KNOWN or isinstance(given, torch.Tensor | float) or name in _own_names(kind)
 
 
 @functools.cache
