@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.models.auto import configuration_auto, modeling_auto
 
-__all__ = ["BY_ONE", "CANNOT", "SOUNDS", "build", "image", "types"]
+__all__ = ["BY_ONE", "CANNOT", "LOST_BEHIND_PADDING", "SOUNDS", "build", "image", "types"]
 
 LAYERS, WINDOW = 5, 7
 """Of decoders: an odd number, and more than some classes' defaults. Windows are shorter than prompts."""
@@ -160,6 +160,8 @@ CANNOT = {
 """Types that are not built, and why."""
 BY_ONE = ("falcon_mamba", "jamba", "mamba", "prophetnet", "recurrent_gemma", "zamba")
 """Types whose modules forget a state where several tokens follow it: these come one by one."""
+LOST_BEHIND_PADDING = ("t5gemma", "t5gemma2")
+"""Types that transformers' own caches fail on, or give other tokens, where padding precedes new tokens."""
 SOUNDS: dict[str, tuple[str, tuple[int, ...]]] = {
     "canary": ("input_features", (64, 80)),
     "cohere_asr": ("input_features", (64, 80)),
