@@ -118,6 +118,7 @@ def _attend(stage: Stage, device: Device, name: str, sequences: int, each: int, 
         label, varlen = floor.varlen()
 
         def ours() -> Any:
+            _again(cache)
             cache.put(ctx, token, token)
             return cache.attend(ctx, query, SCALE).native
 
@@ -140,6 +141,12 @@ def _attend(stage: Stage, device: Device, name: str, sequences: int, each: int, 
             ratio, share = times["ours, put + attend"]["event_ratio"], rates["ours, attend"] / peak
             stage.goal(f"put + attend, {name}, in times of {label}", ratio, 1.15)
             stage.goal(f"attend, {name}, as a share of the memory's speed", share, 0.8, at_most=False)
+
+
+def _again(cache: Any) -> None:
+    """Let the layer be put once more in this pass, as a further one of the same shapes would be."""
+    held = cache.storage.buffers[0]
+    held.stamp -= held.stamp % 2
 
 
 def put_get(stage: Stage) -> None:
@@ -185,6 +192,7 @@ class Steps:
         )
 
     def layer(self) -> None:
+        _again(self.made.cache)
         self.made.cache.put(self.made.ctx, self.token, self.token)
         self.made.cache.attend(self.made.ctx, self.query, SCALE)
 

@@ -190,7 +190,9 @@ class StoreLookup:
         stuck = 0
         while ends:
             before = reached
-            if stuck < 2:  # the first may begin before what is held already; a cache that cannot never can
+            # The first may begin before what is held already; a cache that cannot never can. What the layers
+            # of a cache are is checked by its first entry, which comes the other way.
+            if stuck < 2 and (not self._layers or layers_of_cache(self._cache)):
                 reached = load_back(self._cache, seq, self._store, chain, reached, ends, told, self._used)
                 stuck = stuck + 1 if reached == before else 0
                 ends = [end for end in ends if end > reached]
