@@ -59,6 +59,14 @@ class PreparedCalls(Generic[S]):
         self._calls = threading.RLock()
         """Held by the thread that plans or changes something."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the lock, which belongs to one process: before ``init`` a cache may be pickled."""
+        return {name: value for name, value in self.__dict__.items() if name != "_calls"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._calls = threading.RLock()
+
     @abstractmethod
     def foreign_pass(self) -> bool | None:
         """Whether another thread is in the middle of a pass.
