@@ -42,7 +42,7 @@ class Host:
         self.model = load_model(path, backend)
         self.tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
         self.store = store
-        self.options = EngineOptions(max_sequences=1, capacity=capacity, fetch=fetch)
+        self.options = EngineOptions(max_sequences=1, capacity=capacity, fetch=fetch, write_through=False)
         self.identity = None if store is None else Engine(self.model, None, self.options).identity
         self.engine, self.alone = self._engine(store), False
 
