@@ -9,8 +9,7 @@ would have there, and the draft is right as long as it says the same. What it go
                                                                  d3 and d4 leave the cache
 
 So the answers are those of plain decoding, whatever the draft: greedy ones, and sampled ones of the same
-seed. (As in any batched pass, logits may differ in their last bits from those of a pass over one token, and
-by more with a residual window, whose passes read all of their own tokens as they were put.)
+seed. (As in any batched pass, logits may differ in their last bits from those of a pass over one token.)
 
 A draft that draws its tokens (``SamplingDraft``) is right more often with rejection sampling
 (``ml.nn.RejectionSampler``): a drawn token is accepted with the probability that keeps the distribution, and
