@@ -127,10 +127,7 @@ AREAS = {
         ),
     ),
     "FileStore": Area(
-        tuple(
-            f"kvcache/stores/{name}.py"
-            for name in ("file", "folder", "index", "closing", "entries", "catalog")
-        ),
+        tuple(f"kvcache/stores/{name}.py" for name in ("file", "folder", "index", "closing", "entries")),
         (
             *(f"tests/test_stores_{name}.py" for name in ("index", "files", "files_failing", "faults")),
             "tests/test_stores_suite.py::TestFileStore",
