@@ -229,7 +229,7 @@ BUGS: dict[str, list[Bug]] = {
         ("storage.state_slots:StateBuffers.lose_all", "a_state_that_comes_later_lacks", NOTHING),
         ("caches.encoder:EncoderCache.lacking", "tokens_of_an_item", NOTHING),
     ],
-    "tests/caches": [
+    "tests/kvcache/caches": [
         ("caches.undo_log:UndoLog.restore", "a_start_can_be_taken_back", NOTHING),
         ("snapshots.attention:AttentionSnapshots.snapshot", "taking_cutting_joining",
          after(lambda found: found.detach())),

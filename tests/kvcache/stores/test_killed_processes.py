@@ -31,7 +31,7 @@ KINDS = {
         """
 import torch
 from kvcache.integrations.transformers import HFPrefixCache
-from tests import hf_models as hf
+from tests.rigs import hf_models as hf
 cache = HFPrefixCache(hf.model("llama"), tiers=[store], **OPTIONS)
 
 def answer(text):
@@ -45,7 +45,7 @@ say(cache.prefix, answer)
         "mlx_lm",
         """
 from kvcache.integrations.mlx_lm import MLXPrefixCache
-from tests import mlx_lm_models as models
+from tests.rigs import mlx_lm_models as models
 cache = MLXPrefixCache(models.shared("llama"), tiers=[store], **OPTIONS)
 say(cache.prefix, lambda text: [token for token, _ in cache.generate(text, max_tokens=4)])
 """,
