@@ -28,6 +28,7 @@ from kvcache.attention.batch import check_tensors
 from kvcache.attention.calls import BLOCK_CALLS
 from kvcache.attention.plan import ReadPlan
 from kvcache.cache import InvalidRangeError
+from kvcache.storage.device_copies import device_of
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.quantized import QuantizedBuffer
 from ml import nn
@@ -120,11 +121,11 @@ class Bound:
 
 
 class Kernels:
-    """A backend's kernels for a whole batch, and what they declined, by the shapes of a layer."""
+    """A backend's kernels for a whole batch, and what they declined, by a layer's shapes and device."""
 
     def __init__(self, backend: ml.Backend) -> None:
         self.backend: Any = backend
-        self._declined: dict[tuple[object, int], int] = {}
+        self._declined: dict[tuple[object, ...], int] = {}
         """The fewest segments that were declined; 0: there is no kernel."""
 
     def attend(
@@ -132,13 +133,13 @@ class Kernels:
         sinks: ml.Tensor | None,
     ) -> ml.Tensor | None:  # fmt: skip
         """By the kernel; None where it declines, or declined a plan that was no larger."""
-        shapes, backend = (buffers.shape, query.shape[1]), self.backend
-        declined = self._declined.get(shapes, sys.maxsize)
+        backend, asked = self.backend, (buffers.shape, query.shape[1], device_of(ctx))
+        declined = self._declined.get(asked, sys.maxsize)
         if len(plan.groups) >= declined:  # each has a segment of its own, as a rule
             return None
         plain = not buffers.is_quantized
         if not (nn.has_ragged_attention(backend) if plain else nn.has_quantized_attention(backend)):
-            self._declined[shapes] = 0
+            self._declined[asked] = 0
             return None
         lowered = plan.kernel(min(KERNEL_WORTH, max(1, plan.config.call_bytes // buffers.bytes_per_cell)))
         if len(lowered.segments) >= declined:
@@ -152,7 +153,7 @@ class Kernels:
                 ctx, query, *buffers.whole, buffers.formats, lowered, scale, sinks
             )
         if result is None:
-            self._declined[shapes] = len(lowered.segments)
+            self._declined[asked] = len(lowered.segments)
             return None
         if plain:
             plan.bind(ctx, Bound(ctx, query, buffers, backend.ragged_attention, lowered))
