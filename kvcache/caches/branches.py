@@ -34,17 +34,16 @@ from kvcache.cache import (
     Cache,
     InvalidRangeError,
     NotSupportedError,
-    SupportsMark,
     SupportsOffset,
     SupportsPrepare,
-    SupportsStates,
     check_whole,
 )
 from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.one_thread import one_thread
+from kvcache.caches.states import StateCache
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import unwrapped
-from kvcache.storage.state_slots import Checkpoint
+from kvcache.snapshots.snapshot import Snapshot
 from ml import nn
 
 __all__ = [
@@ -81,12 +80,12 @@ class Mark:
 
     seq: int
     position: int
-    states: tuple[Checkpoint | None, ...]
+    states: tuple[Snapshot | None, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copies, which ``cache.nbytes`` does not count."""
-        return sum(t.nbytes for state in self.states if state for t in state.tensors.values())
+        return sum(state.nbytes for state in self.states if state is not None)
 
 
 @_between_passes
@@ -144,7 +143,11 @@ def mark(cache: Cache, seq: int) -> Mark:
     position = _end("mark", cache, seq)
     _prepare(cache, "remove", seq, position)  # refuses a sequence that a device failure took
     _check_exact("mark", cache, seq, position)
-    return Mark(seq, position, tuple(p.mark(seq) if nn.offers(p, SupportsMark) else None for p in parts))
+    states = [p.snapshot(seq, position, position) if isinstance(p, StateCache) else None for p in parts]
+    for state in states:
+        if state is not None:
+            state.detach()
+    return Mark(seq, position, tuple(states))
 
 
 def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
@@ -153,12 +156,10 @@ def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
     Whether all caches can go back to these without a ``mark``: recurrent ones whose models deliver states
     (``RecurrentCache(delivers=True)``), and those that have none.
     """
-    parts = unwrapped(cache)
-    able = [part for part in parts if isinstance(part, SupportsStates)]
-    for part in able:
-        part.want_states(seq, positions)
-    marked = (part for part in parts if nn.offers(part, SupportsMark))
-    return all(part.delivers for part in able) and all(part in able for part in marked)
+    caches = [part for part in unwrapped(cache) if isinstance(part, StateCache)]
+    for states in caches:
+        states.want_states(seq, positions)
+    return all(states.delivers for states in caches)
 
 
 @_between_passes
@@ -274,7 +275,7 @@ def _check_exact(op: str, cache: Cache, seq: int, position: int, to: Mark | None
 def _remedy(part: Any) -> str:
     if isinstance(part, SlidingWindowCache):
         return "keep more of the past with memory= (window_memory says how much)"
-    if nn.offers(part, SupportsMark):
+    if isinstance(part, StateCache):
         return "take a mark (or a checkpoint) there before continuing, or evaluate the tokens between again"
     return "remove the sequence and evaluate it again"
 
@@ -308,7 +309,11 @@ def _return(part: Any, to: Mark, i: int) -> Commit:
     state = to.states[i]
     if state is None:
         return _prepare(part, "remove", to.seq, to.position)
-    commit: Commit = part.prepare_return(to.seq, state)
+    commit: Commit | None = part.prepare_restore_snapshot(to.seq, state)
+    if commit is None:
+        raise InvalidRangeError(
+            f"rollback: a mark at {to.position} of sequence {to.seq}, which is at {part.offset(to.seq)}"
+        )
     return commit
 
 

@@ -36,7 +36,7 @@ from kvcache.snapshots.check_serialized import check_meta
 from kvcache.snapshots.cut import join_serialized, part_before
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
 from kvcache.snapshots.serialize import deserialize
-from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, Snapshot, WrapperSnapshot
+from kvcache.snapshots.snapshot import Snapshot, StateSnapshot, WrapperSnapshot
 from kvcache.storage.formats import CacheFormat
 from kvcache.stores.errors import SnapshotCorruptError, StoreError
 from kvcache.stores.keys import Chain
@@ -272,12 +272,12 @@ def _same_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _inner(meta: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Descriptions of what a snapshot consists of."""
-    return [*meta.get("parts", ()), *([meta["attention"]] if "attention" in meta else ())]
+    return [*meta.get("parts", ())]
 
 
 def _is_whole(meta: Mapping[str, Any]) -> bool:
     """Whether it has a window or states."""
-    return meta["kind"] == "recurrent" or bool(meta.get("whole")) or any(map(_is_whole, _inner(meta)))
+    return meta["kind"] == "states" or bool(meta.get("whole")) or any(map(_is_whole, _inner(meta)))
 
 
 # Where they go.
@@ -430,18 +430,9 @@ class _Approach:
             return lambda count: last
         if any(one[1] != other[0] for one, other in pairwise(spans)):
             return None
-        if isinstance(last, RecurrentSnapshot):
-            inner = [meta["attention"] for meta in metas]
-            attention = self._visit(cache.attention, inner, f"{at}attention.", last.attention)
-            if attention is None:
-                return None
-
-            def with_states(count: int) -> RecurrentSnapshot:
-                held = attention(count)
-                assert isinstance(held, AttentionSnapshot)
-                return RecurrentSnapshot(held, last.state)
-
-            return with_states
+        if isinstance(last, StateSnapshot):
+            states = StateSnapshot(spans[0][0], last.end, last.state)
+            return lambda count: states
         if first["kind"] == "attention" and isinstance(cache, SupportsReservation):
             return self._attention(cache, first, spans, at)
         caches = cache.caches if isinstance(cache, SupportsParts) else ()

@@ -161,7 +161,7 @@ class PrefixCache(Closing):
         parts = unwrapped(cache)
         for i, window in self.tree.windows.parts.items():
             relieve = functools.partial(self.evictor.relieve, part=i, window=window)
-            getattr(parts[i], "attention", parts[i]).on_pressure = relieve
+            parts[i].on_pressure = relieve
         _OWNERS.update(dict.fromkeys(unwrapped(cache), weakref.ref(self._open)))
 
     def __repr__(self) -> str:

@@ -34,8 +34,8 @@ __all__ = [
     "EncoderSnapshot",
     "InCache",
     "LayerSnapshot",
-    "RecurrentSnapshot",
     "Snapshot",
+    "StateSnapshot",
     "WrapperSnapshot",
     "check_following",
     "check_inside",
@@ -265,16 +265,17 @@ class AttentionSnapshot:
         return {i: layer.shape for i, layer in held.items()}
 
 
-class RecurrentSnapshot:
-    """The states of one sequence at ``end``, and its attention layers over ``[begin, end)``.
+class StateSnapshot:
+    """The states of one sequence at ``end``, all tokens before ``begin`` being the sequence's own.
 
     ``state`` may still lie in the slot that the sequence had, whatever becomes of the slot later.
     """
 
-    __slots__ = ("__weakref__", "attention", "state")
+    __slots__ = ("__weakref__", "begin", "end", "state")
 
-    def __init__(self, attention: AttentionSnapshot, states: HeldStates | States) -> None:
-        self.attention = attention
+    def __init__(self, begin: int, end: int, states: HeldStates | States) -> None:
+        """``states``, if they are tensors (1, *shape), are the snapshot's from then on."""
+        self.begin, self.end = begin, end
         self.state = states if isinstance(states, HeldStates) else HeldStates(states)
 
     __repr__ = _shown
@@ -286,43 +287,33 @@ class RecurrentSnapshot:
 
     @property
     def backend(self) -> ml.Backend | None:
-        """As AttentionSnapshot.backend, of the states."""
+        """As AttentionSnapshot.backend."""
         return _owner(self.state.held.values()) if self.end else None
 
     @property
-    def begin(self) -> int:
-        return self.attention.begin
-
-    @property
-    def end(self) -> int:
-        return self.attention.end
-
-    @property
     def nbytes(self) -> int:
-        return self.attention.nbytes + self.state.nbytes
+        return self.state.nbytes
 
     @property
     def in_cache(self) -> bool:
-        return self.attention.in_cache or self.state.slot is not None
+        return self.state.slot is not None
 
     @property
     def holds_cells(self) -> bool:
-        return self.attention.in_cache
-
-    @property
-    def frees_cells(self) -> bool:
-        return self.attention.frees_cells
-
-    @property
-    def divisible(self) -> bool:
         return False
 
+    frees_cells = divisible = holds_cells
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is that of ``end``, and has no parts: always."""
+        return True
+
     def detach(self) -> None:
-        self.attention.detach()
         self.state.detach()
 
     def drop(self) -> None:
-        self.attention.drop()
+        """Nothing to do: what it holds lies in no cell."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
