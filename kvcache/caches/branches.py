@@ -34,8 +34,7 @@ from kvcache.cache import (
     Cache,
     InvalidRangeError,
     NotSupportedError,
-    SupportsOffset,
-    SupportsPrepare,
+    SupportsRollback,
     check_whole,
 )
 from kvcache.caches.managed import PreparedCalls
@@ -176,7 +175,7 @@ def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> N
     if marked is None:
         commits = [_prepare(cache, "remove", seq, position)]
     else:  # what may yet refuse goes first
-        parts = sorted(enumerate(unwrapped(cache)), key=lambda pair: nn.offers(pair[1], SupportsPrepare))
+        parts = sorted(enumerate(unwrapped(cache)), key=lambda pair: nn.offers(pair[1], SupportsRollback))
         commits = [_return(part, marked, i) for i, part in parts]
     _check_exact("rollback", cache, seq, position, marked)
     _commit(commits)
@@ -231,7 +230,7 @@ def check_reach(cache: Cache, tokens: int) -> None:
 
 def _offsets(cache: Cache, seq: int) -> list[int]:
     """Where the next token of a sequence belongs, by each of the caches that know."""
-    return [part.offset(seq) for part in unwrapped(cache) if nn.offers(part, SupportsOffset)]
+    return [part.offset(seq) for part in unwrapped(cache) if hasattr(part, "offset")]
 
 
 def _end(op: str, cache: Cache, seq: int) -> int:
@@ -246,7 +245,7 @@ def _end(op: str, cache: Cache, seq: int) -> int:
 
 def _reached(part: Any, seq: int, position: int, to: Mark | None, i: int) -> int:
     """The last position up to ``position`` from which one cache can go on exactly."""
-    if nn.offers(part, SupportsOffset):
+    if hasattr(part, "resume_point"):
         found: int = part.resume_point(seq, position)
     else:
         found = position if part.can_resume(seq, position) else 0
@@ -299,7 +298,7 @@ def _check_mark(op: str, cache: Cache, seq: int, to: Mark | None) -> None:
 
 def _prepare(cache: Cache, op: str, *arguments: int) -> Commit:
     """Ask first where the cache can be asked; another one is asked when it is done."""
-    if nn.offers(cache, SupportsPrepare):
+    if nn.offers(cache, SupportsRollback):
         commit: Commit = getattr(cache, f"prepare_{op}")(*arguments)
         return commit
     return functools.partial(getattr(cache, op), *arguments)

@@ -51,23 +51,24 @@ class RecurrentCache(WrapperCache):
         """The cache of the layers with states."""
         super().__init__(self.attention, self.states)
 
-    def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
-        """``state(ctx, "conv", layer)``."""
-        return self.states.state(ctx, "conv", layer)
-
-    def set_conv_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
-        """``update_state(ctx, "conv", t, layer)``."""
-        self.states.update_state(ctx, "conv", t, layer)
-
-    def recurrent_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
-        """``state(ctx, "recurrent", layer)``."""
-        return self.states.state(ctx, "recurrent", layer)
-
-    def set_recurrent_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
-        """``update_state(ctx, "recurrent", t, layer)``."""
-        self.states.update_state(ctx, "recurrent", t, layer)
+    def set_layer_type(self, i: int) -> None:
+        """Nothing to choose: a layer may use both, K and V being those of ``attention`` in any case."""
+        super().set_layer_type(i)
+        self._type = 0
 
     # As StateCache has them.
+
+    def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
+        return self.states.conv_state(ctx, layer)
+
+    def set_conv_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
+        self.states.set_conv_state(ctx, layer, t)
+
+    def recurrent_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
+        return self.states.recurrent_state(ctx, layer)
+
+    def set_recurrent_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
+        self.states.set_recurrent_state(ctx, layer, t)
 
     @property
     def delivers(self) -> bool:

@@ -29,8 +29,8 @@ from kvcache.cache import (
     check_whole,
 )
 from kvcache.caches.base import BoundCache
-from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
-from kvcache.caches.one_thread import busy, is_foreign, one_thread
+from kvcache.caches.managed import ManagedSnapshots
+from kvcache.caches.one_thread import is_foreign, one_call, one_thread
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import StateSnapshot
 from kvcache.snapshots.states import StateSnapshots
@@ -41,7 +41,7 @@ from kvcache.storage.state_specs import StateSpec, StateSpecs
 from kvcache.storage.state_table import StateTable, shifted, state_lost
 
 
-class StateCache(BoundCache[StatePass], PreparedCalls[StateSnapshot], ManagedSnapshots[StateSnapshot]):
+class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSnapshot]):
     """Per-sequence states of any number, shapes and dtypes, and checkpoints of them; no keys and values.
 
     ``states`` says which: those of a layer by its number, those of all others under None::
@@ -153,6 +153,7 @@ class StateCache(BoundCache[StatePass], PreparedCalls[StateSnapshot], ManagedSna
 
     # One pass.
 
+    @one_call
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
     ) -> None:
@@ -164,14 +165,6 @@ class StateCache(BoundCache[StatePass], PreparedCalls[StateSnapshot], ManagedSna
         With ``read_only`` positions are free, as in CausalCache; the states, which have seen ``offset(seq)``
         tokens whatever the positions, are given as copies, and setting them raises OrderError.
         """
-        if not self._calls.acquire(False):
-            raise busy("start_forward")
-        try:
-            self._start(ctx, batch, reserve, read_only)
-        finally:
-            self._calls.release()
-
-    def _start(self, ctx: ml.Context, batch: Batch, reserve: bool, read_only: bool) -> None:
         check_context("start_forward", ctx, self._bound("start_forward"))
         check_modes(reserve, read_only)
         groups = split_batch(batch, self._max_sequences)
@@ -274,6 +267,22 @@ class StateCache(BoundCache[StatePass], PreparedCalls[StateSnapshot], ManagedSna
         ``set_layer``.
         """
         self._update(ctx, "update_state", name, t, layer)
+
+    def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
+        """``state(ctx, "conv", layer)``."""
+        return self._read(ctx, "conv_state", "conv", layer)
+
+    def set_conv_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
+        """``update_state(ctx, "conv", t, layer)``."""
+        self._update(ctx, "set_conv_state", "conv", t, layer)
+
+    def recurrent_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
+        """``state(ctx, "recurrent", layer)``."""
+        return self._read(ctx, "recurrent_state", "recurrent", layer)
+
+    def set_recurrent_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
+        """``update_state(ctx, "recurrent", t, layer)``."""
+        self._update(ctx, "set_recurrent_state", "recurrent", t, layer)
 
     def _read(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
         current, key = self._started(op), (name, self._layer if layer is None else layer)

@@ -43,7 +43,6 @@ __all__ = [
     "compact",
     "entries",
     "joined",
-    "joins_in_place",
     "read_layers",
     "sliced",
     "tensors_of",
@@ -77,6 +76,10 @@ class Snapshot(Protocol):
     @property
     def divisible(self) -> bool:
         """Whether it may be cut at any position inside, and restored up to any."""
+
+    @property
+    def joins_in_place(self) -> bool:
+        """Whether it is joined with its neighbours without a copy: in cells, or of the last one alone."""
 
     def detach(self) -> None:
         """Copy out what still lies in the cache, and let go of the cells and slots."""
@@ -230,6 +233,10 @@ class AttentionSnapshot:
         return not self.whole
 
     @property
+    def joins_in_place(self) -> bool:
+        return self.source is not None or self.keep is not None
+
+    @property
     def nbytes(self) -> int:
         if self.source is not None:
             return self.source.nbytes
@@ -305,8 +312,7 @@ class StateSnapshot:
     frees_cells = divisible = holds_cells
 
     @property
-    def whole(self) -> bool:
-        """Whether it is that of ``end``, and has no parts: always."""
+    def joins_in_place(self) -> bool:
         return True
 
     def detach(self) -> None:
@@ -351,6 +357,8 @@ class EncoderSnapshot:
     def divisible(self) -> bool:
         return True
 
+    joins_in_place = divisible
+
     def detach(self) -> None:
         """Nothing to do: what it holds lies in no cell."""
 
@@ -388,6 +396,10 @@ class WrapperSnapshot:
     def divisible(self) -> bool:
         return all(part.divisible for part in self.parts)
 
+    @property
+    def joins_in_place(self) -> bool:
+        return all([part.joins_in_place for part in self.parts])  # noqa: C419 - a generator takes longer
+
     def detach(self) -> None:
         for part in self.parts:
             part.detach()
@@ -404,17 +416,12 @@ def unwrapped_snapshot(snapshot: Snapshot) -> list[Snapshot]:
     return [snapshot]
 
 
-def joins_in_place(snapshot: Snapshot) -> bool:
-    """Whether it is joined with its neighbours without a copy: in cells, or of what only the last one has."""
-    if isinstance(snapshot, WrapperSnapshot):
-        return all(map(joins_in_place, snapshot.parts))
-    return snapshot.holds_cells or isinstance(snapshot, EncoderSnapshot) or getattr(snapshot, "whole", False)
-
-
 def check_kind(op: str, cache: object, kind: type, snapshots: Sequence[object]) -> None:
     """Refuse snapshots of a cache that keeps something else, and none at all."""
     if not snapshots:
         raise InvalidRangeError(f"{op}: no snapshots; at least one must be given")
+    if {*map(type, snapshots)} == {kind}:
+        return
     for snapshot in snapshots:
         if not isinstance(snapshot, kind):
             raise InvalidRangeError(

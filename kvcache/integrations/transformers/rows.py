@@ -501,7 +501,9 @@ class BatchRows:
         for i, seq in enumerate(self.sequences):
             for cache in family.tops:
                 if marks and cache is family.states:
-                    changes.append(family.states.prepare_restore_snapshot(seq, marks[i]))
+                    change = family.states.prepare_restore_snapshot(seq, marks[i])
+                    assert change is not None, "the rows are longer than where their marks are"
+                    changes.append(change)
                 else:
                     changes.append(cache.prepare_remove(seq, 0 if cache in aside.values() else length, None))
         for change in changes:
