@@ -39,7 +39,6 @@ from kvcache.cache import (
 )
 from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.one_thread import one_thread
-from kvcache.caches.states import StateCache
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import unwrapped
 from kvcache.snapshots.snapshot import Snapshot
@@ -142,7 +141,7 @@ def mark(cache: Cache, seq: int) -> Mark:
     position = _end("mark", cache, seq)
     _prepare(cache, "remove", seq, position)  # refuses a sequence that a device failure took
     _check_exact("mark", cache, seq, position)
-    states = [p.snapshot(seq, position, position) if isinstance(p, StateCache) else None for p in parts]
+    states = [p.snapshot(seq, position, position) if _has_states(p) else None for p in parts]
     for state in states:
         if state is not None:
             state.detach()
@@ -155,7 +154,7 @@ def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
     Whether all caches can go back to these without a ``mark``: recurrent ones whose models deliver states
     (``RecurrentCache(delivers=True)``), and those that have none.
     """
-    caches = [part for part in unwrapped(cache) if isinstance(part, StateCache)]
+    caches = [part for part in unwrapped(cache) if _has_states(part)]
     for states in caches:
         states.want_states(seq, positions)
     return all(states.delivers for states in caches)
@@ -228,6 +227,11 @@ def check_reach(cache: Cache, tokens: int) -> None:
 # Parts.
 
 
+def _has_states(part: Any) -> bool:
+    """Whether it keeps recurrent states, as a StateCache does."""
+    return hasattr(part, "want_states")
+
+
 def _offsets(cache: Cache, seq: int) -> list[int]:
     """Where the next token of a sequence belongs, by each of the caches that know."""
     return [part.offset(seq) for part in unwrapped(cache) if hasattr(part, "offset")]
@@ -274,7 +278,7 @@ def _check_exact(op: str, cache: Cache, seq: int, position: int, to: Mark | None
 def _remedy(part: Any) -> str:
     if isinstance(part, SlidingWindowCache):
         return "keep more of the past with memory= (window_memory says how much)"
-    if isinstance(part, StateCache):
+    if _has_states(part):
         return "take a mark (or a checkpoint) there before continuing, or evaluate the tokens between again"
     return "remove the sequence and evaluate it again"
 
