@@ -14,7 +14,7 @@ cells, checkpoints and slots that such a one holds. What can be exact depends on
 
     causal, chunked   any position right behind a stored token
     sliding window    ``memory - window`` tokens back (see window_memory), or what one pass has just added
-    recurrent         to a checkpoint, to the ``mark`` that was taken before, or to what ``want_states``
+    states            to a checkpoint, to the ``mark`` that was taken before, or to what ``want_states``
                       had the model deliver inside the last pass
     encoder           any position behind the token that its last item came with
 
@@ -70,7 +70,7 @@ def _between_passes(call: Callable[Concatenate[Cache, A], R]) -> Callable[Concat
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where sequence ``seq`` stood, and what it takes to come back: a copy of each recurrent state.
+    """Where sequence ``seq`` stood, and what it takes to come back: a snapshot of each recurrent state.
 
     Good while the sequence begins with the ``position`` tokens that it had. ``states`` has an entry for
     each cache of a wrapper, None for one that needs no copy.
@@ -152,7 +152,7 @@ def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
     """Have the next pass of ``seq`` keep its states at ``positions``, inside it, for ``rollback``.
 
     Whether all caches can go back to these without a ``mark``: recurrent ones whose models deliver states
-    (``RecurrentCache(delivers=True)``), and those that have none.
+    (``StateCache(delivers=True)``), and those that have none.
     """
     caches = [part for part in unwrapped(cache) if _has_states(part)]
     for states in caches:

@@ -128,25 +128,29 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     ) -> None:
         """Start all, or none: where one refuses, those that had started go back to the pass before."""
         options = {"read_only": True} if read_only else {}  # a cache of someone else's may not know it
-        passes, *_ = self.pass_under_way()
-        uploads = self._uploads or Uploads()
+        passes, started = [cache.pass_under_way() for cache in self._prepared], 0
+        uploads = self._uploads
+        if uploads is None and len(self._uploading) > 1:
+            uploads = Uploads()
         try:
-            with contextlib.ExitStack() as undo:  # goes on where one of them raises
+            if uploads is not None:
                 self._together(uploads)
-                # The one that cannot take anything back goes last: if it refuses, the others go back.
-                for i, cache in enumerate((*self._prepared, *self._others)):
-                    if read_only and "read_only" not in inspect.signature(cache.start_forward).parameters:
-                        raise NotSupportedError(
-                            f"start_forward: {type(cache).__name__} does not support read_only"
-                        )
-                    cache.start_forward(ctx, batch, reserve, **options)
-                    if i < len(passes):
-                        undo.callback(cache.undo_forward, passes[i])
-                if self._uploads is None:
-                    self.upload_fixed(ctx)
-                undo.pop_all()
+            # The one that cannot take anything back goes last: if it refuses, the others go back.
+            for cache in (*self._prepared, *self._others):
+                if read_only and "read_only" not in inspect.signature(cache.start_forward).parameters:
+                    raise NotSupportedError(
+                        f"start_forward: {type(cache).__name__} does not support read_only"
+                    )
+                cache.start_forward(ctx, batch, reserve, **options)
+                started += 1
+            if uploads is not self._uploads:
+                self.upload_fixed(ctx)
+        except BaseException:
+            self._take_back(passes[:started])
+            raise
         finally:
-            self._together(None)
+            if uploads is not None:
+                self._together(None)
             self._uploads = None
         self._type, self._thread = 0, get_ident()
 
@@ -184,8 +188,12 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             check_thread("undo_forward", self._thread)
         nothing = [None] * len(self._prepared), 0, None
         passes, self._type, self._thread = resume if isinstance(resume, tuple) else nothing
+        self._take_back(passes)
+
+    def _take_back(self, passes: Sequence[object]) -> None:
+        """Undo the starts of the first caches, which go on with ``passes``, whichever of them raises."""
         with contextlib.ExitStack() as undo:
-            for cache, under_way in zip(self._prepared, passes, strict=True):
+            for cache, under_way in zip(self._prepared, passes, strict=False):
                 undo.callback(cache.undo_forward, under_way)
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
@@ -204,7 +212,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         if value is None or more:
             self._with_extras("put").put(ctx, key, value, **more)
         else:
-            self.current.put(ctx, key, value)
+            self.caches[self._type].put(ctx, key, value)
 
     def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
         found: ml.Tensor = self._with_extras("get_extra").get_extra(ctx, name)
