@@ -446,9 +446,10 @@ def scheduled(
     cache.schedule_snapshots(0, at)
     cache.start_forward(ctx, Batch(range(4), [0] * 4, multimodal=[(0, "an image")]))
     for part in unwrapped(cache):
-        part.put(ctx, tokens(ctx, 4), tokens(ctx, 4))
-        if isinstance(part, kvcache.RecurrentCache):
+        if isinstance(part, kvcache.StateCache):
             part.update_state(ctx, "sum", ctx.full((1, 1), 1.0, DType.F32), 0)
+        else:
+            part.put(ctx, tokens(ctx, 4), tokens(ctx, 4))
     return cache, cache.take_snapshots(0)
 
 
