@@ -61,7 +61,7 @@ def _count(tree: PrefixTree, nodes: Nodes) -> int:
                 break
             if on_host and (tree.divisible or len(before.children) > 1):
                 break
-        if not serialized and not source.joins_in_place:
+        if not isinstance(source, SerializedSnapshot) and not source.joins_in_place:
             return count or 1
         count, on_host = count + 1, serialized
     return count
