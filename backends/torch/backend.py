@@ -44,7 +44,8 @@ def _guarded(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: TorchBackend, ctx: TorchContext, *args: Any, **options: Any) -> Any:
-        ctx.check(op)
+        if ctx.active_backend is None or self.closed:
+            ctx.check(op)
         try:
             return method(self, ctx, *args, **options)
         except (RuntimeError, IndexError, MemoryError) as error:
