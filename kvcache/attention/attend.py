@@ -81,7 +81,7 @@ def attend(
             levels = _selected(ctx, plan, stored, select)
         result = _by_calls(ctx, levels, stored, query, scale, sinks, block)
         if select is None and not stored.is_quantized and nn.has_attention_calls(kernels.backend):
-            plan.bind(ctx, Bound(ctx, query, stored, kernels.backend.attention_calls, levels))
+            kernels.bind(ctx, plan, stored, query, kernels.backend.attention_calls, levels)
     if result.dtype is not wanted:
         result = result.cast(ctx, wanted)
     if turned is not None:
@@ -125,6 +125,7 @@ class Kernels:
 
     def __init__(self, backend: ml.Backend) -> None:
         self.backend: Any = backend
+        self._one_device = len(backend.devices) == 1
         self._declined: dict[tuple[object, ...], int] = {}
         """The fewest segments that were declined; 0: there is no kernel."""
 
@@ -156,8 +157,16 @@ class Kernels:
             self._declined[asked] = len(lowered.segments)
             return None
         if plain:
-            plan.bind(ctx, Bound(ctx, query, buffers, backend.ragged_attention, lowered))
+            self.bind(ctx, plan, buffers, query, backend.ragged_attention, lowered)
         return _cut(ctx, result, buffers.value.dim)
+
+    def bind(
+        self, ctx: ml.Context, plan: ReadPlan, buffers: LayerBuffers, query: ml.Tensor,
+        attend: Callable[..., Any], lowered: Any,
+    ) -> None:  # fmt: skip
+        """Let further layers that are attended in ``ctx`` go this way, where one device has all of them."""
+        if self._one_device:
+            plan.bound_to, plan.bound = ctx, Bound(ctx, query, buffers, attend, lowered)
 
 
 def _by_calls(
