@@ -75,6 +75,7 @@ def attend(
         result = kernels.attend(ctx, plan, stored, query, scale, sinks)
     if result is None:
         block = BLOCK_CALLS * plan.config.call_bytes
+        levels: Levels
         if select is None:
             levels = plan.calls(ctx, max(1, plan.config.call_bytes // stored.bytes_per_cell))
         else:
@@ -101,7 +102,8 @@ class Bound:
     ) -> None:  # fmt: skip
         """``attend(ctx, query, key, value, lowered, scale, sinks)`` is the backend's."""
         self._ctx, self._attend, self._lowered = ctx, attend, lowered
-        self._kind, self._backend = type(query), getattr(query, "backend", None)
+        self._kind: Any = type(query)
+        self._backend = getattr(query, "backend", None)
         self._shape, self._dtype, self._key = query.shape, query.dtype, buffers.shape.key
 
     def __call__(self, buffers: LayerBuffers, query: Any, scale: float) -> ml.Tensor | None:
