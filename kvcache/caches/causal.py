@@ -489,7 +489,8 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         if plan.bound_to is ctx and select is None and sinks is None and type(scale) is float:
             result = plan.bound(buffers, query, scale)
             if result is not None:
-                buffers.note_read()
+                if buffers.stamp:  # as note_read
+                    buffers.stamp |= 1
                 return result
         scale = check_query(ctx, self._backend, query, forward.tokens, buffers.shape.key, scale, sinks)
         if select is not None:
