@@ -20,8 +20,8 @@ import ml
 from benchmarks.models import SMALL, random_model
 from benchmarks.pages import milliseconds, show
 from kvcache import Batch, HostTier, PrefixCache, serialize
-from kvcache.offload import direct_load as arriving
-from kvcache.offload.direct_load import restore_serialized
+from kvcache.prefix import loading as arriving
+from kvcache.prefix.loading import restore_serialized
 from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.runner.loading import load_model
 from kvcache.stores import FileStore

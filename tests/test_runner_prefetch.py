@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.offload.break_even import BreakEven, Link
+from kvcache.prefix.break_even import BreakEven, Link
 from kvcache.runner import engine as engine_module
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.errors import RequestError

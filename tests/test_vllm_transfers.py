@@ -18,7 +18,7 @@ from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.steps import PageLoad, PageSave, Report, Step
 from kvcache.integrations.vllm.transfers import Transfers
 from kvcache.integrations.vllm.work import Workers
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import (
     MemoryStore,
     SerializedSnapshot,

@@ -7,9 +7,9 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from kvcache.offload.tiers import StoreTier, StoreWrite
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.radix_tree import Node, RadixTree
+from kvcache.prefix.tiers import StoreTier, StoreWrite
 from kvcache.prefix.tree_entry import TreeEntry, span_of
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.stores import Chain, Keys, SerializedSnapshot

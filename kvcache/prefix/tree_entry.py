@@ -8,23 +8,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvcache.offload.tiers import StoreWrite
-from kvcache.offload.worker import OffloadJob
 from kvcache.prefix.events import DEVICE, HOST, STORAGE
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retention import DEFAULT_PRIORITY, Grants
+from kvcache.prefix.tiers import StoreWrite
+from kvcache.prefix.worker import OffloadJob
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
 __all__ = [
     "Chain",
+    "Priority",
     "TreeEntry",
     "chain_of",
     "content_of",
     "in_cells",
     "is_present",
     "is_restored",
+    "priority_of",
     "span_of",
     "tenant_of",
 ]
@@ -57,8 +59,6 @@ class TreeEntry:
     """When the retainer looks at its grants next."""
     tenant: str = ""
     """The salt of whose it is; "": everyone's."""
-    nbytes: int = 0
-    """Of the snapshot, in the tier where it was last kept."""
     used: int = 0
     """The time of its last use, on the tree's clock."""
     end_used: int = 0
@@ -73,6 +73,15 @@ class TreeEntry:
     def host(self) -> SerializedSnapshot | None:
         """Its serialized snapshot, also while it is being written."""
         return self.serialized or self.writing
+
+    @property
+    def nbytes(self) -> int:
+        """Of its content, where that is to be had soonest; 0 for none."""
+        if self.snapshot is not None:
+            return self.snapshot.nbytes
+        if self.leaving is not None:
+            return self.leaving.nbytes
+        return 0 if self.host is None else self.host.nbytes
 
     @property
     def media(self) -> frozenset[str]:
@@ -95,6 +104,17 @@ class TreeEntry:
         if self.leaving is not None:
             return "leaving"
         return "none" if self.store_write is None else "writing"
+
+
+Priority = tuple[int, int, int]
+"""(rank, time of the last use, minus depth): the smallest goes first."""
+
+
+def priority_of(node: Node[TreeEntry]) -> Priority:
+    """Where a node stands in the order of every tier: the lowest rank goes first, then the least recently
+    used, then the deepest, as what leads to a node was used whenever the node was."""
+    held = node.data
+    return (0, 0, 0) if held is None else (held.rank, held.used, -node.end)
 
 
 def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:

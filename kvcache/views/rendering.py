@@ -147,7 +147,7 @@ class _Look:
             return NodeView(parent, depth, node.begin, node.end, text, (), 0, hidden=hidden)
         age = max(0.0, self.now - held.since)
         later = len(self.uses) - bisect.bisect_right(self.uses, held.used)
-        tiers, nbytes, first = _tiers_of(held), _bytes_of(held), node is self.first
+        tiers, nbytes, first = _tiers_of(held), held.nbytes, node is self.first
         return NodeView(parent, depth, node.begin, node.end, text, tiers, nbytes, age, later, first, hidden)
 
 
@@ -164,14 +164,6 @@ def _tiers_of(held: TreeEntry) -> tuple[str, ...]:
     if held.stored:
         found.append("store")
     return tuple(found)
-
-
-def _bytes_of(held: TreeEntry) -> int:
-    if held.snapshot is not None:
-        return held.snapshot.nbytes
-    if held.leaving is not None:
-        return held.leaving.nbytes
-    return 0 if held.host is None else held.host.nbytes
 
 
 def _tiers(prefix: PrefixCache) -> list[TierView]:

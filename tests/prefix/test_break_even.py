@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvcache.cache import InvalidRangeError
-from kvcache.offload.break_even import BreakEven, Link
+from kvcache.prefix.break_even import BreakEven, Link
 
 from .rigs.conversing import LONG, Rig, Talk, some_caches
 from .rigs.stores import Clock, LinkedStore, stored

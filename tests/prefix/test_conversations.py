@@ -24,8 +24,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 import ml
 from kvcache.cache import CacheDType, CacheFullError, SequenceLostError
 from kvcache.caches import branches
-from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import SessionLimitError, SessionReplacedError
+from kvcache.prefix.tiers import HostTier
 from kvcache.stores import FileStore, SnapshotCorruptError, StoreFullError, StoreUnavailableError
 from ml import DType
 

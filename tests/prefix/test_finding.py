@@ -14,8 +14,8 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch, CausalCache
-from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.prefix.tiers import HostTier
 from kvcache.stores import FileStore, MemoryStore
 from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml import DType

@@ -10,10 +10,9 @@ import pytest
 import kvcache
 import ml
 from kvcache import CacheFullError
-from kvcache.offload import direct_load
-from kvcache.offload.tiers import HostTier
-from kvcache.prefix import restoring
+from kvcache.prefix import loading
 from kvcache.prefix.retention import Retention, TokenRange
+from kvcache.prefix.tiers import HostTier
 from kvcache.stores import SerializedSnapshot
 from kvcache.testing.rigs.protocol import InjectedError
 
@@ -109,8 +108,8 @@ def hybrid(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Steps that bring something from host memory."""
-    counted = Mock(side_effect=direct_load.restore_serialized)
-    monkeypatch.setattr(restoring, "restore_serialized", counted)
+    counted = Mock(side_effect=loading.restore_serialized)
+    monkeypatch.setattr(loading, "restore_serialized", counted)
     return counted
 
 
@@ -119,9 +118,9 @@ def test_a_chain_in_host_memory_goes_in_one_step_with_its_last_state(
     talk: Talk, hybrid: str, way: str, calls: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "joined":  # as where the cells do not lie in a run, or only a device can write them
-        monkeypatch.setattr(direct_load._Approach, "find", Mock(return_value=None))
-    decoded = Mock(side_effect=direct_load.deserialize)
-    monkeypatch.setattr(direct_load, "deserialize", decoded)
+        monkeypatch.setattr(loading._Approach, "find", Mock(return_value=None))
+    decoded = Mock(side_effect=loading.deserialize)
+    monkeypatch.setattr(loading, "deserialize", decoded)
     r = talk("hybrid", tiers=[HostTier()], **ON_HOST)
     before = r.chat(TOKENS[:38], 4)
     before.say(TOKENS[38:])
@@ -186,7 +185,7 @@ def test_of_a_damaged_chain_what_is_whole_is_restored(
     r = talk("hybrid", tiers=[HostTier()], **ON_HOST)
     r.keep(TOKENS, 4)
     r.prefix.evict()
-    _, chain = r.prefix.tree.along(r.prefix.alphabet.encode([*TOKENS, 7]))
+    _, chain = r.prefix.tree.along(r.prefix.tree.walk(r.prefix.alphabet.encode([*TOKENS, 7])))
     damaged = chain[-3] if len(chain) > 2 else chain[-1]
     assert damaged.data is not None
     assert damaged.data.serialized is not None

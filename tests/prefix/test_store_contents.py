@@ -12,9 +12,9 @@ import pytest
 
 import ml
 from kvcache import InvalidRangeError
-from kvcache.offload.tiers import HostTier, StoreTier
-from kvcache.prefix import prefix_tree, restoring
+from kvcache.prefix import loading, prefix_tree
 from kvcache.prefix.session import SessionReplacedError
+from kvcache.prefix.tiers import HostTier, StoreTier
 from kvcache.stores import MemoryStore
 
 from ..child_processes import child, finished
@@ -231,7 +231,7 @@ def test_a_rewind_that_fails_half_way_leaves_a_session_that_says_so(
     chat.session.keep()
     r.prefix.evict()
     with monkeypatch.context() as patch:
-        patch.setattr(restoring, "restore_serialized", Mock(side_effect=MemoryError()))
+        patch.setattr(loading, "restore_serialized", Mock(side_effect=MemoryError()))
         with pytest.raises(MemoryError):
             chat.session.rewind(9)
     with pytest.raises(SessionReplacedError, match="a rewind that failed"):

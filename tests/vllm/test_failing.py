@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcache.integrations.vllm import KVCacheConnector
-from kvcache.offload.outages import Outages
+from kvcache.prefix.outages import Outages
 from kvcache.stores import SnapshotCorruptError, StoreFullError, StoreUnavailableError, open_store
 from kvcache.stores.file import FileStore
 from kvcache.testing.servers import ValkeyServer

@@ -23,7 +23,7 @@ from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.pages import PageFormat
 from kvcache.integrations.vllm.steps import PageLoad, PageSave, Report, Step
 from kvcache.integrations.vllm.work import Workers
-from kvcache.offload.tiers import StoreTier, StoreWrite
+from kvcache.prefix.tiers import StoreTier, StoreWrite
 from kvcache.stores import SnapshotCorruptError
 
 __all__ = ["Copied", "DeviceBlocks", "Transfers"]

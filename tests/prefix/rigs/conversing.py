@@ -13,9 +13,9 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch, CacheDType
-from kvcache.offload.outages import Outages
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.outages import Outages
 from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.prefix.tiers import StoreTier
 from kvcache.storage.formats import CacheFormat
 from kvcache.testing.rigs.attention import mask_of
 from ml import DType

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcache.offload.buffer_pool import Loan
-from kvcache.offload.tiers import LookUp, StoreTier
+from kvcache.prefix.tiers import Loan, LookUp, StoreTier
 from kvcache.stores.keys import Chain
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 

@@ -30,20 +30,29 @@ from typing import Any, Protocol
 import numpy as np
 
 import ml
-from kvcache.cache import SupportsParts, SupportsReservation
-from kvcache.offload.tiers import StoreTier
+from kvcache.cache import InvalidRangeError, SequenceLostError, SupportsParts, SupportsReservation
+from kvcache.prefix.prefix_tree import PrefixTree
+from kvcache.prefix.radix_tree import Node
+from kvcache.prefix.tiers import StoreTier
+from kvcache.prefix.tree_entry import TreeEntry, content_of
 from kvcache.snapshots.check_serialized import check_meta
 from kvcache.snapshots.cut import join_serialized, part_before
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
 from kvcache.snapshots.serialize import deserialize
-from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, Snapshot, WrapperSnapshot
+from kvcache.snapshots.snapshot import (
+    AttentionSnapshot,
+    RecurrentSnapshot,
+    Snapshot,
+    WrapperSnapshot,
+    joins_in_place,
+)
 from kvcache.storage.formats import CacheFormat
 from kvcache.stores.errors import SnapshotCorruptError, StoreError
 from kvcache.stores.keys import Chain
 from kvcache.stores.protocol import Reader
 from kvcache.stores.serialized_snapshot import SerializedSnapshot, read_outline
 
-__all__ = ["load_back", "restore_serialized"]
+__all__ = ["load_back", "restore", "restore_serialized"]
 
 GROUP = 32
 """Serialized snapshots that are put into a cache in one step, each with a file open."""
@@ -525,3 +534,67 @@ def _named(reservation: CellReservation, layers: Sequence[Any]) -> dict[str, _Tr
         for i, _, parts in layers
         for (name, axes), place in zip(parts, places[i], strict=True)
     }
+
+
+# What nodes keep.
+
+Nodes = Sequence[Node[TreeEntry]]
+
+
+def restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> tuple[int, str] | None:
+    """Put what the first of ``nodes`` have up to ``target`` into a sequence: how many, and their tier.
+
+    None where the first one's cannot be had.
+    """
+    count = _count(tree, nodes)
+    for some in dict.fromkeys((count, min(count, 1))):  # one by one it turns out which of them is lost
+        try:
+            tier = _restore(tree, seq, nodes[:some], min(nodes[some - 1].end, target)) if some else None
+        except (SnapshotCorruptError, SequenceLostError, InvalidRangeError) as error:
+            tier = None
+            if some == 1:
+                log.warning("%s; the snapshot is dropped", error)
+        if tier is not None:
+            return some, tier
+    return None
+
+
+def _count(tree: PrefixTree, nodes: Nodes) -> int:
+    """How many of the first go in one step; 0 where the first one has nothing."""
+    count, on_host = 0, False
+    for node in nodes:
+        held = node.data
+        if held is None or not held.present:
+            break
+        source = held.snapshot or content_of(held)
+        serialized = isinstance(source, SerializedSnapshot)
+        if count:
+            before = nodes[count - 1]
+            if serialized is not on_host or held.begin != before.end:
+                break
+            if on_host and (tree.divisible or len(before.children) > 1):
+                break
+        if not isinstance(source, SerializedSnapshot) and not joins_in_place(source):
+            return count or 1
+        count, on_host = count + 1, serialized
+    return count
+
+
+def _restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> str | None:
+    cache, node = tree.cache, nodes[-1]
+    entries = [each.data for each in nodes if each.data is not None]
+    held, begin = entries[-1], entries[0].begin
+    sources = [content_of(each) for each in entries]
+    snapshots = [source for source in sources if not isinstance(source, SerializedSnapshot)]
+    if snapshots:
+        joined = snapshots[0] if len(snapshots) == 1 else cache.join(snapshots)
+        restored = cache.restore(seq, joined, target if joined.divisible else None)
+    else:
+        serialized = [source for source in sources if isinstance(source, SerializedSnapshot)]
+        restored = restore_serialized(cache, seq, serialized, target)
+    if not restored:
+        return None
+    if held.snapshot is None and target == node.end and node.data is held:
+        # It lies in the cache now: kept from there, the next one shares it, and all that it follows.
+        tree.keep_on_device(node, cache.snapshot(seq, begin, node.end))
+    return "device" if snapshots else "host"
