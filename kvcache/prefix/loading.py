@@ -101,32 +101,40 @@ def load_back(
 
 def restore_serialized(
     cache: Any, seq: int, parts: Sequence[SerializedSnapshot], target: int | None = None, lent: bool = False
-) -> bool:
+) -> Snapshot | None:
     """``cache.restore`` of what was checked, up to ``target``; what is whole as far as it goes.
 
+    Returns what was restored, which mostly lies in the cache by then; None where ``restore`` gives False.
     ``parts`` follow one another, and go in one step. Of what is whole, the last one's alone is restored.
     A device may still be reading the arrays when this returns, unless they are ``lent``.
 
     Raises what ``restore`` raises, and SnapshotCorruptError for several that cannot be joined.
     """
-    snapshot: Snapshot | None = None
-    waiting: list[ml.PageTransfer] = []
-    held = _HeldEntry.of(parts, target)
-    if held and _alike(held) == len(held):
-        last = deserialize(cache.backend, parts[-1]) if _is_whole(held[-1].meta) else None
-        approach = _Approach.find(cache, seq, held, last)
-        if approach is not None:
-            snapshot = approach.take(approach.fill())
-            waiting = approach.transfers
+    snapshot, transfers = _landed(cache, seq, parts, target)
     if snapshot is None and len(parts) > 1:
-        return restore_serialized(cache, seq, [join_serialized(parts)], target, lent)
+        parts = [join_serialized(parts)]
+        snapshot, transfers = _landed(cache, seq, parts, target)
     if snapshot is None:
         snapshot = deserialize(cache.backend, parts[0])
     try:
-        return bool(cache.restore(seq, snapshot, target if snapshot.divisible else None))
+        return snapshot if cache.restore(seq, snapshot, target if snapshot.divisible else None) else None
     finally:
-        for transfer in waiting if lent else ():
+        for transfer in transfers if lent else ():
             transfer.wait()
+
+
+def _landed(
+    cache: Any, seq: int, parts: Sequence[SerializedSnapshot], target: int | None
+) -> tuple[Snapshot | None, Sequence[ml.PageTransfer]]:
+    """The parts as one snapshot in free cells, and what still copies there; None where they do not fit so."""
+    entries = _HeldEntry.of(parts, target)
+    if not entries or _alike(entries) < len(entries):
+        return None, ()
+    last = deserialize(cache.backend, parts[-1]) if _is_whole(entries[-1].meta) else None
+    approach = _Approach.find(cache, seq, entries, last)
+    if approach is None:
+        return None, ()
+    return approach.take(approach.fill()), approach.transfers
 
 
 # Serialized snapshots whose arrays are still to be had.
@@ -586,15 +594,19 @@ def _restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> str | Non
     held, begin = entries[-1], entries[0].begin
     sources = [content_of(each) for each in entries]
     snapshots = [source for source in sources if not isinstance(source, SerializedSnapshot)]
+    restored: Snapshot | None
     if snapshots:
-        joined = snapshots[0] if len(snapshots) == 1 else cache.join(snapshots)
-        restored = cache.restore(seq, joined, target if joined.divisible else None)
+        restored = snapshots[0] if len(snapshots) == 1 else cache.join(snapshots)
+        if not cache.restore(seq, restored, target if restored.divisible else None):
+            return None
     else:
         serialized = [source for source in sources if isinstance(source, SerializedSnapshot)]
         restored = restore_serialized(cache, seq, serialized, target)
-    if not restored:
-        return None
+        if restored is None:
+            return None
     if held.snapshot is None and target == node.end and node.data is held:
-        # It lies in the cache now: kept from there, the next one shares it, and all that it follows.
-        tree.keep_on_device(node, cache.snapshot(seq, begin, node.end))
+        # It lies in the cache now: kept from there, the next one shares it, and all that it follows. A window
+        # or a state was put there from copies, which are given up for what the sequence has.
+        in_cells = restored.divisible and restored.in_cache
+        tree.keep_on_device(node, restored if in_cells else cache.snapshot(seq, begin, node.end))
     return "device" if snapshots else "host"

@@ -337,7 +337,7 @@ class StoreLookup:
         new = learned.keys() - expected.keys()
         try:
             check_layers(serialized, {**learned, **expected})
-            restored = restore_serialized(self._cache, seq, [serialized], lent=True)
+            restored = restore_serialized(self._cache, seq, [serialized], lent=True) is not None
             self._known = self._known or restored
             self._learned = self._learned or (restored and bool(new))
             return restored
