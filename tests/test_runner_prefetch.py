@@ -201,7 +201,7 @@ def test_whatever_comes_and_goes_while_pages_are_read_every_answer_is_that_of_it
     store = kept(model, prompts[:3])
     room = rnd.choice([3000, 20000, 1 << 20])
     with engine_of(model, tiers=[store], max_sequences=2, read_ahead=room, backlog=room, **SIZES) as engine:
-        assert engine.prefix.tree.store.backlog == room
+        assert engine.prefix.tree.store.writes.backlog == room
         waiting = rnd.sample(prompts, len(prompts))
         asked: dict[int, list[int]] = {}
         events: list[Any] = []

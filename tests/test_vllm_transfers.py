@@ -91,7 +91,7 @@ def arrived(transfers: Transfers, *ended: str) -> set[str]:
 def store_pages(transfers: Transfers, *pages: Sequence[int]) -> None:
     """Save pages, and wait until they are written."""
     transfers.save(saves(*pages))
-    transfers._tier.flush()
+    transfers._tier.writes.flush()
 
 
 def told(transfers: Transfers) -> Report:

@@ -178,12 +178,12 @@ class Evictor:
 
     def _end_of(self, node: Node[TreeEntry], tokens: int) -> Node[TreeEntry]:
         """The last ``tokens`` of an edge, and up to ``grain`` more; all of it where that is no less work."""
-        held = node.data
-        assert held is not None
+        entry = node.data
+        assert entry is not None
         at = node.end - tokens
         at -= at % self.grain
-        kept_below = held.serialized is not None or held.leaving is not None
-        if self._tree.divisible and node.begin < at and not kept_below and in_cells(held):
+        kept_below = entry.serialized is not None or entry.leaving is not None
+        if self._tree.divisible and node.begin < at and not kept_below and in_cells(entry):
             with contextlib.suppress(SequenceLostError):  # a device failure took it, and all of it goes
                 self._tree.split(node, at)
         return node
@@ -225,11 +225,11 @@ class Retainer:
         below: Grants = ()
         for node in reversed(path.nodes):
             below = merged(below, asked.grants(node.begin, min(node.end, int(path.tokens.size)), now))
-            if (held := node.data) is not None:
-                if not held.grants:  # it may be newer than what it leads to
+            if (entry := node.data) is not None:
+                if not entry.grants:  # it may be newer than what it leads to
                     for child in node.children.values():
                         below = merged(below, _granted(child.data))
-                self._set(node, below if node.begin >= known else merged(_granted(held), below))
+                self._set(node, below if node.begin >= known else merged(_granted(entry), below))
 
     def expire(self) -> None:
         """Take back the priorities whose time is over."""
@@ -259,11 +259,11 @@ class Retainer:
 
     def note(self, node: Node[TreeEntry]) -> None:
         """A node changed, or is new: come back to it when the priority that counts for it ends."""
-        held = node.data
-        if held is None or not held.grants or held.grants[0][1] >= held.watched:
+        entry = node.data
+        if entry is None or not entry.grants or entry.grants[0][1] >= entry.watched:
             return
-        held.watched = held.grants[0][1]
-        heapq.heappush(self._ends, (held.watched, next(self._count), weakref.ref(node)))
+        entry.watched = entry.grants[0][1]
+        heapq.heappush(self._ends, (entry.watched, next(self._count), weakref.ref(node)))
         if len(self._ends) > self._most:
             self._ends = [one for one in self._ends if (there := one[2]()) is not None and there.data]
             heapq.heapify(self._ends)
@@ -370,15 +370,15 @@ class WindowCells:
     def note(self, node: Node[TreeEntry]) -> None:
         """A node's snapshot came, went, or was copied out."""
         for part, nodes in self._nodes.items():
-            held = part_of(node, part)
+            window = part_of(node, part)
             self.copied -= self._copied[part].pop(node, 0)
-            if held is not None and held.holds_cells:
+            if window is not None and window.holds_cells:
                 nodes[node] = None
                 continue
             nodes.pop(node, None)
-            if held is not None:
-                self._copied[part][node] = held.nbytes
-                self.copied += held.nbytes
+            if window is not None:
+                self._copied[part][node] = window.nbytes
+                self.copied += window.nbytes
 
     def next(self, part: int) -> Node[TreeEntry] | None:
         """What leaves its cells first, of those that hold some and are not being restored.
@@ -387,17 +387,17 @@ class WindowCells:
         """
 
         def order(node: Node[TreeEntry]) -> tuple[bool, Priority]:
-            held = part_of(node, part)
-            return held is None or not held.frees_cells, priority_of(node)
+            window = part_of(node, part)
+            return window is None or not window.frees_cells, priority_of(node)
 
         return min((node for node in self._nodes[part] if not is_restored(node)), key=order, default=None)
 
     def copy_out(self, node: Node[TreeEntry], part: int) -> bool:
         """Let a window leave its cells; False, and nothing changes, where the device has no memory for it."""
-        held = part_of(node, part)
-        assert held is not None
+        window = part_of(node, part)
+        assert window is not None
         try:
-            held.detach()
+            window.detach()
         except Exception as error:  # also lost with its device, or not put whole: it goes in its turn
             log.info("a window could not be copied out of its cells: %s", error)
             return False
@@ -416,13 +416,13 @@ def part_of(node: Node[TreeEntry], part: int) -> Snapshot | None:
 
 
 def _holds_cells(node: Node[TreeEntry], part: int) -> bool:
-    held = part_of(node, part)
-    return held is not None and held.holds_cells
+    snapshot = part_of(node, part)
+    return snapshot is not None and snapshot.holds_cells
 
 
 def _frees(node: Node[TreeEntry], part: int) -> bool:
-    held = part_of(node, part)
-    return held is not None and held.frees_cells
+    snapshot = part_of(node, part)
+    return snapshot is not None and snapshot.frees_cells
 
 
 def _tokens(node: Node[TreeEntry], nbytes: int) -> int:
@@ -432,27 +432,27 @@ def _tokens(node: Node[TreeEntry], nbytes: int) -> int:
 
 def _nbytes(node: Node[TreeEntry]) -> int:
     """Of what it has on the device."""
-    held = node.data
-    return 0 if held is None or held.snapshot is None else held.snapshot.nbytes
+    entry = node.data
+    return 0 if entry is None or entry.snapshot is None else entry.snapshot.nbytes
 
 
 def _span(node: Node[TreeEntry]) -> int | None:
     """How many tokens lie between an interior node's neighbours; None for a node that is none."""
-    held = node.data
-    if held is None or node.parent is None or len(node.children) != 1:
+    entry = node.data
+    if entry is None or node.parent is None or len(node.children) != 1:
         return None
     (child,) = node.children.values()
     below = child.data
-    asked_for = held.users or held.grants not in ((), DEFAULT) or held.rank != DEFAULT_PRIORITY
+    asked_for = entry.users or entry.grants not in ((), DEFAULT) or entry.rank != DEFAULT_PRIORITY
     if below is None or not child.children or asked_for:
         return None
-    on_device = held.snapshot is not None and below.snapshot is not None
-    elsewhere = held.host or held.leaving or below.host or below.leaving
-    follows = below.begin == node.end or below.begin <= held.begin
-    if not on_device or elsewhere or not follows or held.tenant != below.tenant:
+    on_device = entry.snapshot is not None and below.snapshot is not None
+    elsewhere = entry.host or entry.leaving or below.host or below.leaving
+    follows = below.begin == node.end or below.begin <= entry.begin
+    if not on_device or elsewhere or not follows or entry.tenant != below.tenant:
         return None
     return child.end - node.parent.end
 
 
-def _granted(held: TreeEntry | None) -> Grants:
-    return () if held is None else held.grants or DEFAULT
+def _granted(entry: TreeEntry | None) -> Grants:
+    return () if entry is None else entry.grants or DEFAULT

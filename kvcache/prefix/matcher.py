@@ -210,12 +210,14 @@ class PrefixMatcher:
             first, _ = span_of(entries[0])
             if first and not self.from_source(seq, ids, source):
                 return None
-            for serialized in entries:
-                if not self._lookup.restore(seq, serialized):
+            steps = [entries] if self._lookup.restore(seq, entries) else [[entry] for entry in entries]
+            for step in steps:  # one by one it turns out which of them is not what its key says
+                end = span_of(step[-1])[1]
+                if step is not entries and not self._lookup.restore(seq, step):
                     self._cache.remove(seq, 0)
-                    self._lookup.drop(ids, span_of(serialized)[1])
+                    self._lookup.drop(ids, end)
                     return None
-                self._tell(stored, span_of(serialized)[1])
+                self._tell(stored, end)
         if not first:
             self.origins.clear()
         self._lookup.touch(ids, [span_of(entry)[1] for entry in entries])
@@ -329,20 +331,25 @@ class StoreLookup:
             at, _ = span_of(serialized)
         return entries[::-1]
 
-    def restore(self, seq: int, serialized: SerializedSnapshot) -> bool:
-        """Whether an entry, which was checked, was put into the sequence; not one of another cache."""
+    def restore(self, seq: int, parts: Sequence[SerializedSnapshot]) -> bool:
+        """Whether entries, which were checked and follow one another, were put into the sequence in one step.
+
+        Not those of another cache.
+        """
         expected = self._layers or layers_of_cache(self._cache)
         self._known = self._known or bool(self._tree.radix_tree.root.children)
-        learned = {} if self._known else layers_of_serialized(serialized)
+        learned = {} if self._known else layers_of_serialized(parts[-1])
         new = learned.keys() - expected.keys()
         try:
-            check_layers(serialized, {**learned, **expected})
-            restored = restore_serialized(self._cache, seq, [serialized], lent=True) is not None
+            for part in parts:
+                check_layers(part, {**learned, **expected})
+            restored = restore_serialized(self._cache, seq, parts, lent=True) is not None
             self._known = self._known or restored
             self._learned = self._learned or (restored and bool(new))
             return restored
         except (SnapshotCorruptError, InvalidRangeError) as error:
-            log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
+            if len(parts) == 1:
+                log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
             return False
         except (ml.DeviceError, MemoryError) as error:
             if not new:
@@ -396,11 +403,11 @@ class StoreLookup:
     def _touch(self, chain: Chain, ids: np.ndarray, ends: Sequence[int]) -> None:
         writer = self._tree.writer
         assert writer is not None
-        self._store.touch([chain.at(end) for end in ends])
+        self._store.writes.touch([chain.at(end) for end in ends])
         nodes = self._tree.radix_tree.match(ids[: ends[0]]).nodes
         before = [end for node in nodes if node.data is not None for end in writer.ends(node)]
         if before := [end for end in before if end < ends[0]]:
-            self._store.touch([chain.at(end) for end in (*before, *ends)])
+            self._store.writes.touch([chain.at(end) for end in (*before, *ends)])
 
     def _straight(
         self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
@@ -466,7 +473,7 @@ class StoreLookup:
                 return False
             self._used += [span_of(part)[1] for part in before or ()]
             for part in (*(before or ()), serialized):
-                if not self.restore(seq, part):
+                if not self.restore(seq, [part]):
                     self.drop(ids, span_of(part)[1])
                     self._cache.remove(seq, reached)
                     return False

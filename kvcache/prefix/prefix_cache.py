@@ -441,7 +441,7 @@ class PrefixCache(Closing):
         if self.tree.host is not None:
             found["host"] = self.tree.host.nbytes
         if self.tree.store is not None:
-            found["writing"] = self.tree.store.waiting
+            found["writing"] = self.tree.store.writes.waiting
         if self._prefetcher is not None:
             found["ahead"] = self._prefetcher.nbytes
         return found
@@ -454,7 +454,7 @@ class PrefixCache(Closing):
         """
         return {
             "host": self.tree.failed,
-            "store": 0 if self.tree.store is None else self.tree.store.failed,
+            "store": 0 if self.tree.store is None else self.tree.store.writes.failed,
         }
 
     @property

@@ -181,12 +181,12 @@ class PrefixTree:
         """Note that a node, or the beginning of its edge, and all that leads to it are used now."""
         node: Node[TreeEntry] | None = last
         while node is not None:
-            if (held := node.data) is not None:
-                if held.used >= self.clock:
+            if (entry := node.data) is not None:
+                if entry.used >= self.clock:
                     return
-                held.used = self.clock
+                entry.used = self.clock
                 if whole:
-                    held.end_used = self.clock
+                    entry.end_used = self.clock
             node, whole = node.parent, True
 
     def grant(self, node: Node[TreeEntry], grants: Grants, rank: int) -> None:
@@ -202,15 +202,15 @@ class PrefixTree:
     def in_use(self, nodes: Iterable[Node[TreeEntry]], restoring: bool = False) -> Iterator[None]:
         """None of these goes meanwhile as interior; ``restoring``: nor as what was least recently used."""
         entries = [(node, node.data) for node in nodes if node.data is not None]
-        for _, held in entries:
-            held.users += 1
-            held.restoring += restoring
+        for _, entry in entries:
+            entry.users += 1
+            entry.restoring += restoring
         try:
             yield
         finally:
-            for node, held in entries:
-                held.users -= 1
-                held.restoring -= restoring
+            for node, entry in entries:
+                entry.users -= 1
+                entry.restoring -= restoring
                 if not self.divisible:
                     self._changed(node)  # it may lie inside a conversation that nobody goes on from
 
@@ -307,22 +307,22 @@ class PrefixTree:
 
     def split(self, node: Node[TreeEntry], at: int) -> Node[TreeEntry]:
         """Part an edge; content that is divisible is parted with it."""
-        held = node.data
-        if held is None or not self.divisible:
+        entry = node.data
+        if entry is None or not self.divisible:
             upper = self.radix_tree.split(node, at)
             self._changed(upper, node)
             return upper
-        snapshots = None if held.snapshot is None else self.cache.split(held.snapshot, at)
-        halves = None if held.serialized is None else cut_serialized(held.serialized, at, own=True)
-        writing = None if held.writing is None else cut_serialized(held.writing, at)
+        snapshots = None if entry.snapshot is None else self.cache.split(entry.snapshot, at)
+        halves = None if entry.serialized is None else cut_serialized(entry.serialized, at, own=True)
+        writing = None if entry.writing is None else cut_serialized(entry.writing, at)
         upper = self.radix_tree.split(node, at)
-        stored = held.stored and at % self.keys.block_size == 0
-        upper.data = replace(held, stored=stored, watched=math.inf)  # what it holds is parted below
-        upper.data.end_used = held.used
-        held.begin, held.used = at, held.end_used
-        if writing is not None and held.store_write is not None:
-            upper.data.writing, held.writing = writing
-            held.store_write.parted.append(upper)
+        stored = entry.stored and at % self.keys.block_size == 0
+        upper.data = replace(entry, stored=stored, watched=math.inf)  # what it holds is parted below
+        upper.data.end_used = entry.used
+        entry.begin, entry.used = at, entry.end_used
+        if writing is not None and entry.store_write is not None:
+            upper.data.writing, entry.writing = writing
+            entry.store_write.parted.append(upper)
         if snapshots is not None:
             self._off_device(node)
             self.keep_on_device(upper, snapshots[0])
@@ -361,14 +361,14 @@ class PrefixTree:
 
     def offload(self, node: Node[TreeEntry]) -> None:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
-        held = node.data
-        assert held is not None
-        if held.serialized is None and held.leaving is None and self._is_wanted(node, held):
-            if held.writing is not None and held.store_write is not None and not held.store_write.parted:
-                self._keep_on_host(node, held.writing)  # it is in host memory as it is
+        entry = node.data
+        assert entry is not None
+        if entry.serialized is None and entry.leaving is None and self._is_wanted(node, entry):
+            if entry.writing is not None and entry.store_write is not None and not entry.store_write.parted:
+                self._keep_on_host(node, entry.writing)  # it is in host memory as it is
             elif self.worker is not None:
-                self._send(self.worker, node, held)
-            elif (serialized := self._copied_out(held)) is not None:
+                self._send(self.worker, node, entry)
+            elif (serialized := self._copied_out(entry)) is not None:
                 if self.host is not None and self.host.fits(serialized.nbytes, node):
                     self._keep_on_host(node, serialized)
                 else:
@@ -384,19 +384,19 @@ class PrefixTree:
         False, and nothing changed, where that cannot be joined with what follows.
         """
         (child,) = node.children.values()
-        held, below = node.data, child.data
-        assert held is not None
+        entry, below = node.data, child.data
+        assert entry is not None
         assert below is not None
-        assert held.snapshot is not None
+        assert entry.snapshot is not None
         assert below.snapshot is not None
         joined = None
-        if below.begin > held.begin:
+        if below.begin > entry.begin:
             try:
-                joined = self.cache.join([held.snapshot, below.snapshot])
+                joined = self.cache.join([entry.snapshot, below.snapshot])
             except Exception:  # no memory for it, or lost with its device: it goes in its turn
                 return False
         else:
-            held.snapshot.drop()
+            entry.snapshot.drop()
         self.device.discard(node)
         self.evicted += 1
         node.data = None
@@ -406,22 +406,22 @@ class PrefixTree:
             self.keep_on_device(child, joined)
         return True
 
-    def _is_wanted(self, node: Node[TreeEntry], held: TreeEntry) -> bool:
+    def _is_wanted(self, node: Node[TreeEntry], entry: TreeEntry) -> bool:
         """Whether there is a place below the device for what a node holds."""
-        if self.store is not None and not held.stored and held.store_write is None:
+        if self.store is not None and not entry.stored and entry.store_write is None:
             return True
-        host, snapshot = self.host, held.snapshot
+        host, snapshot = self.host, entry.snapshot
         return host is not None and snapshot is not None and host.fits(snapshot.nbytes, node)
 
-    def _send(self, worker: OffloadWorker, node: Node[TreeEntry], held: TreeEntry) -> None:
-        assert held.snapshot is not None
+    def _send(self, worker: OffloadWorker, node: Node[TreeEntry], entry: TreeEntry) -> None:
+        assert entry.snapshot is not None
         with contextlib.suppress(SequenceLostError):  # a device failure took what it names
-            held.leaving = worker.send(held.snapshot, node)
-            if self.host is not None and self.host.fits(held.leaving.serialized_nbytes, node):
+            entry.leaving = worker.send(entry.snapshot, node)
+            if self.host is not None and self.host.fits(entry.leaving.serialized_nbytes, node):
                 # Counted at once: what goes first then depends on no thread.
-                self.host.add(node, held.leaving.serialized_nbytes)
+                self.host.add(node, entry.leaving.serialized_nbytes)
             elif self.store is None:
-                held.leaving = None  # nobody has room for it; that it is still found depends on no thread
+                entry.leaving = None  # nobody has room for it; that it is still found depends on no thread
 
     def _write(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         """Have the stores, if there are any, take what host memory has no place for."""
@@ -438,13 +438,13 @@ class PrefixTree:
             node = job.owner
             assert isinstance(node, Node)
             self.failed += job.error is not None
-            held: TreeEntry | None = node.data
-            if held is None or held.leaving is not job:
+            entry: TreeEntry | None = node.data
+            if entry is None or entry.leaving is not job:
                 continue  # forgotten meanwhile
-            held.leaving = None
+            entry.leaving = None
             if job.serialized is not None:
                 if self.host is not None and node in self.host:
-                    held.serialized = job.serialized
+                    entry.serialized = job.serialized
                 else:
                     self._write(node, job.serialized)
             elif self.host is not None:
@@ -462,23 +462,23 @@ class PrefixTree:
         while self.host.excess and (other := self.host.first()) is not None:
             self._leave_host(other)
 
-    def _copied_out(self, held: TreeEntry) -> SerializedSnapshot | None:
+    def _copied_out(self, entry: TreeEntry) -> SerializedSnapshot | None:
         """A snapshot, serialized; None where a device failure took what it names."""
         try:
-            return None if held.snapshot is None else serialize(self._backend, held.snapshot)
+            return None if entry.snapshot is None else serialize(self._backend, entry.snapshot)
         except SequenceLostError:
             return None
 
     def _leave_host(self, node: Node[TreeEntry]) -> None:
-        held = node.data
-        assert held is not None
+        entry = node.data
+        assert entry is not None
         assert self.host is not None
-        if held.serialized is not None:
-            self._write(node, held.serialized)
-        elif self.store is None or held.stored:
-            held.leaving = None  # it goes on its way, and nobody waits for it
+        if entry.serialized is not None:
+            self._write(node, entry.serialized)
+        elif self.store is None or entry.stored:
+            entry.leaving = None  # it goes on its way, and nobody waits for it
         self.host.discard(node)
-        held.serialized = None
+        entry.serialized = None
         self._changed(node)
         self._prune(node)
 
@@ -525,7 +525,7 @@ class PrefixTree:
         if self.worker is not None:
             self.worker.drain()
         if self.store is not None:
-            self.store.cancel()
+            self.store.writes.cancel()
         self.settle()  # what was under way is nobody's
         if self.writer is not None:
             self.writer.behind = False
@@ -565,20 +565,20 @@ class PrefixTree:
         if self.writer is not None:
             self.writer.write_on(self.walk(ids).nodes, self.radix_tree)
 
-    def _to_write(self, held: TreeEntry) -> SerializedSnapshot | None:
+    def _to_write(self, entry: TreeEntry) -> SerializedSnapshot | None:
         """What a node holds, serialized; None, which is told, where there is no memory for that."""
         try:
-            return held.serialized or self._copied_out(held)
+            return entry.serialized or self._copied_out(entry)
         except Exception:
             self.failed += 1
-            log.exception("offload: %d bytes did not leave the device", held.nbytes)
+            log.exception("offload: %d bytes did not leave the device", entry.nbytes)
             return None
 
     @property
     def unwritten(self) -> int:
         """Bytes that are kept and that no store has, where there are stores."""
         kept = (node.data for node in self.radix_tree) if self.store is not None else ()
-        return sum(held.nbytes for held in kept if held and not held.stored and held.store_write is None)
+        return sum(entry.nbytes for entry in kept if entry and not entry.stored and entry.store_write is None)
 
     def drain(self) -> None:
         """Wait until nothing is under way, from the device or to the stores."""
@@ -587,14 +587,14 @@ class PrefixTree:
             with self.patient():
                 self.settle()
         if self.store is not None:
-            self.store.flush()
+            self.store.writes.flush()
             self.settle()
 
     def settle(self) -> None:
         """Take note of what has left the device, and of what the stores have by now."""
         self._land()
         self.shrink_host()
-        for store_write in () if self.store is None else self.store.finished():
+        for store_write in () if self.store is None else self.store.writes.finished():
             assert self.writer is not None
             for node in self.writer.finish(store_write):
                 self._changed(node)

@@ -20,12 +20,12 @@ from kvcache.prefix.outages import READING, WRITING, Outages
 from kvcache.stores.buffers import WritableBuffer
 from kvcache.stores.errors import SnapshotCorruptError, StoreError, StoreFullError, StoreUnavailableError
 from kvcache.stores.keys import Chain
-from kvcache.stores.protocol import AdvisedStore, Reader, ReadingStore, SnapshotStore
+from kvcache.stores.protocol import AdvisedStore, MappedStore, Reader, ReadingStore, SnapshotStore
 from kvcache.stores.serialized_snapshot import SerializedSnapshot, pack, unpack
 from kvcache.stores.sizes import parse_bytes
 from ml.transfer import pinned_memory
 
-__all__ = ["HostTier", "Lender", "Loan", "LookUp", "StoreTier", "StoreWrite"]
+__all__ = ["HostTier", "Lender", "Loan", "LookUp", "StoreTier", "StoreWrite", "WriteQueue"]
 
 log = logging.getLogger("kvcache")
 
@@ -77,50 +77,31 @@ class LookUp(NamedTuple):
     """How many more tokens they were not asked for, or not read of, since computing them is faster."""
 
 
-class StoreTier:
-    """One or more stores: read in order, written to all of them by a thread.
+class WriteQueue:
+    """What waits to be written to the stores of a tier, by a thread.
 
-    At most ``backlog`` bytes wait to be written; ``submit`` then waits its turn, so that entries never pile
-    up in memory. A store that fails costs a warning and a later recomputation, no more; one that is out
-    of reach is not asked for a while (:class:`kvcache.prefix.outages.Outages`).
+    At most ``backlog`` bytes wait; ``submit`` then waits its turn, so that entries never pile up in memory.
     """
 
     def __init__(
         self,
-        stores: Sequence[SnapshotStore],
         backlog: int,
-        backend: ml.Backend | None = None,
-        break_even: BreakEven | None = None,
+        write: Callable[[str, SerializedSnapshot], bool],
+        prefix: Callable[[Sequence[str]], int],
     ) -> None:
-        """``backend``: what reads the entries next, from the memory that it reads fastest.
-
-        ``break_even``: which store is asked for how many tokens (None: every store for any).
-        """
-        self.stores = tuple(stores)
-        self.break_even = break_even or BreakEven(always=True)
+        """``write`` and ``prefix``: as StoreTier's; the thread calls them."""
         self.backlog = backlog
         self.waiting = 0
         """Bytes that are not written yet."""
-        self.written = 0
-        """Serialized snapshots written since the start."""
         self.failed = 0
         """Writes of which a serialized snapshot was written nowhere."""
-        self.errors = dict.fromkeys(("read", "write", "corrupt", "full"), 0)
-        """Calls that failed, by kind; those that a store in an outage was spared are none."""
-        self.outages = Outages()
-        self.on_drop: Callable[[str], None] | None = None
-        """Called with the key of each entry that is dropped, by the thread that found it corrupt."""
+        self._write, self._prefix = write, prefix
         self._finished: deque[StoreWrite] = deque()
-        self._new_lender = Lender if backend is None else partial(Lender, partial(pinned_memory, backend))
-        self._lender = self._new_lender()
         self._queue: queue.SimpleQueue[StoreWrite | Sequence[str] | None] = queue.SimpleQueue()
         self._touching = 0
         self._pending: set[StoreWrite] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._probe: threading.Thread | None = None
-
-    # Writing.
 
     def submit(self, store_write: StoreWrite) -> None:
         """Have a store write written; waits while the backlog is full (one store write always fits)."""
@@ -151,11 +132,6 @@ class StoreTier:
         """Whether a store write of ``nbytes`` can be submitted without a wait."""
         return not self.waiting or self.waiting + nbytes <= self.backlog
 
-    @property
-    def away(self) -> bool:
-        """Whether all stores are left alone at present by who writes to them."""
-        return all(self.outages.away(store, WRITING) for store in self.stores)
-
     def finished(self) -> Iterator[StoreWrite]:
         """Writes that ended, or failed, since the last call."""
         while self._finished:
@@ -176,7 +152,7 @@ class StoreTier:
         self.flush()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Write what is left, and end the thread. The stores stay open: they are the caller's.
+        """Write what is left, and end the thread.
 
         False: it has not ended after ``timeout`` seconds (None: however long it takes).
         """
@@ -186,17 +162,12 @@ class StoreTier:
             if self._thread.is_alive():
                 return False
             self._thread = None
-        self.finish_probe()
         return True
-
-    def finish_probe(self) -> None:
-        if self._probe is not None:
-            self._probe.join()
 
     def _work(self) -> None:
         while (store_write := self._queue.get()) is not None:
             if not isinstance(store_write, StoreWrite):  # keys that are in use
-                self.prefix(store_write)
+                self._prefix(store_write)
                 with self._changed:
                     self._touching -= 1
                     self._changed.notify_all()
@@ -218,9 +189,64 @@ class StoreTier:
             if store_write.cancelled:
                 store_write.failed = True
                 return
-            store_write.failed |= not self.write(key, serialized)
+            store_write.failed |= not self._write(key, serialized)
         for path in () if store_write.failed else store_write.paths:
-            self.prefix(path)
+            self._prefix(path)
+
+
+class StoreTier:
+    """One or more stores: read in order, written to all of them by a thread (``writes``).
+
+    A store that fails costs a warning and a later recomputation, no more; one that is out
+    of reach is not asked for a while (:class:`kvcache.prefix.outages.Outages`).
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[SnapshotStore],
+        backlog: int,
+        backend: ml.Backend | None = None,
+        break_even: BreakEven | None = None,
+    ) -> None:
+        """``backend``: what reads the entries next, from the memory that it reads fastest.
+
+        ``break_even``: which store is asked for how many tokens (None: every store for any).
+        """
+        self.stores = tuple(stores)
+        self.break_even = break_even or BreakEven(always=True)
+        self.writes = WriteQueue(backlog, self.write, self.prefix)
+        self.written = 0
+        """Serialized snapshots written since the start."""
+        self.errors = dict.fromkeys(("read", "write", "corrupt", "full"), 0)
+        """Calls that failed, by kind; those that a store in an outage was spared are none."""
+        self.outages = Outages()
+        self.on_drop: Callable[[str], None] | None = None
+        """Called with the key of each entry that is dropped, by the thread that found it corrupt."""
+        self._new_lender = Lender if backend is None else partial(Lender, partial(pinned_memory, backend))
+        self._lender = self._new_lender()
+        self._counting = threading.Lock()
+        self._probe: threading.Thread | None = None
+
+    # Writing.
+
+    @property
+    def away(self) -> bool:
+        """Whether all stores are left alone at present by who writes to them."""
+        return all(self.outages.away(store, WRITING) for store in self.stores)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Write what is left, and end the threads. The stores stay open: they are the caller's.
+
+        False: not all is written after ``timeout`` seconds (None: however long it takes).
+        """
+        if not self.writes.close(timeout):
+            return False
+        self.finish_probe()
+        return True
+
+    def finish_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.join()
 
     def write(self, key: str, serialized: SerializedSnapshot) -> bool:
         """Write an entry now, in this thread. Whether at least one store has it then."""
@@ -337,7 +363,7 @@ class StoreTier:
         Where a store can show its bytes in place they are not copied here; else the next entry is read by
         a thread while one is put to use.
         """
-        if len(keys) < 2 or all(hasattr(store, "view") for store in self.stores):
+        if len(keys) < 2 or all(isinstance(store, MappedStore) for store in self.stores):
             for key in keys:
                 with self.serialized(key) as serialized:
                     yield serialized
@@ -396,7 +422,7 @@ class StoreTier:
         loan = Loan(self._lender if reserve is None else self._new_lender())
         # One that is read although computing is faster comes last.
         for store in sorted(self.stores, key=self.break_even.pays, reverse=True):
-            shown = in_place and hasattr(store, "view")
+            shown = in_place and isinstance(store, MappedStore)
             source = (
                 partial(self._view, store, key) if shown else partial(self._copy, store, key, loan, reserve)
             )
@@ -447,7 +473,7 @@ class StoreTier:
         return answer
 
     def _count(self, kind: str) -> None:
-        with self._changed:
+        with self._counting:
             self.errors[kind] += 1
 
     def _view(self, store: Any, key: str) -> memoryview | None:

@@ -113,8 +113,8 @@ Priority = tuple[int, int, int]
 def priority_of(node: Node[TreeEntry]) -> Priority:
     """Where a node stands in the order of every tier: the lowest rank goes first, then the least recently
     used, then the deepest, as what leads to a node was used whenever the node was."""
-    held = node.data
-    return (0, 0, 0) if held is None else (held.rank, held.used, -node.end)
+    entry = node.data
+    return (0, 0, 0) if entry is None else (entry.rank, entry.used, -node.end)
 
 
 def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
@@ -130,18 +130,18 @@ def tenant_of(node: Node[TreeEntry]) -> str:
     return "" if node.data is None else node.data.tenant
 
 
-def content_of(held: TreeEntry) -> Snapshot | SerializedSnapshot:
+def content_of(entry: TreeEntry) -> Snapshot | SerializedSnapshot:
     """Where a node's content is to be had soonest."""
-    if held.snapshot is not None:
-        return held.snapshot
-    if held.leaving is not None:
-        return held.leaving.content()
-    assert held.host is not None
-    return held.host
+    if entry.snapshot is not None:
+        return entry.snapshot
+    if entry.leaving is not None:
+        return entry.leaving.content()
+    assert entry.host is not None
+    return entry.host
 
 
-def in_cells(held: TreeEntry) -> bool:
-    return held.snapshot is not None and held.snapshot.holds_cells
+def in_cells(entry: TreeEntry) -> bool:
+    return entry.snapshot is not None and entry.snapshot.holds_cells
 
 
 def is_restored(node: Node[TreeEntry]) -> bool:

@@ -172,7 +172,7 @@ def _tiers(prefix: PrefixCache) -> list[TierView]:
     if tree.host is not None:
         found.append(TierView("host", tree.host.nbytes, tree.host.budget, len(tree.host)))
     if tree.store is not None:
-        found.append(TierView("writing", tree.store.waiting, tree.store.backlog, None))
+        found.append(TierView("writing", tree.store.writes.waiting, tree.store.writes.backlog, None))
         for store in tree.store.stores:
             where = getattr(store, "path", "")
             note = printable(f"{type(store).__name__} {where}".strip())

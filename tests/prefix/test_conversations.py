@@ -397,7 +397,7 @@ class Conversations(Machine):
         """Bytes flipped, files cut or gone."""
         rnd = random.Random(seed)
         self.reliable = False
-        self.rig.tier.flush()
+        self.rig.tier.writes.flush()
         if self.memory is not None and not self.memory.every:
             for key in sorted(self.memory._entries or {}):
                 if rnd.random() < 0.3:

@@ -10,10 +10,10 @@ import pytest
 import kvcache
 import ml
 from kvcache import CacheFullError
-from kvcache.prefix import loading
+from kvcache.prefix import loading, matcher
 from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.prefix.tiers import HostTier
-from kvcache.stores import SerializedSnapshot
+from kvcache.stores import MemoryStore, SerializedSnapshot
 from kvcache.testing.rigs.protocol import InjectedError
 
 from .models.digests import CONV, STATE
@@ -176,6 +176,40 @@ def test_what_was_restored_leaves_again_when_host_memory_has_lost_it(talk: Talk,
     r.prefix.evict()
     assert not len(tree.device)
     assert r.peek([*TOKENS, 7, 9]) == 42
+    r.check_books()
+
+
+def test_what_was_put_into_cells_is_kept_as_it_is(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree keeps the snapshot that was restored, and takes no second one of the same cells."""
+    r = talk(tiers=[HostTier()], capacity=120)
+    r.keep(TOKENS)
+    r.prefix.evict()
+    taken = Mock(side_effect=r.cache.snapshot)
+    monkeypatch.setattr(r.cache, "snapshot", taken)
+    chat = r.chat([*TOKENS, 7])
+    assert (chat.cached, r.prefix.stats.host, taken.call_count) == (41, 41, 0)
+    (node,) = r.prefix.tree.radix_tree
+    assert node.data is not None
+    assert node.data.tier == "cache"
+    r.check_books()
+    chat.close(keep=False)
+    assert r.peek([*TOKENS, 7]) == 41
+    assert r.prefix.stats.device == 41
+
+
+def test_a_chain_in_a_store_goes_in_one_step_with_its_last_state(
+    talk: Talk, hybrid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    first = talk("hybrid", tiers=[store], **ON_HOST)
+    first.keep(TOKENS, 4)
+    first.prefix.close()
+    r = talk("hybrid", tiers=[store], **ON_HOST)
+    steps = Mock(side_effect=loading.restore_serialized)
+    monkeypatch.setattr(matcher, "restore_serialized", steps)
+    assert r.peek([*TOKENS, 7]) == 41
+    assert steps.call_count == 1
+    assert len(steps.call_args.args[2]) > 1 or "window" in hybrid
     r.check_books()
 
 

@@ -82,7 +82,7 @@ def test_of_parted_conversations_what_is_read_is_used_last_and_its_beginning_las
     store = stored(talk, *BRANCHES)
     r = talk(tiers=[store])
     assert r.keep([*BRANCHES[1], 1]) == 31
-    r.tier.flush()
+    r.tier.writes.flush()
     used = list(store._entries)[::-1]
     assert used[:9] == keys(r, BRANCHES[1], 4, 8, 10, 12, 16, 20, 24, 28, 31)
 

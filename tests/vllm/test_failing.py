@@ -168,7 +168,7 @@ def test_little_host_memory_and_a_slow_store(
 
     def slow(self: FileStore, key: str, parts: Any) -> bool:
         nonlocal most
-        most = max(most, worker()._worker._stores.tier.waiting)
+        most = max(most, worker()._worker._stores.tier.writes.waiting)
         time.sleep(0.05)
         return put(self, key, parts)
 

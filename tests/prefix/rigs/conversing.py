@@ -202,8 +202,8 @@ class Rig:
         if worker is not None:
             worker.drain()
         if tier is not None:
-            while lose and not tier._queue.empty():
-                tier._queue.get()
+            while lose and not tier.writes._queue.empty():
+                tier.writes._queue.get()
             tier.close()
 
     def check_books(self) -> None:
