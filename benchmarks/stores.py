@@ -236,7 +236,7 @@ def in_pool(entry: Entry, staged: Any, registered: Any) -> Found:
 
 def mooncake(entry: Entry, options: argparse.Namespace) -> None:
     from kvcache.stores import MooncakeStore
-    from tests.mooncake_pool import MooncakePool
+    from tests.rigs.mooncake_pool import MooncakePool
 
     if reason := MooncakePool.missing():
         raise SystemExit(f"no pool can run here: {reason}")
