@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -268,8 +268,6 @@ class StoreLookup:
         """Whether only entries say that the cache has some of its layers: the model has not put them yet."""
         self._doubtful = False
         """Whether entries were wrong about that: none is used until something that the model put is kept."""
-        self._used: list[int] = []
-        """The ends of entries that the last ``fetch`` read, inside blocks too."""
 
     def prefetch(self, ids: np.ndarray, length: int) -> Prefetch | None:
         """Read ahead what stores have behind the first ``length`` tokens; None: there is nothing to read."""
@@ -297,15 +295,45 @@ class StoreLookup:
         In order, each when it is read, as far as they follow one another. For content that is divisible.
         ``told``, which raises nothing, hears now and then how far it is.
         """
-        size = self._tree.keys.block_size
-        chain = self._chain(ids)
-        ends = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
-        go_on = self._straight if self._store.reads_straight else self._ahead
-        self._used.clear()
-        found = go_on(seq, ids, chain, reached, ends, told)
-        if found > reached:
-            self._touch(chain, ids, sorted({end for end in (*ends, *self._used) if end <= found}))
-        return found
+        start, size, chain = reached, self._tree.keys.block_size, self._chain(ids)
+        blocks = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
+        ends, used = deque(blocks), [*blocks]
+        # What the layers of a cache are is checked by its first entry, which is read whole.
+        straight = self._store.reads_straight
+        stuck = 0
+        with contextlib.closing(self._whole_entries(chain, ends)) as entries:
+            while ends:
+                if straight and stuck < 2 and (not self._layers or layers_of_cache(self._cache)):
+                    before = reached
+                    reached = load_back(self._cache, seq, self._store, chain, reached, ends, told, used)
+                    # The first may begin before what is held already; a cache that cannot never can.
+                    stuck = stuck + 1 if reached == before else 0
+                    while ends and ends[0] <= reached:
+                        ends.popleft()
+                if ends:
+                    if not self._next(seq, ids, next(entries), reached, ends[0], used):
+                        break
+                    reached = ends.popleft()
+                    told(reached)
+        if reached > start:
+            self._touch(chain, ids, sorted({end for end in used if end <= reached}))
+        return reached
+
+    def _whole_entries(
+        self, chain: Chain, ends: deque[int]
+    ) -> Generator[SerializedSnapshot | None, None, None]:
+        """The entry that ends at the first of ``ends``, whenever it is asked for, good until the next one.
+
+        Unless the stores hand out bytes in place, it was read ahead, or is read while the one before is used.
+        """
+        while self._store.reads_straight:
+            with self._store.serialized(chain.at(ends[0])) as entry:
+                yield entry
+        keys = deque(map(chain.at, ends))
+        while keys and (page := self._read_ahead(keys[0])) is not None:
+            keys.popleft()
+            yield page
+        yield from self._store.entries([*keys])
 
     def read_back(
         self, ids: np.ndarray, floor: int, lent: contextlib.ExitStack
@@ -409,47 +437,6 @@ class StoreLookup:
         if before := [end for end in before if end < ends[0]]:
             self._store.writes.touch([chain.at(end) for end in (*before, *ends)])
 
-    def _straight(
-        self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
-    ) -> int:
-        """Have serialized snapshots read to where they will lie, the others from where the store has them."""
-        stuck = 0
-        while ends:
-            before = reached
-            # The first may begin before what is held already; a cache that cannot never can. What the layers
-            # of a cache are is checked by its first entry, which comes the other way.
-            if stuck < 2 and (not self._layers or layers_of_cache(self._cache)):
-                reached = load_back(self._cache, seq, self._store, chain, reached, ends, told, self._used)
-                stuck = stuck + 1 if reached == before else 0
-                ends = [end for end in ends if end > reached]
-            if ends:
-                with self._store.serialized(chain.at(ends[0])) as found:
-                    if not self._next(seq, ids, found, reached, ends[0]):
-                        break
-                reached, ends = ends[0], ends[1:]
-                told(reached)
-        return reached
-
-    def _ahead(
-        self, seq: int, ids: np.ndarray, chain: Chain, reached: int, ends: Sequence[int], told: Told
-    ) -> int:
-        """Restore each serialized snapshot while the next one is read."""
-        with contextlib.closing(self._entries([chain.at(end) for end in ends])) as entries:
-            for end in ends:
-                if not self._next(seq, ids, next(entries), reached, end):
-                    break
-                reached = end
-                told(reached)
-        return reached
-
-    def _entries(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
-        """As ``StoreTier.entries``; first those that were read ahead."""
-        count = 0
-        while count < len(keys) and (page := self._read_ahead(keys[count])) is not None:
-            yield page
-            count += 1
-        yield from self._store.entries(keys[count:])
-
     def _read(self, key: str) -> contextlib.AbstractContextManager[SerializedSnapshot | None]:
         page = self._read_ahead(key)
         return self._store.read(key) if page is None else contextlib.nullcontext(page)
@@ -458,10 +445,19 @@ class StoreLookup:
         return None if self._prefetcher is None else self._prefetcher.page(key)
 
     def _next(
-        self, seq: int, ids: np.ndarray, found: SerializedSnapshot | None, reached: int, end: int
+        self,
+        seq: int,
+        ids: np.ndarray,
+        entry: SerializedSnapshot | None,
+        reached: int,
+        end: int,
+        used: list[int],
     ) -> bool:
-        """Whether an entry, which ends at ``end``, was put behind the first ``reached`` tokens."""
-        serialized = self._checked(ids, found, end)
+        """Whether an entry, which ends at ``end``, was put behind the first ``reached`` tokens.
+
+        ``used`` gets the ends of those inside the block that lead to it.
+        """
+        serialized = self._checked(ids, entry, end)
         if serialized is None:
             return False
         begin, _ = span_of(serialized)
@@ -471,7 +467,7 @@ class StoreLookup:
                 if before is not None:
                     self.drop(ids, end)
                 return False
-            self._used += [span_of(part)[1] for part in before or ()]
+            used += [span_of(part)[1] for part in before or ()]
             for part in (*(before or ()), serialized):
                 if not self.restore(seq, [part]):
                     self.drop(ids, span_of(part)[1])
