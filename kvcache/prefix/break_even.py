@@ -126,8 +126,8 @@ class BreakEven:
         probe_every: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        given = {"bytes_per_token": bytes_per_token, "tokens_per_second": tokens_per_second}
-        for name, value in {**given, "probe_every": probe_every}.items():
+        assumed = {"bytes_per_token": bytes_per_token, "tokens_per_second": tokens_per_second}
+        for name, value in {**assumed, "probe_every": probe_every}.items():
             if value is not None and not value > 0:
                 raise InvalidRangeError(f"BreakEven: {name}={value}; it must be above 0")
         if not slack >= 0:
@@ -220,15 +220,15 @@ class BreakEven:
 
     def _meter(self, store: object) -> _Meter:
         meters, number = self._meters, id(store)
-        found = meters.get(number)
-        if found is None:
+        meter = meters.get(number)
+        if meter is None:
             given = self._given
             speed, latency = (None, None) if given is None else (given.bytes_per_second, given.latency)
             of: object = store
             with contextlib.suppress(TypeError):  # while it is held, no other store has its number
                 of = weakref.ref(store, lambda _: meters.pop(number, None))
-            found = meters[number] = _Meter(of, _Ratio(speed), _Ratio(latency), probed=self._clock())
-        return found
+            meter = meters[number] = _Meter(of, _Ratio(speed), _Ratio(latency), probed=self._clock())
+        return meter
 
     # What follows from it.
 

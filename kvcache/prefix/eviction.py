@@ -160,13 +160,13 @@ class Evictor:
         not. Those that were copied out of the cache go now: they are memory beside it, and as old.
         """
         passed: list[Node[TreeEntry]] = []
-        found: Node[TreeEntry] | None = None
+        freeing: Node[TreeEntry] | None = None
         with contextlib.closing(self._tree.device.in_order()) as nodes:
             for node in nodes:
                 if is_restored(node):
                     continue
                 if _frees(node, part):
-                    found = node
+                    freeing = node
                     break
                 passed.append(node)
         for node in passed:
@@ -174,7 +174,7 @@ class Evictor:
                 self._tree.use(node)
             else:
                 self._tree.offload(node)
-        return found
+        return freeing
 
     def _end_of(self, node: Node[TreeEntry], tokens: int) -> Node[TreeEntry]:
         """The last ``tokens`` of an edge, and up to ``grain`` more; all of it where that is no less work."""

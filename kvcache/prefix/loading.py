@@ -83,19 +83,19 @@ def load_back(
     all entries that were put there.
     """
     with contextlib.ExitStack() as stack:
-        found: list[_StoredEntry] = []
+        entries: list[_StoredEntry] = []
         for end in ends:
-            before = found[-1].end if found else reached
-            more = _back_to(store, chain, before, end, GROUP - len(found), stack)
+            before = entries[-1].end if entries else reached
+            more = _back_to(store, chain, before, end, GROUP - len(entries), stack)
             if not more:
                 break
-            found += more
-        while found:
-            count = _land_some(cache, seq, found, told)
+            entries += more
+        while entries:
+            count = _land_some(cache, seq, entries, told)
             if not count:
                 break
-            used += [entry.end for entry in found[:count]]
-            reached, found = found[count - 1].end, found[count:]
+            used += [entry.end for entry in entries[:count]]
+            reached, entries = entries[count - 1].end, entries[count:]
     return reached
 
 
@@ -168,13 +168,13 @@ class _HeldEntry:
     @classmethod
     def of(cls, parts: Sequence[SerializedSnapshot], target: int | None) -> list[_HeldEntry]:
         """Up to ``target``; none where they are not to be had up to there alone."""
-        found = [cls(part.meta["snapshot"], part.arrays) for part in parts]
-        if target not in (None, found[-1].meta["end"]):
+        entries = [cls(part.meta["snapshot"], part.arrays) for part in parts]
+        if target not in (None, entries[-1].meta["end"]):
             try:
-                found[-1] = cls(*part_before(parts[-1], target))
+                entries[-1] = cls(*part_before(parts[-1], target))
             except SnapshotCorruptError:
                 return []
-        return found
+        return entries
 
     def positions(self, name: str) -> np.ndarray:
         return self.arrays[name]
@@ -228,14 +228,14 @@ def _back_to(
     store: StoreTier, chain: Chain, reached: int, end: int, limit: int, stack: contextlib.ExitStack
 ) -> list[_StoredEntry]:
     """The entries of ``[reached, end)``, in order; none where they are more than ``limit`` or one lacks."""
-    found: list[_StoredEntry] = []
-    while end > reached and len(found) < limit:
-        serialized = next(_entries_at(store, chain.at(end), end, stack), None)
-        if serialized is None:
+    entries: list[_StoredEntry] = []
+    while end > reached and len(entries) < limit:
+        entry = next(_entries_at(store, chain.at(end), end, stack), None)
+        if entry is None:
             return []
-        found.append(serialized)
-        end = serialized.begin
-    return found[::-1] if end == reached else []
+        entries.append(entry)
+        end = entry.begin
+    return entries[::-1] if end == reached else []
 
 
 def _entries_at(store: StoreTier, key: str, end: int, stack: contextlib.ExitStack) -> Iterator[_StoredEntry]:
@@ -243,13 +243,13 @@ def _entries_at(store: StoreTier, key: str, end: int, stack: contextlib.ExitStac
         stack.callback(reader.close)
         nbytes = reader.left
         try:
-            serialized = _StoredEntry(reader)
+            entry = _StoredEntry(reader)
         except Exception as error:
             _note(error)
             continue
-        store.break_even.sized(nbytes, serialized.end - serialized.begin)
-        if serialized.begin < serialized.end == end:
-            yield serialized
+        store.break_even.sized(nbytes, entry.end - entry.begin)
+        if entry.begin < entry.end == end:
+            yield entry
 
 
 def _land_some(cache: Any, seq: int, entries: Sequence[_StoredEntry], told: Callable[[int], None]) -> int:
@@ -424,11 +424,11 @@ class _Approach:
 
     def _page_in(self) -> bool:
         """Have a device copy what the host cannot write; False where it does not, either."""
-        held, *others = self.entries
-        if others or not isinstance(held, _HeldEntry):
+        entry, *others = self.entries
+        if others or not isinstance(entry, _HeldEntry):
             return False
         for reservation, layers in zip(self.reservations, self._layers, strict=True):
-            arrays = {i: [(held.arrays[name], axes) for name, axes in parts] for i, _, parts in layers}
+            arrays = {i: [(entry.arrays[name], axes) for name, axes in parts] for i, _, parts in layers}
             transfer = reservation.page_in(arrays)
             if transfer is None:
                 return False
@@ -454,9 +454,9 @@ class _Approach:
                 return None
 
             def with_states(count: int) -> RecurrentSnapshot:
-                held = attention(count)
-                assert isinstance(held, AttentionSnapshot)
-                return RecurrentSnapshot(held, last.state)
+                cells = attention(count)
+                assert isinstance(cells, AttentionSnapshot)
+                return RecurrentSnapshot(cells, last.state)
 
             return with_states
         if first["kind"] == "attention" and isinstance(cache, SupportsReservation):
@@ -467,10 +467,10 @@ class _Approach:
         finish = []
         lasts = last.parts if isinstance(last, WrapperSnapshot) else (None,) * len(caches)
         for i, (inner, one) in enumerate(zip(caches, lasts, strict=True)):
-            found = self._visit(inner, [meta["parts"][i] for meta in metas], f"{at}{i}/", one)
-            if found is None:
+            make = self._visit(inner, [meta["parts"][i] for meta in metas], f"{at}{i}/", one)
+            if make is None:
                 return None
-            finish.append(found)
+            finish.append(make)
         begin = spans[0][0]
         return lambda count: WrapperSnapshot(begin, spans[count - 1][1], tuple(one(count) for one in finish))
 
@@ -571,14 +571,14 @@ def _count(tree: PrefixTree, nodes: Nodes) -> int:
     """How many of the first go in one step; 0 where the first one has nothing."""
     count, on_host = 0, False
     for node in nodes:
-        held = node.data
-        if held is None or not held.present:
+        entry = node.data
+        if entry is None or not entry.present:
             break
-        source = held.snapshot or content_of(held)
+        source = entry.snapshot or content_of(entry)
         serialized = isinstance(source, SerializedSnapshot)
         if count:
             before = nodes[count - 1]
-            if serialized is not on_host or held.begin != before.end:
+            if serialized is not on_host or entry.begin != before.end:
                 break
             if on_host and (tree.divisible or len(before.children) > 1):
                 break
@@ -591,7 +591,7 @@ def _count(tree: PrefixTree, nodes: Nodes) -> int:
 def _restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> str | None:
     cache, node = tree.cache, nodes[-1]
     entries = [each.data for each in nodes if each.data is not None]
-    held, begin = entries[-1], entries[0].begin
+    last, begin = entries[-1], entries[0].begin
     sources = [content_of(each) for each in entries]
     snapshots = [source for source in sources if not isinstance(source, SerializedSnapshot)]
     restored: Snapshot | None
@@ -604,7 +604,7 @@ def _restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> str | Non
         restored = restore_serialized(cache, seq, serialized, target)
         if restored is None:
             return None
-    if held.snapshot is None and target == node.end and node.data is held:
+    if last.snapshot is None and target == node.end and node.data is last:
         # It lies in the cache now: kept from there, the next one shares it, and all that it follows. A window
         # or a state was put there from copies, which are given up for what the sequence has.
         in_cells = restored.divisible and restored.in_cache

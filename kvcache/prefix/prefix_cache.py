@@ -435,16 +435,16 @@ class PrefixCache(Closing):
         "leaving" are those on their way to "host", where they are counted already, or to the stores: the
         device has copies of them until they are there.
         """
-        found = {"device": self.tree.device.nbytes}
+        sizes = {"device": self.tree.device.nbytes}
         if self.tree.worker is not None:
-            found["leaving"] = self.tree.worker.waiting
+            sizes["leaving"] = self.tree.worker.waiting
         if self.tree.host is not None:
-            found["host"] = self.tree.host.nbytes
+            sizes["host"] = self.tree.host.nbytes
         if self.tree.store is not None:
-            found["writing"] = self.tree.store.writes.waiting
+            sizes["writing"] = self.tree.store.writes.waiting
         if self._prefetcher is not None:
-            found["ahead"] = self._prefetcher.nbytes
-        return found
+            sizes["ahead"] = self._prefetcher.nbytes
+        return sizes
 
     @property
     def failed(self) -> dict[str, int]:

@@ -77,10 +77,10 @@ class PrefixStats:
 
     def __repr__(self) -> str:
         parts = {name: getattr(self, name) for name in ("live", "device", "host", "store")}
-        told = ", ".join(f"{name}: {count}" for name, count in parts.items() if count)
+        sources = ", ".join(f"{name}: {count}" for name, count in parts.items() if count)
         rest = {name: getattr(self, name) for name in ("skipped", "spared")}
         more = "".join(f"; {name}: {count}" for name, count in rest.items() if count)
-        reused = f"reused: {self.reused}{f' ({told})' if told else ''}"
+        reused = f"reused: {self.reused}{f' ({sources})' if sources else ''}"
         return f"<PrefixStats, sessions: {self.sessions}; tokens: {self.tokens}, {reused}{more}>"
 
     @property
@@ -280,8 +280,8 @@ class Session:
         self._notice()
         take_back()
         self._owner.rolled_back(self.seq)
-        held = self._held()
-        self._sure, self.kept = min(self._sure, held), min(self.kept, held)
+        evaluated = self._held()
+        self._sure, self.kept = min(self._sure, evaluated), min(self.kept, evaluated)
 
     def replaced(self) -> None:
         """The sequence holds other tokens now than the session's, or none."""

@@ -319,9 +319,10 @@ class StoreTier:
 
     def _measure(self, store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> None:
         try:
-            found = self._look(store, chain, floor, limit, divisible)
-            if found > floor:
-                end = min(floor - floor % chain.block_size + chain.block_size, found) if divisible else found
+            stored = self._look(store, chain, floor, limit, divisible)
+            if stored > floor:
+                block_end = floor - floor % chain.block_size + chain.block_size
+                end = min(block_end, stored) if divisible else stored
                 loan = Loan(self._lender)
                 self._copy(store, chain.at(end), loan)
                 loan.give_back()
@@ -330,32 +331,32 @@ class StoreTier:
 
     def prefix(self, keys: Sequence[str]) -> int:
         """How many leading keys are stored: as far as the first store has them, then the next one."""
-        found = 0
+        count = 0
         for store in self.stores:
-            if found < len(keys):
-                found += self._ask(store, READING, partial(store.prefix, keys[found:])) or 0
-        return found
+            if count < len(keys):
+                count += self._ask(store, READING, partial(store.prefix, keys[count:])) or 0
+        return count
 
     def stored(self, keys: Sequence[str]) -> list[bool]:
-        found = [False] * len(keys)
+        known = [False] * len(keys)
         for store in self.stores:
-            missing = [i for i, has in enumerate(found) if not has]
+            missing = [i for i, has in enumerate(known) if not has]
             if missing:
                 asked = [keys[i] for i in missing]
                 there = self._ask(store, READING, partial(_have, store, asked)) or [False] * len(asked)
                 for i, has in zip(missing, there, strict=True):
-                    found[i] = has
-        return found
+                    known[i] = has
+        return known
 
     def lacking(self, keys: Sequence[str]) -> list[bool]:
         """Which entries every store answers that it does not have; none where one does not answer."""
-        found = [True] * len(keys)
+        lacking = [True] * len(keys)
         for store in self.stores if keys else ():
             there = self._ask(store, READING, partial(_have, store, keys))
             if there is None:
                 return [False] * len(keys)
-            found = [lacks and not has for lacks, has in zip(found, there, strict=True)]
-        return found
+            lacking = [lacks and not has for lacks, has in zip(lacking, there, strict=True)]
+        return lacking
 
     def entries(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
         """Serialized snapshots by their keys, in order, each good until the next one is asked for.
@@ -398,14 +399,14 @@ class StoreTier:
         """An entry's bytes, of each store that has them and hands them out so; ``read`` says what fails."""
         for store in sorted(self.stores, key=self.break_even.pays, reverse=True):
             try:
-                found = store.reader(key) if isinstance(store, ReadingStore) else None
+                reader = store.reader(key) if isinstance(store, ReadingStore) else None
             except StoreError:
                 continue
             except Exception as error:
                 _warn("load back", error, "the serialized snapshot is read in another way")
                 continue
-            if found is not None:
-                yield _TimedReader(found, store, self.break_even)
+            if reader is not None:
+                yield _TimedReader(reader, store, self.break_even)
 
     def serialized(self, key: str) -> Loan:
         """As ``read``, in place where a store shows its bytes."""
@@ -437,8 +438,8 @@ class StoreTier:
     ) -> SerializedSnapshot | None:
         """None for what is not there, and for what is corrupt, which is dropped."""
         try:
-            found = source()
-            return None if found is None else unpack(found)
+            packed = source()
+            return None if packed is None else unpack(packed)
         except SnapshotCorruptError as error:
             self._count("corrupt")
             _warn("load back", error, "it is dropped and computed again")
@@ -478,9 +479,9 @@ class StoreTier:
 
     def _view(self, store: Any, key: str) -> memoryview | None:
         with self.break_even.reading(store) as read:
-            found: memoryview | None = store.view(key)
-            read.nbytes = 0 if found is None else found.nbytes
-        return found
+            view: memoryview | None = store.view(key)
+            read.nbytes = 0 if view is None else view.nbytes
+        return view
 
     def _copy(
         self, store: SnapshotStore, key: str, loan: Loan, reserve: Callable[[int], bool] | None = None
@@ -540,11 +541,11 @@ def _warn(what: str, error: Exception, follows: str) -> None:
 
 
 def _have(store: SnapshotStore, keys: Sequence[str]) -> list[bool]:
-    found: list[bool] = []
+    have: list[bool] = []
     for start in range(0, len(keys), _AT_ONCE):
         asked = keys[start : start + _AT_ONCE]
-        found += [stat is not None for _, stat in zip(asked, store.stat(asked), strict=True)]
-    return found
+        have += [stat is not None for _, stat in zip(asked, store.stat(asked), strict=True)]
+    return have
 
 
 def _longest(store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> int:
@@ -553,8 +554,8 @@ def _longest(store: SnapshotStore, chain: Chain, floor: int, limit: int, divisib
         return _last_stored(store, chain, floor, limit)
     first = floor // size
     whole = (first + store.prefix(chain.aligned[first : limit // size])) * size
-    found = max(floor, whole)
-    return _last_stored(store, chain, found, max(found, min(limit, whole + size - 1)))
+    reached = max(floor, whole)
+    return _last_stored(store, chain, reached, max(reached, min(limit, whole + size - 1)))
 
 
 def _last_stored(store: SnapshotStore, chain: Chain, floor: int, limit: int) -> int:
@@ -563,8 +564,8 @@ def _last_stored(store: SnapshotStore, chain: Chain, floor: int, limit: int) -> 
     while stop > floor:
         positions = range(stop, max(floor, stop - count), -1)
         stop, count = stop - count, 2 * count
-        found = store.stat([chain.at(position) for position in positions])
-        for position, stat in zip(positions, found, strict=True):
+        stats = store.stat([chain.at(position) for position in positions])
+        for position, stat in zip(positions, stats, strict=True):
             if stat is not None:
                 return position
     return floor

@@ -91,8 +91,8 @@ class TreeEntry:
         """
         below = self.serialized is not None or self.leaving is not None
         below |= self.store_write is not None and self.snapshot is None
-        found = ((DEVICE, self.snapshot is not None), (HOST, below), (STORAGE, self.stored))
-        return frozenset(medium for medium, there in found if there)
+        places = ((DEVICE, self.snapshot is not None), (HOST, below), (STORAGE, self.stored))
+        return frozenset(medium for medium, there in places if there)
 
     @property
     def tier(self) -> str:
@@ -186,9 +186,9 @@ class Chain:
 
     def nodes(self) -> tuple[Node[TreeEntry], ...]:
         """Those that lead to the last one that can be had, and it."""
-        found: list[Node[TreeEntry]] = []
+        nodes: list[Node[TreeEntry]] = []
         at = len(self._reached) - 1
         while at >= 0:
             node, at = self._reached[at]
-            found.append(node)
-        return tuple(found[::-1])
+            nodes.append(node)
+        return tuple(nodes[::-1])
