@@ -41,6 +41,7 @@ class Evictor:
         self.windows = WindowCells(tree.cache)
         self.interior = InteriorSnapshots(not tree.divisible and tree.store is None)
         tree.watchers += [self.retainer.note, self.windows.note, self.interior.note]
+        tree.release_watchers.append(self.interior.consider)
         size = tree.keys.block_size
         self.grain = BLOCK if tree.host is None and tree.store is None else -(-BLOCK // size) * size
         """Edges are parted at multiples of so many tokens when their end is evicted."""
@@ -305,7 +306,7 @@ class InteriorSnapshots:
         for _ in range(3 if self._useful else 0):
             if one is None:
                 break
-            self._note(one)
+            self.consider(one)
             one = one.parent
         if self._pushed > self._most:  # some of them are gone by now
             known, self._heap, self._of, self._spans, self._pushed = [*self._spans], [], {}, {}, 0
@@ -314,7 +315,10 @@ class InteriorSnapshots:
                     self._push(one, span)
             self._most = max(64, 2 * self._pushed)
 
-    def _note(self, node: Node[TreeEntry]) -> None:
+    def consider(self, node: Node[TreeEntry]) -> None:
+        """As ``note``, of this node alone"""
+        if not self._useful:
+            return
         span = _span(node)
         if span is not None and self._spans.get(node) != span:
             self._push(node, span)

@@ -101,6 +101,8 @@ class PrefixTree:
         )
         self.watchers: list[Callable[[Node[TreeEntry]], object]] = []
         """Called with each node that keeps something else now, or has other children."""
+        self.release_watchers: list[Callable[[Node[TreeEntry]], object]] = []
+        """Called with each node that is no longer ``in_use``."""
         self.clock = 0
         """Counts uses: what tiers hold is ordered by it."""
         self.evicted = 0
@@ -211,8 +213,8 @@ class PrefixTree:
             for node, entry in entries:
                 entry.users -= 1
                 entry.restoring -= restoring
-                if not self.divisible:
-                    self._changed(node)  # it may lie inside a conversation that nobody goes on from
+                for watch in self.release_watchers:
+                    watch(node)
 
     # Keeping.
 
