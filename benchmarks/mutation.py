@@ -127,10 +127,7 @@ AREAS = {
         ),
     ),
     "FileStore": Area(
-        tuple(
-            f"kvcache/stores/{name}.py"
-            for name in ("file", "folder", "index", "closing", "entries", "catalog")
-        ),
+        tuple(f"kvcache/stores/{name}.py" for name in ("file", "folder", "index", "closing", "entries")),
         (
             *_files("tests/kvcache/stores/test_", "index", "files", "files_failing", "faults"),
             "tests/kvcache/stores/test_suite.py::TestFileStore",

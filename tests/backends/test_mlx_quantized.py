@@ -10,7 +10,7 @@ import pytest
 
 import ml
 from kvcache import Batch, CausalCache, SlidingWindowCache
-from kvcache.attention import planned
+from kvcache.attention import attend as attending
 
 pytest.importorskip("mlx.core")
 mlx_quantized = pytest.importorskip("backends.mlx.quantized")
@@ -59,7 +59,7 @@ class Layer:
 def test_batches_forks_and_windows(
     backend: ml.Backend, dtype: str, window: int | None, layout: ml.Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planned, "attend_quantized", lambda *_: pytest.fail("a block was read back"))
+    monkeypatch.setattr(attending, "attend_quantized", lambda *_: pytest.fail("a block was read back"))
     layer = Layer(backend, dtype, window, ml.CacheConfig(layout=layout))
     assert layer.step({0: 20}) < 2e-5
     assert layer.step({0: 3, 1: 7, 2: 1}, sinks=True) < 2e-5
@@ -74,7 +74,7 @@ def test_a_pass_of_many_segments_leaves_later_passes_their_products(
     monkeypatch.setattr(mlx_quantized, "MOST", 1)
     layer = Layer(backend, "AFFINE4_32", None, None)
     assert layer.step({0: 5, 1: 6}) < 2e-5
-    monkeypatch.setattr(planned, "attend_quantized", lambda *_: pytest.fail("a block was read back"))
+    monkeypatch.setattr(attending, "attend_quantized", lambda *_: pytest.fail("a block was read back"))
     assert layer.step({0: 1}) < 2e-5
 
 

@@ -269,8 +269,8 @@ def test_a_pass_that_is_read_in_another_way_uploads_twice_once(transfers: Transf
         loop.step([(0, 5 + step), (1, 40 + step), (2, 23 + step)], log=transfers)
         found.append(len(transfers.of("upload")))
     assert found[6:] == [2, 1]
-    reads = loop.cache.pass_under_way().reads()
-    assert reads.levels
+    reads = loop.cache.pass_under_way().reading.reads()
+    assert reads.calls
     assert not reads.shared, "what was foreseen once and not asked for is not foreseen again"
 
 

@@ -62,7 +62,7 @@ def chatting(store: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     arguments = ["chat", "--max-tokens", 12, "--store", store]
     with held(turn, tmp_path, *arguments, text=f"{NOAH}\nand he went\n") as process:
         for _ in range(600):
-            if any((store / "pages").glob("*.json")):
+            if any((store / "pages").glob("*.entry")):
                 break
             time.sleep(0.1)
         yield process

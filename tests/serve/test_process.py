@@ -56,7 +56,7 @@ def test_the_next_server_finds_what_one_kept_whatever_signal_ended_it(tmp_path: 
             assert killed or (found.usage.prompt_tokens_details.cached_tokens or 0) > known
             said, known = f"{said}{found.choices[0].text} and", found.usage.prompt_tokens
             if killed:
-                until(lambda: any((store / "pages").glob("*.json")))
+                until(lambda: any((store / "pages").glob("*.entry")))
             process.send_signal(getattr(signal, name))
             errors = process.stderr.read()
             assert process.wait(timeout=60) == (-signal.SIGKILL if killed else 0), errors
@@ -91,7 +91,7 @@ def test_requests_that_take_too_long_at_the_end_are_told_so(tmp_path: Path) -> N
         with pytest.raises(openai.APIError, match="the server is ending"):
             list(stream)
         assert process.wait(timeout=60) == 0
-    assert any((store / "pages").glob("*.json"))
+    assert any((store / "pages").glob("*.entry"))
 
 
 def streamed(client: openai.OpenAI, count: int) -> Any:

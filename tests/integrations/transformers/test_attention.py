@@ -246,7 +246,7 @@ class TestSharedPrompt:
         for given, logits in zip(self.passes(ids, mask), expected, strict=True):
             hf.close(step(made, cache, *given), logits)
             causal = cache.rows.pool.family.all
-            reading = causal.pass_under_way().segments(1)
+            reading = causal.pass_under_way().reading.segments(1)
             padding = int((mask == 0).sum())
             assert sum(segment.length for segment in reading) == causal.cells - causal.free_cells - padding
         assert served == [True] * 6

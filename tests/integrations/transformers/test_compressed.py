@@ -15,7 +15,7 @@ import torch
 import ml
 from benchmarks.census import transformers as census
 from kvcache import Batch, CacheFullError, NotSupportedError
-from kvcache.attention.dense_batch import DenseBatch
+from kvcache.integrations.dense_batch import DenseBatch
 from kvcache.integrations.compressed import CompressedCache
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache
 

@@ -12,10 +12,11 @@ import pytest
 import ml
 from backends.numpy.backend import NumpyBackend, NumpyContext
 from kvcache import Batch, CausalCache, SlidingWindowCache
-from kvcache.attention.calls import Level, plan_calls, step_reads
+from kvcache.attention.calls import Call, plan_calls
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.segments import Segment, find_segments, ragged_plan
 from kvcache.testing.traces import run_traces
+from kvcache.views.step_reads import step_reads
 from ml.ragged import RaggedPlan
 from ml.testing.ragged import ragged_reference
 
@@ -51,12 +52,12 @@ class Driven:
         return found
 
     def segments(self, worth: int = WORTH) -> list[Segment]:
-        forward = self.forward
-        return find_segments(forward.table, forward.groups, forward.lower, forward.lifted, worth)
+        plan = self.forward.reading
+        return find_segments(plan.table, plan.groups, plan.lower, plan.lifted, worth)
 
-    def levels(self, worth: int = WORTH) -> list[Level]:
-        forward = self.forward
-        return plan_calls(self.segments(worth), forward.tokens, forward.table, forward.config, worth)[0]
+    def levels(self, worth: int = WORTH) -> list[list[Call]]:
+        plan = self.forward.reading
+        return plan_calls(self.segments(worth), plan.tokens, plan.table, plan.config, worth)[0]
 
     def attend(self) -> np.ndarray:
         return self.cache.attend(
@@ -100,7 +101,8 @@ def test_prefixes_of_several_levels_stand_once_each(backend: ml.Backend) -> None
     driven.extend({0: 1, 1: 1, 2: 1, 3: 1})
     own = [(1, [0]), (1, [1]), (1, [2]), (1, [3])]
     assert shown(driven.segments()) == [*own, (4, [1, 3]), (5, [0, 2]), (6, [0, 1, 2, 3])]
-    assert [level.whole for level in driven.levels()] == [True, True, True]
+    for level in driven.levels():
+        assert sorted(np.concatenate([np.arange(4)[call.tokens] for call in level])) == [0, 1, 2, 3]
 
 
 def test_a_short_share_is_read_with_what_is_a_sequences_own(backend: ml.Backend) -> None:
@@ -149,17 +151,21 @@ def test_a_step_that_only_adds_a_token_each_goes_on_with_the_segments_of_the_ste
         patched.setattr("kvcache.attention.segments.find_segments", refused)
         for step in range(3):
             driven.extend({0: 1, 1: 1})
-            plan, anew = driven.forward.plan(WORTH), ragged_plan(driven.segments(), 2)
+            plan, anew = driven.forward.reading.kernel(WORTH), ragged_plan(driven.segments(), 2)
             assert plan.pack().tolist() == anew.pack().tolist()
-            assert shown(driven.forward.segments(WORTH)) == [(3 + step, [0]), (3 + step, [1]), (6, [0, 1])]
+            assert shown(driven.forward.reading.segments(WORTH)) == [
+                (3 + step, [0]),
+                (3 + step, [1]),
+                (6, [0, 1]),
+            ]
             if step != 1:
                 driven.attend()
     driven.extend({1: 1})  # a pass that asks for nothing
     driven.extend({0: 1, 1: 1})
-    assert shown(driven.forward.segments(WORTH)) == [(6, [0]), (6, [0, 1]), (7, [1])]
+    assert shown(driven.forward.reading.segments(WORTH)) == [(6, [0]), (6, [0, 1]), (7, [1])]
     driven.cache.remove(1, 0)
     driven.extend({0: 1})
-    assert shown(driven.forward.segments(WORTH)) == [(13, [0])]
+    assert shown(driven.forward.reading.segments(WORTH)) == [(13, [0])]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -189,7 +195,7 @@ def test_a_plan_that_grew_reads_what_one_made_anew_does(backend: ml.Backend, see
         else:
             driven.extend({one: 1} if op == "alone" else dict.fromkeys(range(3), 1))
         if op in ("step", "alone") and driven.cache.pass_under_way() is not None:
-            plan = driven.forward.plan(WORTH)
+            plan = driven.forward.reading.kernel(WORTH)
             assert read_by(plan) == read_by(ragged_plan(driven.segments(), driven.forward.tokens))
 
 
@@ -208,8 +214,7 @@ def test_sequences_that_grow_from_their_homes_are_one_call(backend: ml.Backend) 
     driven = Driven(backend)
     driven.extend({0: 5, 1: 3, 2: 6, 3: 4})
     driven.extend({0: 1, 1: 1, 2: 1, 3: 1})
-    (level,) = driven.levels()
-    (call,) = level.calls
+    ((call,),) = driven.levels()
     assert (call.batch, call.length, call.start, call.step, call.cells) == (4, 7, 0, 16, None)
 
 
@@ -218,9 +223,8 @@ def test_a_long_sequence_beside_short_ones_is_cut_to_their_length(backend: ml.Ba
     driven.extend({0: 2, 1: 2, 2: 15, 3: 2})
     driven.extend({0: 1, 1: 1, 2: 1, 3: 1})
     first, second = driven.levels()
-    assert [(call.batch, call.length) for call in first.calls] == [(4, 3)]
-    assert [(call.batch, call.length, call.start) for call in second.calls] == [(1, 13, 35)]
-    assert (first.whole, second.whole) == (True, False)
+    assert [(call.batch, call.length) for call in first] == [(4, 3)]
+    assert [(call.batch, call.length, call.start) for call in second] == [(1, 13, 35)]
 
 
 def test_short_runs_that_lie_anywhere_are_gathered_for_one_call(backend: ml.Backend) -> None:
@@ -228,7 +232,7 @@ def test_short_runs_that_lie_anywhere_are_gathered_for_one_call(backend: ml.Back
     driven.extend(dict.fromkeys((0, 1, 3, 7), 1))
     driven.extend(dict.fromkeys((0, 1, 3, 7), 1))
     (level,) = driven.levels(worth=100)
-    calls = [(call.batch, call.length, call.cells is None) for call in level.calls]
+    calls = [(call.batch, call.length, call.cells is None) for call in level]
     assert calls == [(2, 2, True), (2, 2, True)]
 
 
@@ -238,8 +242,8 @@ def test_the_report_says_what_is_read_once_for_several(backend: ml.Backend) -> N
     for seq in (1, 2):
         driven.cache.copy_prefix(0, seq, 12)
     driven.extend({0: 1, 1: 1, 2: 1})
-    forward = driven.forward
-    reads = step_reads(forward.table, forward.config, None, WORTH)
+    plan = driven.forward.reading
+    reads = step_reads(plan.table, plan.config, None, WORTH)
     assert (reads.cells, reads.shared, reads.saved) == (15, 12, 24)
 
 
@@ -299,7 +303,7 @@ class RaggedNumpy(NumpyBackend):
 
 
 def test_random_traces_agree_by_a_kernel_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.attention.placement.TOGETHER", 1)
+    monkeypatch.setattr("kvcache.attention.forward_pass.TOGETHER", 1)
     with RaggedNumpy() as backend:
         assert run_traces(backend, range(60)) == []
         assert backend.calls > 100
@@ -314,7 +318,7 @@ def test_with_a_kernel_a_layer_is_one_call_however_many_sequences() -> None:
         driven.extend(dict.fromkeys(range(32), 1))
         driven.attend()
         assert backend.calls == 1
-        plan = driven.forward.plan(WORTH)
+        plan = driven.forward.reading.kernel(WORTH)
         assert sum(length for _, _, length, _, _ in plan.segments.tolist()) == 8 + 32
 
 

@@ -13,7 +13,7 @@ import ml
 from backends import cpu_attention, cpu_store
 from backends.numpy.backend import NumpyBackend
 from kvcache import Batch, CausalCache, SlidingWindowCache
-from kvcache.attention import planned, quantized_calls
+from kvcache.attention import attend as attending
 from kvcache.storage.quantized import QuantizedBuffer
 from ml import nn
 
@@ -30,7 +30,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(f"{name} cannot run here")
     if how:
         pytest.importorskip("numba")
-        monkeypatch.setattr(planned, "attend_quantized", lambda *_: pytest.fail("read back in blocks"))
+        monkeypatch.setattr(attending, "attend_quantized", lambda *_: pytest.fail("read back in blocks"))
     else:
         monkeypatch.setattr(cpu_attention, "kernels", lambda: None)
         monkeypatch.setattr(cpu_store, "_kernel", lambda: None)
@@ -156,8 +156,8 @@ def test_no_more_than_a_block_is_read_back_at_a_time(
 
     monkeypatch.setattr(QuantizedBuffer, "decode", spy)
     pair.step({0: 1, 1: 1})
-    assert max(read) <= quantized_calls.LEAST
-    assert 2 * (151 + 121) <= sum(read) <= 2 * (151 + 121 + quantized_calls.LEAST)  # keys and values
+    assert max(read) <= attending.LEAST
+    assert 2 * (151 + 121) <= sum(read) <= 2 * (151 + 121 + attending.LEAST)  # keys and values
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

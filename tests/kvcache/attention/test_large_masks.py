@@ -58,9 +58,9 @@ class Follower:
     def step(self, positions: list[int], sequences: list[int], except_: tuple[int, ...] = ()) -> ml.Tensor:
         self.put(positions, sequences, except_)
         mask = self.cache.get(self.ctx)[2]
-        forward = self.cache.pass_under_way()
-        reading, _ = forward.shared(self.ctx)
-        expected = reading.mask(len(positions), forward.lower, forward.lifted, self.padding)
+        plan = self.cache.pass_under_way().reading
+        history, _ = plan.shared(self.ctx)
+        expected = history.mask(len(positions), plan.lower, plan.lifted, self.padding)
         np.testing.assert_array_equal(mask.to_numpy(), expected)
         return mask
 
@@ -116,7 +116,7 @@ def test_a_kept_mask_is_written_in_place_and_not_made_anew(backend: ml.Backend) 
         kept = []
         for position in range(2, 12):
             follower.decode(position, [0, 1, 2])
-            kept.append(follower.cache.pass_under_way().kept)
+            kept.append(follower.cache.pass_under_way().reading.kept)
         assert len({id(mask) for mask in kept}) <= 4  # a new one whenever the spare columns are used up
 
 
@@ -128,10 +128,10 @@ def test_a_kept_mask_that_nobody_asked_for_in_a_step_is_made_anew(backend: ml.Ba
         for seq in everyone:
             follower.step([0, 1, 2], [seq] * 3)
         follower.decode(3, everyone)
-        kept = follower.cache.pass_under_way().kept
+        kept = follower.cache.pass_under_way().reading.kept
         follower.put([4] * SEQUENCES, everyone)
         follower.decode(5, everyone)
-        assert follower.cache.pass_under_way().kept is kept
+        assert follower.cache.pass_under_way().reading.kept is kept
 
 
 def test_what_happens_between_steps_is_not_missed(backend: ml.Backend) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.attention.read_plan import LowerBound
+from kvcache.attention.history import LowerBound
 from kvcache.caches.causal import CausalCache
 from ml import DType
 

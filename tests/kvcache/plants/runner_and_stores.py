@@ -10,7 +10,7 @@ import numpy as np
 from kvcache.stores import StoreUnavailableError
 
 from ..planting import NOTHING, Bug, Put, always, named
-from .several import one_more, reversed_result
+from .several import one_more
 
 
 def drafts_believed(f: Any, run: Any, chosen: Any, tried: Any, *rest: Any) -> Any:
@@ -111,11 +111,10 @@ BUGS: dict[str, list[Bug]] = {
         ("stores.memory:MemoryStore.put", "a_key_is_written_once", put_over),
     ],
     "tests/kvcache/stores/test_suite.py::TestFileStore": [
-        ("stores.entries:_check_digest", "a_damaged_entry_is_reported", NOTHING),
+        ("stores.streams:check_digest", "a_damaged_entry_is_reported", NOTHING),
         ("stores.file:FileStore._drop", "a_damaged_entry_is_reported", NOTHING),
         ("stores.folder:Folder.touch", "bytes_and_recency_are_known", NOTHING),
-        ("stores.index:Index.by_use", "eviction[the first byte", reversed_result),
-        ("stores.catalog:Catalog._last_used", "eviction[reading", always(0)),
+        ("stores.index:Index._last_used", "eviction[reading", always(0)),
         ("stores.file:FileStore._used", "eviction[of a chain", lambda f, self, keys: f(self, [*keys][::-1])),
     ],
     "tests/engine/test_prefetch.py": [

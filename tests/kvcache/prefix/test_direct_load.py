@@ -200,9 +200,9 @@ def test_damage_costs_the_pages_from_there_on_and_leaves_nothing_behind(
 ) -> None:
     left = [0, *ENDS][page]
     with FileStore(tmp_path, durable=False) as store:
-        path = tmp_path / "pages" / f"{stored(backends(name), store)[page]}.safetensors"
+        path = tmp_path / "pages" / f"{stored(backends(name), store)[page]}.entry"
         data = bytearray(path.read_bytes())
-        data[-4:] = np.float32(np.nan).tobytes()
+        data[-516:-512] = np.float32(np.nan).tobytes()
         path.write_bytes(data)
         r = over(backends(name), store)
         chat = r.begin([*TOKENS, 99])

@@ -115,7 +115,7 @@ FORGERIES = pytest.mark.parametrize("forge", [lacking, strange, narrow, empty], 
 
 def forged(store: FileStore, folder: Path, forge: Callable[[Any, dict[str, np.ndarray]], None]) -> int:
     """Put every page anew under its key, with a digest that is right; how many."""
-    keys = [path.name.removesuffix(".safetensors") for path in (folder / "pages").glob("*.safetensors")]
+    keys = [path.stem for path in (folder / "pages").glob("*.entry")]
     for key in keys:
         page = get_snapshot(store, key)
         assert page is not None

@@ -29,9 +29,9 @@ import pytest
 from kvcache.prefix.outages import Outages
 from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import FileStore, SnapshotCorruptError, StoreFullError, StoreUnavailableError, open_store
-from kvcache.stores.catalog import Catalog
 from kvcache.stores.folder import Folder
-from kvcache.stores.lockfile import HeldLock
+from kvcache.stores.index import Index
+from kvcache.stores.manifest import MANIFEST_BYTES
 from kvcache.stores.mooncake.connecting import load
 from kvcache.testing.stores import content, read
 from tests.rigs.child_processes import child, ended, finished, killed, output
@@ -187,18 +187,17 @@ def check_nothing_else(store: Any, keys: Sequence[str]) -> None:
 
 
 def files(folder: Path) -> dict[str, int]:
-    """Names and sizes of what belongs to entries, and of what is being written."""
+    """Names and sizes of entries' files, and of those that come or go."""
     return {
-        path.name: path.stat().st_size for sub in ("pages", "writing") for path in (folder / sub).iterdir()
+        path.name: path.stat().st_size for sub in ("pages", "changing") for path in (folder / sub).iterdir()
     }
 
 
 def check_whole(store: FileStore) -> set[str]:
     """The keys there, after it is checked that nothing but whole, exact, counted entries is there."""
     found = files(store.path)
-    keys = {name[: -len(".json")] for name in found if name.endswith(".json")}
-    expected = {key + suffix for key in keys for suffix in (".json", ".safetensors")}
-    assert found.keys() == expected, found.keys() ^ expected
+    keys = {name[: -len(".entry")] for name in found if name.endswith(".entry")}
+    assert len(found) == len(keys), found.keys()
     for key in keys:
         assert read(store, key) == content(key, UNIT), key
     check_counted(found, store)
@@ -207,7 +206,7 @@ def check_whole(store: FileStore) -> set[str]:
 
 def check_counted(found: dict[str, int], store: FileStore) -> None:
     usage = store.usage()
-    sizes = [size for name, size in found.items() if name.endswith(".safetensors")]
+    sizes = [size - MANIFEST_BYTES for name, size in found.items() if name.endswith(".entry")]
     assert (usage.entries, usage.nbytes) == (len(sizes), sum(sizes))
     assert store.budget is None or usage.nbytes <= store.budget
 
@@ -347,13 +346,9 @@ def killed_at_each_call(url: str, first: str = "1") -> None:
         signal_number = ended(pid)
         assert signal_number >= 0
         assert other.put(f"after{at}", [content(f"after{at}", UNIT)])
-        # Temporaries wait for the next open; all else is in order for whoever has the folder open.
-        found = {name: size for name, size in files(folder).items() if not name.endswith(".tmp")}
-        assert signal_number or found.keys() == files(folder).keys()
-        check_counted(found, other)
+        keys = check_whole(other)  # all is in order for whoever has the folder open
         with FileStore(folder, budget, durable=False) as again:
-            check_whole(again)
-        keys = check_whole(other)
+            assert check_whole(again) == keys
         assert f"after{at}" in keys
         if not signal_number:
             assert f"new{at}" in keys
@@ -367,10 +362,10 @@ def reading_only(url: str) -> None:
     with FileStore(folder, durable=False) as store:
         for key in "abc":
             store.put(key, [content(key, UNIT)])
-    data = folder / "pages" / "b.safetensors"
-    data.write_bytes(data.read_bytes()[:-1] + b"?")
-    (folder / "pages" / "c.safetensors").unlink()
-    (folder / "pages" / f"{'0' * 32}.tmp").write_bytes(b"left behind")
+    data = folder / "pages" / "b.entry"
+    data.write_bytes(b"?" + data.read_bytes()[1:])
+    os.truncate(folder / "pages" / "c.entry", UNIT)
+    (folder / "changing" / f"d.{'0' * 32}.tmp").write_bytes(b"left behind")
     before = files(folder)
     for path in (folder / "pages").iterdir():
         path.chmod(0o444)
@@ -488,14 +483,14 @@ def a_fork_is_noticed(url: str) -> None:
 # Bugs that the scenarios have to notice.
 
 
-def _sweep_the_living(self: Folder, name: str, where: int) -> bool:
-    os.unlink(name, dir_fd=where)
-    return True
+def _remove_at_once(self: Folder, stem: str) -> str | None:
+    os.unlink(f"{stem}.entry", dir_fd=self._entries)
+    return None
 
 
-def _say_not_what_changes() -> None:
-    announce = HeldLock.announce
-    HeldLock.announce = lambda self, stems: announce(self, [])  # type: ignore[method-assign]
+def _sweep_and_look_at_nothing(self: Index) -> None:
+    for name in self._look_for_writers():
+        self._folder.discard(name)
 
 
 def _write_over() -> None:
@@ -541,11 +536,10 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
 LATE = killed_at_each_call, ("40",)
 """From the call on at which all parts of an entry are written."""
 IN_FOLDERS: dict[str, tuple[Callable[[], None], Callable[..., None], tuple[str, ...]]] = {
-    "sweep nothing": (_set(Folder, "sweep", lambda self: 0), killed_at_each_call, ()),
-    "say nothing of changes": (_set(HeldLock, "announce", lambda self, stems: self.changes), *LATE),
-    "say not what changes": (_say_not_what_changes, *LATE),
-    "forget the halves": (_set(Catalog, "_clear", lambda self, stem, foreign: None), *LATE),
-    "sweep the living": (_set(Folder, "_sweep", _sweep_the_living), sharing, ("2", "2", "delete")),
+    "sweep nothing": (_set(Folder, "changing", lambda self: ()), killed_at_each_call, ()),
+    "say not what goes": (_set(Folder, "withdraw", _remove_at_once), killed_at_each_call, ()),
+    "count what did not come": (_set(Index, "_settle", _sweep_and_look_at_nothing), *LATE),
+    "sweep the living": (_set(Folder, "_is_locked", lambda self, name: False), sharing, ("2", "2", "delete")),
     "lock nothing": (_set(fcntl, "flock", lambda fd, operation: None), sharing, ("2", "2", "delete")),
 }
 ON_SERVERS: dict[str, tuple[Callable[[], None], Callable[..., None], tuple[str, ...]]] = {

@@ -73,23 +73,22 @@ class FilePlace(Place):
     def _make(self, **options: Any) -> FileStore:
         return FileStore(self.folder, durable=False, **options)
 
-    def file(self, store: FileStore, key: str, suffix: str = ".safetensors") -> Path:
-        return self.folder / "pages" / (store._naming.stem(key) + suffix)
+    def file(self, store: FileStore, key: str) -> Path:
+        return self.folder / "pages" / f"{store._naming.stem(key)}.entry"
 
     def change(self, store: Any, key: str, change: Change, last: bool = False) -> int:
-        data = bytearray(self.file(store, key).read_bytes())
+        data, manifest = parts_of(self.file(store, key))
         nbytes = len(data)
         change(data)
-        self.file(store, key).write_bytes(data)
+        self.file(store, key).write_bytes(data + manifest)
         return nbytes
 
     def lose(self, store: Any, key: str) -> None:
-        self.file(store, key).unlink()
+        self.file(store, key).write_bytes(parts_of(self.file(store, key))[0])
 
     def move(self, key: str, source: Any, target: Any, new_key: str) -> None:
-        self.file(source, key).rename(self.file(target, new_key))
-        manifest = self.file(source, key, ".json").read_bytes().replace(*_keys(key, new_key))
-        self.file(target, new_key, ".json").write_bytes(manifest)
+        data, manifest = parts_of(self.file(source, key))
+        self.file(target, new_key).write_bytes(data + manifest.replace(*_keys(key, new_key)))
 
     def values(self) -> list[str]:
         return names(self.folder)
@@ -248,11 +247,22 @@ def store(where: Path) -> Iterator[FileStore]:
 
 def names(where: Path) -> list[str]:
     """Of the files of entries, and of those that are being written."""
-    return sorted(path.name for folder in ("pages", "writing") for path in (where / folder).iterdir())
+    return sorted(path.name for folder in ("pages", "changing") for path in (where / folder).iterdir())
 
 
-def both(*keys: str) -> list[str]:
-    return sorted(key + suffix for key in keys for suffix in (".json", ".safetensors"))
+def entries(*keys: str) -> list[str]:
+    return sorted(f"{key}.entry" for key in keys)
+
+
+def parts_of(file: Path) -> tuple[bytearray, bytes]:
+    """An entry's bytes, and its manifest."""
+    whole = file.read_bytes()
+    return bytearray(whole[:-512]), whole[-512:]
+
+
+def with_manifest(file: Path, manifest: bytes) -> None:
+    """Have an entry end in this, and what is left of it in spaces."""
+    file.write_bytes(parts_of(file)[0] + manifest.ljust(512)[:512])
 
 
 def _keys(old: str, new: str) -> tuple[bytes, bytes]:

@@ -38,7 +38,7 @@ from kvcache.stores import memory as memory_module
 from kvcache.stores.serialized_snapshot import read_outline
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
-from .stores_rig import posix
+from .stores_rig import parts_of, posix, with_manifest
 
 MIB = 1 << 20
 SECRET = {"digest": "blake3", "secret": "of the hosts"}
@@ -51,18 +51,17 @@ def keyed(tmp_path: Path) -> Iterator[FileStore]:
         yield store
 
 
-def files(store: FileStore, key: str) -> tuple[Path, Path]:
-    """Data and manifest."""
-    stem = store.path / "pages" / store._naming.stem(key)
-    return stem.with_name(stem.name + ".safetensors"), stem.with_name(stem.name + ".json")
+def file_of(store: FileStore, key: str) -> Path:
+    return store.path / "pages" / f"{store._naming.stem(key)}.entry"
 
 
 def claim(store: FileStore, key: str, nbytes: int) -> None:
     """Have an entry be so large, at no cost of the disk."""
-    data, manifest = files(store, key)
-    os.truncate(data, nbytes)
-    fields = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**fields, "nbytes": nbytes}))
+    path = file_of(store, key)
+    fields = json.loads(parts_of(path)[1])
+    os.truncate(path, nbytes)
+    with path.open("ab") as file:
+        file.write(json.dumps({**fields, "nbytes": nbytes}).encode().ljust(512))
 
 
 def outline(store: Any, key: str) -> object:
@@ -124,10 +123,9 @@ def test_with_a_secret_nothing_is_parsed_before_all_of_it_was_verified(
     page = SerializedSnapshot({"x": 1}, {"k": np.arange(6, dtype=np.float32)})
     put_snapshot(keyed, "a", page)
     assert outline(keyed, "a").meta == {"x": 1}  # type: ignore[attr-defined]
-    data, _ = files(keyed, "a")
-    forged = bytearray(data.read_bytes())
-    forged[-1] ^= 1
-    data.write_bytes(forged)
+    data, manifest = parts_of(file_of(keyed, "a"))
+    data[-1] ^= 1
+    file_of(keyed, "a").write_bytes(data + manifest)
 
     def parse(*args: Any) -> Any:
         raise AssertionError("it was parsed")
@@ -142,11 +140,9 @@ def test_with_a_secret_nothing_is_parsed_before_all_of_it_was_verified(
 @pytest.mark.parametrize("field", ["nbytes", "blake3", "seal"])
 def test_a_sealed_manifest_with_another_field_is_no_entry(keyed: FileStore, field: str) -> None:
     fill(keyed, "ab")
-    _, manifest = files(keyed, "a")
-    fields = json.loads(manifest.read_text())
-    other = json.loads(files(keyed, "b")[1].read_text())
+    fields, other = (json.loads(parts_of(file_of(keyed, key))[1]) for key in "ab")
     fields[field] = UNIT + 1 if field == "nbytes" else other[field]
-    manifest.write_text(json.dumps(fields))
+    with_manifest(file_of(keyed, "a"), json.dumps(fields).encode())
     assert present(keyed, "ab") == "b"
     assert keyed.usage().dropped == 1
 
@@ -199,10 +195,10 @@ def test_a_folder_never_has_more_than_its_budget(
     def write(fd: int, parts: Any) -> int:
         count = writev(fd, parts)
         with watching:
-            names = [*(folder / "pages").glob("*.safetensors"), *(folder / "writing").glob("*.tmp")]
+            names = [*(folder / "pages").glob("*.entry"), *(folder / "changing").glob("*.tmp")]
             sizes = [path.stat().st_size for path in names if path.exists()]
             sizes += removed_and_open(folder)
-            seen.append(sum(size for size in sizes if size > 500))  # no manifests
+            seen.append(sum(sizes) - 512 * len(sizes))  # without their manifests
         return count
 
     monkeypatch.setattr(os, "writev", write)
@@ -233,8 +229,8 @@ def test_a_folder_that_has_more_than_the_budget_has_no_more_once_it_is_open(
             store.put(f"k{i}", [bytes(size)])
     with FileStore(tmp_path / "store", 2 * UNIT, durable=False) as store:
         assert store.usage().nbytes == min(2, sizes.count(UNIT)) * UNIT, "what fits stays"
-        data = (tmp_path / "store" / "pages").glob("*.safetensors")
-        assert sum(path.stat().st_size for path in data) == store.usage().nbytes
+        files = (tmp_path / "store" / "pages").glob("*.entry")
+        assert sum(path.stat().st_size - 512 for path in files) == store.usage().nbytes
 
 
 def test_memory_never_has_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from kvcache.stores.entries import Entries
 from kvcache.stores.manifest import Manifest
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
-from .stores_rig import both, names, posix, store, where
+from .stores_rig import entries, names, posix, store, where, with_manifest
 
 __all__ = ["store", "where"]
 
@@ -38,21 +38,20 @@ pytestmark = posix
 # What lies in the folder.
 
 
-def test_an_entry_is_its_bytes_which_safetensors_opens_and_a_manifest(store: FileStore, where: Path) -> None:
+def test_an_entry_is_its_bytes_and_behind_them_a_manifest(store: FileStore, where: Path) -> None:
     page = SerializedSnapshot({"x": 1}, {"k": np.arange(6, dtype=np.float32)})
     store.put("a", pack(page))
     data = b"".join(pack(page))
-    assert names(where) == both("a")
-    assert (where / "pages" / "a.safetensors").read_bytes() == data
+    assert names(where) == entries("a")
     manifest = Manifest("a", len(data), xxhash.xxh3_128(data).hexdigest())
-    assert (where / "pages" / "a.json").read_bytes() == manifest.encoded()
-    with safetensors.safe_open(where / "pages" / "a.safetensors", framework="numpy") as file:
-        assert file.get_tensor("k").tolist() == [0, 1, 2, 3, 4, 5]
+    whole = (where / "pages" / "a.entry").read_bytes()
+    assert whole == data + manifest.encoded()
+    assert safetensors.deserialize(whole[:-512])[0][0] == "k", "without the manifest other tools read it"
     assert unpack(read(store, "a") or b"").meta == {"x": 1}
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_the_data_are_on_the_device_before_the_manifest_names_them(
+def test_an_entry_is_on_the_device_before_it_has_its_name(
     where: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
     """A folder that is made is there first, too; without ``durable`` nothing of an entry is waited for."""
@@ -60,7 +59,7 @@ def test_the_data_are_on_the_device_before_the_manifest_names_them(
 
     def place(fd: int) -> str:
         path = Path(f"/proc/self/fd/{fd}").readlink()
-        return "writing" if path.suffix == ".tmp" else str(path.relative_to(where.parent))
+        return "changing" if path.suffix == ".tmp" else str(path.relative_to(where.parent))
 
     def spy(name: str, told: Callable[..., str]) -> None:
         original = getattr(os, name)
@@ -78,16 +77,14 @@ def test_the_data_are_on_the_device_before_the_manifest_names_them(
     calls.clear()
     store.put("a", [b"x"])
     store.close()
-    pages = "fsync store/above/store/pages"
-    renames = ["rename safetensors", "rename json"]
-    waited = ["fsync writing", "fsync writing", renames[0], pages, renames[1], pages]
-    assert calls == (waited if durable else renames)
+    waited = ["fsync changing", "rename entry", "fsync store/above/store/pages"]
+    assert calls == (waited if durable else ["rename entry"])
 
 
 def test_usage_counts_bytes_and_events(where: Path) -> None:
     with FileStore(where, 3 * UNIT) as store:
         fill(store, "abcd")
-        (where / "pages" / "b.json").write_text("{}")
+        with_manifest(where / "pages" / "b.entry", b"{}")
         assert store.stat(["b"]) == [None]
         usage = store.usage()
     assert (usage.entries, usage.nbytes, usage.budget) == (2, 2 * UNIT, 3 * UNIT)
@@ -112,53 +109,42 @@ def test_what_makes_no_sense_is_refused(where: Path, options: dict[str, Any]) ->
 # Other openers of the same folder.
 
 
-def before_the_data_are_opened(
-    store: FileStore, patch: pytest.MonkeyPatch, act: Callable[[], object]
-) -> None:
-    """``act()`` when the manifest has been read, and the data not yet."""
-    original = store._folder.open_file
-
-    def open_file(name: str) -> int:
-        if name == "a.safetensors":
-            act()
-        return original(name)
-
-    patch.setattr(store._folder, "open_file", open_file)
-
-
 def test_a_manifest_is_parsed_once_and_data_of_another_size_is_noticed(
     where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[str] = []
-    original = Entries._load
-    monkeypatch.setattr(Entries, "_load", lambda self, stem: parsed.append(stem) or original(self, stem))
+    original = Entries.open
+    monkeypatch.setattr(Entries, "open", lambda self, key: parsed.append(key) or original(self, key))
     with FileStore(where, durable=False) as store:
         fill(store, "a")
         parsed.clear()
-        assert [found and found.nbytes for _ in range(2) for found in store.stat(["a"])] == [UNIT, UNIT]
+        assert [stat and stat.nbytes for _ in range(2) for stat in store.stat(["a"])] == [UNIT, UNIT]
         assert len(parsed) <= 1
-        os.truncate(where / "pages" / "a.safetensors", UNIT - 1)
+        path = where / "pages" / "a.entry"
+        path.write_bytes(path.read_bytes()[1:])
         assert store.stat(["a"]) == [None]
 
 
 @pytest.mark.parametrize("asked", ["get_into", "view"])
-@pytest.mark.parametrize("replaced", [True, False])
-def test_an_entry_that_is_replaced_or_vanishes_while_it_is_read_is_no_damage(
-    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch, asked: str, replaced: bool
+def test_an_entry_that_is_put_anew_before_a_damaged_one_is_dropped_stays(
+    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     fill(store, "a")
+    path = where / "pages" / "a.entry"
+    path.write_bytes(b"?" + path.read_bytes()[1:])
     with FileStore(where) as other:
+        original = store._index.locked
 
-        def act() -> None:
+        def locked() -> Any:
             other.delete("a")
-            if replaced:
-                other.put("a", [content("b")])
-                monkeypatch.undo()
+            other.put("a", [content("b")])
+            monkeypatch.undo()
+            return original()
 
-        before_the_data_are_opened(store, monkeypatch, act)
+        monkeypatch.setattr(store._index, "locked", locked)
         buffer = bytearray(UNIT)
         found = store.view("a") if asked == "view" else store.get_into("a", buffer) and buffer
-        assert found == content("b") if replaced else not found
+        assert found == content("b")
         assert store.usage().dropped == 0
 
 
@@ -193,9 +179,10 @@ DATA = content("data", 1_500_000)
 @pytest.mark.parametrize("place", [0, 600_000, 1_499_999])
 def test_a_flipped_bit_is_found_with_the_last_byte(store: FileStore, where: Path, place: int) -> None:
     store.put("a", [DATA])
-    damaged = bytearray(DATA)
+    path = where / "pages" / "a.entry"
+    damaged = bytearray(path.read_bytes())
     damaged[place] ^= 1
-    (where / "pages" / "a.safetensors").write_bytes(damaged)
+    path.write_bytes(damaged)
     reader = store.reader("a")
     assert reader is not None
     reader.fill([bytearray(1_499_999)])
@@ -221,7 +208,7 @@ def test_a_reader_of_a_file_that_is_cut_or_of_a_device_that_fails(
         patched.setattr(os, "readv", fail)
         one.fill([bytearray(1_500_000)])
     assert read(store, "a") == DATA
-    os.truncate(where / "pages" / "a.safetensors", 1_000_000)
+    os.truncate(where / "pages" / "a.entry", 1_000_000)
     with pytest.raises(SnapshotCorruptError, match="fewer are there"):
         other.fill([bytearray(1_500_000)])
     assert store.reader("a") is None
@@ -264,8 +251,8 @@ def test_what_is_made_is_its_users_alone_in_a_folder_that_others_may_enter(
     ]
     shutil.rmtree(where / "above")
     found = {str(path.relative_to(where)): mode(path) for path in where.rglob("*")}
-    assert {found.pop(name) for name in ("pages", "writing", "index")} == {0o700}
-    assert found.keys() >= {"kvcache.lock", "pages/a.json", "pages/a.safetensors", "index/entries.sqlite"}
+    assert {found.pop(name) for name in ("pages", "changing", "index")} == {0o700}
+    assert found.keys() >= {"kvcache.lock", "pages/a.entry", "index/entries.sqlite"}
     assert set(found.values()) == {0o600}
 
 
@@ -276,7 +263,7 @@ def test_an_entry_of_another_user_is_a_miss_and_the_others_are_served(
     original = os.open
 
     def refuse(path: Any, *args: Any, **options: Any) -> int:
-        if str(path) in ("b.json", "c.safetensors"):
+        if str(path) in ("b.entry", "c.entry"):
             raise PermissionError(13, "Permission denied")
         return original(path, *args, **options)
 
@@ -304,11 +291,11 @@ def test_stores_that_digest_otherwise_share_a_folder_and_its_budget(where: Path)
             fill(store, "a")
         fill(plain, "b")
         assert [store.usage().entries for store in (plain, mine, unkeyed)] == [4] * 3
-        stems = sorted(name.removesuffix(".json") for name in names(where) if name.endswith(".json"))
+        stems = sorted(name.removesuffix(".entry") for name in names(where))
         assert [stem.partition("-")[0] for stem in stems] == ["a", "a.blake3", "a.blake3", "b"]
         view = mine.view("a")
-        (where / "pages" / f"{stems[1]}.safetensors").write_bytes(b"forged" * 200)
-        (where / "pages" / f"{stems[2]}.safetensors").write_bytes(b"forged" * 200)
+        for stem in stems[1:3]:
+            (where / "pages" / f"{stem}.entry").write_bytes(b"forged" * 300)
         assert view == content("a"), "of a keyed store a view does not change with the file"
         fill(mine, "c")
         assert present(plain, "ab") == "b", "the oldest of all"
@@ -319,7 +306,7 @@ def test_stores_that_digest_otherwise_share_a_folder_and_its_budget(where: Path)
 # What does not belong there.
 
 
-@pytest.mark.parametrize("raw", [b"", b"[" * 4000, b" " * 5000, "of b, longer", "of c"])
+@pytest.mark.parametrize("raw", [b"", b"[" * 512, b" " * 512, "of b, longer", "of c"])
 @pytest.mark.parametrize("asked", ["stat", "get_into", "prefix", "put"])
 def test_an_entry_with_a_bad_manifest_is_dropped_and_counted(
     store: FileStore, where: Path, raw: bytes | str, asked: str
@@ -328,7 +315,7 @@ def test_an_entry_with_a_bad_manifest_is_dropped_and_counted(
     if isinstance(raw, str):
         key, longer = raw[3], "longer" in raw
         raw = Manifest(key, UNIT + longer, xxhash.xxh3_128(content("b")).hexdigest()).encoded()
-    (where / "pages" / "b.json").write_bytes(raw)
+    with_manifest(where / "pages" / "b.entry", raw)
     if asked == "stat":
         assert present(store, "abc") == "ac"
     elif asked == "prefix":
@@ -340,30 +327,29 @@ def test_an_entry_with_a_bad_manifest_is_dropped_and_counted(
         assert store.put("b", [b"anew"]) is True
         assert read(store, "b") == b"anew"
         store.delete("b")
-    assert names(where) == both("a", "c")
+    assert names(where) == entries("a", "c")
     usage = store.usage()
     assert (usage.dropped, usage.entries, usage.nbytes) == (1, 2, 2 * UNIT)
 
 
-def test_halves_of_entries_are_cleared_away_when_the_folder_is_opened(where: Path) -> None:
+def test_what_cannot_be_an_entry_is_cleared_away_when_the_folder_is_opened(where: Path) -> None:
     with FileStore(where) as store:
         fill(store, "abc")
-    (where / "pages" / "a.safetensors").unlink()
-    (where / "pages" / "b.json").unlink()
+    (where / "pages" / "a.entry").write_bytes(bytes(511))
+    (where / "pages" / "b.entry").unlink()
+    os.mkfifo(where / "pages" / "d.entry")
     with FileStore(where) as store:
         usage = store.usage()
-        assert (usage.entries, usage.dropped, usage.swept) == (1, 1, 1)
-        assert names(where) == both("c")
+        assert (usage.entries, usage.dropped, usage.swept) == (1, 2, 0)
+        assert names(where) == entries("c")
 
 
-@pytest.mark.parametrize("folder", ["writing", "pages"])
 def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
-    store: FileStore, where: Path, folder: str
+    store: FileStore, where: Path
 ) -> None:
-    """Among the entries is where earlier versions wrote."""
-    with store._folder.locked():
-        living, fd = store._folder.create_temporary("1" * 32)
-    (where / folder / f"{'0' * 32}.tmp").write_bytes(b"left behind")
+    with store._index.locked():
+        living, fd = store._folder.create("living", UNIT)
+    (where / "changing" / f"dead.{'0' * 32}.tmp").write_bytes(b"left behind")
     for left in ([living], []):
         with FileStore(where) as other:
             assert other.usage().swept == 1
@@ -374,19 +360,19 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
 
 def test_names_that_are_no_entries_are_left_alone(where: Path) -> None:
     FileStore(where).close()
-    others = ["README", "Model.safetensors", "a.b.json", "UPPER.json", "note.txt", ".hidden.tmp"]
+    others = ["README", "Model.safetensors", "a.b.entry", "UPPER.entry", "note.txt", ".hidden.tmp"]
     for name in others:
         (where / "pages" / name).write_text("mine")
     with FileStore(where, 1) as store:
         store.put("a", [b"x"])
         store.put("b", [b"x"])
-    assert names(where) == sorted([*others, *both("b")])
+    assert names(where) == sorted([*others, *entries("b")])
 
 
 @pytest.mark.parametrize(
     ("name", "data"),
     [("model.safetensors", b"precious"), ("kvcache.lock", b"something else"),
-     ("kvcache.lock", b"kvcache.store/2\n" + bytes(8))],
+     ("kvcache.lock", b"kvcache.store/1\n" + bytes(40))],
 )  # fmt: skip
 def test_a_folder_that_holds_something_else_is_refused_and_untouched(
     where: Path, name: str, data: bytes
@@ -408,12 +394,11 @@ def test_a_folder_whose_first_opener_died_at_once_is_taken_over(where: Path) -> 
         assert store.put("a", [b"x"])
 
 
-@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
-def test_a_link_is_never_followed(where: Path, tmp_path: Path, suffix: str) -> None:
+def test_a_link_is_never_followed(where: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     with FileStore(where) as store:
         fill(store, "ab")
-        inside = where / "pages" / f"b{suffix}"
+        inside = where / "pages" / "b.entry"
         shutil.copy(inside, outside)
         before = outside.read_bytes(), outside.stat().st_mtime_ns
         inside.unlink()
@@ -433,6 +418,6 @@ def test_a_link_is_never_followed(where: Path, tmp_path: Path, suffix: str) -> N
 
 
 def test_a_pipe_in_place_of_an_entry_does_not_block(store: FileStore, where: Path) -> None:
-    os.mkfifo(where / "pages" / "a.json")
+    os.mkfifo(where / "pages" / "a.entry")
     assert store.stat(["a"]) == [None]
     assert names(where) == []

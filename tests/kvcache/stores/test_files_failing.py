@@ -29,7 +29,7 @@ from kvcache.stores.lockfile import LOCK, STORE_FORMAT, fcntl
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
 from .stores_crash import CALLS
-from .stores_rig import both, names, posix, store, where
+from .stores_rig import entries, names, parts_of, posix, store, where, with_manifest
 
 __all__ = ["store", "where"]
 
@@ -77,7 +77,7 @@ def test_a_put_that_fails_at_any_call_leaves_no_debris(where: Path, code: int, a
                 failed += 1
         with FileStore(where, 3 * UNIT, durable=False) as other:
             there = present(other, "abcd")
-            assert names(where) == both(*there), at
+            assert names(where) == entries(*there), at
             assert [read(store, key) for key in there] == [content(key) for key in there]
             assert store.usage().nbytes == other.usage().nbytes == UNIT * len(there)
         store.delete("d")
@@ -119,26 +119,8 @@ def test_a_put_that_fails_where_nothing_can_be_removed_leaves_no_file_open_and_s
     assert open_files() == before
     assert any(name.endswith(".tmp") for name in names(where))
     with FileStore(where) as again:
-        assert names(where) == both("a")
+        assert names(where) == entries("a")
         assert (again.usage().entries, present(again, "ab")) == (1, "a")
-
-
-def test_a_full_disk_is_opened_with_a_smaller_budget(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock file has no room for the names of what is to go; who comes next reads the folder."""
-    with FileStore(where, durable=False) as store:
-        fill(store, "abcd")
-    original = os.pwrite
-
-    def full(fd: int, data: bytes, at: int) -> int:
-        if at + len(data) > 44:  # what it has room for without a name
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(fd, data, at)
-
-    monkeypatch.setattr(os, "pwrite", full)
-    for _ in range(2):
-        with FileStore(where, 2 * UNIT, durable=False) as store:
-            assert present(store, "abcd") == "cd"
-            assert store.usage().nbytes == 2 * UNIT
 
 
 @pytest.mark.parametrize("op", ["stat", "get_into", "prefix", "delete"])
@@ -159,7 +141,7 @@ def test_a_failing_device_is_unavailable_and_drops_nothing(where: Path, op: str)
             assert present(store, "ab") == "ab"
         if failing.called < at:
             break
-    assert failed >= 2
+    assert failed >= 1
     assert store.usage().dropped == 0
     store.close()
 
@@ -196,7 +178,7 @@ def test_files_are_closed_with_the_store(where: Path) -> None:
     before = open_files()
     store = FileStore(where, 2 * UNIT)
     fill(store, "abc")
-    (where / "pages" / "c.safetensors").write_bytes(b"")
+    (where / "pages" / "c.entry").write_bytes(b"")
     read(store, "c")
     with pytest.raises(StoreFullError):
         store.put("d", [bytes(3 * UNIT)])
@@ -259,8 +241,9 @@ def test_a_device_that_turns_read_only_goes_on_serving_what_is_sound(
 ) -> None:
     fill(store, "abcd")
     pages = where / "pages"
-    (pages / "b.safetensors").write_bytes(b"?" * UNIT)
-    (pages / "c.json").write_bytes(b"{}")
+    _, manifest = parts_of(pages / "b.entry")
+    (pages / "b.entry").write_bytes(b"?" * UNIT + manifest)
+    with_manifest(pages / "c.entry", b"{}")
     before = names(where)
     only_read(monkeypatch, code)
     assert store.stat(["c"]) == [None]
@@ -285,7 +268,7 @@ def test_entries_that_may_not_be_removed_are_passed_over(
 ) -> None:
     """The lock may be taken, and the folder of entries not be changed."""
     fill(store, "ab")
-    (where / "pages" / "b.safetensors").write_bytes(b"?")
+    (where / "pages" / "b.entry").write_bytes(b"?")
 
     def refuse(*args: Any, **options: Any) -> Any:
         raise PermissionError(errno.EACCES, "no")
@@ -297,13 +280,12 @@ def test_entries_that_may_not_be_removed_are_passed_over(
     assert store.usage().dropped == 1
 
 
-@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
 @pytest.mark.parametrize("empty", [True, False], ids=["empty", "not empty"])
 def test_a_folder_in_place_of_an_entrys_file_is_moved_aside(
-    store: FileStore, where: Path, suffix: str, empty: bool
+    store: FileStore, where: Path, empty: bool
 ) -> None:
     fill(store, "abc")
-    path = where / "pages" / f"b{suffix}"
+    path = where / "pages" / "b.entry"
     path.unlink()
     path.mkdir()
     if not empty:
@@ -313,20 +295,19 @@ def test_a_folder_in_place_of_an_entrys_file_is_moved_aside(
     assert store.put("b", [content("b")]) is True
     assert [read(store, key) for key in "abc"] == [content(key) for key in "abc"]
     (aside,) = (name for name in names(where) if name.endswith(".foreign"))
-    assert aside.startswith(f"b{suffix}.")
+    assert aside.startswith("b.entry.")
     assert [inside.name for inside in (where / "pages" / aside).iterdir()] == ["mine"] * (not empty)
     with FileStore(where) as again:
         assert present(again, "abc") == "abc"
     assert aside in names(where)
 
 
-@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
 def test_a_folder_in_place_of_an_entrys_file_is_a_miss_where_nothing_may_be_changed(
-    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+    store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(store, "ab")
-    (where / "pages" / f"b{suffix}").unlink()
-    (where / "pages" / f"b{suffix}").mkdir()
+    (where / "pages" / "b.entry").unlink()
+    (where / "pages" / "b.entry").mkdir()
     only_read(monkeypatch)
     for _ in range(2):
         assert present(store, "ab") == "a"
@@ -446,13 +427,10 @@ def test_an_unlock_that_fails_undoes_nothing_and_says_nothing(
     store.close()
 
 
-@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
 @pytest.mark.parametrize("kind", ["a folder", "a full folder", "a link", "a broken link", "a pipe", "a loop"])
-def test_a_put_takes_the_place_of_whatever_stands_there(
-    store: FileStore, where: Path, suffix: str, kind: str
-) -> None:
+def test_a_put_takes_the_place_of_whatever_stands_there(store: FileStore, where: Path, kind: str) -> None:
     """At the first attempt. What a folder holds is kept, and what a link leads to is not touched."""
-    path, elsewhere = where / "pages" / f"a{suffix}", where.parent / "elsewhere"
+    path, elsewhere = where / "pages" / "a.entry", where.parent / "elsewhere"
     elsewhere.write_text("mine")
     if kind.endswith("folder"):
         path.mkdir()

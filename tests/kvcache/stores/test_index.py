@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from kvcache.stores import FileStore, catalog, index, lockfile
+from kvcache.stores import FileStore, index, lockfile
 from kvcache.stores.folder import Folder
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
-from .stores_rig import both, names, posix, where
+from .stores_rig import entries, names, posix, where
 
 __all__ = ["where"]
 
@@ -58,7 +58,7 @@ def usual(where: Path) -> None:
         assert present(store, "abcdef") == "bdef"
         assert store.usage().nbytes == 4 * UNIT
         assert [read(store, key) for key in "bdef"] == [content(key) for key in "bdef"]
-    assert names(where) == both(*"bdef")
+    assert names(where) == entries(*"bdef")
 
 
 @pytest.fixture
@@ -87,22 +87,20 @@ def test_the_folder_is_read_once_whoever_puts_evicts_deletes_and_opens(
     assert scans == [where]
 
 
-def test_a_process_that_died_in_a_put_costs_a_look_at_what_it_announced(
+def test_a_process_that_died_in_a_put_costs_a_look_at_the_entries_that_came_or_went(
     where: Path, scans: list[Path]
 ) -> None:
     with opened(where) as store:
         fill(store, "ab")
-        with store._folder.locked() as held:
-            held.announce(["a", "c"])
-        (where / "pages" / "a.json").unlink()
+        with store._index.locked():
+            store._folder.withdraw("a")  # it was about to be evicted
+            _, fd = store._folder.create("c", UNIT)
+            store._index.add("c", UNIT, 5)  # it was about to be published
+        os.close(fd)
         assert store.usage().entries == 1
-        assert names(where) == both("b")
-        with store._folder.locked() as held:
-            held.announce([])
-            held.announce(["b"])
+        assert names(where) == entries("b")
+        assert store.usage().swept == 2
         assert len(scans) == 1
-        assert store.usage().entries == 1
-        assert len(scans) == 2, "of the change before the last one nobody knows what it was of"
 
 
 @pytest.fixture
@@ -110,7 +108,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the system's clock two changes may see the same time; here each change of a name has its own."""
 
     def changed(self: Folder) -> int:
-        return zlib.crc32(repr(sorted(name for name, _ in original(self))).encode())
+        return zlib.crc32(repr(sorted(stem for stem, _ in original(self))).encode())
 
     original = Folder.entries
     monkeypatch.setattr(Folder, "changed", property(changed))
@@ -130,10 +128,12 @@ def removed(where: Path) -> None:
 
 def died(store: FileStore) -> None:
     """Of a put of d, with its files in place; and another process has looked at them."""
-    with store._folder.locked() as held:
-        held.announce(["d"])
-        for path in (store.path / "pages").glob("b.*"):
-            shutil.copy2(path, path.with_stem("d"))
+    with store._index.locked():
+        _, fd = store._folder.create("d", UNIT)
+        store._index.add("d", UNIT, 5)
+        path = store.path / "pages" / "b.entry"
+        shutil.copy2(path, path.with_stem("d"))
+    os.close(fd)
     store.usage()
 
 
@@ -155,13 +155,13 @@ def test_what_other_programs_change_beside_an_open_store_is_counted_by_the_next_
         store.delete("e")
         assert scans.count(where) == 1, "calls do not read the folder"
         with opened(where, 9 * UNIT) as other:
-            assert names(where) == both(*kept, "f")
+            assert names(where) == entries(*kept, "f")
             for one in (store, other):
                 assert (one.usage().entries, one.usage().nbytes) == (len(kept) + 1, UNIT * (len(kept) + 1))
         with opened(where, 3 * UNIT) as other:
             assert other.usage().nbytes == store.usage().nbytes == 3 * UNIT
         assert scans.count(where) == 2, "it is read once"
-    assert len(names(where)) == 2 * 3
+    assert len(names(where)) == 3
 
 
 @pytest.mark.usefixtures("ticking")
@@ -187,17 +187,17 @@ def test_what_other_programs_change_while_the_folder_is_read_is_counted_by_the_n
 
 def test_what_was_used_since_is_looked_at_once(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    original = catalog.Catalog._last_used
+    original = index.Index._last_used
     with opened(where, 40 * UNIT) as store:
         keys = [f"k{i}" for i in range(40)]
         fill(store, keys)
         store.prefix(keys[:30])
 
-        def last_used(self: catalog.Catalog, stem: str) -> int:
-            looked.append(stem)
-            return original(self, stem)
+        def last_used(self: index.Index, row: index.Row) -> int:
+            looked.append(row.stem)
+            return original(self, row)
 
-        monkeypatch.setattr(catalog.Catalog, "_last_used", last_used)
+        monkeypatch.setattr(index.Index, "_last_used", last_used)
         fill(store, ["x"])
         assert looked == keys[:31]
         fill(store, ["y"])
@@ -209,7 +209,7 @@ def test_an_eviction_looks_at_so_many_that_were_used_and_no_more(
     where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of more than that it takes the least recently used among those it has seen."""
-    monkeypatch.setattr(catalog, "LOOKED", 8)
+    monkeypatch.setattr(index, "LOOKED", 8)
     with opened(where, 40 * UNIT) as store:
         keys = [f"k{i}" for i in range(40)]
         fill(store, keys)
@@ -229,7 +229,7 @@ def killed_in_a_transaction(where: Path) -> None:
         "db.execute('PRAGMA cache_size = 1'); db.execute('PRAGMA synchronous = OFF')\n"
         "db.execute('PRAGMA journal_mode = TRUNCATE'); db.execute('BEGIN')\n"
         "db.execute('DELETE FROM entries')\n"
-        "db.executemany('INSERT INTO entries VALUES (?, 7, 7, 7)', ((f'x{i}',) for i in range(5000)))\n"
+        "db.executemany('INSERT INTO entries VALUES (?, 7, 7)', ((f'x{i}',) for i in range(5000)))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     before = index_of(where).read_bytes()
@@ -275,13 +275,13 @@ STATES: dict[str, Callable[[Path], object]] = {
     "with a name in its schema that is no text": lambda where: index_of(where).write_bytes(
         index_of(where).read_bytes().replace(b"by_use", b"by_\xc5se")
     ),
-    "of an older version": changed("PRAGMA user_version = 0"),
-    "of a newer version": changed("PRAGMA user_version = 2"),
+    "of an older version": changed("PRAGMA user_version = 1"),
+    "of a newer version": changed("PRAGMA user_version = 3"),
     "of another schema": changed("CREATE TABLE more (x)"),
     "a write-ahead log not checkpointed": changed("PRAGMA journal_mode = WAL"),
-    "without a state": changed("DELETE FROM state"),
-    "with a state of nonsense": changed("UPDATE state SET record = ?", "x"),
-    "with another count": changed("UPDATE state SET record = replace(record, ' 4 ', ' 3 ')"),
+    "without totals": changed("DELETE FROM totals"),
+    "with totals of nonsense": changed("UPDATE totals SET entries = ?", "x"),
+    "with another count": changed("UPDATE totals SET entries = 3"),
     "with another size": changed("UPDATE entries SET nbytes = 1 WHERE stem = 'a'"),
     "with a name that leads out": changed("UPDATE entries SET stem = '../../out' WHERE stem = 'a'"),
     "with a name that is no text": changed("UPDATE entries SET stem = x'ff' WHERE stem = 'a'"),
@@ -315,7 +315,7 @@ def test_in_whatever_state_the_index_is_left_under_an_open_store_it_goes_on(wher
         fill(other, "g")
         assert present(store, "abcdefg") == "befg"
         assert store.usage().nbytes == other.usage().nbytes == 4 * UNIT
-    assert names(where) == both(*"befg")
+    assert names(where) == entries(*"befg")
 
 
 def test_a_flipped_bit_of_the_index_changes_nothing_that_is_served_or_kept(where: Path) -> None:
@@ -364,17 +364,16 @@ def test_after_a_restart_of_the_machine_the_folder_is_read_once(
     where: Path, scans: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was not written to the device may be lost, of the files and of the index."""
-    monkeypatch.setattr(Folder, "changed", 0)
+    monkeypatch.setattr(Folder, "changed", 1)
     with opened(where) as store:
         fill(store, "abcd")
     for path in (where / "pages").glob("a.*"):
         path.unlink()
-    for boot, entries, read_so_far in (("this", 4, 1), ("another", 3, 2), ("another", 3, 2)):
+    for boot, count, read_so_far in (("this", 4, 1), ("another", 3, 2), ("another", 3, 2)):
         if boot == "another":
-            for module in (catalog, index):
-                monkeypatch.setattr(module, "boot_id", lambda: "another")
+            monkeypatch.setattr(index, "boot_id", lambda: "another")
         with opened(where) as store:
-            assert store.usage().entries == entries
+            assert store.usage().entries == count
         assert len(scans) == read_so_far
 
 
@@ -404,42 +403,9 @@ def test_a_database_that_fails_at_any_statement_costs_no_entry(
             assert store.usage().nbytes == 3 * UNIT
         with opened(where, 3 * UNIT) as store:
             assert store.usage().nbytes == 3 * UNIT
-        assert names(where) == both(*"bcd")
+        assert names(where) == entries(*"bcd")
         shutil.rmtree(where)
     assert at > 30
-
-
-# Folders of earlier versions of this package.
-
-
-def earlier(where: Path, keys: str) -> None:
-    """As version 0.1.0 left it: a shorter lock file, and no index."""
-    with opened(where) as store:
-        fill(store, keys)
-    shutil.rmtree(where / "index")
-    shutil.rmtree(where / "writing")
-    os.truncate(where / "kvcache.lock", 24)
-
-
-def test_a_folder_of_an_earlier_version_opens_with_its_entries(where: Path) -> None:
-    earlier(where, "abcd")
-    later = time.time_ns() + 10**12
-    os.utime(where / "pages" / "b.json", ns=(later, later))
-    usual(where)
-
-
-def test_changes_by_a_process_of_an_earlier_version_are_noticed(where: Path) -> None:
-    """It counts its changes, and says nothing of what they are of."""
-    with opened(where) as store:
-        fill(store, "ab")
-        with open(where / "kvcache.lock", "r+b") as lock:
-            lock.seek(16)
-            count = int.from_bytes(lock.read(8), "little")
-            lock.seek(16)
-            lock.write((count + 1).to_bytes(8, "little"))
-        for suffix in ("json", "safetensors"):
-            (where / "pages" / f"a.{suffix}").unlink()
-        assert store.usage().entries == 1
 
 
 # The order of use.
@@ -484,7 +450,7 @@ def test_times_of_use_go_on_where_the_lock_file_says_nonsense(where: Path) -> No
     with opened(where, 2 * UNIT) as store:
         fill(store, "ab")
         with open(where / "kvcache.lock", "r+b") as lock:
-            lock.seek(24)
+            lock.seek(16)
             lock.write(b"\xff" * 8)
         fill(store, "c")
         assert present(store, "abc") == "bc"
@@ -498,15 +464,14 @@ def test_an_entry_with_a_date_that_no_use_gave_it_counts_as_the_oldest(
     """As of a restored backup, say: before 1970, after 2116, or beyond what SQLite can hold."""
     with opened(where, 3 * UNIT) as store:
         fill(store, "abc")
-        manifest = where / "pages" / "b.json"
-        os.utime(manifest, ns=(date, date))
-        if manifest.stat().st_mtime_ns != date:
+        path = where / "pages" / "b.entry"
+        os.utime(path, ns=(date, date))
+        if path.stat().st_mtime_ns != date:
             pytest.skip("this file system has no such dates")
         if seen == "by a scan":
             shutil.rmtree(where / "index")
         elif seen == "after a process died":
-            with store._folder.locked() as held:
-                held.announce(["b"])
+            (where / "changing" / f"b.{'0' * 32}.tmp").touch()
         assert read(store, "a") == content("a")
         fill(store, "d")
         assert present(store, "abcd") == "acd"

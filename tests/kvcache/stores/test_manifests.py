@@ -34,7 +34,7 @@ def test_manifests_come_back_as_they_were() -> None:
     empty = RemoteManifest("k", 0, CHUNK, "0" * 32, "f" * 32)
     assert (list(empty.sizes), empty.count) == ([], 0)
     assert [json.loads(manifest.encoded()) for manifest in (LOCAL, REMOTE)] == [
-        {"format": "kvcache.entry/1", "key": "k", "nbytes": 1000, "xxh3_128": "f" * 32},
+        {"format": "kvcache.entry/2", "key": "k", "nbytes": 1000, "xxh3_128": "f" * 32},
         {"format": "kvcache.remote/1", "key": "k", "nbytes": 2 * CHUNK + 5, "chunk": CHUNK,
          "writer": "0" * 32, "digest": "f" * 32},
     ]  # fmt: skip
@@ -42,7 +42,7 @@ def test_manifests_come_back_as_they_were() -> None:
 
 RAW: list[Any] = [b"", b"{}", b"[]", b"null", b"nonsense", b"\xff\xfe", b"[" * 4000]
 CHANGED: list[tuple[str, list[Any]]] = [
-    ("key", ["j", 5]), ("format", ["kvcache.remote/2", "kvcache.entry/2"]), ("more", [1]),
+    ("key", ["j", 5]), ("format", ["kvcache.remote/2", "kvcache.entry/1"]), ("more", [1]),
     ("nbytes", [-1, 1.0, True, "5", None, float("nan")]), ("xxh3_128", [None, 5]),
     ("nbytes of many", [1 << 41]), ("chunk", [0, -4, 1, None]), ("writer", ["../x", "A" * 32, "0" * 31, 5]),
     ("digest", ["", None, "g" * 32, "f" * 5000]),

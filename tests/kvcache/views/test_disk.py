@@ -83,12 +83,12 @@ def test_a_store_shows_its_entries_and_is_left_as_it_is(folder: Path) -> None:
 
 
 def test_the_entries_used_last_come_first(folder: Path) -> None:
-    manifests = sorted((folder / "pages").glob("*.json"))
-    for age, path in zip((300, 100, 200), manifests, strict=True):
+    files = sorted((folder / "pages").glob("*.entry"))
+    for age, path in zip((300, 100, 200), files, strict=True):
         used = path.stat().st_mtime - age
         os.utime(path, (used, used))
     picture = look_at_store(folder, entries=2)
-    assert [entry.key for entry in picture.entries] == [manifests[1].stem, manifests[2].stem]
+    assert [entry.key for entry in picture.entries] == [files[1].stem, files[2].stem]
     assert [round(entry.age, -2) for entry in picture.entries] == [100, 200]
     assert picture.total == 3
     assert picture.text().splitlines()[-1] == "  ... 1 more"
@@ -96,18 +96,17 @@ def test_the_entries_used_last_come_first(folder: Path) -> None:
 
 def test_broken_entries_say_what_is_wrong_and_stay(folder: Path) -> None:
     pages = folder / "pages"
-    missing, short, damaged = sorted(pages.glob("*.safetensors"))
-    missing.unlink()
+    cut, short, damaged = sorted(pages.glob("*.entry"))
+    cut.write_bytes(cut.read_bytes()[:100])
     short.write_bytes(short.read_bytes()[:-1])
-    damaged.write_bytes(b"x" * damaged.stat().st_size)
-    (pages / "foreign.json").write_text("{}")
-    (pages / "foreign.safetensors").write_bytes(b"")
-    (pages.with_name("writing") / f"{'a' * 32}.tmp").write_bytes(b"half")
+    damaged.write_bytes(b"x" * 8 + damaged.read_bytes()[8:])
+    (pages / "foreign.entry").write_bytes(b"x" * 88 + b"{}".ljust(512))
+    (pages.with_name("changing") / f"a.{'a' * 32}.tmp").write_bytes(b"half")
     before = listing(folder)
     picture = look_at_store(folder)
     problems = {entry.key: entry.problem for entry in picture.entries}
-    assert problems[missing.stem] == "its data is missing"
-    assert problems[short.stem].endswith(f"bytes were put, {short.stat().st_size} are stored")
+    assert problems[cut.stem] == "its manifest has 100 bytes of 512"
+    assert problems[short.stem].startswith("its manifest is not strict JSON")
     assert problems[damaged.stem] == "its digest is wrong"
     assert "other fields" in problems["foreign"]
     assert picture.writing == 1
@@ -118,14 +117,13 @@ def test_broken_entries_say_what_is_wrong_and_stay(folder: Path) -> None:
 def test_an_entry_that_is_evicted_while_the_folder_is_read_is_left_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone, scandir = min((folder / "pages").glob("*.json")).stem, os.scandir
+    gone, scandir = min((folder / "pages").glob("*.entry")).stem, os.scandir
 
     @contextlib.contextmanager
     def evicting(path: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
         with scandir(path) as found:
             listed = list(found)
-        for suffix in (".json", ".safetensors"):
-            (folder / "pages" / f"{gone}{suffix}").unlink()
+        (folder / "pages" / f"{gone}.entry").unlink()
         yield iter(listed)
 
     with monkeypatch.context() as patch:
@@ -144,7 +142,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_a_flipped_bit_anywhere_in_an_entry_is_told(folder: Path) -> None:
-    entries = sorted((folder / "pages").glob("*.safetensors"))
+    entries = sorted((folder / "pages").glob("*.entry"))
     assert not any(entry.problem for entry in look_at_store(folder).entries)
     size = entries[0].stat().st_size
     for at in (*range(0, size, size // 20), size - 1):
@@ -156,7 +154,7 @@ def test_a_flipped_bit_anywhere_in_an_entry_is_told(folder: Path) -> None:
         with pytest.raises(SnapshotCorruptError, match="damaged"):
             look_at_page(entries[0])
         flip(entries[0], at)
-    flip(entries[0], size - 1)
+    flip(entries[0], size - 513)
     assert "its digest is wrong" in run(folder).stdout
     assert run(folder, "--nodes", 0).exit_code == 0
 
@@ -172,12 +170,12 @@ def test_a_keyed_digest_is_said_to_be_unchecked_and_one_without_a_key_is_checked
         picture = look_at_store(tmp_path / name)
         assert {(entry.problem, entry.note) for entry in picture.entries} == {("", text) for text in notes}
         assert (f"; {note}: 3 entries\n" in run(tmp_path / name).stdout) == (name == "keyed")
-        data = sorted((tmp_path / name / "pages").glob("*.safetensors"))
+        data = sorted((tmp_path / name / "pages").glob("*.entry"))
         assert dict(look_at_page(data[0]).facts)["digest"].startswith(checked)
-        flip(data[0], data[0].stat().st_size - 1)
+        flip(data[0], data[0].stat().st_size - 513)
         problems = [entry.problem for entry in look_at_store(tmp_path / name).entries if entry.problem]
         assert problems == ["its digest is wrong"] * (name == "open")
-        data[1].write_bytes(data[1].read_bytes()[:-1])
+        data[1].write_bytes(data[1].read_bytes()[1:])
         problems = [entry.problem for entry in look_at_store(tmp_path / name).entries]
         assert sum("bytes were put" in problem for problem in problems) == 1, "sizes need no key"
 

@@ -135,7 +135,7 @@ def test_a_damaged_chunk_is_a_miss_and_is_stored_again(backend: Backend, tmp_pat
     one = backend()
     memory = chunk(one, 1)
     put(one, (key(1), memory))
-    (file,) = (tmp_path / "store").rglob("*.safetensors")
+    (file,) = (tmp_path / "store").rglob("*.entry")
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)

@@ -171,7 +171,7 @@ def test_a_damaged_page_fails_with_those_behind_it_and_is_dropped(url: str, tmp_
     fill(pool)
     storage(pool, url, extra={"threads": 1}).batch_set_v1(KEYS[:3], slots(0, 1, 2))
     second = storage(other, url, extra={"threads": 1})
-    files = sorted((tmp_path / "store").rglob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+    files = sorted((tmp_path / "store").rglob("*.entry"), key=lambda file: file.stat().st_mtime_ns)
     assert len(files) == 3
     raw = bytearray(files[1].read_bytes())
     raw[-1] ^= 1

@@ -43,7 +43,7 @@ def filled(llama: Path, folder: Path, expected: list[list[int]]) -> Iterator[Eng
 
 
 def damage(folder: Path, key: str) -> None:
-    path = folder / "pages" / f"{key}.safetensors"
+    path = folder / "pages" / f"{key}.entry"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)

@@ -147,9 +147,9 @@ def test_two_ranks_that_each_have_pages_of_their_own(
         found = run(llama, f"file://{folder}?durable=no", environment, tensor_parallel_size=2)
         assert [tokens for tokens, _ in found] == alone["LONG"]
         assert [count for _, count in found] == cached
-    (pages := [*(folder / "pages").glob("*.safetensors")]).sort(key=lambda file: file.stat().st_mtime)
+    (pages := [*(folder / "pages").glob("*.entry")]).sort(key=lambda file: file.stat().st_mtime)
     assert len(pages) == 2 * (4 + 3 + 1)
-    assert len({file.read_bytes()[-1000:] for file in pages}) == len(pages)  # other heads
+    assert len({file.read_bytes()[-1500:-512] for file in pages}) == len(pages)  # other heads
 
 
 def test_what_was_generated_is_stored_too(llama: Path, store: str, alone: dict[str, list[list[int]]]) -> None:

@@ -37,7 +37,7 @@ HIDDEN = np.float32(-np.inf)
 
 
 @dataclass(slots=True)
-class ReadPlan:
+class History:
     """What some groups of a batch read.
 
     ``start`` is the first cell of the view, or ``index`` the cells gathered; ``length`` counts the
@@ -101,23 +101,23 @@ class ReadPlan:
         return mask
 
 
-def plan_read(table: CellTable, groups: Iterable[SequenceTokens], padding: int = 1) -> ReadPlan:
+def find_history(table: CellTable, groups: Iterable[SequenceTokens], padding: int = 1) -> History:
     """How to read the rows of ``groups`` together; the length is a multiple of ``padding``."""
     groups = list(groups)
     rows = [table.rows[group.seq] for group in groups]
     if padding == 1 and len(rows) == 1 and rows[0].contiguous:
-        return ReadPlan(groups, rows, len(rows[0]), [0], rows[0].span()[0])
+        return History(groups, rows, len(rows[0]), [0], rows[0].span()[0])
     spans = [row.span() for row in rows]
     start = min(low for low, _ in spans) // padding * padding
     stop = -(-max(high for _, high in spans) // padding) * padding
     used = sum(len(row) for row in rows)
     if stop - start <= _SPARSE * used + max(_SLACK, 2 * padding):
         columns = [spans[i][0] - start if row.contiguous else row.cells - start for i, row in enumerate(rows)]
-        return ReadPlan(groups, rows, stop - start, columns, start)
+        return History(groups, rows, stop - start, columns, start)
     return _gathered(table, groups, rows, padding)
 
 
-def _gathered(table: CellTable, groups: list[SequenceTokens], rows: list[Row], padding: int) -> ReadPlan:
+def _gathered(table: CellTable, groups: list[SequenceTokens], rows: list[Row], padding: int) -> History:
     """Row by row, each in the order of its positions; cells that several share once, in their own order."""
     index = np.concatenate([row.cells for row in rows])
     columns: list[int | np.ndarray]
@@ -131,7 +131,7 @@ def _gathered(table: CellTable, groups: list[SequenceTokens], rows: list[Row], p
     missing = -index.size % padding
     if missing:
         index = np.concatenate((index, np.repeat(index[:1], missing)))
-    return ReadPlan(groups, rows, index.size, columns, index=index)
+    return History(groups, rows, index.size, columns, index=index)
 
 
 def is_behind(group: SequenceTokens, row: Row) -> bool:
@@ -176,7 +176,7 @@ def kept_entries(row: Row, lower: LowerBound | None) -> int:
 
 
 def rows_seen(
-    reading: ReadPlan, tokens: int, lower: LowerBound | None, lifted: frozenset[int]
+    reading: History, tokens: int, lower: LowerBound | None, lifted: frozenset[int]
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Of each query a row that it sees, and one past its last: None where some query's rows are no range."""
     first, stop = np.zeros((2, tokens), dtype=np.int64)

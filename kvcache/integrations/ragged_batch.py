@@ -17,10 +17,10 @@ from typing import Protocol
 import numpy as np
 
 import ml
-from kvcache.attention.batched_rows import BatchedRows, HasCells, rows_of
 from kvcache.attention.forward_pass import ForwardPass
-from kvcache.attention.read_plan import LowerBound, ReadPlan, kept_entries
+from kvcache.attention.history import History, LowerBound, kept_entries
 from kvcache.cache import Mask, NotSupportedError, OrderError, check_thread
+from kvcache.integrations.batched_rows import BatchedRows, HasCells, rows_of
 
 
 class CellCache(HasCells, Protocol):
@@ -85,11 +85,11 @@ def visible_mask(cache: CellCache, ctx: ml.Context, window: int | None = None) -
     ``window`` narrows what is seen to that many tokens before each query.
     """
     forward, reading = _shared("visible_mask", cache, ctx)
-    lower = _narrowed(forward.lower, window)
-    elided = reading.elided(lower, forward.lifted)
+    lower, lifted = _narrowed(forward.reading.lower, window), forward.reading.lifted
+    elided = reading.elided(lower, lifted)
     if not isinstance(elided, bool):
         return elided
-    seen: np.ndarray = reading.mask(forward.tokens, lower, forward.lifted, 1) == 0
+    seen: np.ndarray = reading.mask(forward.tokens, lower, lifted, 1) == 0
     return seen
 
 
@@ -105,13 +105,14 @@ def read_positions(cache: CellCache, ctx: ml.Context) -> np.ndarray:
     return found
 
 
-def _shared(op: str, cache: CellCache, ctx: ml.Context) -> tuple[ForwardPass, ReadPlan]:
+def _shared(op: str, cache: CellCache, ctx: ml.Context) -> tuple[ForwardPass, History]:
     """The pass under way, and what ``get`` reads in it."""
     forward = cache.pass_under_way()
     if forward is None:
         raise OrderError(f"{op}: there is no current pass; call start_forward first")
     check_thread(op, forward.thread)
-    return forward, forward.shared(ctx)[0]
+    forward.fill(ctx)
+    return forward, forward.reading.shared(ctx)[0]
 
 
 def _narrowed(lower: LowerBound | None, window: int | None) -> LowerBound | None:

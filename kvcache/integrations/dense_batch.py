@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import ml
-from kvcache.attention.batched_rows import BatchedRows, HasCells, rows_of
 from kvcache.cache import InvalidRangeError, OrderError
+from kvcache.integrations.batched_rows import BatchedRows, HasCells, rows_of
 
 
 class HasEncoderOutput(Protocol):
