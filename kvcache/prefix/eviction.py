@@ -41,7 +41,7 @@ class Evictor:
         self.windows = WindowCells(tree.cache)
         self.interior = InteriorSnapshots(not tree.divisible and tree.store is None)
         tree.watchers += [self.retainer.note, self.windows.note, self.interior.note]
-        tree.release_watchers.append(self.interior.consider)
+        tree.release_watchers.append(self.interior.released)
         size = tree.keys.block_size
         self.grain = BLOCK if tree.host is None and tree.store is None else -(-BLOCK // size) * size
         """Edges are parted at multiples of so many tokens when their end is evicted."""
@@ -297,6 +297,8 @@ class InteriorSnapshots:
         """By tenant."""
         self._spans: dict[Node[TreeEntry], int] = {}
         """What each node in the heaps counts for; what else they have of it is out of date."""
+        self._waiting: set[Node[TreeEntry]] = set()
+        """Those that changed while they were in use."""
         self._count = itertools.count()
         self._pushed, self._most = 0, 64
 
@@ -306,18 +308,23 @@ class InteriorSnapshots:
         for _ in range(3 if self._useful else 0):
             if one is None:
                 break
-            self.consider(one)
+            self._consider(one)
             one = one.parent
         if self._pushed > self._most:  # some of them are gone by now
             known, self._heap, self._of, self._spans, self._pushed = [*self._spans], [], {}, {}, 0
             for one in known:
-                if (span := _span(one)) is not None:
-                    self._push(one, span)
+                self._consider(one)
             self._most = max(64, 2 * self._pushed)
 
-    def consider(self, node: Node[TreeEntry]) -> None:
-        """As ``note``, of this node alone"""
-        if not self._useful:
+    def released(self) -> None:
+        """Some nodes are no longer in use."""
+        waiting, self._waiting = self._waiting, set()
+        for node in waiting:
+            self._consider(node)
+
+    def _consider(self, node: Node[TreeEntry]) -> None:
+        if node.data is not None and node.data.users:
+            self._waiting.add(node)
             return
         span = _span(node)
         if span is not None and self._spans.get(node) != span:
@@ -361,9 +368,8 @@ class WindowCells:
         self.parts: dict[int, bool] = {}
         """By the place of each wrapped cache that asks for cells: whether what it keeps is a window."""
         for i, part in enumerate(unwrapped(cache)):
-            cells = getattr(part, "attention", part)
-            if hasattr(cells, "on_pressure"):
-                self.parts[i] = not cells.snapshot(0, 0, 0).divisible
+            if hasattr(part, "on_pressure"):
+                self.parts[i] = not part.snapshot(0, 0, 0).divisible
         self._nodes: dict[int, dict[Node[TreeEntry], None]] = {
             i: {} for i, window in self.parts.items() if window
         }

@@ -101,8 +101,8 @@ class PrefixTree:
         )
         self.watchers: list[Callable[[Node[TreeEntry]], object]] = []
         """Called with each node that keeps something else now, or has other children."""
-        self.release_watchers: list[Callable[[Node[TreeEntry]], object]] = []
-        """Called with each node that is no longer ``in_use``."""
+        self.release_watchers: list[Callable[[], object]] = []
+        """Called when nodes are no longer ``in_use``."""
         self.clock = 0
         """Counts uses: what tiers hold is ordered by it."""
         self.evicted = 0
@@ -203,18 +203,18 @@ class PrefixTree:
     @contextlib.contextmanager
     def in_use(self, nodes: Iterable[Node[TreeEntry]], restoring: bool = False) -> Iterator[None]:
         """None of these goes meanwhile as interior; ``restoring``: nor as what was least recently used."""
-        entries = [(node, node.data) for node in nodes if node.data is not None]
-        for _, entry in entries:
+        entries = [node.data for node in nodes if node.data is not None]
+        for entry in entries:
             entry.users += 1
             entry.restoring += restoring
         try:
             yield
         finally:
-            for node, entry in entries:
+            for entry in entries:
                 entry.users -= 1
                 entry.restoring -= restoring
-                for watch in self.release_watchers:
-                    watch(node)
+            for watch in self.release_watchers:
+                watch()
 
     # Keeping.
 
