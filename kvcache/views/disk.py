@@ -18,7 +18,7 @@ import numpy as np
 from kvcache.prefix.tree_entry import span_of
 from kvcache.stores.errors import SnapshotCorruptError, StoreUnavailableError
 from kvcache.stores.folder import CHANGING, LOCK, PAGES, STORE_FORMAT
-from kvcache.stores.manifest import ENTRY, MANIFEST_BYTES, Manifest, is_stem, unkeyed_digest
+from kvcache.stores.manifest import ENTRY, MANIFEST_BYTES, TEMPORARY, Manifest, is_stem, unkeyed_digest
 from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, SerializedSnapshot, digest_of_snapshot, unpack
 from kvcache.views.pictures import NOT_CHECKED, EntryView, PagePart, PagePicture, StorePicture
 from kvcache.views.words import Decode, preview, printable
@@ -54,7 +54,7 @@ def look_at_store(
             f"inspect: {path} is not a store: {LOCK} is missing or has another format"
         )
     try:
-        files, changing = _scan(path / PAGES), len(os.listdir(path / CHANGING))  # noqa: PTH208
+        files, changing = _scan(path / PAGES), len([*(path / CHANGING).glob(f"*{TEMPORARY}")])
     except OSError as error:
         raise StoreUnavailableError(f"inspect: {path}: {error.strerror or error}") from error
     shown = sorted(files, key=lambda stem: (-files[stem].st_mtime, stem))[: max(0, entries)]
