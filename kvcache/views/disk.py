@@ -18,7 +18,7 @@ import numpy as np
 from kvcache.prefix.tree_entry import span_of
 from kvcache.stores.errors import SnapshotCorruptError, StoreUnavailableError
 from kvcache.stores.folder import CHANGING, LOCK, PAGES, STORE_FORMAT
-from kvcache.stores.manifest import ENTRY, MANIFEST_BYTES, TEMPORARY, Manifest, is_stem, unkeyed_digest
+from kvcache.stores.manifest import ENTRY, MANIFEST_BYTES, Manifest, is_stem, unkeyed_digest
 from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, SerializedSnapshot, digest_of_snapshot, unpack
 from kvcache.views.pictures import NOT_CHECKED, EntryView, PagePart, PagePicture, StorePicture
 from kvcache.views.words import Decode, preview, printable
@@ -54,7 +54,8 @@ def look_at_store(
             f"inspect: {path} is not a store: {LOCK} is missing or has another format"
         )
     try:
-        files, changing = _scan(path / PAGES), len([*(path / CHANGING).glob(f"*{TEMPORARY}")])
+        files, changing = _scan(path / PAGES), path / CHANGING
+        writing = len(os.listdir(changing)) if changing.is_dir() else 0  # noqa: PTH208
     except OSError as error:
         raise StoreUnavailableError(f"inspect: {path}: {error.strerror or error}") from error
     shown = sorted(files, key=lambda stem: (-files[stem].st_mtime, stem))[: max(0, entries)]
@@ -66,7 +67,7 @@ def look_at_store(
         if progress is not None:
             progress(done, total)
     nbytes = sum(map(_nbytes, files.values()))
-    return StorePicture(printable(str(path)), len(files), nbytes, budget, tuple(views), changing)
+    return StorePicture(printable(str(path)), len(files), nbytes, budget, tuple(views), writing)
 
 
 def _scan(pages: Path) -> dict[str, os.stat_result]:
