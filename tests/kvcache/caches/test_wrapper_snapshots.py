@@ -435,7 +435,7 @@ def test_a_lifted_mask_that_cannot_be_made_is_not_lifted(
         patch.setattr(type(forward), "fill", Mock(side_effect=MemoryError()))
         with pytest.raises(MemoryError):
             cache.set_causal(ctx, [0])
-    assert not forward.lifted
+    assert not forward.reading.lifted
 
 
 def scheduled(
