@@ -18,7 +18,7 @@ from benchmarks.census import engine
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.census", description=__doc__)
-    parser.add_argument("library", choices=["mlx-lm", "transformers"])
+    parser.add_argument("library", choices=["mlx-lm", "transformers", "transformers-engine"])
     parser.add_argument("--type", action="append", default=[], help="only this type; repeatable")
     parser.add_argument("--results", type=Path, help="a JSON file that keeps what was found")
     parser.add_argument("--render", action="store_true", help="write the table into the docs")
