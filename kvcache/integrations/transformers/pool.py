@@ -21,7 +21,7 @@ from kvcache import (
     ShiftFunction,
     SlidingWindowCache,
 )
-from kvcache.attention.dense_batch import DenseBatch
+from kvcache.integrations.dense_batch import DenseBatch
 from kvcache.integrations.model_caches import ModelCaches, Top
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait

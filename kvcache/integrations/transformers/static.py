@@ -30,7 +30,7 @@ from kvcache import (
     OrderError,
     StateSpec,
 )
-from kvcache.attention.dense_batch import DenseBatch
+from kvcache.integrations.dense_batch import DenseBatch
 from kvcache.integrations.transformers.arguments import check_names, check_options, signature_of
 from kvcache.integrations.transformers.indexers import put_indexer_keys
 from kvcache.integrations.transformers.kinds import CROSS, Kind, Trait, empty_layer, layer_plan
