@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 import ml
 from kvcache import CausalCache, NotSupportedError, RecurrentCache, StateSpec
-from kvcache.attention.dense_batch import DenseBatch
+from kvcache.integrations.dense_batch import DenseBatch
 from kvcache.integrations.model_caches import FULL, Kind
 from kvcache.integrations.transformers.bridge import Bridge, dtype_of
 from kvcache.integrations.transformers.deferred import Deferred
@@ -30,7 +30,7 @@ from kvcache.integrations.transformers.passes import Pair
 from kvcache.integrations.transformers.states import state_name
 from kvcache.integrations.transformers.stored import tokens_of
 
-__all__ = ["Call", "Layout", "PassCache", "caches_of"]
+__all__ = ["Call", "Layout", "PassCache", "PassKeys", "caches_of"]
 
 PLACES = "positions"
 """The extra of an indexer's keys that has their positions."""

@@ -9,6 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("torch")
+
 import torch
 import transformers
 
@@ -20,7 +24,7 @@ from kvcache.runner import Engine, EngineOptions, GenerationOptions, Speculative
 from kvcache.runner.drafts import ModelDraft
 from kvcache.runner.fingerprint import model_identity
 
-from . import hf_models as hf
+from ...rigs import hf_models as hf
 
 LAYOUTS = {
     "llama": "PACKED",
