@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.census import engine as census
 from benchmarks.census import transformers as library
 from benchmarks.census import transformers_types as small
 from benchmarks.census.transformers import quiet, tokens
@@ -18,7 +19,7 @@ from kvcache.integrations.transformers import TransformersModel
 from kvcache.runner import Engine, EngineOptions, GenerationOptions, SpeculativeOptions
 from kvcache.runner.drafts import ModelDraft, prompt_lookup
 
-__all__ = ["CANNOT", "MODES", "PAGE", "Case", "agree", "is_right", "quiet", "types"]
+__all__ = ["CANNOT", "MODES", "PAGE", "Case", "agree", "is_right", "judge", "quiet", "types"]
 
 PAGE, CANNOT, types = "engine-models.md", small.CANNOT, small.types
 NEW = 6
@@ -125,9 +126,22 @@ def _mode(run: Callable[[Case], tuple[Found, ...]]) -> Callable[[Case, str], lis
     return found
 
 
+def _driven(case: Case, which: str) -> list[Found]:
+    """Only that the model is not refused, and tokens of two sequences in four passes have its logits."""
+    assert which != "ours" or case.driven
+    return []
+
+
 MODES: dict[str, Callable[[Case, str], list[Found]]] = {
-    name: _mode(functools.cache(run)) for name, run in (("mixed", mixed), ("drafts", drafts))
+    "driven": _driven,
+    **{name: _mode(functools.cache(run)) for name, run in (("mixed", mixed), ("drafts", drafts))},
 }
+
+
+def judge(library: Any, case: Case, mode: str) -> tuple[str, str]:
+    """As the census judges; of "driven" it is the layout that is told."""
+    kind, told = census.judge(library, case, mode)
+    return (case.driven.layout.name.lower(), "") if mode == "driven" and kind == "=" else (kind, told)
 
 
 def agree(one: list[Found], other: list[Found]) -> bool:

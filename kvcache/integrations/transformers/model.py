@@ -30,6 +30,7 @@ from kvcache.integrations.transformers.kinds import ATTENTION, Plan, Trait, laye
 from kvcache.integrations.transformers.packed import Call, Layout, PassCache, caches_of
 from kvcache.integrations.transformers.places import device_of, opened
 from kvcache.integrations.transformers.rope import rope_shift, rotation_limit
+from kvcache.integrations.transformers.states import state_name
 from kvcache.snapshots.layer_shapes import layers_of_cache
 from kvcache.storage.layer_shape import LayerShape
 
@@ -167,15 +168,15 @@ class TransformersModel:
         if self.layout is Layout.PACKED:
             return [np.arange(len(positions))]
         order, first = np.unique(sequences, return_index=True)
-        runs = [np.flatnonzero(sequences == seq) for seq in order[np.argsort(first)]]
-        if Trait.BY_ONE in self.plan.traits:
-            runs = [part for run in runs for part in (run.reshape(-1, 1) if positions[run[0]] else [run])]
-        if self.layout is Layout.ALONE:
-            return runs
-        alike: dict[tuple[int, bool], list[np.ndarray]] = {}
-        for run in runs:
-            alike.setdefault((len(run), bool(positions[run[0]])), []).append(run)
-        return [np.concatenate(group) for group in alike.values()]
+        calls: dict[tuple[int, ...], list[np.ndarray]] = {}
+        for row, seq in enumerate(order[np.argsort(first)]):
+            run = np.flatnonzero(sequences == seq)
+            started = bool(positions[run[0]])
+            steps = run.reshape(-1, 1) if started and Trait.BY_ONE in self.plan.traits else [run]
+            for step, part in enumerate(steps):
+                alike = (step, len(part), started) if self.layout is Layout.ROWS else (row, step)
+                calls.setdefault(alike, []).append(part)
+        return [np.concatenate(parts) for parts in calls.values()]
 
     def _call(
         self,
@@ -246,12 +247,10 @@ class TransformersModel:
 
     def _choose(self, attention: str | None) -> bool:
         """Let the model attend so; whether it does."""
-        if attention is None:
-            return False
-        with contextlib.suppress(ValueError, ImportError):
-            self.model.set_attn_implementation(attention)
-        self._last = None
-        return bool(self.plan.config._attn_implementation == attention)
+        if attention != getattr(self.plan.config, "_attn_implementation", None):
+            with contextlib.suppress(ValueError, ImportError):
+                self.model.set_attn_implementation(attention)
+        return bool(getattr(self.plan.config, "_attn_implementation", None) == attention)
 
     def _layouts(self) -> Iterator[Layout]:
         plain = not self.plan.indexed and self._takes_positions
@@ -315,7 +314,7 @@ class TransformersModel:
         for layer, count in enumerate(plan.states):
             for name in ("conv", "recurrent"):
                 for i in range(count):
-                    spec = recurrent.state_spec(f"{name}{i or ''}", layer) if recurrent is not None else None
+                    spec = None if recurrent is None else recurrent.state_spec(state_name(name, i), layer)
                     states += math.prod(spec.shape) * 4 if spec is not None else 0
         return _Sizes(
             vocab_size=vocabulary,
