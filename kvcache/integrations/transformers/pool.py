@@ -17,9 +17,10 @@ from kvcache import (
     KVCacheError,
     NotSupportedError,
     OrderError,
-    RecurrentCache,
     ShiftFunction,
     SlidingWindowCache,
+    StateCache,
+    StateSpec,
 )
 from kvcache.integrations.dense_batch import DenseBatch
 from kvcache.integrations.model_caches import ModelCaches, Top
@@ -108,12 +109,12 @@ class CachePool:
             raise
 
     def _new_family(self, options: CacheOptions) -> ModelCaches:
-        plan, recurrent, count = self.plan, None, self.max_sequences
+        plan, states, count = self.plan, None, self.max_sequences
         if plan.is_hybrid:
-            shapes = plan.conv_shape, plan.state_shape
-            recurrent = RecurrentCache(*shapes, options.shift, conv_dtype=self.activations)
+            two = {"conv": StateSpec(plan.conv_shape), "recurrent": StateSpec(plan.state_shape, ml.DType.F32)}
+            states = StateCache({None: two if plan.conv_shape else {}}, dtype=self.activations)
         family = ModelCaches(
-            plan.kinds, recurrent, lookback=options.lookback, shift=options.shift, encoder=plan.encoder
+            plan.kinds, states, lookback=options.lookback, shift=options.shift, encoder=plan.encoder
         )
         for cache in family.tops:
             cache.init(
