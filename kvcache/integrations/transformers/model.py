@@ -96,8 +96,8 @@ class TransformersModel:
         """How the tokens of a pass are given to the model."""
         self._bridge = bridge_to(self.backend)
         self._cache_name = cache_argument(model)
-        named = inspect.signature(model.forward).parameters
-        self._takes_positions, self._takes_rows = "position_ids" in named, "logits_to_keep" in named
+        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._takes_positions = True
         self._placing = [part for part in model.modules() if "rope_deltas" in vars(part)]
         self._last: PassCache | None = None
         self._last_of: Any = None
@@ -230,8 +230,8 @@ class TransformersModel:
             for attends in (True, False):
                 if not self._choose(ATTENTION if attends else before):
                     continue
-                for layout in self._layouts() if attends else [Layout.ALONE]:
-                    self.layout = layout
+                for layout, positions in self._ways(attends):
+                    self.layout, self._takes_positions = layout, positions
                     try:
                         return self._try(expected)
                     except Exception as error:
@@ -252,13 +252,14 @@ class TransformersModel:
                 self.model.set_attn_implementation(attention)
         return bool(getattr(self.plan.config, "_attn_implementation", None) == attention)
 
-    def _layouts(self) -> Iterator[Layout]:
-        plain = not self.plan.indexed and self._takes_positions
-        if plain and not self.plan.is_hybrid:
-            yield Layout.PACKED
-        elif plain:
-            yield Layout.ROWS
-        yield Layout.ALONE
+    def _ways(self, attends: bool) -> Iterator[tuple[Layout, bool]]:
+        """Layouts, the fastest first, and whether positions are given: some models begin to count at 2."""
+        positions = "position_ids" in inspect.signature(self.model.forward).parameters
+        if positions and attends and not self.plan.indexed:
+            yield (Layout.ROWS if self.plan.is_hybrid else Layout.PACKED), True
+        if positions:
+            yield Layout.ALONE, True
+        yield Layout.ALONE, False
 
     def _try(self, expected: Sequence[np.ndarray]) -> _Sizes:
         """Passes over two sequences; NotSupportedError where the logits are not those ``expected``."""

@@ -36,6 +36,7 @@ LAYOUTS = {
     "qwen3_next": "ROWS",  # recurrences
     "mamba": "ALONE",  # which goes on from a state by one token at a time
     "bloom": "ALONE",  # positions that it counts itself
+    "roberta": "ALONE",  # positions that begin at 2
     "deepseek_v3": "ALONE",  # latents that it reads itself
     "glm_moe_dsa": "ALONE",  # an indexer
 }
