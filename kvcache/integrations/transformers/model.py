@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import ml
-from kvcache import Batch, Cache, KVCacheError, NotSupportedError, RecurrentCache
+from kvcache import Batch, Cache, KVCacheError, NotSupportedError, StateCache, StateSpec
 from kvcache.caches.wrapper import unwrapped
 from kvcache.integrations.model_caches import ModelCaches
 from kvcache.integrations.transformers.arguments import check_model
@@ -108,12 +108,13 @@ class TransformersModel:
 
     def make_cache(self) -> Any:
         """A cache for the model's layers, still to be bound by ``init``."""
-        plan, recurrent, shift = self.plan, None, None
+        plan, states, shift = self.plan, None, None
         with contextlib.suppress(NotSupportedError):
             shift = rope_shift(self.model.config)
         if plan.is_hybrid:
-            recurrent = RecurrentCache(plan.conv_shape, plan.state_shape, shift, conv_dtype=self.dtype)
-        return ModelCaches(plan.kinds, recurrent, lookback=_LOOKBACK, shift=shift).all
+            two = {"conv": StateSpec(plan.conv_shape), "recurrent": StateSpec(plan.state_shape, ml.DType.F32)}
+            states = StateCache({None: two if plan.conv_shape else {}}, dtype=self.dtype)
+        return ModelCaches(plan.kinds, states, lookback=_LOOKBACK, shift=shift).all
 
     def identity(self) -> dict[str, str]:
         """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once."""
@@ -310,7 +311,7 @@ class TransformersModel:
         limit = rotation_limit(self.model.config)
         most = [_positions(decoder)] + ([] if limit is None else [limit[0]])
         ids = [getattr(config, "eos_token_id", None) for config in (self.model.generation_config, decoder)]
-        eos = next((one for one in ids if one is not None), [])
+        eos: Any = next((one for one in ids if one is not None), [])
         states = 0
         for layer, count in enumerate(plan.states):
             for name in ("conv", "recurrent"):

@@ -20,9 +20,9 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 import ml
-from kvcache import CausalCache, NotSupportedError, RecurrentCache, StateSpec
+from kvcache import CausalCache, NotSupportedError, StateCache, StateSpec
 from kvcache.integrations.dense_batch import DenseBatch
-from kvcache.integrations.model_caches import FULL, Kind
+from kvcache.integrations.model_caches import Kind
 from kvcache.integrations.transformers.bridge import Bridge, dtype_of
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.kinds import CROSS, Plan, Trait, empty_layer
@@ -87,7 +87,7 @@ class PassCache(TransformersCache):  # type: ignore[misc]
         self,
         plan: Plan,
         caches: Mapping[Kind, CausalCache],
-        recurrent: RecurrentCache | None,
+        recurrent: StateCache | None,
         bridge: Bridge,
         device: torch.device,
         layout: Layout,
@@ -345,7 +345,7 @@ class StatesPassLayer(_PassLayer, LinearAttentionCacheLayerMixin):  # type: igno
         return {i: self._state(state_name(name, i)) for i in range(self.number_of_states)}
 
     @property
-    def _cache(self) -> RecurrentCache:
+    def _cache(self) -> StateCache:
         cache = self.owner.recurrent
         assert cache is not None
         return cache
@@ -407,12 +407,7 @@ class HybridPassLayer(StatesPassLayer, AttentionPassLayer):
         StatesPassLayer.__init__(self, owner, layer, count)
 
 
-def caches_of(plan: Plan, tops: Sequence[Any]) -> tuple[dict[Kind, CausalCache], RecurrentCache | None]:
-    """Which of ``ModelCaches.tops`` serves each kind of attention, and which has the states."""
-    rest = [*tops]
-    recurrent: RecurrentCache | None = rest.pop(0) if plan.is_hybrid else None
-    caches: dict[Kind, CausalCache] = {}
-    for kind in plan.kinds:
-        full = kind.name == FULL and recurrent is not None
-        caches[kind] = recurrent.attention if full and recurrent is not None else rest.pop(0)
-    return caches, recurrent
+def caches_of(plan: Plan, tops: Sequence[Any]) -> tuple[dict[Kind, CausalCache], StateCache | None]:
+    """Of ``ModelCaches.tops`` that which serves each kind of attention, and that which has the states."""
+    states: StateCache | None = tops[-1] if plan.is_hybrid else None
+    return dict(zip(plan.kinds, tops, strict=False)), states
