@@ -40,6 +40,8 @@ class ForwardPass:
 
     begin: int
     tokens: int
+    attends: bool = False
+    """Whether attention is ours in it, and may read the cache itself."""
     stored: dict[Kind, int] = field(default_factory=dict)
     """How many of the new tokens a kind keeps, where a window keeps not all of them."""
     readings: dict[Kind, DenseBatch] = field(default_factory=dict)

@@ -62,6 +62,7 @@ class CachePool:
 
     def __init__(self, plan: Plan, options: CacheOptions) -> None:
         self.plan, self.options = plan, options
+        self._in_one_piece = Trait.CONTIGUOUS in plan.traits
         self.bound = False
         self.current: ForwardPass | None = None
         """The pass under way: the caches know of one at a time."""
@@ -185,11 +186,9 @@ class CachePool:
 
     def read(self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """K and V of a layer, of the dtypes and on the device of ``key`` and ``value``."""
-        keys, values = reading.read(self.ctx.layer(layer), layer)
+        keys, values = reading.read(self.places.found.get(layer) or self.ctx.layer(layer), layer)
         found = self.bridge.to_torch(keys, key), self.bridge.to_torch(values, value)
-        return (
-            (found[0].contiguous(), found[1].contiguous()) if Trait.CONTIGUOUS in self.plan.traits else found
-        )
+        return (found[0].contiguous(), found[1].contiguous()) if self._in_one_piece else found
 
     def aliased(self, layer: int, key: torch.Tensor) -> bool:
         """Whether what is read for ``key`` is the memory of the cache, where the cells allow it."""

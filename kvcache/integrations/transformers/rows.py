@@ -88,12 +88,12 @@ class BatchRows:
 
         ``reached`` says that the layer has had them.
         """
-        seen = self.seen[layer]
-        if seen == self.length:
+        current = self._pass
+        if self.seen[layer] == self.length:
             check_missing("HFCache", self.prompt, self.length, tokens, self.drafts)
             current = self._begin(tokens, batch, like)
-        else:
-            current = self.current(layer)
+        elif current is None or current is not self.pool.current or self.seen[layer] != current.begin:
+            current = self.current(layer)  # says what is wrong
         if tokens != current.tokens or batch != len(self.sequences):
             raise InvalidRangeError(
                 f"HFCache: layer {self._layer(layer)} brings {tokens} tokens of {batch} rows, in a pass of "
@@ -206,7 +206,8 @@ class BatchRows:
 
     def _start(self, tokens: int) -> ForwardPass:
         """Find cells in all caches, or in none."""
-        family, ctx, current = self.pool.family, self.pool.ctx, ForwardPass(self.length, tokens)
+        family, ctx = self.pool.family, self.pool.ctx
+        current = ForwardPass(self.length, tokens, self.pool.plan.attends)
         for kind in family.caches:
             kept = family.kept(kind)
             if kept is not None and tokens > kept:
@@ -233,7 +234,7 @@ class BatchRows:
             raise
         for kind, kept in current.stored.items():
             self._start_short(current, kind, family.caches[kind], kept)
-        if self.pool.plan.attends:
+        if current.attends:
             for cache in family.caches.values():
                 forward = cache.pass_under_way()
                 if forward is not None:  # a pass may bring no entries
@@ -267,37 +268,46 @@ class BatchRows:
 
         With ``defer`` they are read when something looks into them, where attention may be ours.
         """
-        current = self.enter(layer, key.shape[2], key.shape[0], key)
-        pool = self.pool
-        cache, kept = pool.family.caches[kind], current.stored.get(kind)
+        rows, _, tokens, _ = key.shape
+        current, pool = self.enter(layer, tokens, rows, key), self.pool
+        if kind in current.stored:
+            return self._update_short(current, layer, kind, key, value)
+        self._put(pool.family.caches[kind], layer, key, value)
+        self.seen[layer] = self.length
         reading = current.readings.get(kind)
-        if kept is not None:
-            keys, values = key, value
-            if reading is not None:  # copied before its cells are given to what is new
-                past = [x.clone() for x in pool.read(reading, layer, key, value)]
-                keys, values = torch.cat((past[0], key), 2), torch.cat((past[1], value), 2)
-                current.aside[layer] = past[0], past[1]
-            if self.settled is not None:
-                current.aside[layer] = keys, values
-            self._put(cache, layer, key[:, :, -kept:], value[:, :, -kept:])
-            self.reached(layer)
-            keys, values = without_gradients((keys, values), key, value)
-            keys.stored = None  # type: ignore[attr-defined]
-            return keys, values
-        self._put(cache, layer, key, value)
-        self.reached(layer)
         if reading is None:
             reading = current.readings[kind] = self.reading(kind, current.begin)
-        if defer and pool.plan.attends and not is_recorded(key, value):
+        recorded = torch.is_grad_enabled() and is_recorded(key, value)
+        if defer and current.attends and not recorded:
             return Stored(pool, layer, kind, current, reading).pair(key, value)
-        return without_gradients(pool.read(reading, layer, key, value), key, value)
+        found = pool.read(reading, layer, key, value)
+        return without_gradients(found, key, value) if recorded else found
+
+    def _update_short(
+        self, current: ForwardPass, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor
+    ) -> Pair:
+        """``update`` of a pass of which the kind keeps the end alone."""
+        keys, values, kept = key, value, current.stored[kind]
+        reading = current.readings.get(kind)
+        if reading is not None:  # copied before its cells are given to what is new
+            past = [x.clone() for x in self.pool.read(reading, layer, key, value)]
+            keys, values = torch.cat((past[0], key), 2), torch.cat((past[1], value), 2)
+            current.aside[layer] = past[0], past[1]
+        if self.settled is not None:
+            current.aside[layer] = keys, values
+        self._put(self.pool.family.caches[kind], layer, key[:, :, -kept:], value[:, :, -kept:])
+        self.reached(layer)
+        keys, values = without_gradients((keys, values), key, value)
+        keys.stored = None  # type: ignore[attr-defined]
+        return keys, values
 
     def _put(
         self, cache: CausalCache | EncoderCache, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        ctx, bridge = self.pool.place(layer, key), self.pool.bridge
-        if not key.dtype is value.dtype is self.pool.like.dtype:
-            self.pool.check_dtype(layer, key, value)
+        pool = self.pool
+        ctx, bridge = pool.places.found.get(layer) or pool.place(layer, key), pool.bridge
+        if not key.dtype is value.dtype is pool.like.dtype:
+            pool.check_dtype(layer, key, value)
         cache.set_layer(layer)
         cache.put(ctx, bridge.to_backend(ctx, tokens_of(key)), bridge.to_backend(ctx, tokens_of(value)))
 
