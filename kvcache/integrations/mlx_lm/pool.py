@@ -161,6 +161,12 @@ class CachePool:
             for entry in self.storage.entries
         ]
 
+    def clear(self) -> None:
+        """Let the conversations go that ``LRUPromptCache`` s keep, once no other thread uses the pool."""
+        with self.lock:
+            while self.sequences.relieve():
+                pass
+
     def close(self) -> None:
         """Drop all tensors; prompt caches of this pool cannot be used any more."""
         with self.lock:

@@ -9,7 +9,6 @@ import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,28 +52,6 @@ class HFSession(Conversation):
         super().__init__(session, self.cache.rows, self.cache.get_seq_length)
         self.cache.rows.limit = owner.limit
         session.complete = self.cache.rows.complete
-
-    @property
-    def lock(self) -> Turns:
-        lock: Turns = self._owner.lock
-        return lock
-
-    @in_turn
-    def extend(self, tokens: Sequence[int]) -> None:
-        """As Conversation.extend."""
-        super().extend(tokens)
-
-    @in_turn
-    def close(self, keep: bool = True) -> None:
-        """As Conversation.close."""
-        super().close(keep)
-
-    @in_turn
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """As Conversation.__exit__."""
-        super().__exit__(kind, error, trace)
 
     @in_turn
     def prefill(self, size: int = 512) -> None:
@@ -315,8 +292,7 @@ class HFPrefixCache(SharedPrefixes):
         """Tokens that a conversation may have, and why; None: as many as there is room for."""
         self._placing = [part for part in getattr(model, "modules", list)() if "rope_deltas" in vars(part)]
         whole: Any = family.all
-        self.lock = Turns(whole.take_over)
-        """Held by the thread whose call is made: hold it over the passes of a loop of your own."""
+        self.lock: Turns = Turns(whole.take_over)  # held over the passes of a loop of one's own, too
         stores = [tier for tier in options.get("tiers") or () if not isinstance(tier, HostTier)]
         if stores and options.get("layers") is None:
             options["layers"] = self._stored_layers(whole)
@@ -360,28 +336,6 @@ class HFPrefixCache(SharedPrefixes):
         """Have the model count positions as in a text, whatever images or padding it was last given."""
         for part in self._placing:
             part.rope_deltas = None
-
-    @in_turn
-    def flush(self) -> None:
-        """As SharedPrefixes.flush."""
-        super().flush()
-
-    @in_turn
-    def write_through(self, nbytes: int | None = None) -> bool:
-        """As SharedPrefixes.write_through."""
-        return super().write_through(nbytes)
-
-    @in_turn
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """As SharedPrefixes.__exit__."""
-        super().__exit__(kind, error, trace)
-
-    @in_turn
-    def close(self) -> None:
-        """As SharedPrefixes.close."""
-        super().close()
 
     def _fitting(self, prompt: int, options: dict[str, Any]) -> int | None:
         """Ask for no more tokens than a conversation can have: how many these are, where more was asked for.

@@ -28,7 +28,7 @@ from kvcache import (
 )
 from kvcache.attention.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.conversations import MOST_DRAFTS, check_missing
-from kvcache.integrations.model_caches import SLIDING, Kind, batch_of_rows
+from kvcache.integrations.model_caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
@@ -80,6 +80,17 @@ class BatchRows:
         """By layer and state, what a convolution was given since then (rows, channels, tokens), behind its
         state of then."""
         self._pass: ForwardPass | None = None
+
+    def room(self, rows: int) -> int | None:
+        """How many tokens each of ``rows`` rows may come to have; None: any number."""
+        pool, capacity = self.pool, self.pool.options.capacity
+        whole = [kind for kind in pool.plan.kinds if kind.name in (FULL, CHUNKED)]
+        if pool.options.grow or pool.given_away or not whole:
+            return None
+        if not pool.bound:
+            return (pool.options.max_sequences or rows) * capacity // rows
+        free = min(pool.family.caches[kind].free_cells for kind in whole)
+        return self.length + free // rows
 
     # One pass.
 
