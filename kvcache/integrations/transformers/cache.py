@@ -127,7 +127,7 @@ class HFCache(RowsCache):
 
     def detach(self) -> None:
         """Let go of the rows without touching them: they belong to someone else now."""
-        self.rows.sequences = []
+        self.rows.become([])
         self.rows.clear()
 
     def _attach(self, rows: BatchRows) -> None:

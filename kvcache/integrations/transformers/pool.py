@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvcache import (
 )
 from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.model_caches import ModelCaches, Top
+from kvcache.integrations.sequences import Sequences, SharedSequence
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
@@ -58,7 +59,7 @@ class CachePool:
     """Empty, with the dtype and on the device of the model's first keys."""
     activations: ml.DType
     dtype: CacheFormat
-    max_sequences: int
+    sequences: Sequences
 
     def __init__(self, plan: Plan, options: CacheOptions) -> None:
         self.plan, self.options = plan, options
@@ -68,9 +69,6 @@ class CachePool:
         """The pass under way: the caches know of one at a time."""
         self.shown: dict[Kind, np.ndarray | None] = {}
         """What the mask of the last pass by each kind showed; None: all."""
-        self._free: list[int] = []
-        self.given_away = False
-        """Whether someone else owns the sequences: see ``give_away``."""
 
     def __reduce__(self) -> str:
         raise NotSupportedError(
@@ -92,9 +90,9 @@ class CachePool:
         self.ctx = backend.new_context()
         self.bridge = bridge_to(backend)
         self.places = Places(self.ctx, self.like, follows=options.backend is None)
-        self.max_sequences = options.max_sequences or batch
-        self.family = self._new_family(options)
-        self._free = list(range(self.max_sequences))
+        count = options.max_sequences or batch
+        self.family = self._new_family(options, count)
+        self.sequences = Sequences(count, self.family.all)
         self.bound = True
 
     @contextlib.contextmanager
@@ -108,8 +106,8 @@ class CachePool:
             self.bound = bound
             raise
 
-    def _new_family(self, options: CacheOptions) -> ModelCaches:
-        plan, recurrent, count = self.plan, None, self.max_sequences
+    def _new_family(self, options: CacheOptions, count: int) -> ModelCaches:
+        plan, recurrent = self.plan, None
         if plan.is_hybrid:
             shapes = plan.conv_shape, plan.state_shape
             recurrent = RecurrentCache(*shapes, options.shift, conv_dtype=self.activations)
@@ -166,12 +164,12 @@ class CachePool:
                 f"an HFPrefixCache stay {self.options.capacity} and {self.options.lookback}"
             )
         if self.bound:
-            taken = [seq for seq in range(self.max_sequences) if seq not in self._free]
+            taken = self.sequences.taken
             if options.grow:  # for sequences that shared cells too
                 cache: Any = self.family.all
                 longest = max(map(cache.offset, taken), default=0)
                 options = replace(options, capacity=max(options.capacity, longest))
-            family = self._new_family(options)
+            family = self._new_family(options, self.sequences.max_sequences)
             try:
                 for seq in taken:
                     self.put_back(family, seq, self.family.all.snapshot(seq))
@@ -182,6 +180,7 @@ class CachePool:
                     "with the n tokens of that pass, or reset(), on the one that it was of"
                 ) from error
             self.family, self.current = family, None
+            self.sequences.cache = family.all
         self.options = options
 
     def read(self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
@@ -223,32 +222,33 @@ class CachePool:
         if not cache.restore(seq, snapshot):
             raise InvalidRangeError("HFCache: the snapshot comes from a different kind of cache")
 
-    def take(self, count: int) -> list[int]:
-        """``count`` empty sequences, the lowest ones; InvalidSequenceError where so many are not free."""
-        if count > len(self._free):
+    @property
+    def given_away(self) -> bool:
+        """Whether someone else owns the sequences."""
+        return self.bound and self.sequences.given_away
+
+    def check_free(self, count: int) -> None:
+        """InvalidSequenceError where so many sequences are not free."""
+        free = self.sequences.free
+        if count > free:
             raise InvalidSequenceError(
-                f"HFCache: {count} sequences are needed and {len(self._free)} are free; "
-                "pass a larger max_sequences="
+                f"HFCache: {count} sequences are needed and {free} are free; pass a larger max_sequences="
             )
-        taken, self._free = self._free[:count], self._free[count:]
+
+    def take(self, count: int) -> list[SharedSequence]:
+        """``count`` empty sequences, the lowest ones; InvalidSequenceError where so many are not free."""
+        self.check_free(count)
+        taken = [self.sequences.hold() for _ in range(count)]
+        for one in taken:
+            self.sequences.occupy(one)
         return taken
 
-    def release(self, sequences: Iterable[int]) -> None:
-        """Empty sequences and give them back."""
-        freed = list(sequences)
-        for seq in freed:
-            self.family.all.remove(seq, 0)
-        if not self.given_away:
-            self._free = sorted({*self._free, *freed})
-
-    def give_away(self) -> None:
-        """Leave it to someone else which sequences are in use: none can be taken here any more."""
-        self._free, self.given_away = [], True
-
-    def share(self, source: int, target: int, length: int) -> None:
-        """Let ``target`` hold what ``source`` does, without copying."""
-        self.family.all.copy_prefix(source, target, length)
+    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
+        """A sequence that holds what ``held`` does, without copying."""
         self.current = None
+        copy = self.sequences.fork(held, length)
+        self.sequences.occupy(copy)
+        return copy
 
     def remove(self, sequences: Sequence[int], begin: int, end: int | None = None) -> None:
         """Forget ``[begin, end)`` of all sequences or, where one refuses, of none."""

@@ -280,7 +280,7 @@ class HFPrefixCache(SharedPrefixes):
         family = self.cache.bind(torch.empty(0, dtype=model.dtype, device=device_of(model)))
         pool = self.cache.rows.pool
         pool.know(layer_devices(getattr(model, "hf_device_map", {})))
-        pool.give_away()
+        pool.sequences.give_away()
         self._family, self._layers = family, len(plan.layers)
         if plan.indexed or plan.compressed:  # which store more, by numbers of their own
             self._layers = plan.numbers

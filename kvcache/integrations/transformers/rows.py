@@ -29,6 +29,7 @@ from kvcache import (
 from kvcache.attention.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.conversations import MOST_DRAFTS, check_missing
 from kvcache.integrations.model_caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
+from kvcache.integrations.sequences import SharedSequence
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
@@ -62,7 +63,9 @@ class BatchRows:
 
     def __init__(self, pool: CachePool) -> None:
         self.pool = pool
+        self.claimed: list[SharedSequence] = []
         self.sequences: list[int] = []
+        """Those of ``claimed``, one for each row."""
         self.length = 0
         """Tokens of every row, those of the pass under way included."""
         self.seen = [0] * pool.plan.numbers
@@ -173,7 +176,7 @@ class BatchRows:
         self._make_windows_keep(tokens)
         fresh = not self.sequences
         if fresh:
-            self.sequences = pool.take(batch)
+            self.become(pool.take(batch))
         try:
             if batch != len(self.sequences):
                 raise InvalidRangeError(
@@ -183,8 +186,7 @@ class BatchRows:
             current = self._growing(lambda: self._start(tokens), self.length + tokens)
         except BaseException:
             if fresh:
-                pool.release(self.sequences)
-                self.sequences = []
+                self.become([])
             raise
         self._pass = pool.current = current
         self.length += tokens
@@ -235,7 +237,7 @@ class BatchRows:
             for cache in reversed(started):
                 cache.undo_forward()
             if isinstance(error, CacheFullError):
-                capacity, count = self.pool.options.capacity, self.pool.max_sequences
+                capacity, count = self.pool.options.capacity, self.pool.sequences.max_sequences
                 remedy = (
                     f"{f'{count} rows share' if count > 1 else 'one row has'} {count} x capacity={capacity} "
                     "cells, and padding takes cells too: pass a larger capacity="
@@ -383,24 +385,26 @@ class BatchRows:
             raise InvalidRangeError(
                 f"HFCache: rows {list(indices)} of {len(self.sequences)}; keep one at least, or call reset()"
             )
-        chosen = [self.sequences[index] for index in indices]
-        dropped = [seq for seq in self.sequences if seq not in chosen]
-        copies = len(chosen) - len(set(chosen))
-        pool = self.pool
-        if copies > len(dropped):
-            pool.release(pool.take(copies - len(dropped)))  # refuses before anything is touched
-        pool.release(dropped)
-        spare = iter(pool.take(copies))
-        rows: list[int] = []
-        for seq in chosen:
-            if seq in rows:
-                copy = next(spare)
-                pool.share(seq, copy, self.length)
-                rows.append(copy)
-            else:
-                rows.append(seq)
-        self.sequences, self._pass = rows, None
+        chosen = [self.claimed[index] for index in indices]
+        kept = list(dict.fromkeys(chosen))
+        self.pool.check_free(len(chosen) - len(self.claimed))  # refuses before anything is touched
+        self.become(kept)  # what is left out is free for copies
+        rows: list[SharedSequence] = []
+        for one in chosen:
+            rows.append(self.pool.fork(one, self.length) if one in rows else one)
+        self.become(rows)
+        self._pass = None
         self._settle()
+
+    def become(self, held: list[SharedSequence]) -> None:
+        """Other sequences instead: those that nobody holds any more are emptied."""
+        for one in held:
+            one.claims += 1
+        for one in self.claimed:
+            one.release()
+        self.claimed, self.sequences = held, [one.seq for one in held if one.seq is not None]
+        if self.pool.bound:
+            self.pool.sequences.reclaim()
 
     def fork(self) -> BatchRows:
         """Rows with the same content, to be continued on their own; cells are shared."""
@@ -409,15 +413,16 @@ class BatchRows:
         self.check_complete("fork", whole=True)
         copy = BatchRows(pool)
         copy.length, copy.seen, copy.removed = self.length, [*self.seen], self.removed
-        copy.sequences = pool.take(len(self.sequences)) if self.sequences else []
-        for source, target in zip(self.sequences, copy.sequences, strict=True):
-            pool.share(source, target, self.length)
+        if self.claimed:
+            pool.check_free(len(self.claimed))
+            copy.become([pool.fork(one, self.length) for one in self.claimed])
         return copy
 
     def adopt(self, seq: int, length: int) -> BatchRows:
         """One row: a sequence that holds ``length`` tokens already."""
         one = BatchRows(self.pool)
-        one.sequences, one.length, one.seen = [seq], length, self._all_at(length)
+        one.become([self.pool.sequences.lent(seq)])
+        one.length, one.seen = length, self._all_at(length)
         return one
 
     def _all_at(self, length: int) -> list[int]:
@@ -468,7 +473,8 @@ class BatchRows:
 
     def _put_back(self, snapshot: HFSnapshot) -> None:
         self.clear()
-        self.sequences = self.sequences or self.pool.take(len(snapshot.rows))
+        if not self.claimed:
+            self.become(self.pool.take(len(snapshot.rows)))
         for seq, row in zip(self.sequences, snapshot.rows, strict=True):
             self.pool.put_back(self.pool.family, seq, row)
         self.length, self.seen = snapshot.length, self._all_at(snapshot.length)
@@ -626,9 +632,11 @@ class BatchRows:
 
     def clear(self) -> None:
         """Forget everything, and give back the sequences that are of this pool."""
-        if self.sequences:
-            self.pool.release(self.sequences)
-        self.sequences = self.sequences if self.pool.given_away else []
+        if self.pool.given_away:
+            for seq in self.sequences:
+                self.pool.sequences.cut(seq, 0)
+        else:
+            self.become([])
         self.removed = 0
         self._now(0)
 

@@ -196,15 +196,14 @@ class StaticBatchRows(BatchRows):
             return
         pool = self.pool
         pool.bind(batch, like)
-        self.sequences = pool.take(batch)
+        self.become(pool.take(batch))
         self._pass = pool.current = ForwardPass(0, pool.options.capacity)
         whole = self._batch(pool.options.capacity, pool.options.capacity)
         try:
             for cache in pool.family.tops:
                 cache.start_forward(pool.ctx, whole)
         except BaseException:
-            pool.release(self.sequences)
-            self.sequences = []
+            self.become([])
             raise
 
     def forget_encoded(self) -> None:
