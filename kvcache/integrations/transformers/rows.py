@@ -321,8 +321,9 @@ class BatchRows:
         ctx, bridge = pool.places.found.get(layer) or pool.place(layer, key), pool.bridge
         if not key.dtype is value.dtype is pool.like.dtype:
             pool.check_dtype(layer, key, value)
+        new = (key.squeeze(2), value.squeeze(2)) if key.shape[2] == 1 else (tokens_of(key), tokens_of(value))
         cache.set_layer(layer)
-        cache.put(ctx, bridge.to_backend(ctx, tokens_of(key)), bridge.to_backend(ctx, tokens_of(value)))
+        cache.put(ctx, bridge.to_backend(ctx, new[0]), bridge.to_backend(ctx, new[1]))
 
     @untraced
     def peek(self, layer: int, kind: Kind) -> Pair | None:

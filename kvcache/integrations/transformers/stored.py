@@ -197,8 +197,6 @@ def decode_over_views(
 
 def tokens_of(x: torch.Tensor) -> torch.Tensor:
     """(rows, heads, tokens, dim) as (rows * tokens, heads, dim)."""
-    if x.shape[2] == 1:
-        return x.squeeze(2)
     if x.shape[0] == 1:
         return x[0].transpose(0, 1)
     return x.transpose(1, 2).flatten(0, 1)
