@@ -120,16 +120,14 @@ def _end_in_time(cache: RowsCache, generation_config: Any, batch: int, length: i
 
     ``length`` tokens of each row may have to be stored. A prompt that does not fit is refused by its pass.
     """
-    rows, options = batch * (generation_config.num_return_sequences or 1), cache.rows.pool.options
-    room, most = cache.rows.room(rows), generation_config.max_length
-    if room is None or length <= room or room == cache.rows.length:
+    found = cache.rows.most(batch * (generation_config.num_return_sequences or 1))
+    if found is None or length <= found[0] or found[0] <= cache.rows.length:
         return
-    generation_config.max_length = most - (length - room)
+    asked = generation_config.max_length
+    generation_config.max_length = asked - (length - found[0])
     _log.warning(
-        "generate: an answer that may be %d tokens long with its prompt ends after %d, where the room of the "
-        "%s ends (%d x capacity=%d cells); make it with a larger capacity=%s",
-        most, generation_config.max_length, type(cache).__name__, options.max_sequences or rows,
-        options.capacity, " or grow=True" if isinstance(cache, HFCache) else "",
+        "generate: an answer that may be %d tokens long with its prompt ends after %d: %s",
+        asked, generation_config.max_length, found[1],
     )  # fmt: skip
 
 

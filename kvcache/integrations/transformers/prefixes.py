@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,8 +29,6 @@ from kvcache.snapshots.layer_shapes import Layers, layers_of_cache
 from kvcache.stores import Part
 
 __all__ = ["HFPrefixCache", "HFSession"]
-
-log = logging.getLogger("kvcache")
 
 
 class HFSession(Conversation):
@@ -337,21 +334,6 @@ class HFPrefixCache(SharedPrefixes):
         for part in self._placing:
             part.rope_deltas = None
 
-    def _fitting(self, prompt: int, options: dict[str, Any]) -> int | None:
-        """Ask for no more tokens than a conversation can have: how many these are, where more was asked for.
-
-        The last one of an answer is not evaluated, and takes no room.
-        """
-        most = self.room if self.limit is None else min(self.room, self.limit[0])
-        new, name = _asked(self.model, options, "max_new_tokens"), "max_new_tokens"
-        asked = _asked(self.model, options, "max_length") if new is None else prompt + new
-        if not isinstance(asked, int) or asked <= most + 1:
-            return None
-        if new is None:
-            name, prompt = "max_length", 0
-        options[name] = int(most) + 1 - prompt
-        return int(most) + 1
-
     @in_turn
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.
@@ -396,12 +378,12 @@ class HFPrefixCache(SharedPrefixes):
         several rows, beams, several answers, and inputs beside the tokens (images, positions) are refused.
 
         An answer for which more tokens are asked than there is room for (``max_sequences * capacity``, its
-        prompt included) ends there, with a warning. CacheFullError where other open sessions hold the room.
+        prompt included) ends there, which the log says before it begins. CacheFullError where other open
+        sessions hold the room.
         """
         _check_one_row(input_ids, options)
         _check_inputs(self.model, options)
         prompt = input_ids[0].tolist()
-        most = self._fitting(len(prompt), options)
         with self.begin(prompt, salt, shared) as session:
             session.prefill(prefill_size)
             if options.get("custom_generate") is None:  # which may draft without telling
@@ -419,12 +401,4 @@ class HFPrefixCache(SharedPrefixes):
                 session.close(keep=False)
             else:
                 session.extend(tokens[len(prompt) :])
-        if most is not None and len(tokens) == most:
-            log.warning(
-                "generate: prompt and answer have %d tokens, and more were asked for: %s",
-                most,
-                "the model rotates the keys of longer texts otherwise (rope_type), and shares no prefixes"
-                if most <= self.room
-                else "there is no more room; make the HFPrefixCache with a larger capacity or max_sequences",
-            )
         return out

@@ -84,16 +84,26 @@ class BatchRows:
         state of then."""
         self._pass: ForwardPass | None = None
 
-    def room(self, rows: int) -> int | None:
-        """How many tokens each of ``rows`` rows may come to have; None: any number."""
-        pool, capacity = self.pool, self.pool.options.capacity
+    def most(self, rows: int) -> tuple[int, str] | None:
+        """How many tokens each of ``rows`` rows may come to have, and why no more; None: any number."""
+        pool, options, found = self.pool, self.pool.options, []
+        if self.limit is not None:
+            longest, kind = self.limit
+            found.append((longest, f"of more the model rotates all keys otherwise ({kind}), and shares none"))
         whole = [kind for kind in pool.plan.kinds if kind.name in (FULL, CHUNKED)]
-        if pool.options.grow or pool.given_away or not whole:
-            return None
-        if not pool.bound:
-            return (pool.options.max_sequences or rows) * capacity // rows
-        free = min(pool.family.caches[kind].free_cells for kind in whole)
-        return self.length + free // rows
+        if whole and not options.grow:
+            count = (options.max_sequences or rows) if not pool.bound else pool.sequences.max_sequences
+            caches = [pool.family.caches[kind] for kind in whole] if pool.bound else []
+            if pool.given_away:  # conversations that are open may hold some of it
+                tokens = min(cache.cells for cache in caches) // rows
+            elif caches:
+                tokens = self.length + min(cache.free_cells for cache in caches) // rows
+            else:
+                tokens = count * options.capacity // rows
+            remedy = "" if pool.given_away else ", or grow=True"
+            cells = f"{count} x capacity={options.capacity} cells"
+            found.append((tokens, f"there is no more room in {cells}; pass a larger capacity={remedy}"))
+        return min(found, default=None)
 
     # One pass.
 

@@ -169,9 +169,10 @@ class StaticBatchRows(BatchRows):
         counts = [counter.to(counters[0].device) for counter in counters]
         return [count for count in torch.stack(counts).tolist() if count] if counts else []
 
-    def room(self, rows: int) -> int | None:
+    def most(self, rows: int) -> tuple[int, str] | None:
         """The positions of a row, which all are its own from the beginning."""
-        return self.pool.options.capacity
+        capacity = self.pool.options.capacity
+        return capacity, f"a row has capacity={capacity} cells; pass a larger capacity="
 
     def check_complete(self, op: str, whole: bool = False) -> None:
         """Refuse to go on behind a pass that did not reach all layers, where the host knows of it."""
