@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,12 @@ from kvcache import (
     NotSupportedError,
     OrderError,
     RecurrentCache,
-    ShiftFunction,
     SlidingWindowCache,
 )
 from kvcache.attention.dense_batch import DenseBatch
 from kvcache.integrations.model_caches import ModelCaches, Top
 from kvcache.integrations.sequences import Sequences, SharedSequence
+from kvcache.integrations.transformers.arguments import CacheOptions
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
@@ -31,20 +31,7 @@ from kvcache.integrations.transformers.places import Places, opened
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.formats import CacheFormat
 
-__all__ = ["CacheOptions", "CachePool"]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """What HFCache was given; None: as the first keys are."""
-
-    backend: ml.Backend | str | None
-    dtype: CacheFormat | None
-    max_sequences: int | None
-    capacity: int
-    lookback: int
-    shift: ShiftFunction | None
-    grow: bool = False
+__all__ = ["CachePool"]
 
 
 class CachePool:

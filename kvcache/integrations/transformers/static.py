@@ -31,12 +31,17 @@ from kvcache import (
     StateSpec,
 )
 from kvcache.attention.dense_batch import DenseBatch
-from kvcache.integrations.transformers.arguments import check_names, check_options, signature_of
+from kvcache.integrations.transformers.arguments import (
+    CacheOptions,
+    check_names,
+    check_options,
+    signature_of,
+)
 from kvcache.integrations.transformers.indexers import put_indexer_keys
 from kvcache.integrations.transformers.kinds import CROSS, Kind, Trait, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer, RowsCache
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
-from kvcache.integrations.transformers.pool import CacheOptions, CachePool
+from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.rows import BatchRows, cannot_crop
 from kvcache.integrations.transformers.states import state_name
 
@@ -72,13 +77,13 @@ class HFStaticCache(RowsCache):
         ``backend`` is one that shares memory with the model, None: torch on its device. Memory is allocated
         when the first keys come, for ``max_sequences`` rows (None: those of the first batch).
         """
-        check_options("HFStaticCache", backend=backend, max_sequences=max_sequences, capacity=capacity)
+        # Windows keep all: a view of the whole has no holes.
+        options = CacheOptions(backend, None, max_sequences, capacity, capacity, None)
+        check_options("HFStaticCache", options)
         plan = layer_plan(config)
         for trait in (Trait.OWN_MASK, Trait.OWN_CLASS, Trait.COMPRESSED):
             plan.refuse("HFStaticCache", trait, "use HFCache")
-        # Windows keep all: a view of the whole has no holes.
-        pool = CachePool(plan, CacheOptions(backend, None, max_sequences, capacity, capacity, None))
-        self._attach(StaticBatchRows(pool))
+        self._attach(StaticBatchRows(CachePool(plan, options)))
 
     def __repr__(self) -> str:
         pool = self.rows.pool
