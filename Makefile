@@ -25,7 +25,7 @@ system:
 # Our connector inside vLLM itself, on the CPU, in an environment of its own: it takes 3.5 GB.
 VLLM = .venv-vllm/bin/python
 test-vllm: .venv-vllm/.installed
-	$(VLLM) -m pytest -q -W default -p no:cacheprovider tests/vllm
+	$(VLLM) -m pytest -q -W default -p no:cacheprovider tests/integrations/vllm/running
 
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
@@ -37,7 +37,7 @@ test-vllm: .venv-vllm/.installed
 # imports is listed here in place of all that it requires.
 SGLANG = .venv-sglang/bin/python
 test-sglang: .venv-sglang/.installed
-	OMP_NUM_THREADS=1 $(SGLANG) -m pytest -q -W default -p no:cacheprovider tests/sglang
+	OMP_NUM_THREADS=1 $(SGLANG) -m pytest -q -W default -p no:cacheprovider tests/integrations/sglang/running
 
 .venv-sglang/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-sglang
@@ -49,7 +49,7 @@ test-sglang: .venv-sglang/.installed
 # Our connector with LMCache's own backends, on the CPU; it requires CUDA's packages, of which none is imported here.
 LMCACHE = .venv-lmcache/bin/python
 test-lmcache: .venv-lmcache/.installed
-	OMP_NUM_THREADS=1 $(LMCACHE) -m pytest -q -W default -p no:cacheprovider tests/lmcache
+	OMP_NUM_THREADS=1 $(LMCACHE) -m pytest -q -W default -p no:cacheprovider tests/integrations/lmcache/running
 
 .venv-lmcache/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-lmcache
@@ -60,13 +60,16 @@ test-lmcache: .venv-lmcache/.installed
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, whole suites, servers and
 # stores of others, processes and ranks, and what pages show.
-LEFT_OUT = architecture backend_* cache_* census chat* cli* conformance* discovery docs_* engine_ranks example* \
-  fixed_shapes gpu_benchmark integration_* kvcache_package ml_package named_backend other_projects peers_* planted_bugs plugins \
-  quantized_gguf ragged_kernel rank_* ring_* runner_* same_answers saved_conversations serve* \
-  speculative stores_crash stores_guide stores_index stores_mooncake stores_plugins stores_suite stores_valkey* tensor_parallel* \
-  threads_* torch_ragged train_tiny tutorial two_hosts versions views_disk
+LEFT_OUT = test_architecture.py benchmarks command docs examples integrations/mlx_lm integrations/transformers serve \
+  backends/test_conformance* backends/test_cupy* backends/test_mlx.py backends/test_plugins.py backends/test_ragged_kernel.py \
+  backends/test_ring* backends/test_threads* backends/test_torch.py backends/test_torch_ragged.py \
+  $(addprefix engine/test_, config.py engine.py g* hub.py la* lo* models.py mx* pre* ra* rec* sa* sp* st* te* tw* w*) \
+  $(addprefix kvcache/test_, cache_* kvcache_package.py planted_bugs.py same_answers.py) kvcache/attention/test_fixed_shapes.py \
+  kvcache/storage/test_quantized_gguf.py kvcache/views/test_disk.py kvcache/views/test_chat.py \
+  $(addprefix kvcache/stores/test_, crash.py index.py mooncake.py plugins.py suite.py valkey*) \
+  $(addprefix ml/test_, discovery.py ml_package.py named_backend.py other_projects.py plugins.py)
 check: lint types
-	$(BIN)/python -m pytest -q -n auto --dist worksteal $(LEFT_OUT:%='--ignore-glob=tests/test_%.py') \
+	$(BIN)/python -m pytest -q -n auto --dist worksteal $(LEFT_OUT:%='--ignore-glob=tests/%') \
 	  -k "not torch and not mlx and not jax and not cupy"
 	$(BIN)/python -m pytest -q --pyargs ml.testing kvcache.testing --ml-backend=numpy --ml-quick
 
@@ -111,14 +114,15 @@ dist: $(VENV)/.installed-dev
 # The oldest versions that pyproject.toml admits, and the newest Python that NumPy, ml_dtypes and MLX have wheels for
 # with the newest versions of all. PyTorch is left out: its builds bring gigabytes of CUDA.
 NEWEST ?= python3.15
-ENDS = $(addprefix tests/test_, conformance_numpy.py conformance_mlx.py backend_mlx.py backend_plugins.py cache_numpy.py \
-  cli_help.py discovery.py ml_package.py plugins.py quantized_gguf.py runner_weights.py runner_generate.py stores_files.py \
-  stores_faults.py stores_files_failing.py stores_index.py stores_serialized.py views_plots.py views_cells.py) tests/caches
+ENDS = $(addprefix tests/backends/test_, conformance_numpy.py conformance_mlx.py mlx.py plugins.py) tests/kvcache/test_cache_numpy.py \
+  tests/command/test_help.py $(addprefix tests/ml/test_, discovery.py ml_package.py plugins.py) tests/kvcache/storage/test_quantized_gguf.py \
+  $(addprefix tests/engine/test_, weights.py generate.py) $(addprefix tests/kvcache/views/test_, plots.py cells.py) \
+  $(addprefix tests/kvcache/stores/test_, files.py faults.py files_failing.py index.py serialized.py) tests/kvcache/caches
 
 newest: PYTHON = $(NEWEST)
 oldest: CONSTRAINTS = -c tests/oldest.txt
 newest: CONSTRAINTS = --upgrade --only-binary numpy,ml-dtypes,mlx
-newest: ENDS += tests/prefix $(addprefix tests/test_, layer_shapes.py buffer_pool.py check_serialized.py serialize.py)
+newest: ENDS += tests/kvcache/prefix $(addprefix tests/kvcache/snapshots/test_, layer_shapes.py check_serialized.py serialize.py)
 oldest newest:
 	rm -rf .$@
 	$(PYTHON) -m venv .$@

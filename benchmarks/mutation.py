@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".mutation"
 RESULT = ROOT / "docs" / "mutation.json"
 NOTICED = ("killed", "timeout", "segfault")
-STORING = "tests/test_cache_numpy.py::TestStorageOnly"
+STORING = "tests/kvcache/test_cache_numpy.py::TestStorageOnly"
 TRACES = f"{STORING}::test_random_traces_agree_with_the_model"
 CONVERSATIONS = (
-    "tests/prefix/test_conversations.py::test_sessions_see_what_computing_from_nothing_would_store"
+    "tests/kvcache/prefix/test_conversations.py::test_sessions_see_what_computing_from_nothing_would_store"
 )
 READING = (
     "a_query_sees_exactly",
@@ -66,11 +66,15 @@ class Area:
     tests: tuple[str, ...]
 
 
+def _files(start: str, *names: str) -> list[str]:
+    return [f"{start}{name}.py" for name in names]
+
+
 AREAS = {
     "cell table": Area(
         ("kvcache/storage/cell_table.py",),
         (
-            *("tests/test_cell_table.py", "tests/prefix/test_direct_load.py", TRACES),
+            *("tests/kvcache/storage/test_cell_table.py", "tests/kvcache/prefix/test_direct_load.py", TRACES),
             *("-k", "not torch and not mlx and not cupy and not CuPy"),
         ),
     ),
@@ -81,9 +85,9 @@ AREAS = {
             *(f"kvcache/attention/{name}.py" for name in ("masks", "placement", "read_plan")),
         ),
         (
-            *(f"tests/test_{name}.py" for name in ("dense_batch", "ragged_batch", "fixed_shapes")),
-            *("tests/test_large_masks.py", "tests/caches/test_order.py", TRACES),
-            *(f"tests/test_cache_numpy.py::TestNumpy::test_{name}" for name in READING),
+            *_files("tests/kvcache/attention/test_", "dense_batch", "ragged_batch", "fixed_shapes"),
+            *("tests/kvcache/attention/test_large_masks.py", "tests/kvcache/caches/test_order.py", TRACES),
+            *(f"tests/kvcache/test_cache_numpy.py::TestNumpy::test_{name}" for name in READING),
             *("-k", "not torch and not mlx and not cupy and not jax and not graph"),
         ),
     ),
@@ -96,44 +100,37 @@ AREAS = {
             )
         ),
         (
-            *(f"tests/test_{name}.py" for name in ("attend_plan", "attend_quantized", "eviction")),
-            *(f"tests/test_cache_numpy.py::TestNumpy::test_{name}" for name in ATTENDING),
+            *_files("tests/kvcache/attention/test_", "attend_plan", "attend_quantized", "eviction"),
+            *(f"tests/kvcache/test_cache_numpy.py::TestNumpy::test_{name}" for name in ATTENDING),
             *("-k", "not torch and not mlx and not cupy and not jax and not example"),
         ),
     ),
     "snapshots": Area(
         ("kvcache/snapshots/*.py",),
         (
-            *(f"tests/test_{name}.py" for name in ("snapshot_cut", "serialize", "layer_shapes")),
-            *(f"tests/caches/test_{name}.py" for name in ("snapshots", "states", "wrapper_snapshots")),
-            *("tests/prefix/test_direct_load.py", TRACES),
-            *(f"tests/test_cache_numpy.py::TestNumpy::test_{name}" for name in KEEPING),
+            *_files("tests/kvcache/snapshots/test_", "snapshot_cut", "serialize", "layer_shapes"),
+            *_files("tests/kvcache/caches/test_", "snapshots", "states", "wrapper_snapshots"),
+            *("tests/kvcache/prefix/test_direct_load.py", TRACES),
+            *(f"tests/kvcache/test_cache_numpy.py::TestNumpy::test_{name}" for name in KEEPING),
             *("-k", "not torch and not mlx and not cupy and not CuPy"),
         ),
     ),
     "prefix tree": Area(
         tuple(f"kvcache/prefix/{name}.py" for name in ("radix_tree", "prefix_tree", "matcher")),
         (
-            *(
-                f"tests/prefix/test_{name}.py"
-                for name in ("radix_tree", "eviction", "finding", "interior", "offload")
+            *_files("tests/kvcache/prefix/test_", "radix_tree", "eviction", "finding", "interior", "offload"),
+            *_files(
+                "tests/kvcache/prefix/test_", "retention", "sessions", "store_contents", "tenants", "tiers"
             ),
-            *(
-                f"tests/prefix/test_{name}.py"
-                for name in ("retention", "sessions", "store_contents", "tenants", "tiers")
-            ),
-            "tests/test_restore_progress.py",
+            "tests/kvcache/prefix/test_restore_progress.py",
             *(f"{CONVERSATIONS}[{cache}]" for cache in ("causal", "recurrent")),
         ),
     ),
     "FileStore": Area(
-        tuple(
-            f"kvcache/stores/{name}.py"
-            for name in ("file", "folder", "index", "closing", "entries", "catalog")
-        ),
+        tuple(f"kvcache/stores/{name}.py" for name in ("file", "folder", "index", "closing", "entries")),
         (
-            *(f"tests/test_stores_{name}.py" for name in ("index", "files", "files_failing", "faults")),
-            "tests/test_stores_suite.py::TestFileStore",
+            *_files("tests/kvcache/stores/test_", "index", "files", "files_failing", "faults"),
+            "tests/kvcache/stores/test_suite.py::TestFileStore",
             *("-k", "not no_key and not valkey and not mooncake"),  # mutmut cannot name the ids of no_key
         ),
     ),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 # isort: off
-import tests.sglang.no_pictures  # noqa: F401  before SGLang is imported
+import tests.integrations.sglang.running.no_pictures  # noqa: F401  before SGLang is imported
 
 # isort: on
 import torch

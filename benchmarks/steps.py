@@ -37,7 +37,7 @@ def measure(options: argparse.Namespace) -> list[float]:
             begun = time.perf_counter()
             if options.timed == "plan":
                 assert cache._pass is not None
-                cache._pass.shared(ctx)
+                cache._pass.reading.shared(ctx)
             planned = time.perf_counter()
             for _ in range(options.puts):
                 cache.put(ctx, new, new)

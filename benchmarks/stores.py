@@ -62,11 +62,10 @@ def in_files(entry: Entry, folder: Path) -> Found:
     memory, plain = MemoryStore(), folder / "plain"
     for store in (memory, stores[False]):
         store.put("read", entry.parts)
-    path = folder / "store-False" / "pages" / "read.safetensors"
+    path = folder / "store-False" / "pages" / "read.entry"
 
     def read() -> None:
         with open(path, "rb", buffering=0) as file:
-            file.seek(path.stat().st_size - entry.size)
             done = 0
             while done < entry.size:
                 done += file.readinto(entry.view[done:])
@@ -236,7 +235,7 @@ def in_pool(entry: Entry, staged: Any, registered: Any) -> Found:
 
 def mooncake(entry: Entry, options: argparse.Namespace) -> None:
     from kvcache.stores import MooncakeStore
-    from tests.mooncake_pool import MooncakePool
+    from tests.rigs.mooncake_pool import MooncakePool
 
     if reason := MooncakePool.missing():
         raise SystemExit(f"no pool can run here: {reason}")

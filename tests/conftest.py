@@ -25,7 +25,7 @@ from backends.numpy.backend import NumpyBackend
 from kvcache.runner.loading import load_model
 
 from .needs import not_run, wanting
-from .small_models import KINDS
+from .rigs.small_models import KINDS
 
 # Caches on NumPy go by calls of attention here, as they do where numba is not installed; on PyTorch by its
 # kernels. Both by the other way: test_cache_kernels.py.

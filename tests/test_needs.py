@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from .kvcache.planting import NOTHING, UNUSED, Planter
 from .needs import PACKAGES, need_program, not_run, wanting
-from .planting import NOTHING, UNUSED, Planter
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -7,7 +7,17 @@ from typing import Any, cast
 
 import torch
 
-from backends.torch.kernels import Bias, CausalMasks, Pair, attend_grouped, beside, causal_bias, home, natives
+from backends.torch.kernels import (
+    Bias,
+    CausalMasks,
+    Pair,
+    attend_grouped,
+    beside,
+    causal_bias,
+    home,
+    natives,
+    with_sinks,
+)
 from backends.torch.tensor import Placement, TorchTensor
 from ml.base import check_attention
 from ml.base.checks import check_mask, check_peers
@@ -52,11 +62,14 @@ def attend_calls(
     """See :class:`ml.SupportsAttentionCalls`."""
     check_peers("attention_calls", ctx.backend, query, key, value, sinks)
     k, q, v, logits = natives(ctx, key, query, value, sinks)
-    parts = [_level(ctx, masks, q, k, v, calls, scale) for calls in levels]
+    merges = len(levels) > 1 or logits is not None
+    parts = [_level(ctx, masks, q, k, v, calls, scale, merges) for calls in levels]
     out, lse = parts[0]
-    if len(parts) == 2 and logits is None:
+    if len(parts) == 1 and logits is not None:
+        out = with_sinks(parts[0], logits.float().view(lse.shape[1:]), q.dtype)
+    elif len(parts) == 2 and logits is None:
         out = torch.lerp(parts[1][0].float(), out.float(), torch.sigmoid(lse - parts[1][1]).unsqueeze(-1))
-    elif len(parts) > 1 or logits is not None:
+    elif len(parts) > 1:
         every = torch.stack([part[1] for part in parts], -1)
         if logits is not None:
             every = torch.cat((every, logits.float().view(lse.shape[1:]).expand_as(lse).unsqueeze(-1)), -1)
@@ -75,6 +88,7 @@ def _level(
     v: torch.Tensor,
     calls: Sequence[AttentionCall],
     scale: float,
+    with_lse: bool,
 ) -> Pair:
     """q (tokens, heads, D), k and v (cells, kv_heads, ...) -> as ``attend_grouped``."""
     whole = len(calls) == 1 and isinstance(calls[0].tokens, slice)
@@ -82,7 +96,7 @@ def _level(
     if not whole:
         shape = q.shape[0], v.shape[1], q.shape[1] // v.shape[1]
         out = q.new_zeros((*shape, v.shape[2]))
-        lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
+        lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device) if with_lse else out
     for call in calls:
         tokens: Any = (
             call.tokens if isinstance(call.tokens, slice) else beside(ctx, cast("Any", call.tokens), q.device)
@@ -93,10 +107,12 @@ def _level(
             stacked = own.reshape(call.batch, -1, *own.shape[1:])
             check_mask("attention_calls", call.mask, stacked.shape[1], call.length, call.batch)
             bias = _bias(ctx, masks, stacked, v, call.length, cast("Any", call.mask))
-        found = attend_grouped(own, _read(ctx, k, call), _read(ctx, v, call), bias, scale)
+        found = attend_grouped(own, _read(ctx, k, call), _read(ctx, v, call), bias, scale, with_lse)
         if whole:
             return found
-        out[tokens], lse[tokens] = found
+        out[tokens] = found[0]
+        if with_lse:
+            lse[tokens] = found[1]
     return out, lse
 
 

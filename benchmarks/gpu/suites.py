@@ -49,9 +49,9 @@ def cupy_files(stage: Stage) -> None:
 
 
 def _files(stage: Stage, name: str) -> None:
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob(f"test_*{name}*.py"))
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob(f"test_*{name}*.py"))
     if name == "cupy":
-        files.append("tests/test_example_own_loop.py")
+        files.append("tests/examples/test_example_own_loop.py")
     _pytest(stage, "files", [files[0], "-k", "close or probe"] if stage.quick else files)
 
 

@@ -1,156 +1,424 @@
 """Attention over what a cache stores, for a whole batch: each stored byte is read once, whoever shares it.
 
-A backend with a kernel for ragged batches (:class:`ml.SupportsRaggedAttention`) gets the plan of the pass, in
-one call. On others the pass is the few calls that ``calls`` has planned, and their results are merged.
+The plan of the pass is lowered for what the backend offers, and there is one ending for each:
+
+=================================================================  =========================================
+:class:`ml.SupportsRaggedAttention`, ``SupportsQuantizedAttention``  a kernel for the whole batch
+:class:`ml.SupportsAttentionCalls`                                 all calls, and their merging, in one step
+:class:`ml.SupportsAttention`                                      calls whose results need no merging
+:class:`ml.SupportsPartialAttention`, or the generic body          calls of parts, merged here
+=================================================================  =========================================
+
+What calls read may be runs of cells, cells that are gathered, the tables of fixed shapes, and rows that the
+model has chosen for each query, as an indexer's top-k does (DeepSeek sparse attention: DeepSeek-AI,
+"DeepSeek-V3.2", 2025).
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 import ml
-from kvcache.attention.forward_pass import ForwardPass
-from kvcache.attention.planned import BLOCK_CALLS, PlannedLevel
-from kvcache.storage.buffer import Buffer
+from kvcache.attention.batch import check_tensors
+from kvcache.attention.calls import BLOCK_CALLS
+from kvcache.attention.plan import ReadPlan
+from kvcache.cache import InvalidRangeError
+from kvcache.storage.device_copies import device_of
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.quantized import QuantizedBuffer
 from ml import nn
 
 KERNEL_WORTH = 32
 """Cells of a run, or of a share, that a kernel for ragged batches is given apart from others."""
+BLOCK = 1 << 25
+"""Bytes of K and V that are gathered at a time where queries choose rows, about: prompts go in blocks."""
+MANY = 16
+"""Queries per segment from which on blocks are eight times larger: merging them would take longer."""
+LEAST = 32
+"""Cells of a block."""
+PARTS = 16
+"""Blocks whose results are merged in one go."""
+HIDDEN, HIDDEN_F16 = -1e30, -65504.0
+"""In masks. Not -inf, since a query may see nothing of a block, which then weighs exp(HIDDEN), 0.
+
+Backends convert masks to the query's dtype, and of F16 only the second is a number.
+"""
+
+Levels = Sequence[Sequence[ml.AttentionCall]]
 
 
 def attend(
     ctx: ml.Context,
-    forward: ForwardPass,
+    plan: ReadPlan,
+    kernels: Kernels,
     buffers: LayerBuffers,
     query: ml.Tensor,
     scale: float,
     sinks: ml.Tensor | None,
+    select: ml.Tensor | None = None,
 ) -> ml.Tensor:
-    """query (tokens, heads, head_dim) -> (tokens, heads, v_dim)."""
-    if buffers.rotated is not None:
-        keys, values = buffers.key, buffers.value
-        assert isinstance(keys, QuantizedBuffer)
-        assert isinstance(values, QuantizedBuffer)
-        found = attend(ctx, forward, buffers.rotated, keys.turn(ctx, query), scale, sinks)
-        return _cut(ctx, values.turn(ctx, found), values.dim)
-    wanted, stored = query.dtype, buffers.read_dtype
-    if wanted is not stored:
-        query = query.cast(ctx, stored)
-    result = _in_dtype(ctx, forward, buffers, query, scale, sinks)
-    return result if wanted is stored else result.cast(ctx, wanted)
+    """query (tokens, heads, head_dim) -> (tokens, heads, v_dim); over ``select`` (tokens, k) of ``get``."""
+    wanted, turned = query.dtype, buffers.rotated
+    if turned is not None:
+        assert isinstance(buffers.key, QuantizedBuffer)
+        query = buffers.key.turn(ctx, query)
+    stored = buffers if turned is None else turned
+    if query.dtype is not stored.read_dtype:
+        query = query.cast(ctx, stored.read_dtype)
+    result = None
+    if select is None and plan.fixed is None:
+        result = kernels.attend(ctx, plan, stored, query, scale, sinks)
+    if result is None:
+        block = BLOCK_CALLS * plan.config.call_bytes
+        if select is None:
+            levels = plan.calls(ctx, max(1, plan.config.call_bytes // stored.bytes_per_cell))
+        else:
+            levels = _selected(ctx, plan, stored, select)
+        result = _by_calls(ctx, levels, stored, query, scale, sinks, block)
+        if select is None and not stored.is_quantized and nn.has_attention_calls(kernels.backend):
+            plan.bind(ctx, Bound(ctx, query, stored, kernels.backend.attention_calls, levels))
+    if result.dtype is not wanted:
+        result = result.cast(ctx, wanted)
+    if turned is not None:
+        assert isinstance(buffers.value, QuantizedBuffer)
+        result = _cut(ctx, buffers.value.turn(ctx, result), buffers.value.dim)
+    return result
 
 
-def _in_dtype(
-    ctx: ml.Context,
-    forward: ForwardPass,
-    buffers: LayerBuffers,
-    query: ml.Tensor,
-    scale: float,
-    sinks: ml.Tensor | None,
-) -> ml.Tensor:
-    """By what is the best here, of a query in the dtype of what is read."""
-    tables = forward.own_cells(ctx)
-    if tables is not None:
-        most = BLOCK_CALLS * forward.config.call_bytes
-        return _by_tables(ctx, buffers, query, *tables, scale, sinks, most)
-    asked = len(forward.read_groups) < buffers.declined  # each has a segment of its own, as a rule
-    result = None if not asked else _by_kernel(ctx, forward, buffers, query, scale, sinks)
-    if result is not None:
-        return result
-    worth = max(1, forward.config.call_bytes // buffers.bytes_per_cell)
-    return _by_calls(ctx, forward.levels(ctx, worth), buffers, query, scale, sinks)
+class Bound:
+    """How a layer of a pass attended, for further layers of plain storage: in one step of the backend."""
+
+    __slots__ = ("_attend", "_backend", "_ctx", "_dtype", "_key", "_kind", "_lowered", "_shape")
+
+    def __init__(
+        self, ctx: ml.Context, query: ml.Tensor, buffers: LayerBuffers, attend: Callable[..., Any],
+        lowered: Any,
+    ) -> None:  # fmt: skip
+        """``attend(ctx, query, key, value, lowered, scale, sinks)`` is the backend's."""
+        self._ctx, self._attend, self._lowered = ctx, attend, lowered
+        self._kind, self._backend = type(query), getattr(query, "backend", None)
+        self._shape, self._dtype, self._key = query.shape, query.dtype, buffers.shape.key
+
+    def __call__(self, buffers: LayerBuffers, query: Any, scale: float) -> ml.Tensor | None:
+        """The layer's attention; None where this is not what was bound: then ``attend`` says what it is."""
+        if (
+            type(query) is not self._kind
+            or query.backend is not self._backend
+            or query.dtype is not self._dtype
+            or query.shape != self._shape
+            or buffers.shape.key != self._key
+            or buffers.read_dtype is not self._dtype
+        ):
+            return None
+        (keys,), (values,) = buffers.whole
+        found: ml.Tensor | None = self._attend(self._ctx, query, keys, values, self._lowered, scale, None)
+        return found
 
 
-def _by_tables(
-    ctx: ml.Context,
-    buffers: LayerBuffers,
-    query: ml.Tensor,
-    cells: ml.Tensor,
-    mask: ml.Tensor,
-    scale: float,
-    sinks: ml.Tensor | None,
-    most: int,
-) -> ml.Tensor:
-    """The queries of each row of cells (rows, context) over these; ``most`` bytes of K and V at a time."""
-    (tokens, heads, size), (rows, context) = query.shape, cells.shape
-    each, together = tokens // rows, max(1, most // (context * buffers.bytes_per_cell))
-    stacked = query.reshape(ctx, rows, each, heads, size)
-    shown = mask.slice(ctx, 0, 0, tokens).reshape(ctx, rows, each, context)
-    parts = []
-    for begin in range(0, rows, together):
-        end = min(rows, begin + together)
-        where = cells.slice(ctx, 0, begin, end).reshape(ctx, (end - begin) * context)
-        key, value = (
-            found.reshape(ctx, end - begin, context, *found.shape[1:])
-            for found in buffers.read(ctx, where, (end - begin) * context)
-        )
-        own, seen = (x.slice(ctx, 0, begin, end) for x in (stacked, shown))
-        parts.append(nn.partial_attention(ctx, own, key, value, seen, scale))
-    out, lse = parts[0]
-    for part in parts[1:]:
-        out, lse = out.concat(ctx, part[0], 0), lse.concat(ctx, part[1], 0)
-    whole = out.reshape(ctx, tokens, heads, out.shape[3]), lse.reshape(ctx, tokens, heads)
-    return nn.merge_attention(ctx, [whole], sinks)
+class Kernels:
+    """A backend's kernels for a whole batch, and what they declined, by a layer's shapes and device."""
+
+    def __init__(self, backend: ml.Backend) -> None:
+        self.backend: Any = backend
+        self._declined: dict[tuple[object, ...], int] = {}
+        """The fewest segments that were declined; 0: there is no kernel."""
+
+    def attend(
+        self, ctx: ml.Context, plan: ReadPlan, buffers: LayerBuffers, query: ml.Tensor, scale: float,
+        sinks: ml.Tensor | None,
+    ) -> ml.Tensor | None:  # fmt: skip
+        """By the kernel; None where it declines, or declined a plan that was no larger."""
+        backend, asked = self.backend, (buffers.shape, query.shape[1], device_of(ctx))
+        declined = self._declined.get(asked, sys.maxsize)
+        if len(plan.groups) >= declined:  # each has a segment of its own, as a rule
+            return None
+        plain = not buffers.is_quantized
+        if not (nn.has_ragged_attention(backend) if plain else nn.has_quantized_attention(backend)):
+            self._declined[asked] = 0
+            return None
+        lowered = plan.kernel(min(KERNEL_WORTH, max(1, plan.config.call_bytes // buffers.bytes_per_cell)))
+        if len(lowered.segments) >= declined:
+            return None
+        result: ml.Tensor | None
+        if plain:
+            (keys,), (values,) = buffers.whole
+            result = backend.ragged_attention(ctx, query, keys, values, lowered, scale, sinks)
+        else:
+            result = backend.quantized_attention(
+                ctx, query, *buffers.whole, buffers.formats, lowered, scale, sinks
+            )
+        if result is None:
+            self._declined[asked] = len(lowered.segments)
+            return None
+        if plain:
+            plan.bind(ctx, Bound(ctx, query, buffers, backend.ragged_attention, lowered))
+        return _cut(ctx, result, buffers.value.dim)
 
 
 def _by_calls(
     ctx: ml.Context,
-    levels: list[PlannedLevel],
+    levels: Levels,
     buffers: LayerBuffers,
     query: ml.Tensor,
     scale: float,
     sinks: ml.Tensor | None,
+    block: int,
 ) -> ml.Tensor:
-    key, value, backend = buffers.key, buffers.value, getattr(ctx, "backend", None)
-    alone = len(levels) == 1 and levels[0].in_one and levels[0].calls[0].call.batch == 1
-    if (
-        not alone
-        and isinstance(key, Buffer)
-        and isinstance(value, Buffer)
-        and nn.has_attention_calls(backend)
-    ):
-        calls = [[call.on(ctx) for call in level.calls] for level in levels]
-        keys, values = key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells)
-        return backend.attention_calls(ctx, query, keys, values, calls, scale, sinks)
+    """``block``: bytes of K and V that are read back at a time, where they are stored quantized."""
+    backend: Any = getattr(ctx, "backend", None)
+    if not buffers.is_quantized and nn.has_attention_calls(backend):
+        (keys,), (values,) = buffers.whole
+        result: ml.Tensor = backend.attention_calls(ctx, query, keys, values, levels, scale, sinks)
+        return result
+    tokens = query.shape[0]
     if len(levels) == 1:
-        return levels[0].attend(ctx, buffers, query, scale, sinks)
-    parts = [level.partial(ctx, buffers, query, scale) for level in levels]
+        (calls,) = levels
+        found = [_whole(ctx, buffers, query, call, scale, sinks, block) for call in calls]
+        return _in_order(ctx, calls, found, tokens, 0.0)
+    parts = []
+    for calls in levels:
+        each = [_part(ctx, buffers, _queries(ctx, query, call), call, scale, block) for call in calls]
+        out = _in_order(ctx, calls, [part[0] for part in each], tokens, 0.0)
+        parts.append((out, _in_order(ctx, calls, [part[1] for part in each], tokens, -np.inf)))
     return nn.merge_attention(ctx, parts, sinks)
 
 
-def _by_kernel(
+def _queries(ctx: ml.Context, query: ml.Tensor, call: ml.AttentionCall) -> ml.Tensor:
+    """The call's of query (tokens, heads, head_dim), segment by segment."""
+    tokens = call.tokens
+    if not isinstance(tokens, slice):
+        return query.rows(ctx, tokens)
+    if tokens.stop - tokens.start == query.shape[0]:
+        return query
+    return query.slice(ctx, 0, tokens.start, tokens.stop).contiguous(ctx)
+
+
+def _in_order(
     ctx: ml.Context,
-    forward: ForwardPass,
-    buffers: LayerBuffers,
-    query: ml.Tensor,
-    scale: float,
-    sinks: ml.Tensor | None,
-) -> ml.Tensor | None:
-    """By the backend's kernel for a whole batch; None where it declines, or declined one no larger."""
-    backend: Any = getattr(ctx, "backend", None)
-    plain = not buffers.is_quantized
-    if not (nn.has_ragged_attention(backend) if plain else nn.has_quantized_attention(backend)):
-        buffers.declined = 0
-        return None
-    worth = min(KERNEL_WORTH, max(1, forward.config.call_bytes // buffers.bytes_per_cell))
-    plan = forward.plan(worth)
-    if len(plan.segments) >= buffers.declined:
-        return None
-    result: ml.Tensor | None
-    if plain:
-        (keys,), (values,) = buffers.whole
-        result = backend.ragged_attention(ctx, query, keys, values, plan, scale, sinks)
-    else:
-        result = backend.quantized_attention(ctx, query, *buffers.whole, buffers.formats, plan, scale, sinks)
-        if result is not None:
-            result = _cut(ctx, result, buffers.value.dim)
-    if result is None:
-        buffers.declined = len(plan.segments)
+    calls: Sequence[ml.AttentionCall],
+    found: Sequence[ml.Tensor],
+    tokens: int,
+    missing: float,
+) -> ml.Tensor:
+    """What each call found for its queries, in the order of the batch; ``missing`` of those in no call."""
+    if len(calls) == 1 and found[0].shape[0] == tokens and isinstance(calls[0].tokens, slice):
+        return found[0]
+    result = ctx.full((tokens, *found[0].shape[1:]), missing, found[0].dtype)
+    for call, own in zip(calls, found, strict=True):
+        if isinstance(call.tokens, slice):
+            own.copy(ctx, result.slice(ctx, 0, call.tokens.start, call.tokens.stop))
+        else:
+            result.set_rows(ctx, own, call.tokens)
     return result
+
+
+def _whole(
+    ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, call: ml.AttentionCall, scale: float,
+    sinks: ml.Tensor | None, block: int,
+) -> ml.Tensor:  # fmt: skip
+    """Attention where a call is all that its queries see; (queries, heads, v_dim)."""
+    own, mask = _queries(ctx, query, call), call.mask
+    if call.batch > 1 or buffers.is_quantized:
+        return nn.merge_attention(ctx, [_part(ctx, buffers, own, call, scale, block)], sinks)
+    if mask is not None and mask is not ml.CAUSAL:
+        mask = mask.reshape(ctx, *mask.shape[1:])
+    key, value = buffers.read(ctx, call.start if call.cells is None else call.cells, call.length)
+    return nn.attention(ctx, own, key, value, mask, scale, sinks)
+
+
+def _part(
+    ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, call: ml.AttentionCall, scale: float, block: int
+) -> nn.Part:
+    """Attention over what a call reads: (queries, heads, v_dim), and its log-sum-exp."""
+    if buffers.is_quantized:
+        return attend_quantized(ctx, buffers, query, call, scale, block)
+    count, heads, size = query.shape
+    stacked = query.reshape(ctx, call.batch, count // call.batch, heads, size)
+    if call.cells is None:
+        key, value = buffers.read_batch(ctx, call.start, call.step, call.batch, call.length)
+    else:
+        key, value = buffers.gather_batch(ctx, call.cells, call.batch, call.length)
+    return _flat(ctx, nn.partial_attention(ctx, stacked, key, value, call.mask, scale))
 
 
 def _cut(ctx: ml.Context, found: ml.Tensor, dim: int) -> ml.Tensor:
     """The first ``dim`` numbers of each head: those behind them are of keys that hold the values."""
     return found if found.shape[2] == dim else found.slice(ctx, 2, 0, dim)
+
+
+# Rows that queries choose.
+
+
+def check_select(tokens: int, select: ml.Tensor) -> None:
+    """Raise unless ``select`` is I32 (tokens, k)."""
+    check_tensors("attend", select=select)
+    if select.dtype is not ml.DType.I32:
+        raise ml.DTypeError(f"attend: select in {select.dtype.name}; it must be I32")
+    shape = select.shape
+    if len(shape) != 2 or shape[0] != tokens or not shape[1]:
+        raise InvalidRangeError(
+            f"attend: select {shape} for a batch of {tokens} tokens; it must be (tokens, k) with k at least 1"
+        )
+
+
+def _selected(ctx: ml.Context, plan: ReadPlan, buffers: LayerBuffers, select: ml.Tensor) -> Levels:
+    """Calls that gather what each query chooses.
+
+    Only that is read, and where the rows that a query sees are a range, no mask over the history is made.
+    """
+    rows, mask = _seen(ctx, plan, select)
+    (tokens, k), where = select.shape, plan.rows(ctx).cells(ctx)
+    cells = rows.reshape(ctx, tokens * k)
+    if not isinstance(where, int):
+        cells = where.rows(ctx, cells)
+    elif where:
+        cells = cells.add(ctx, ctx.full((1,), where, ml.DType.I32))
+    size = max(1, BLOCK // (k * buffers.bytes_per_cell))
+    calls = []
+    for start in range(0, tokens, size):
+        stop = min(start + size, tokens)
+        shown = mask.slice(ctx, 0, start, stop).reshape(ctx, stop - start, 1, k)
+        chosen = cells.slice(ctx, 0, start * k, stop * k)
+        calls.append(ml.AttentionCall(slice(start, stop), stop - start, k, 0, 0, chosen, shown))
+    return [calls]
+
+
+def _seen(ctx: ml.Context, plan: ReadPlan, select: ml.Tensor) -> tuple[ml.Tensor, ml.Tensor]:
+    """The rows, and a mask F32 (tokens, k) of 0 and HIDDEN; rows that are hidden are one that the query sees.
+
+    So nothing that another sequence holds is read, whatever it is.
+    """
+    first, stop = plan.seen_rows(ctx)
+    zero, hidden = ctx.zeros((1,), ml.DType.F32), ctx.full((1,), HIDDEN, ml.DType.F32)
+    low, mask = first, None
+    if stop is None:
+        history, mask = plan.shared(ctx)
+        low, stop = (ctx.full((1,), bound, ml.DType.I32) for bound in (0, history.length))
+    none = ctx.full((1,), -1, ml.DType.I32)
+    rows = select.compare(ctx, "<", stop).where(ctx, select, none)
+    seen = rows.compare(ctx, ">=", low)
+    rows = seen.where(ctx, rows, first)
+    if mask is not None:
+        assert not isinstance(mask, ml.CausalMask), "that of a run"
+        seen = seen.where(ctx, _shown(ctx, mask, rows), hidden).compare(ctx, "==", zero)
+        rows = seen.where(ctx, rows, first)
+    return rows, seen.where(ctx, zero, hidden)
+
+
+def _shown(ctx: ml.Context, mask: ml.Tensor, rows: ml.Tensor) -> ml.Tensor:
+    """F32 (tokens, k): what mask (tokens or more, history) says of each query's rows."""
+    (tokens, k), history = rows.shape, mask.shape[1]
+    lines = ctx.arange(0, tokens * history, history, ml.DType.I32).reshape(ctx, tokens, 1)
+    at = rows.add(ctx, lines).reshape(ctx, tokens * k)
+    flat = mask.contiguous(ctx).reshape(ctx, mask.shape[0] * history)
+    return flat.rows(ctx, at).reshape(ctx, tokens, k).cast(ctx, ml.DType.F32)
+
+
+# Quantized storage, which is read back block by block.
+
+
+def attend_quantized(
+    ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, call: ml.AttentionCall, scale: float, size: int
+) -> nn.Part:
+    """Attention over what ``call`` reads, and its log-sum-exp, for its queries (batch * tokens, heads, dim).
+
+    A block is ``size`` bytes of K and V as they are read back, eight times as much for long prompts.
+    """
+    return _Blocks(ctx, buffers, query, call, scale, size).attend()
+
+
+class _Blocks:
+    """One call, some of its segments and some of their cells at a time."""
+
+    def __init__(
+        self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, call: ml.AttentionCall, scale: float,
+        size: int,
+    ) -> None:  # fmt: skip
+        self.ctx, self.buffers, self.call, self.scale = ctx, buffers, call, scale
+        self.query = query
+        self.each = query.shape[0] // call.batch
+        room = size * (8 if self.each >= MANY else 1) // buffers.bytes_per_cell
+        self.cells = max(LEAST, room // LEAST * LEAST)
+        """Of a block."""
+        result = 4 * query.shape[0] * query.shape[1] * buffers.value.dim
+        self.most = min(PARTS, max(2, size // result))
+        """Results of blocks that are there at a time."""
+
+    def attend(self) -> nn.Part:
+        ctx, batch, length = self.ctx, self.call.batch, self.call.length
+        count, heads, _ = self.query.shape
+        several = max(1, self.cells // length)
+        if several >= batch:
+            return _flat(ctx, self._segments(0, batch))
+        out = ctx.empty((count, heads, self.buffers.value.dim), self.query.dtype)
+        lse = ctx.empty((count, heads), ml.DType.F32)
+        for first in range(0, batch, several):
+            last = min(first + several, batch)
+            found = _flat(ctx, self._segments(first, last))
+            for own, whole in zip(found, (out, lse), strict=True):
+                own.copy(ctx, whole.slice(ctx, 0, first * self.each, last * self.each))
+        return out, lse
+
+    def _segments(self, first: int, last: int) -> nn.Part:
+        """Segments ``[first, last)``: (segments, tokens, heads, v_dim), (segments, tokens, heads)."""
+        ctx, each, mask = self.ctx, self.each, self.call.mask
+        query = self.query.slice(ctx, 0, first * each, last * each)
+        query = query.contiguous(ctx).reshape(ctx, last - first, each, *query.shape[1:])
+        if mask is not None and not isinstance(mask, ml.CausalMask) and mask.shape[0] > 1:
+            mask = mask.slice(ctx, 0, first, last)
+        if not isinstance(mask, ml.CausalMask) or each <= self.cells:
+            return self._queries(query, first, mask, self.call.length)
+        parts = []
+        for start in range(0, each, self.cells):  # so that the square at the end is no larger than a block
+            stop = min(start + self.cells, each)
+            some = query.slice(ctx, 1, start, stop)
+            parts.append(self._queries(some, first, mask, self.call.length - each + stop))
+        return functools.reduce(functools.partial(_joined, ctx), parts)
+
+    def _queries(
+        self, query: ml.Tensor, first: int, mask: ml.Tensor | ml.CausalMask | None, length: int
+    ) -> nn.Part:
+        """Queries (segments, tokens, heads, head_dim) over the first ``length`` cells of their segments."""
+        causal = isinstance(mask, ml.CausalMask)
+        square = query.shape[1] if causal and query.shape[1] > 1 else 0
+        free = length - square
+        blocks = [(start, min(start + self.cells, free)) for start in range(0, free, self.cells)]
+        parts: list[nn.Part] = []
+        for block in [*blocks, (free, length)] if square else blocks:
+            if len(parts) == self.most:
+                parts = [nn.merge_parts(self.ctx, parts)]
+            parts.append(self._block(query, first, block, None if causal and block[1] <= free else mask))
+        return nn.merge_parts(self.ctx, parts)
+
+    def _block(
+        self, query: ml.Tensor, first: int, cells: tuple[int, int], mask: ml.Tensor | ml.CausalMask | None
+    ) -> nn.Part:
+        ctx, call, (start, stop), segments = self.ctx, self.call, cells, query.shape[0]
+        if call.cells is None:
+            begin = call.start + first * call.step + start
+            key, value = self.buffers.read_batch(ctx, begin, call.step, segments, stop - start)
+        else:
+            shape = segments, stop - start
+            listed = call.cells.view(ctx, first * call.length + start, shape, (call.length, 1))
+            listed = listed.contiguous(ctx).reshape(ctx, segments * (stop - start))
+            key, value = self.buffers.gather_batch(ctx, listed, *shape)
+        if mask is not None and not isinstance(mask, ml.CausalMask):
+            hidden = HIDDEN_F16 if query.dtype is ml.DType.F16 else HIDDEN
+            mask = mask.slice(ctx, 2, start, stop).cast(ctx, ml.DType.F32).clamp(ctx, hidden, None)
+        return nn.partial_attention(ctx, query, key, value, mask, self.scale)
+
+
+def _flat(ctx: ml.Context, part: nn.Part) -> nn.Part:
+    out, lse = part
+    segments, tokens, *rest = out.shape
+    return out.reshape(ctx, segments * tokens, *rest), lse.reshape(ctx, segments * tokens, rest[0])
+
+
+def _joined(ctx: ml.Context, one: nn.Part, other: nn.Part) -> nn.Part:
+    """Parts of different queries, one after the other."""
+    return one[0].concat(ctx, other[0], 1), one[1].concat(ctx, other[1], 1)

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.read_plan import LowerBound
-from kvcache.attention.segments import GATHERING, Segment, find_segments
+from kvcache.attention.masks import seen_mask
+from kvcache.attention.segments import GATHERING, Segment
+from kvcache.cache import Mask
 from kvcache.storage.cell_table import CellTable
+from kvcache.storage.device_copies import HostArray, HostArrays, OnDevices, near
 
+BLOCK_CALLS = 4
+"""Calls' worth of K and V that are gathered or read back at a time."""
 MOST_QUERIES = 16
 """Segments with more queries than this have work enough for a call of their own."""
 
@@ -42,13 +45,27 @@ class Call:
     """Or in these cells, ``length`` for each segment."""
     seen: np.ndarray | ml.CausalMask | None = None
     """Each query sees ``[seen[0], seen[1])`` of what is read, (2, batch, queries); None: all of it."""
+    _uploaded: tuple[HostArray | None, HostArray | None, Mask | OnDevices | HostArray] = (None, None, None)
+    """Tokens, cells and mask, where they are tensors."""
 
+    def upload_with(self, host: HostArrays, config: ml.CacheConfig) -> None:
+        """Let what are tensors on a device go there with ``host``."""
+        tokens, cells, seen = self.tokens, self.cells, self.seen
+        self._uploaded = (
+            None if isinstance(tokens, slice) else host.add(tokens),
+            None if cells is None else host.add(cells),
+            seen if not isinstance(seen, np.ndarray) else self._mask(host, seen, config),
+        )
 
-@dataclass(slots=True)
-class Level:
-    calls: list[Call]
-    whole: bool
-    """Whether every query of the pass is in one of the calls."""
+    def _mask(self, host: HostArrays, seen: np.ndarray, config: ml.CacheConfig) -> OnDevices | HostArray:
+        rows = -(-seen.shape[2] // config.mask_batch_padding) * config.mask_batch_padding
+        return seen_mask(host, seen, rows, self.length, config.mask_dtype)
+
+    def on(self, ctx: ml.Context) -> ml.AttentionCall:
+        """This call with its tensors on the device of ``ctx``."""
+        listed, cells, mask = (near(ctx, one) for one in self._uploaded)
+        tokens = self.tokens if listed is None else listed
+        return ml.AttentionCall(tokens, self.batch, self.length, self.start, self.step, cells, mask)
 
 
 def _call(found: Sequence[Segment], length: int) -> Call:
@@ -187,7 +204,7 @@ class _Planner:
 
 def plan_calls(
     segments: Sequence[Segment], tokens: int, table: CellTable, config: ml.CacheConfig, worth: int
-) -> tuple[list[Level], list[tuple[int, int]]]:
+) -> tuple[list[list[Call]], list[tuple[int, int]]]:
     """The levels of a pass of ``tokens`` queries, and the ranges of free cells that its calls read."""
     planner = _Planner(table, config, worth)
     pending: list[list[Segment]] = []
@@ -203,7 +220,7 @@ def plan_calls(
     levels = []
     for found in pending:  # grows by what is cut off
         calls, rest = planner.level(found)
-        levels.append(Level(calls, sum(segment.queries.size for segment in found) == tokens))
+        levels.append(calls)
         if rest:
             pending.append(rest)
     return levels, planner.padding
@@ -222,44 +239,3 @@ def _progressions(runs: list[Segment]) -> list[list[Segment]]:
         found.append(runs[begin:end])
         begin = end
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class StepReads:
-    """What a step that decodes a token of every sequence reads in each layer, in cells."""
-
-    calls: int
-    """Of attention, on a backend without a kernel for ragged batches."""
-    cells: int
-    """Read, each counted once."""
-    shared: int
-    """Of these read once for several sequences."""
-    saved: int
-    """What reading those for each of the sequences would come to besides."""
-    gathered: int
-    """Of all that is read copied together first."""
-    padding: int
-    """Read besides, so that sequences of different lengths are one call."""
-
-
-def step_reads(table: CellTable, config: ml.CacheConfig, lower: LowerBound | None, worth: int) -> StepReads:
-    """The report on how sequences lie now; nothing is changed."""
-    occupied = [(seq, row.last) for seq, row in table.occupied()]
-    groups = [
-        SequenceTokens(seq, np.array([last]), slice(i, i + 1), last) for i, (seq, last) in enumerate(occupied)
-    ]
-    segments = find_segments(table, groups, lower, frozenset(), worth)
-    levels, _ = plan_calls(segments, len(groups), table, config, worth)
-    calls = [call for level in levels for call in level.calls]
-    shared = [(segment.length, segment.queries.size) for segment in segments if segment.queries.size > 1]
-    total = sum(segment.length for segment in segments)
-    gathered = sum(call.cells.size for call in calls if call.cells is not None)
-    viewed = sum(call.batch * call.length for call in calls if call.cells is None)
-    return StepReads(
-        calls=len(calls),
-        cells=total,
-        shared=sum(length for length, _ in shared),
-        saved=sum(length * (readers - 1) for length, readers in shared),
-        gathered=gathered,
-        padding=viewed + gathered - total,
-    )

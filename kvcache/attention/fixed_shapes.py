@@ -28,7 +28,7 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.read_plan import ReadPlan
+from kvcache.attention.history import History
 from kvcache.cache import NotSupportedError
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.device_copies import HostArray, device_of
@@ -53,7 +53,7 @@ class GraphRows(NamedTuple):
 class FixedPass:
     """Slots, mask and cells of one batch size, on each device that a layer lies on."""
 
-    __slots__ = ("_current", "_kinds", "_loaded", "_near", "brought", "owner", "tables")
+    __slots__ = ("_calls", "_current", "_kinds", "_loaded", "_near", "brought", "owner", "tables")
 
     def __init__(self, tokens: int, mask: tuple[int, int], dtype: ml.DType, tables: tuple[int, int]) -> None:
         """``mask`` and ``tables`` are shapes."""
@@ -62,6 +62,7 @@ class FixedPass:
             ((tokens,), ml.DType.I32), (mask, dtype), (tables, ml.DType.I32)
         ]  # fmt: skip
         self._near: dict[int, list[ml.Tensor]] = {}
+        self._calls: dict[tuple[int, int], list[ml.AttentionCall]] = {}
         self._loaded: list[HostArray | None] = []
         self._current: set[int] = set()
         """Devices that have what was loaded last."""
@@ -69,6 +70,24 @@ class FixedPass:
         """Whether ``bring`` had all on all devices that it was told of."""
         self.owner: object = None
         """The pass that this is of."""
+
+    @classmethod
+    def of(
+        cls,
+        known: dict[tuple[int, ...], FixedPass],
+        config: ml.CacheConfig,
+        table: CellTable,
+        groups: list[SequenceTokens],
+        tokens: int,
+    ) -> FixedPass:
+        """The tensors of such a pass, placed already, by batch size and tables in ``known``."""
+        tables = tables_of(config, table, groups, tokens)
+        found = known.get((tokens, *tables))
+        if found is None:
+            padding = config.mask_batch_padding
+            mask = -(-tokens // padding) * padding, tables[1]
+            found = known[tokens, *tables] = cls(tokens, mask, config.mask_dtype, tables)
+        return found
 
     def load(self, owner: object, *arrays: HostArray | None) -> None:
         """Take slots, mask and cells of a pass, for ``bring``; None, of one that only reads: as they are."""
@@ -95,6 +114,26 @@ class FixedPass:
         self._near[device] = held
         self._current.add(device)
         return held
+
+    def calls(self, ctx: ml.Context, worth: int) -> list[list[ml.AttentionCall]]:
+        """The queries of each row of cells over these, in calls that gather ``worth`` cells each, or a row.
+
+        The same tensors in every pass.
+        """
+        (tokens,), (rows, context) = self._kinds[0][0], self.tables
+        _, mask, cells = self.on(ctx)
+        key = device_of(ctx), worth
+        found = self._calls.get(key)
+        if found is None:
+            each, together = tokens // rows, max(1, worth // context)
+            shown = mask.slice(ctx, 0, 0, tokens).reshape(ctx, rows, each, context)
+            found = self._calls[key] = []
+            for begin in range(0, rows, together):
+                end = min(rows, begin + together)
+                where = cells.slice(ctx, 0, begin, end).reshape(ctx, (end - begin) * context)
+                queries, seen = slice(begin * each, end * each), shown.slice(ctx, 0, begin, end)
+                found.append(ml.AttentionCall(queries, end - begin, context, 0, 0, where, seen))
+        return [found]
 
 
 def check_graph(layer: int, buffers: LayerBuffers) -> None:
@@ -124,12 +163,12 @@ def tables_of(
 
 def read_own(
     table: CellTable, groups: list[SequenceTokens], tokens: int, shape: tuple[int, int]
-) -> tuple[ReadPlan, np.ndarray]:
-    """A reading of every sequence by itself, which begins at column 0, and the cells (rows, context)."""
+) -> tuple[History, np.ndarray]:
+    """Every sequence as a history of its own, which begins at column 0, and the cells (rows, context)."""
     rows = [table.rows[group.seq] for group in groups]
     cells = np.empty(shape, np.int64)
     for group, row in zip(groups, rows, strict=True):
         line = np.full(shape[1], row.cells[0])
         line[: len(row)] = row.cells
         cells[group.rows if shape[0] == tokens else group.first_token * shape[0] // tokens] = line
-    return ReadPlan(groups, rows, shape[1], [0] * len(rows)), cells
+    return History(groups, rows, shape[1], [0] * len(rows)), cells

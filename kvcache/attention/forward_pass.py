@@ -1,116 +1,75 @@
-"""The state of one forward pass: which tokens, where they are written, what is read."""
+"""One forward pass: where its tokens are placed and stored, and which layers have them.
+
+What it reads is planned in ``plan``.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
 from threading import get_ident
 
 import numpy as np
 
 import ml
-from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.calls import plan_calls
-from kvcache.attention.fixed_shapes import (
-    FixedPass,
-    GraphRows,
-    check_graph,
-    read_own,
-    tables_of,
-)
-from kvcache.attention.masks import KeptMask, build_mask
-from kvcache.attention.planned import PlannedLevel
-from kvcache.attention.read_plan import LowerBound, ReadPlan, plan_read, rows_seen
-from kvcache.attention.segments import KeptSegments, Segment
-from kvcache.attention.uploads import Reads, Uploads
-from kvcache.cache import InvalidRangeError, Mask, NotSupportedError, OrderError
+from kvcache.attention.batch import SequenceTokens, check_tensors
+from kvcache.attention.fixed_shapes import GraphRows, check_graph
+from kvcache.attention.plan import ReadPlan
+from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError, check_context
+from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable
-from kvcache.storage.device_copies import HostArray, OnDevices, near
+from kvcache.storage.device_copies import HostArray
 from kvcache.storage.layer_buffers import LayerBuffers
+from kvcache.storage.layer_shape import ExtraSpec, LayerShape, latent_dim
+
+Extras = Mapping[str, ml.Tensor]
+
+TOGETHER = 16
+"""Sequences with a token each from which on it takes less time to place them together than one by one."""
+
+_stamps = itertools.count(2, 2)
 
 
-@dataclass(slots=True, weakref_slot=True)
 class ForwardPass:
-    """One pass over a batch, between two ``start_forward`` calls.
+    """One pass over a batch, between two ``start_forward`` calls."""
 
-    Masks and index tensors are made when they are first asked for, and then serve all layers.
-    """
+    __slots__ = (
+        "_loaded", "_targets", "_whole", "cells", "groups", "layers", "reading", "reserve", "run",
+        "slots", "slots_for", "stamp", "storable", "table", "thread", "tokens",
+    )  # fmt: skip
 
-    table: CellTable
-    config: ml.CacheConfig
-    lower: LowerBound | None
-    tokens: int
-    groups: list[SequenceTokens]
-    cells: int | np.ndarray | None
-    """Where the batch is written, in its own order: the first of a run, or one cell per token.
+    def __init__(
+        self, reading: ReadPlan, cells: int | np.ndarray | None, *, reserve: bool = False,
+        stamp: int | None = None,
+    ) -> None:  # fmt: skip
+        """``cells`` is where the batch is written, in its own order: the first of a run, or one per token.
 
-    None where nothing is written.
-    """
-    layers: Mapping[int, LayerBuffers]
-    """All that the cache stores."""
-    reserve: bool = False
-    stamp: int = field(default_factory=itertools.count(2, 2).__next__)
-    """What ``put`` gives to ``LayerBuffers.stamp``; layers with an earlier one are not to be read. Even."""
-    thread: int = field(default_factory=get_ident)
-    """Whose calls it takes."""
-    lifted: frozenset[int] = frozenset()
-    kept: KeptMask | None = None
-    """What the pass before left: the mask that this one may go on with."""
-    segmented: KeptSegments | None = None
-    """What is read, or what the pass before read, until this one is asked."""
-    fixed: FixedPass | None = None
-    """Slots and mask of this batch size, where shapes are fixed."""
-    run: int = field(init=False)
-    """The first cell of the run that the batch is written to, and nowhere else; -1 where it is none."""
-    run_stamp: int = field(init=False)
-    """``stamp`` where there is a run, else -1, below those of all layers."""
-    read_table: CellTable = field(init=False)
-    read_groups: list[SequenceTokens] = field(init=False)
-    """What reads are planned of: ``table`` and ``groups``, or others that hide some of what is stored."""
-    expected: Reads | None = None
-    """How the pass before was read; None: there was none."""
-    _uploads: Uploads | None = None
-    _targets: HostArray | None = None
-    _reading: ReadPlan | None = None
-    _seen: tuple[HostArray, HostArray | None] | None = None
-    ready: tuple[ReadPlan, Mask] = field(init=False, repr=False, compare=False)
-    ready_for: ml.Context | None = None
-    """The context that ``shared`` was last called with, and what it gave; None: it has to be called."""
-    _shared: tuple[ReadPlan, Mask | OnDevices | HostArray] | None = None
-    _loaded: bool = False
-    """Whether the tensors of fixed shapes were given what is this pass's."""
-    _worth: int | None = None
-    _levels: list[PlannedLevel] | None = None
-    _plan: ml.RaggedPlan | None = None
-    _asked: Reads = field(default_factory=Reads)
-    """What was asked for, not merely foreseen."""
-    _unfit: list[tuple[np.ndarray, HostArray | None]] = field(default_factory=list)
-    """Free cells that are going to be read, and have to be blanked before."""
-    _whole: bool = False
-
-    def __post_init__(self) -> None:
-        self.run = self.cells if isinstance(self.cells, int) and self.fixed is None else -1
-        self.run_stamp = self.stamp if self.run >= 0 else -1
-        self.read_table, self.read_groups = self.table, self.groups
-
-    @property
-    def uploads(self) -> Uploads:
-        """What the host makes for the pass, on its way to devices."""
-        if self._uploads is None:
-            self.upload_with(Uploads())
-            assert self._uploads is not None
-        return self._uploads
-
-    def upload_with(self, uploads: Uploads) -> None:
-        """Let it go with what ``uploads`` has; nothing was made for the pass yet."""
-        self._uploads = uploads
-        uploads.serve(self)
+        None where nothing is written.
+        """
+        self.reading, self.cells, self.reserve = reading, cells, reserve
+        self.table, self.layers = reading.table, reading.layers
+        self.groups, self.tokens = reading.groups, reading.tokens
+        self.thread = get_ident()
+        """Whose calls it takes."""
+        self.stamp = next(_stamps) if stamp is None else stamp
+        """What ``put`` gives to ``LayerBuffers.stamp``, even; layers with an earlier one are not read."""
+        scattered = isinstance(cells, np.ndarray) and reading.fixed is None
+        self.run = cells if isinstance(cells, int) and reading.fixed is None else -1
+        """The first cell of the run that the batch is written to, and nowhere else; -1 where it is none."""
+        self.storable = self.stamp if self.run >= 0 or scattered else -1
+        """``stamp`` where all layers store in the same cells; else -1, below those of all layers."""
+        self.slots: ml.Tensor
+        """All cells of the batch, which lie scattered, for a put in the context ``slots_for``."""
+        self.slots_for: ml.Context | None = None
+        self._targets: HostArray | None = reading.uploads.add(cells) if scattered else None
+        self._loaded = False
+        """Whether the tensors of fixed shapes were given what is this pass's."""
+        self._whole = False
 
     def begin(self) -> None:
         self.table.placed = None
-        if self.cells is not None and self.fixed is None:
+        if self.cells is not None and self.reading.fixed is None:
             self.table.placed = self.stamp, self.cells, self.tokens
 
     @property
@@ -118,19 +77,7 @@ class ForwardPass:
         """Whether the batch is queries only, and takes no cells."""
         return self.cells is None and not self.reserve
 
-    def on_fixed_shapes(self, known: dict[tuple[int, ...], FixedPass]) -> ForwardPass:
-        """This pass on the tensors of its batch size and tables, for ``fill``; by these in ``known``."""
-        tables = tables_of(self.config, self.table, self.groups, self.tokens)
-        key = self.tokens, *tables
-        found = known.get(key)
-        if found is None:
-            mask = self._rows(), tables[1]
-            found = known[key] = FixedPass(self.tokens, mask, self.config.mask_dtype, tables)
-        fixed = replace(self, fixed=found, _uploads=None)
-        if self._uploads is not None:
-            fixed.upload_with(self._uploads)
-        fixed.load()
-        return fixed
+    # Which layers have the tokens.
 
     def note_put(self, buffers: LayerBuffers) -> None:
         """A layer has the tokens of the pass now."""
@@ -145,7 +92,7 @@ class ForwardPass:
     def whole(self) -> bool:
         """Whether all layers that store anything have its tokens; what a graph has put is not known."""
         if not self._whole:
-            self._whole = self.cells is None or self.fixed is not None or self._is_put()
+            self._whole = self.cells is None or self.reading.fixed is not None or self._is_put()
         return self._whole
 
     def _is_put(self) -> bool:
@@ -163,7 +110,7 @@ class ForwardPass:
         not tell what it does.
         """
         stamps = [held.stamp for held in self.layers.values()]
-        if self.cells is None or (self.fixed is not None and max(stamps, default=0) < self.stamp):
+        if self.cells is None or (self.reading.fixed is not None and max(stamps, default=0) < self.stamp):
             return True
         return bool(stamps) and min(stamps) > self.stamp
 
@@ -225,25 +172,28 @@ class ForwardPass:
             if lacking is not None:
                 first = int(row.positions[lacking][0])
                 # What a window no longer has, the tokens from there on would lack.
-                begin = first if self.lower is None else f"resume_point({group.seq}, {first})"
+                begin = first if self.reading.lower is None else f"resume_point({group.seq}, {first})"
                 raise OrderError(
                     f"{op}: layer {layer} lacks position {first} of sequence {group.seq}, as it was not put "
                     f"in the pass that stored the token; call remove({group.seq}, {begin}), and evaluate the "
                     "tokens from there on in all layers"
                 )
 
-    def reserved_mask(self, ctx: ml.Context) -> ml.Tensor:
-        """A mask over every cell, which hides none."""
-        return ctx.input().zeros((self._rows(), self.table.cells), self.config.mask_dtype)
+    # Fixed shapes.
 
-    def _rows(self) -> int:
-        """The rows of a mask of the whole batch, padding included."""
-        padding = self.config.mask_batch_padding
-        return -(-self.tokens // padding) * padding
+    def load(self) -> None:
+        """Put together what ``fill`` brings."""
+        reading = self.reading
+        assert reading.fixed is not None
+        first, slots = self.cells, None
+        if first is not None:
+            slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
+        reading.fixed.load(self, None if slots is None else reading.uploads.add(slots), *reading.tables())
+        self._loaded = True
 
     def fill(self, ctx: ml.Context) -> None:
         """Bring the tensors of fixed shapes to this pass, unless they are its own already."""
-        fixed = self.fixed
+        fixed = self.reading.fixed
         if fixed is None:
             return
         if fixed.owner is not self or not self._loaded:
@@ -251,10 +201,16 @@ class ForwardPass:
         if not fixed.brought:
             fixed.bring([ctx.input(), *map(ctx.layer, self.layers)])
 
+    def lift(self, indices: frozenset[int]) -> None:
+        """Let the tokens at ``indices`` see those after them, too."""
+        self.reading.lift(indices)
+        self._loaded = False
+
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
         if self.read_only:
             raise OrderError("graph_rows: this pass is read-only, and a graph writes; read it by get")
-        if self.fixed is None:
+        fixed = self.reading.fixed
+        if fixed is None:
             raise NotSupportedError(
                 "graph_rows: this pass has no fixed shapes; set_config with fixed_context, and start a pass "
                 "without reserve"
@@ -264,27 +220,10 @@ class ForwardPass:
         self.fill(ctx)
         self.note_put(buffers)
         key, value = buffers.read_as_configured(ctx, 0, self.table.cells)
-        slots, mask, cells = self.fixed.on(ctx.layer(layer))
+        slots, mask, cells = fixed.on(ctx.layer(layer))
         return GraphRows(key, value, slots, cells, mask)
 
-    def load(self) -> None:
-        """Put together what ``fill`` brings."""
-        assert self.fixed is not None
-        first, host = self.cells, self.uploads
-        slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
-        reading, own = read_own(self.read_table, self.read_groups, self.tokens, self.fixed.tables)
-        padding = self.config.mask_batch_padding
-        mask = host.add(reading.mask(self.tokens, self.lower, self.lifted, padding), self.config.mask_dtype)
-        self.fixed.load(self, None if slots is None else host.add(slots), mask, host.add(own))
-        self._loaded = True
-
-    def own_cells(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor] | None:
-        """Cells (rows, context) and mask where each token reads its own sequence's; None: not so here."""
-        if self.fixed is None:
-            return None
-        self.fill(ctx)
-        _, mask, cells = self.fixed.on(ctx)
-        return cells, mask
+    # Storing and reading back.
 
     def write(self, ctx: ml.Context, buffers: LayerBuffers, new: Sequence[ml.Tensor]) -> None:
         """Store what is ``new``, of the batch, in its cells; in the order of ``LayerBuffers.stored``.
@@ -292,116 +231,36 @@ class ForwardPass:
         Where it is not known yet what else goes to the device, cells that lie scattered are written run by
         run: they go there with the rest, for further layers.
         """
-        if isinstance(self.cells, int) and self.fixed is None:
-            buffers.write(ctx, self.cells, new)
-            return
-        known = self.expected is not None or self.fixed is not None
-        if known or not self.uploads.pending(ctx):
+        reading = self.reading
+        if (
+            self.run >= 0
+            or reading.fixed is not None
+            or reading.expected is not None
+            or not reading.uploads.pending(ctx)
+        ):
             buffers.write(ctx, self.targets(ctx), new)
-            return
-        cells = self._targeted()
-        cuts = np.flatnonzero(np.diff(cells) != 1) + 1
-        for begin, end in itertools.pairwise([0, *cuts.tolist(), self.tokens]):
-            buffers.write(ctx, int(cells[begin]), [one.slice(ctx, 0, begin, end) for one in new])
+        else:
+            cells = self.cells
+            assert isinstance(cells, np.ndarray)
+            cuts = np.flatnonzero(np.diff(cells) != 1) + 1
+            for begin, end in itertools.pairwise([0, *cuts.tolist(), self.tokens]):
+                buffers.write(ctx, int(cells[begin]), [one.slice(ctx, 0, begin, end) for one in new])
 
     def targets(self, ctx: ml.Context) -> int | ml.Tensor:
         """The first cell of the run to write, or all cells as an I32 tensor."""
-        if self.fixed is not None:
+        if self.reading.fixed is not None:
             self.fill(ctx)
-            return self.fixed.on(ctx)[0]
-        if isinstance(self.cells, int):
-            return self.cells
-        self._targeted()
+            return self.reading.fixed.on(ctx)[0]
+        if self.run >= 0:
+            return self.run
         assert self._targets is not None
-        return self._targets.on(ctx)
+        self.slots, self.slots_for = self._targets.on(ctx), ctx
+        return self.slots
 
-    def _targeted(self) -> np.ndarray:
-        """The cells of the batch, which lie scattered; they go with the other arrays."""
-        assert isinstance(self.cells, np.ndarray)
-        if self._targets is None:
-            self._targets = self.uploads.add(self.cells)
-        return self.cells
-
-    def reads(self) -> Reads | None:
-        """How this pass was read so far; one that was not, or reserves, as it was expected."""
-        expected = self.expected
-        return expected if self.reserve or (expected is not None and not self._asked) else self._asked
-
-    def foresee(self, reads: Reads | None) -> None:
-        """Plan what ``reads`` says, so that all arrays go to a device together."""
-        if self.fixed is not None or reads is None:
-            return
-        if isinstance(self.cells, np.ndarray):
-            self._targeted()
-        if reads.shared and self._shared is None:
-            self._share()
-        if reads.rows:
-            self._make_seen()
-        if reads.worth is None:
-            return
-        if reads.levels and self._levels is None:
-            self._make_levels(reads.worth)
-        if reads.packers and self._plan is None:
-            plan = self._make_plan(reads.worth)
-            for kind, pack in reads.packers.items():
-                plan.lay(kind, pack)
-
-    def lift(self, indices: frozenset[int]) -> None:
-        self.lifted, self._loaded = indices, False
-        self.ready_for = self._shared = self._seen = self.segmented = self._levels = self._plan = None
-
-    def shared(self, ctx: ml.Context) -> tuple[ReadPlan, Mask]:
-        """What ``get`` reads: all groups together, arranged as the config says."""
-        self._asked.shared = True
-        self.fill(ctx)
-        reading, mask = self._shared or self._share()
-        if self._unfit:
-            self._blank(ctx)
-        found = reading, near(ctx, mask)
-        if self.fixed is None:
-            self.ready_for, self.ready = ctx, found
-        return found
-
-    def _share(self) -> tuple[ReadPlan, Mask | OnDevices | HostArray]:
-        reading = self._plan_rows()
-        found = self._shared = reading, self._mask(reading)
-        return found
-
-    def rows(self, ctx: ml.Context) -> ReadPlan:
-        """The rows of ``get``, without their mask."""
-        self._asked.rows = True
-        self.fill(ctx)
-        found = self._plan_rows()
-        self._make_seen()  # goes to devices with the rows themselves
-        if self._unfit:
-            self._blank(ctx)
-        return found
-
-    def _plan_rows(self) -> ReadPlan:
-        if self._reading is None:
-            self._reading = plan_read(self.read_table, self.read_groups, self.config.cache_padding)
-            if self._reading.index is None:
-                self._note_view(self._reading)
-            else:
-                self._reading.gather(self.uploads)
-        return self._reading
-
-    def seen_rows(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor | None]:
-        """I32 (tokens, 1) each: a row that the query sees, and where its rows are a range [first, stop).
-
-        The second is None where the rows of some query are no range, or shapes are fixed.
-        """
-        self.rows(ctx)
-        first, stop = (None if one is None else one.on(ctx).reshape(ctx, self.tokens, 1)
-                       for one in self._make_seen())  # fmt: skip
-        assert first is not None
-        return first, stop
-
-    def _make_seen(self) -> tuple[HostArray, HostArray | None]:
-        if self._seen is None:
-            first, stop = rows_seen(self._plan_rows(), self.tokens, self.lower, self.lifted)
-            self._seen = self.uploads.add(first), None if stop is None else self.uploads.add(stop)
-        return self._seen
+    def reserved_mask(self, ctx: ml.Context) -> ml.Tensor:
+        """A mask over every cell, which hides none."""
+        reading = self.reading
+        return ctx.input().zeros((reading.padded_tokens, self.table.cells), reading.config.mask_dtype)
 
     def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor:
         buffers, here = self.readable("get_extra", layer), ctx.layer(layer)
@@ -411,106 +270,156 @@ class ForwardPass:
             )
         if self.reserve:
             return buffers.read_extra(here, name, 0, self.table.cells)
-        reading = self.rows(ctx)
-        found = buffers.read_extra(here, name, reading.cells(here), reading.length)
+        self.fill(ctx)
+        history = self.reading.rows(ctx)
+        found = buffers.read_extra(here, name, history.cells(here), history.length)
         buffers.note_read()
         return found
 
-    def read_rows(
-        self, ctx: ml.Context, buffers: LayerBuffers, rows: ml.Tensor
-    ) -> tuple[ml.Tensor, ml.Tensor]:
-        """K and V of rows I32 (count,) of ``rows``: (count, heads, dim) each, copies."""
-        reading, count = self.rows(ctx), rows.shape[0]
-        where = reading.cells(ctx)
-        if not isinstance(where, int):
-            cells = where.rows(ctx, rows)
+
+def place(table: CellTable, groups: Sequence[SequenceTokens], tokens: int) -> int | np.ndarray:
+    """Take a cell for each of ``tokens`` tokens: the first cell of a run, or one per token.
+
+    In the batch's order. The table has as many free cells, and no sequence of ``groups`` holds the positions.
+    """
+    if len(groups) == 1 and isinstance(groups[0].rows, slice):
+        return _place_group(table, groups[0])
+    cells = np.empty(tokens, dtype=np.int64)
+    if len(groups) == tokens >= TOGETHER:
+        groups = _place_behind(table, groups, cells)
+    for group in groups:
+        chosen = _place_group(table, group)
+        cells[group.rows] = chosen if len(group) == 1 else group.spread(chosen)
+    first = int(cells[0])
+    return first if bool((cells == np.arange(first, first + tokens)).all()) else cells
+
+
+def _place_behind(
+    table: CellTable, groups: Sequence[SequenceTokens], cells: np.ndarray
+) -> Sequence[SequenceTokens]:
+    """Of groups of one token each those that the cell behind their sequence's last one is not free for."""
+    positions = np.concatenate([group.positions for group in groups])
+    chosen = table.append_each([group.seq for group in groups], positions)
+    cells[[group.first_token for group in groups]] = chosen
+    return [groups[number] for number in np.flatnonzero(chosen < 0).tolist()]
+
+
+def _place_group(table: CellTable, group: SequenceTokens) -> int | np.ndarray:
+    """Cells for a group's ascending positions, taken."""
+    count = group.positions.size
+    if count == 1 and (cell := table.append(group.seq, group.lowest)) is not None:
+        return cell
+    chosen = table.choose(group.seq, count)
+    if isinstance(chosen, int):
+        if group.is_run() and group.lowest > table.rows[group.seq].last:
+            table.take_run(group.seq, group.lowest, chosen, count)
         else:
-            cells = rows.add(ctx, ctx.full((1,), where, ml.DType.I32)) if where else rows
-        return buffers.read(ctx, cells, count)
+            table.take(group.seq, group.positions, np.arange(chosen, chosen + count))
+    else:
+        table.take(group.seq, group.positions, chosen)
+    return chosen
 
-    def segments(self, worth: int) -> list[Segment]:
-        """What the queries read; runs and shares of fewer cells than ``worth`` do not stand alone."""
-        return self._segmented(worth).found
 
-    def _segmented(self, worth: int) -> KeptSegments:
-        if self.segmented is None or self._worth != worth:
-            before, self._worth = (self.segmented if self._worth is None else None), worth
-            self.segmented = (
-                before.next(self.read_table, self.read_groups) if before and not self.lifted else None
-            )
-            if self.segmented is None:
-                table, groups = self.read_table, self.read_groups
-                self.segmented = KeptSegments.find(table, groups, self.lower, self.lifted, worth)
-        return self.segmented
+def put_layer(
+    ctx: ml.Context,
+    forward: ForwardPass,
+    storage: CellStorage,
+    layer: int,
+    key: ml.Tensor,
+    value: ml.Tensor | None,
+    v_dim: int | None,
+    extra: Extras | None,
+) -> None:
+    """What ``CausalCache.put`` does where the backend has no store of its own for it."""
+    buffers = fresh = storage.buffers.get(layer)
+    check_tensors("put", storage.backend, key=key, **({} if value is None else {"value": value}))
+    check_context("put", ctx, storage.backend)
+    if not (key.dtype.is_float and (value is None or value.dtype.is_float)):
+        told = key.dtype.name if value is None else f"{key.dtype.name} and {value.dtype.name}"
+        raise ml.DTypeError(f"put: keys and values in {told}; they must be of float dtypes")
+    fits = False
+    if buffers is not None and value is not None and v_dim is None and not extra:
+        fits = buffers.fits(forward.tokens, key.shape, value.shape)
+    if buffers is None or not fits:
+        shape = _checked(forward.tokens, key, value, v_dim, extra)
+        buffers = buffers or storage.allocate(ctx, layer, shape, key.dtype)
+        buffers.check(layer, shape, forward.tokens)
+    forward.check_replaceable("put", layer, buffers)
+    if not forward.reserve:
+        new = buffers.apart(ctx, (key,) if value is None else (key, value))
+        if extra:
+            new += _flat(ctx, buffers.shape, extra)
+        forward.write(ctx, buffers, new)
+        forward.note_put(buffers)
+    elif fresh is None:
+        buffers.touch(ctx.layer(layer))
+    storage.buffers[layer] = buffers  # last: a failed write fixes no shapes
 
-    def levels(self, ctx: ml.Context, worth: int) -> list[PlannedLevel]:
-        """The calls of attention of this pass; reading ``worth`` cells costs as much as a call does."""
-        self._asked.levels, self._asked.worth = True, worth
-        found = self._make_levels(worth) if self._levels is None else self._levels
-        if self._unfit:
-            self._blank(ctx)
-        return found
 
-    def _make_levels(self, worth: int) -> list[PlannedLevel]:
-        levels, padding = plan_calls(self.segments(worth), self.tokens, self.table, self.config, worth)
-        found = [PlannedLevel.of(self.uploads, level, self.config) for level in levels]
-        self._levels = found
-        if padding:
-            self._note(np.unique(np.concatenate([self.table.stale(*gap) for gap in padding])))
-        return found
+def put_stored_layer(
+    ctx: ml.Context,
+    forward: ForwardPass,
+    storage: CellStorage,
+    layer: int,
+    parts: Sequence[ml.Tensor],
+    activations: ml.DType,
+    v_dim: int | None,
+) -> None:
+    check_context("put_stored", ctx, storage.backend)
+    told = [(part.shape, part.dtype) for part in parts]
+    if any(shape[:1] != (forward.tokens,) for shape, _ in told):
+        raise InvalidRangeError(
+            f"put_stored: parts {[shape for shape, _ in told]}; each must be ({forward.tokens}, kv_heads, "
+            "width)"
+        )
+    shape = LayerShape.of_parts(storage.dtype, activations, told, v_dim)
+    buffers = storage.buffers.get(layer) or storage.allocate(ctx, layer, shape, activations)
+    buffers.check(layer, shape, forward.tokens)
+    forward.check_replaceable("put_stored", layer, buffers)
+    buffers.write_stored(ctx, forward.targets(ctx), tuple(parts))
+    forward.note_put(buffers)
+    storage.buffers[layer] = buffers
 
-    def plan(self, worth: int) -> ml.RaggedPlan:
-        """What the queries read, for a backend with one kernel for all."""
-        plan = self._make_plan(worth)
-        self._asked.worth, self._asked.packers = worth, plan.packers
-        return plan
 
-    def _make_plan(self, worth: int) -> ml.RaggedPlan:
-        if self._plan is None:
-            self._plan = self._segmented(worth).plan(self.tokens)
-            uploads = self.uploads
-            self._plan.upload = lambda array: uploads.add(array).on
-        return self._plan
+def _checked(
+    tokens: int, key: ml.Tensor, value: ml.Tensor | None, v_dim: int | None, extra: Extras | None
+) -> LayerShape:
+    """What a layer stores of such tensors; InvalidRangeError where they do not fit a batch of ``tokens``."""
+    given = {"key": key.shape} if value is None else {"key": key.shape, "value": value.shape}
+    heads = key.shape[1] if len(key.shape) > 1 else 0
+    if any(len(shape) != 3 or shape[:2] != (tokens, heads) for shape in given.values()):
+        told = " and ".join(f"{name} {shape}" for name, shape in given.items())
+        raise InvalidRangeError(
+            f"put: {told} for a batch of {tokens}; they must be (tokens, kv_heads, head_dim) and "
+            "(tokens, kv_heads, v_dim)"
+        )
+    own = tuple(_extra(tokens, name, extra[name]) for name in sorted(extra, key=str)) if extra else ()
+    dim = key.shape[2]
+    if value is None:
+        return LayerShape((heads, dim), (heads, latent_dim(dim, v_dim)), True, own)
+    if v_dim is not None:
+        raise InvalidRangeError(
+            f"put: v_dim={v_dim} beside values; it must be None, or the values must be left out"
+        )
+    return LayerShape((heads, dim), (heads, value.shape[2]), False, own)
 
-    def _note_view(self, reading: ReadPlan) -> None:
-        """The free cells of a view. And a little more: the next tokens' are to be blanked, too."""
-        start, stop = reading.start, reading.start + reading.length
-        if len(reading.rows) == 1 and isinstance(reading.columns[0], int) and not reading.columns[0]:
-            start += len(reading.rows[0])
-        if start < stop and self.table.stale(start, stop).size:
-            self._note(self.table.stale(start, stop + self.config.cache_padding))
 
-    def _note(self, cells: np.ndarray) -> None:
-        """Let free cells (ascending) be blanked before anything is read."""
-        if cells.size:
-            is_run = int(cells[-1]) - int(cells[0]) + 1 == cells.size
-            self._unfit.append((cells, None if is_run else self.uploads.add(cells)))
+def _flat(ctx: ml.Context, shape: LayerShape, extra: Extras) -> list[ml.Tensor]:
+    """Extras as they are stored, (tokens, 1, numbers) each."""
+    found = [extra[one.name].contiguous(ctx) for one in shape.extra]
+    return [x.reshape(ctx, x.shape[0], 1, one.size) for x, one in zip(found, shape.extra, strict=True)]
 
-    def _blank(self, ctx: ml.Context) -> None:
-        """Write zeros into free cells, which may hold NaN: a weight of 0 does not hide that."""
-        while self._unfit:
-            cells, scattered = self._unfit[0]
-            for layer, buffers in self.layers.items():
-                place = ctx.layer(layer)
-                where = int(cells[0]) if scattered is None else scattered.on(place)
-                buffers.blank(place, where, cells.size)
-            self.table.blank[cells] = True
-            del self._unfit[0]
 
-    def _mask(self, reading: ReadPlan) -> Mask | OnDevices | HostArray:
-        config, elided = self.config, reading.elided(self.lower, self.lifted)
-        if config.elide_mask and not isinstance(elided, bool):
-            return elided
-        shape, dtype = (self._rows(), reading.length), config.mask_dtype
-        if shape[0] == 1 and elided is None:
-            return OnDevices(lambda ctx: ctx.zeros(shape, dtype))  # a decoded token that sees everything
-        if self.lower is None and not self.lifted:
-            if self.kept is None or not self.kept.follow(self.uploads, reading):
-                self.kept = KeptMask.build(reading, shape[0], dtype)
-            if self.kept is not None:
-                return OnDevices(partial(self.kept.shown, length=reading.length))
-        large = build_mask(self.uploads, reading, shape, self.lower, self.lifted, dtype)
-        if large is not None:
-            return large
-        mask = reading.mask(self.tokens, self.lower, self.lifted, config.mask_batch_padding)
-        return self.uploads.add(mask, dtype)
+def _extra(tokens: int, name: object, tensor: ml.Tensor) -> ExtraSpec:
+    if not (isinstance(name, str) and name):
+        raise InvalidRangeError(
+            f"put: extra {name!r:.40}; its name must be a string of at least one character"
+        )
+    check_tensors("put", None, **{f"extra {name}": tensor})
+    shape = tensor.shape
+    if shape[:1] != (tokens,) or not math.prod(shape[1:]):
+        raise InvalidRangeError(
+            f"put: extra {name} {shape} for a batch of {tokens}; it must be (tokens, ...), with at least one "
+            "number per token"
+        )
+    return ExtraSpec(name, tuple(shape[1:]), tensor.dtype)

@@ -1,4 +1,4 @@
-"""Masks of a pass: ``ReadPlan.mask`` writes those of up to 1 MiB on the host, larger ones are made here.
+"""Masks of a pass: ``History.mask`` writes those of up to 1 MiB on the host, larger ones are made here.
 
 They are made where the backend keeps its tensors: what is filled is not written by the host first. A mask of
 512 tokens over 32k cells is 64 MiB, of which all but a triangle at its right edge is one value. Here the one
@@ -19,10 +19,10 @@ from typing import Self
 import numpy as np
 
 import ml
-from kvcache.attention.read_plan import (
+from kvcache.attention.history import (
     HIDDEN,
+    History,
     LowerBound,
-    ReadPlan,
     kept_entries,
     sees_all,
     unmask,
@@ -44,7 +44,7 @@ class KeptMask:
     Each step shows each of them one cell more: only those elements are written, whatever the length.
     """
 
-    def __init__(self, reading: ReadPlan, columns: list[int], rows: int, dtype: ml.DType) -> None:
+    def __init__(self, reading: History, columns: list[int], rows: int, dtype: ml.DType) -> None:
         self.start, self.columns, self._dtype = reading.start, columns, dtype
         self._shape = rows, reading.length + _SPARE
         self._sequences = [group.seq for group in reading.groups]
@@ -57,14 +57,14 @@ class KeptMask:
         """By device: the step, and the mask (rows, width), its first columns those of the history."""
 
     @classmethod
-    def build(cls, reading: ReadPlan, rows: int, dtype: ml.DType) -> KeptMask | None:
+    def build(cls, reading: History, rows: int, dtype: ml.DType) -> KeptMask | None:
         """None where the mask is small, or says more than that each token sees all of its sequence."""
         if len(reading.groups) < 2 or rows * reading.length * 4 <= KEEP_LIMIT or reading.index is not None:
             return None
         columns = _decoding(reading)
         return None if columns is None else cls(reading, columns, rows, dtype)
 
-    def follow(self, host: HostArrays, reading: ReadPlan) -> bool:
+    def follow(self, host: HostArrays, reading: History) -> bool:
         """Show each sequence its newest cell; False, and nothing changed, where more than that is to do."""
         sizes = [len(row) for row in reading.rows]
         width = self._shape[1]
@@ -102,7 +102,7 @@ class KeptMask:
         return tensor
 
 
-def _decoding(reading: ReadPlan) -> list[int] | None:
+def _decoding(reading: History) -> list[int] | None:
     """Where each row's run begins, if each group is one token that sees all of its row, and no more."""
     found = []
     for group, row, column in zip(reading.groups, reading.rows, reading.columns, strict=True):
@@ -135,7 +135,7 @@ class _Part:
 
 def build_mask(
     host: HostArrays,
-    reading: ReadPlan,
+    reading: History,
     shape: tuple[int, int],
     lower: LowerBound | None,
     lifted: frozenset[int],

@@ -16,7 +16,7 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.read_plan import LowerBound, is_behind, kept_entries, sees_all, visible
+from kvcache.attention.history import LowerBound, is_behind, kept_entries, sees_all, visible
 from kvcache.storage.cell_table import CellTable, Row
 
 GATHERING = 1.6

@@ -21,15 +21,12 @@ from threading import get_ident
 import numpy as np
 
 import ml
-from kvcache.attention import attend as attending
+from kvcache.attention.attend import Kernels, attend, check_select
 from kvcache.attention.batch import SequenceTokens, check_modes, check_query, split_batch
 from kvcache.attention.fixed_shapes import FixedPass, GraphRows
-from kvcache.attention.forward_pass import ForwardPass
-from kvcache.attention.layer_input import put_layer, put_stored_layer
-from kvcache.attention.placement import place
-from kvcache.attention.read_plan import LowerBound, ReadPlan, kept_entries
-from kvcache.attention.selected import attend_selected, check_select
-from kvcache.attention.uploads import Reads, Uploads
+from kvcache.attention.forward_pass import ForwardPass, place, put_layer, put_stored_layer
+from kvcache.attention.history import History, LowerBound, kept_entries
+from kvcache.attention.plan import ReadPlan, Reads, Uploads
 from kvcache.cache import (
     Batch,
     CacheDType,
@@ -141,6 +138,7 @@ class CausalCache(
         table = CellTable(cells, self._max_sequences)
         storage = CellStorage(backend, self._dtype, self._active, table, self._max_batch)
         self._table, self._buffers = storage.table, storage.buffers  # at hand for each put and get
+        self._kernels = Kernels(backend)
         self.snapshots.detach_all()
         self.snapshots.bind(storage, self._window())
 
@@ -215,10 +213,8 @@ class CausalCache(
         if reserve:
             check_modes(reserve, read_only)
             self._changed()
-            self._pass = ForwardPass(
-                self._table, self._active, lower, count, groups, None, self._buffers, reserve=True, stamp=-1,
-                expected=self._reads,
-            )  # fmt: skip
+            plan = ReadPlan(self.snapshots.storage, groups, count, lower)
+            self._pass = ForwardPass(plan, None, reserve=True, stamp=-1)
             return
         check_groups(self._table, groups, lower, read_only)
         if read_only:
@@ -242,22 +238,28 @@ class CausalCache(
         read_only: bool, together: Uploads | None,
     ) -> ForwardPass:  # fmt: skip
         """The next pass, whose tokens have their cells: there is room."""
-        table, layers, before, config = self._table, self._buffers, self._pass, self._active
+        table, before = self._table, self._pass
         if table.arrivals:  # it comes after what is on its way to its sequences, and into cells it may take
             table.join_arrivals(np.concatenate([table.rows[group.seq].cells for group in groups]))
-        if read_only:
-            stamp = 0 if before is None else before.stamp
-            forward = ForwardPass(table, config, lower, count, groups, None, layers, stamp=stamp)
-        else:
-            cells = place(table, groups, count)
-            forward = ForwardPass(table, config, lower, count, groups, cells, layers)
-            if before is not None:
-                forward.kept, forward.segmented = before.kept, before.segmented
-        forward.expected = self._reads if before is None else before.reads()
+        cells = None if read_only else place(table, groups, count)
+        fixed = None
+        if self._active.fixed_context:
+            fixed = FixedPass.of(self._fixed, self._active, table, groups, count)
+        plan = ReadPlan(self.snapshots.storage, groups, count, lower, fixed)
         if together is not None:
-            forward.upload_with(together)
-        if config.fixed_context:
-            forward = forward.on_fixed_shapes(self._fixed)
+            plan.upload_with(together)
+        if before is None or before.reserve:
+            plan.expected = self._reads
+        else:
+            plan.expected = before.reading.reads()
+        if read_only:
+            forward = ForwardPass(plan, None, stamp=0 if before is None else before.stamp)
+        else:
+            forward = ForwardPass(plan, cells)
+            if before is not None:
+                plan.follow(before.reading)
+        if fixed is not None:
+            forward.load()
             if together is None:
                 forward.fill(ctx)
         return forward
@@ -364,8 +366,8 @@ class CausalCache(
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        if self._pass is not None:
-            self._reads = self._pass.reads()
+        if self._pass is not None and not self._pass.reserve:
+            self._reads = self._pass.reading.reads()
         self._pass = None
         self._undo = None
 
@@ -381,7 +383,7 @@ class CausalCache(
             raise InvalidRangeError(
                 f"set_causal: except_={sorted(indices)}; the indices must be in 0 to {forward.tokens - 1}"
             )
-        before = forward.lifted
+        before = forward.reading.lifted
         forward.lift(indices)
         try:
             forward.fill(ctx)
@@ -417,9 +419,15 @@ class CausalCache(
             and value is not None
             and v_dim is None
             and not extra
-            and buffers.stamp <= forward.run_stamp
+            and buffers.stamp <= forward.storable
             and (store := buffers.store) is not None
-            and store.write(ctx, forward.run, forward.tokens, key, value)
+            and (
+                store.write(ctx, forward.run, forward.tokens, key, value)
+                if forward.run >= 0
+                else forward.slots_for is ctx
+                and (rows := buffers.row_store) is not None
+                and rows.write_rows(ctx, forward.slots, key, value)
+            )
         ):
             if buffers.absent is None:
                 buffers.stamp = forward.stamp
@@ -458,29 +466,31 @@ class CausalCache(
         buffers = self._buffers.get(self._layer)
         if buffers is None or buffers.stamp < forward.stamp or buffers.absent is not None:
             buffers = forward.readable("get", self._layer)
-        if forward.ready_for is ctx:
-            reading, mask = forward.ready
+        plan = forward.reading
+        if plan.ready_for is ctx:
+            history, mask = plan.ready
         else:
             check_context("get", ctx, self._bound("get"))
             if forward.reserve:
                 key, value = buffers.read_as_configured(ctx, 0, self._table.cells)
                 return key, value, forward.reserved_mask(ctx)
-            reading, mask = self._planned(ctx, forward)
+            history, mask = self._shared(ctx, forward)
         if buffers.stamp:  # as note_read
             buffers.stamp |= 1
-        if reading.index is None and (store := buffers.store) is not None:
-            found = store.read(ctx, reading.start, reading.length)
+        if history.index is None and (store := buffers.store) is not None:
+            found = store.read(ctx, history.start, history.length)
             if found is not None:
                 return found[0], found[1], mask
         place = ctx.layer(self._layer)
-        return (*buffers.read_as_configured(place, reading.cells(place), reading.length), mask)
+        return (*buffers.read_as_configured(place, history.cells(place), history.length), mask)
 
-    def _planned(self, ctx: ml.Context, forward: ForwardPass) -> tuple[ReadPlan, Mask]:
+    def _shared(self, ctx: ml.Context, forward: ForwardPass) -> tuple[History, Mask]:
         """What ``get`` reads, from rows that no other thread is changing."""
         if not self._calls.acquire(False):
             raise busy("get")
         try:
-            return forward.shared(ctx)
+            forward.fill(ctx)
+            return forward.reading.shared(ctx)
         finally:
             self._calls.release()
 
@@ -532,6 +542,12 @@ class CausalCache(
         buffers = self._buffers.get(self._layer)
         if buffers is None or buffers.stamp < forward.stamp or buffers.absent is not None:
             buffers = forward.readable("attend", self._layer)
+        plan = forward.reading
+        if plan.bound_to is ctx and select is None and sinks is None and type(scale) is float:
+            result = plan.bound(buffers, query, scale)
+            if result is not None:
+                buffers.note_read()
+                return result
         scale = check_query(ctx, self._backend, query, forward.tokens, buffers.shape.key, scale, sinks)
         if select is not None:
             check_select(forward.tokens, select)
@@ -539,12 +555,10 @@ class CausalCache(
             key, value = buffers.read(ctx, 0, self._table.cells)
             return nn.attention(ctx, query, key, value, forward.reserved_mask(ctx), scale, sinks)
         here = ctx.layer(self._layer)
-        if select is None:
-            found = attending.attend(here, forward, buffers, query, scale, sinks)
-        else:
-            found = attend_selected(here, forward, buffers, query, scale, sinks, select)
+        forward.fill(here)
+        result = attend(here, plan, self._kernels, buffers, query, scale, sinks, select)
         buffers.note_read()
-        return found if here is ctx else found.cast(ctx, found.dtype)
+        return result if here is ctx else result.cast(ctx, result.dtype)
 
     # Sequences.
 

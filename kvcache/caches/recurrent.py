@@ -17,7 +17,7 @@ from typing import Unpack
 
 import ml
 from kvcache.attention.batch import check_tensors, split_batch
-from kvcache.attention.uploads import Uploads
+from kvcache.attention.plan import Uploads
 from kvcache.cache import (
     Batch,
     CacheDType,

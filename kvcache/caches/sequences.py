@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.read_plan import LowerBound, check_sees
+from kvcache.attention.history import LowerBound, check_sees
 from kvcache.cache import (
     ExtraShiftFunction,
     InvalidBatchError,

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.forward_pass import ForwardPass
-from kvcache.attention.read_plan import LowerBound
+from kvcache.attention.history import LowerBound
 from kvcache.cache import CacheFullError, ExtraShiftFunction, ShiftFunction, check_whole
 from kvcache.caches.causal import CausalCache
 from kvcache.snapshots.attention import Window

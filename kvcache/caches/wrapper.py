@@ -19,7 +19,7 @@ from threading import get_ident
 from typing import Any, Protocol, Unpack, runtime_checkable
 
 import ml
-from kvcache.attention.uploads import Uploads
+from kvcache.attention.plan import Uploads
 from kvcache.cache import (
     Batch,
     Cache,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,7 +24,7 @@ class LayerBuffers:
     """
 
     __slots__ = (
-        "absent", "activations", "bytes_per_cell", "cells", "declined", "doubted", "extra", "key", "nbytes",
+        "absent", "activations", "bytes_per_cell", "cells", "doubted", "extra", "key", "nbytes",
         "permuted_v", "places", "read_dtype", "rotated", "row_store", "shape", "stamp", "store", "stored",
         "value", "whole",
     )  # fmt: skip
@@ -57,8 +56,6 @@ class LayerBuffers:
         numbers = key[0] * key[1] + (0 if shape.is_latent else value[0] * value[1])
         self.bytes_per_cell = max(1, numbers * self.read_dtype.itemsize)
         """Of what ``read`` gives, K and V together."""
-        self.declined = sys.maxsize
-        """The fewest segments that the backend's kernel for ragged batches declined; 0: it has none."""
         self.stamp = 0
         """``ForwardPass.stamp`` of the pass that was last put here; odd, one more: it was read since.
 

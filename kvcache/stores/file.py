@@ -1,9 +1,9 @@
 """A store in a folder on disk, shared safely by processes, whole after any crash.
 
-``put`` goes: with the folder's lock held, eviction; data and manifest into temporary files; then, with the
-lock held again: rename of the data, rename of the manifest. The manifest is what makes the entry exist.
-``get_into`` takes no lock: when what it read does not hold, it reads once more with the lock held, so that an
-eviction or another process's put on the way is never taken for damage.
+``put`` goes: with the folder's lock held, eviction, and a file that says how much room the entry takes; its
+bytes and their manifest into that; then, with the lock held again: a row of the index, and the rename that
+makes the entry exist. Reading takes no lock: an entry's file never changes. When what was read does not hold,
+it is read once more with the lock held, so that an entry that was put anew meanwhile is not dropped.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable
-from kvcache.stores.catalog import Catalog
+import numpy as np
+
+from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable, check_size
 from kvcache.stores.closing import Closing, InFlightCalls
 from kvcache.stores.digests import XXH3, Digests, check_digest
-from kvcache.stores.entries import BrokenEntryError, Entries
+from kvcache.stores.entries import Entries
 from kvcache.stores.errors import (
-    SnapshotCorruptError,
     StoreFullError,
     StoreReadOnlyError,
     StoreUnavailableError,
@@ -31,13 +31,16 @@ from kvcache.stores.errors import (
     translated,
 )
 from kvcache.stores.folder import Folder
-from kvcache.stores.lockfile import HeldLock
-from kvcache.stores.manifest import DATA, MANIFEST, Naming
+from kvcache.stores.index import Index
+from kvcache.stores.manifest import Naming
 from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys
-from kvcache.stores.streams import FileReader, VerifiedReader, write_all, write_digested
+from kvcache.stores.streams import BrokenEntryError, BytesReader, FileReader, write_all, write_digested
 
 __all__ = ["FileStore"]
 
+_PAUSE = 0.002
+"""Seconds between two looks for room that other writers take. Nobody waits at their files: what is evicted
+while it is open takes its room."""
 
 T = TypeVar("T")
 
@@ -45,7 +48,7 @@ T = TypeVar("T")
 class FileStore(Closing):
     """Entries as files of the folder ``path``, which is made where it is not there, for its user alone.
 
-    ``budget``: bytes of entries (``Stat.nbytes``; a manifest of some 150 bytes each is not counted) that
+    ``budget``: bytes of entries (``Stat.nbytes``; their manifests of 512 bytes each are not counted) that
     all processes together keep, those that are being written included; the least recently used go first.
     None: no limit. An entry that is larger is refused, and not read where one is there. With ``durable`` a
     put returns when its bytes are on the device; without, a crash of the machine (not of the process) may
@@ -80,7 +83,7 @@ class FileStore(Closing):
         self._in_flight = InFlightCalls()
         self._folder = Folder(self.path)
         self._entries = Entries(self._folder, self._naming, self.budget)
-        self._catalog = Catalog(self._folder, self.budget)
+        self._index = Index(self._folder, self.budget)
         if self._folder.writable:
             with translated("FileStore", self.path):
                 self._tidy()
@@ -98,15 +101,14 @@ class FileStore(Closing):
             self._check_writable("put")
             if self.budget is not None and nbytes > self.budget:
                 raise StoreFullError(f"put: {nbytes} bytes; the budget of {self.path} is {self.budget}")
-            with self._temporaries(nbytes) as (data, manifest):
+            with self._temporary(key, nbytes) as temporary:
                 digest = self._naming.start(key, nbytes)
-                write_digested(data.fd, views, digest)
-                encoded = self._naming.manifest(key, nbytes, digest.hexdigest()).encoded()
-                write_all(manifest.fd, [memoryview(encoded)])
+                write_digested(temporary.fd, views, digest)
+                manifest = self._naming.manifest(key, nbytes, digest.hexdigest())
+                write_all(temporary.fd, [memoryview(manifest.encoded())])
                 if self.durable:
-                    os.fsync(data.fd)
-                    os.fsync(manifest.fd)
-                return self._commit(key, nbytes, data, manifest)
+                    os.fsync(temporary.fd)
+                return self._commit(key, nbytes, temporary)
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
         check_keys(keys)
@@ -117,10 +119,7 @@ class FileStore(Closing):
         check_key(key)
         view = as_writable(buffer, "get_into")
         with self._call("get_into"):
-            found = self._attempt("get_into", key, lambda: self._entries.read(key, view))
-            if found:
-                self._used([key])
-            return found
+            return self._attempt("get_into", key, lambda: self._read_into(key, view))
 
     def view(self, key: str) -> memoryview | None:
         """The entry's bytes where they lie in the system's page cache, not copied; None: not there.
@@ -132,10 +131,12 @@ class FileStore(Closing):
         """
         check_key(key)
         with self._call("view"):
-            found = self._attempt("view", key, lambda: self._entries.map(key))
-            if found is not None:
+            if self._naming.keyed:
+                return self._attempt("view", key, lambda: self._copied(key))
+            view = self._attempt("view", key, lambda: self._entries.map(key))
+            if view is not None:
                 self._used([key])
-            return found
+            return view
 
     def reader(self, key: str) -> Reader | None:
         """See :class:`kvcache.stores.protocol.ReadingStore`.
@@ -145,15 +146,10 @@ class FileStore(Closing):
         check_key(key)
         with self._call("reader"):
             try:
-                found = self._entries.open(key)
+                reader = self._reader(key)
             except BrokenEntryError:
                 return None
-        if found is None:
-            return None
-        guard = functools.partial(translated, path=self.path)
-        digest = self._naming.start(key, found[1].nbytes)
-        reader = FileReader(*found, digest, guard, lambda: self._used([key]))
-        return VerifiedReader(reader) if self._naming.keyed else reader
+        return _verified(reader) if reader is not None and self._naming.keyed else reader
 
     def advise(self, keys: Sequence[str]) -> None:
         """See :class:`kvcache.stores.protocol.AdvisedStore`: the system reads into its page cache."""
@@ -163,8 +159,8 @@ class FileStore(Closing):
         with self._call("advise"):
             for key in keys:
                 with contextlib.suppress(BrokenEntryError):  # who reads it finds out
-                    if (found := self._entries.open(key)) is not None:
-                        with os.fdopen(found[0], "rb") as data:
+                    if (entry := self._entries.open(key)) is not None:
+                        with os.fdopen(entry[0], "rb") as data:
                             os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def prefix(self, keys: Sequence[str]) -> int:
@@ -178,27 +174,22 @@ class FileStore(Closing):
         check_key(key)
         with self._call("delete"):
             self._check_writable("delete")
-            stem = self._naming.stem(key)
-            with self._folder.locked() as held, self._catalog.changing(held, [stem]):
-                return self._catalog.remove(stem)
+            with self._index.locked():
+                return self._index.remove(self._naming.stem(key))
 
     def usage(self) -> Usage:
         """What is there now, of all processes; the counts of events are those of this object.
 
         In a folder that is read-only: the entries of this store's digest.
         """
-        with self._call("usage"), self._settled() as held:
-            if held is None:
-                entries, nbytes = self._counted()
-            else:
-                state = self._catalog.refresh(held)
-                entries, nbytes = state.entries, state.nbytes
-            catalog = self._catalog
-            return Usage(entries, nbytes, self.budget, catalog.evicted, catalog.dropped, catalog.swept)
+        with self._call("usage"), self._settled() as locked:
+            entries, nbytes = self._index.totals() if locked else self._counted()
+            index = self._index
+            return Usage(entries, nbytes, self.budget, index.evicted, index.dropped, index.swept)
 
     def close(self) -> None:
         if self._in_flight.close():
-            self._catalog.close()
+            self._index.close()
             self._folder.close()
 
     # Reading.
@@ -207,104 +198,107 @@ class FileStore(Closing):
         """They become the most recently used, the first most of all."""
         if not keys:
             return
-        for key, time in zip(reversed(keys), self._folder.times(len(keys)), strict=True):
-            self._folder.touch(self._naming.stem(key) + MANIFEST, time)
+        for key, moment in zip(reversed(keys), self._folder.lock.times(len(keys)), strict=True):
+            self._folder.touch(self._naming.stem(key), moment)
 
     def _stat(self, key: str) -> Stat | None:
         try:
-            return self._entries.stat(key)
+            return self._attempt("stat", key, lambda: self._entries.stat(key))
         except BrokenEntryError:
-            pass
-        with self._settled() as held:
-            try:
-                return self._entries.stat(key)
-            except BrokenEntryError:
-                self._drop(key, held)
-                return None
+            return None
+
+    def _reader(self, key: str) -> FileReader | None:
+        entry = self._entries.open(key)
+        if entry is None:
+            return None
+        digest = self._naming.start(key, entry[1].nbytes)
+        return FileReader(
+            entry, digest, functools.partial(translated, path=self.path), lambda: self._used([key])
+        )
+
+    def _read_into(self, key: str, view: memoryview) -> bool:
+        reader = self._reader(key)
+        if reader is None:
+            return False
+        with contextlib.closing(reader):
+            check_size("get_into", view, key, reader.left)
+            reader.fill([view])
+        return True
+
+    def _copied(self, key: str) -> memoryview | None:
+        reader = self._reader(key)
+        return None if reader is None else _loaded(reader).data
 
     def _attempt(self, op: str, key: str, read: Callable[[], T]) -> T:
-        """Read, and once more with the lock: nobody changes anything then, what does not hold is damaged."""
+        """Read, and once more with the lock, with which nobody changes anything: what does not hold goes."""
         try:
             return read()
         except BrokenEntryError:
             pass
-        with self._settled() as held:
+        with self._settled() as locked:
             try:
                 return read()
             except BrokenEntryError as error:
-                self._drop(key, held)
-                raise SnapshotCorruptError(f"{op}: {key} in {self.path}: {error}; it was dropped") from error
+                self._drop(key, locked)
+                raise BrokenEntryError(f"{op}: {key} in {self.path}: {error}; it was dropped") from error
 
-    def _drop(self, key: str, held: HeldLock | None) -> None:
+    def _drop(self, key: str, locked: bool) -> None:
         """Remove what does not hold, or go by it no more where nothing may be removed."""
-        stem = self._naming.stem(key)
-        try:
-            if held is not None:
-                with self._catalog.changing(held, [stem]):
-                    self._catalog.remove(stem)
-        except OSError as error:
-            if not is_read_only(error):
-                raise
-            held = None
-        if held is None:
+        if locked:
+            try:
+                self._index.remove(self._naming.stem(key))
+            except OSError as error:
+                if not is_read_only(error):
+                    raise
+                locked = False
+        if not locked:
             self._entries.refuse(key)
-        self._catalog.dropped += 1
+        self._index.dropped += 1
 
     # Writing.
 
     @contextlib.contextmanager
-    def _temporaries(self, nbytes: int) -> Iterator[tuple[_Temporary, _Temporary]]:
-        """Files for data and manifest; what has not been published at the end is removed."""
-        found: list[_Temporary] = []
+    def _temporary(self, key: str, nbytes: int) -> Iterator[_Temporary]:
+        """A file for the entry, for which there is room; removed in the end where it was not published."""
+        stem, temporary = self._naming.stem(key), None
+        while temporary is None:
+            with self._index.locked():
+                if self.budget is None or sum(self._index.pending) + nbytes <= self.budget:
+                    self._index.make_room(nbytes)
+                    temporary = _Temporary(*self._folder.create(stem, nbytes))
+            if temporary is None:
+                time.sleep(_PAUSE)
         try:
-            while not found:
-                with self._folder.locked() as held:
-                    others = self._folder.pending() if self.budget is not None else {}
-                    if self.budget is None or sum(others.values()) + nbytes <= self.budget:
-                        self._catalog.make_room(held, sum(others.values()) + nbytes)
-                        token = secrets.token_hex(16)
-                        for size in (nbytes, None):
-                            created = self._folder.create_temporary(token, size)
-                            found.append(_Temporary(*created))
-                if not found:
-                    self._folder.wait_for(next(iter(others)))
-            yield found[0], found[1]
+            yield temporary
         finally:
-            with contextlib.ExitStack() as closing:
-                for temporary in found:
-                    closing.callback(temporary.close)
-                for temporary in found:
-                    if not temporary.published:
-                        self._folder.discard(temporary.name)
+            temporary.close()
+            if not temporary.left_to_others:
+                self._folder.discard(temporary.name)
 
-    def _commit(self, key: str, nbytes: int, data: _Temporary, manifest: _Temporary) -> bool:
+    def _commit(self, key: str, nbytes: int, temporary: _Temporary) -> bool:
         stem = self._naming.stem(key)
-        with self._folder.locked() as held:
+        with self._index.locked():
             try:
                 if self._entries.stat(key) is not None:
                     return False
             except BrokenEntryError:
-                self._drop(key, held)
-            room = nbytes if self.budget is None else sum(self._folder.pending().values())
-            with self._catalog.changing(held, [stem], room=room):
-                (used,) = self._folder.times()
-                os.utime(manifest.fd, ns=(used, used))
-                try:
-                    self._publish(data, stem + DATA)
-                    self._publish(manifest, stem + MANIFEST)
-                except BaseException:
-                    with contextlib.suppress(OSError):  # who comes next looks at it again
-                        self._catalog.remove(stem)
-                    raise
-                self._catalog.add(stem, nbytes, used)
+                self._drop(key, locked=True)
+            self._index.make_room()
+            (used,) = self._folder.lock.times()
+            os.utime(temporary.fd, ns=(used, used))
+            try:
+                self._index.add(stem, nbytes, used)
+                self._folder.publish(temporary.name, stem)
+                temporary.close()  # with the lock held: what is evicted while it is open takes its room
+                if self.durable:
+                    self._folder.sync()
+            except BaseException:
+                temporary.left_to_others = True  # while it is there, whoever comes next looks at this entry
+                with contextlib.suppress(OSError):
+                    self._index.remove(stem)
+                    temporary.left_to_others = False
+                raise
             return True
-
-    def _publish(self, temporary: _Temporary, name: str) -> None:
-        self._folder.publish(temporary.name, name)
-        temporary.published = True
-        temporary.close()  # with the lock held: what is evicted while it is open takes its room
-        if self.durable:
-            self._folder.sync()
 
     # The rest.
 
@@ -317,26 +311,26 @@ class FileStore(Closing):
 
     def _tidy(self) -> None:
         """Clear away what the dead have left, and evict what exceeds the budget, in turn with others."""
-        with self._folder.locked() as held:
-            self._catalog.refresh(held, opening=True)
-            self._catalog.sweep()
+        with self._index.locked(opening=True):
+            pass
         more = True
         while more:
-            with self._folder.locked() as held:
-                more = self._catalog.trim(held)
+            with self._index.locked():
+                more = self._index.trim()
 
     @contextlib.contextmanager
-    def _settled(self) -> Iterator[HeldLock | None]:
-        """The folder's lock; None where this process may not take it, or not any more."""
+    def _settled(self) -> Iterator[bool]:
+        """The folder's lock; False where this process may not take it, or not any more."""
         with contextlib.ExitStack() as stack:
-            held = None
+            locked = False
             if self._folder.writable:
                 try:
-                    held = stack.enter_context(self._folder.locked())
+                    stack.enter_context(self._index.locked())
+                    locked = True
                 except OSError as error:
                     if not is_read_only(error):
                         raise
-            yield held
+            yield locked
 
     def _check_writable(self, op: str) -> None:
         if not self._folder.writable:
@@ -344,19 +338,32 @@ class FileStore(Closing):
 
     def _counted(self) -> tuple[int, int]:
         """How many entries there are, and their bytes, one by one."""
-        names = [name for name, _ in self._folder.entries() if name.endswith(MANIFEST)]
-        keys = [self._naming.key(name.removesuffix(MANIFEST)) for name in names]
-        found = [stat for key in keys if key is not None and (stat := self._stat(key)) is not None]
-        return len(found), sum(stat.nbytes for stat in found)
+        keys = [self._naming.key(stem) for stem, _ in self._folder.entries()]
+        stats = [stat for key in keys if key is not None and (stat := self._stat(key)) is not None]
+        return len(stats), sum(stat.nbytes for stat in stats)
 
 
 @dataclass(slots=True)
 class _Temporary:
     name: str
     fd: int
-    published: bool = False
+    left_to_others: bool = False
+    """Whether it stays when the put is over: it failed, and so did putting the index in order."""
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _loaded(reader: FileReader) -> np.ndarray:
+    """All of it, verified."""
+    data = np.empty(reader.left, np.uint8)
+    with contextlib.closing(reader):
+        reader.fill([data])
+    return data
+
+
+def _verified(reader: FileReader) -> Reader:
+    """Its bytes, of which nothing is handed out before all of them were verified."""
+    return BytesReader(reader.left, lambda: _loaded(reader))

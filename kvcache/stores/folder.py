@@ -3,9 +3,13 @@
 ::
 
     kvcache.lock     the lock between processes (see lockfile.py)
-    pages/           <stem>.safetensors and <stem>.json of each entry
-    writing/         <random>-data.tmp and <random>.tmp, entries being written
+    pages/           <stem>.entry of each entry: its bytes, then its manifest
+    changing/        <stem>.<random>.tmp: entries that are being written or removed
     index/           what all processes know of the entries together (see index.py); may be deleted
+
+An entry comes to ``pages`` from ``changing``, and goes by way of it: each time by one rename, so that it is
+whole or not there. A file in ``changing`` whose writer has let go of it tells whoever has the lock next of
+which entry somebody died before the index was in order.
 
 Names are always relative to an open directory and links are never followed, so that nothing placed in
 the folder leads out of it.
@@ -19,20 +23,15 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kvcache.stores.errors import is_read_only, translated
-from kvcache.stores.lockfile import LOCK, SAFE, STORE_FORMAT, HeldLock, LockFile, fcntl
-from kvcache.stores.manifest import DATA, MANIFEST, TEMPORARY
-from kvcache.stores.protocol import is_key
+from kvcache.stores.lockfile import LOCK, SAFE, STORE_FORMAT, LockFile, fcntl
+from kvcache.stores.manifest import ENTRY, MANIFEST_BYTES, TEMPORARY, is_stem
 
-__all__ = ["INDEX", "LOCK", "PAGES", "STORE_FORMAT", "WRITING", "Folder"]
+__all__ = ["CHANGING", "INDEX", "LOCK", "PAGES", "STORE_FORMAT", "Folder"]
 
-PAGES, WRITING, INDEX = "pages", "writing", "index"
-
-_PENDING = "-data"
-"""What the name of an entry's data ends in while they are written."""
+PAGES, CHANGING, INDEX = "pages", "changing", "index"
 
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 
@@ -42,17 +41,16 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._root = self._entries = self._writing = -1
+        self._root = self._entries = self._changing = -1
         with translated("FileStore", path):
             _make(path, 0o700)
             try:
                 self._root = os.open(path, _DIRECTORY)
-                self._lock = LockFile(self._root, path)
-                self.times, self.used_until = self._lock.times, self._lock.used_until
+                self.lock = LockFile(self._root, path)
                 self._entries = self._open_entries()
-                self.writable = self._lock.writable and os.access(PAGES, os.W_OK, dir_fd=self._root)
+                self.writable = self.lock.writable and os.access(PAGES, os.W_OK, dir_fd=self._root)
                 if self.writable:
-                    self._open_writing()
+                    self._open_changing()
             except BaseException:
                 self.close()
                 raise
@@ -61,175 +59,145 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        fds = [getattr(self, name, -1) for name in ("_root", "_entries", "_writing")]
-        self._root = self._entries = self._writing = -1
+        fds = [getattr(self, name, -1) for name in ("_root", "_entries", "_changing")]
+        self._root = self._entries = self._changing = -1
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
-        if hasattr(self, "_lock"):
-            self._lock.close()
+        if hasattr(self, "lock"):
+            self.lock.close()
 
     @property
     def vanished(self) -> bool:
         """Whether the folder was deleted behind the open directory."""
         return os.fstat(self._entries).st_nlink == 0 or os.fstat(self._root).st_nlink == 0
 
-    def locked(self) -> AbstractContextManager[HeldLock]:
-        """Keep all other processes and threads from changing entries. Not to be nested."""
-        return self._lock.held()
+    # Entries.
 
-    # Files of entries, by name.
-
-    def open_file(self, name: str) -> int:
+    def open_entry(self, stem: str) -> int:
         """To be read. OSError where it is not there, is a link, or is not a regular file."""
-        return _open_regular(name, self._entries)
+        return _open_regular(stem + ENTRY, self._entries)
 
-    def stat(self, name: str) -> os.stat_result:
+    def stat(self, stem: str) -> os.stat_result:
         """Of the name itself, not of what a link points to."""
-        return os.stat(name, dir_fd=self._entries, follow_symlinks=False)
+        return os.stat(stem + ENTRY, dir_fd=self._entries, follow_symlinks=False)
 
-    def touch(self, name: str, nanoseconds: int) -> None:
+    def touch(self, stem: str, nanoseconds: int) -> None:
         """Set when it was last used; nothing where it is gone or may not be changed."""
         times = (nanoseconds, nanoseconds)
         with contextlib.suppress(OSError):
-            os.utime(name, ns=times, dir_fd=self._entries, follow_symlinks=False)
+            os.utime(stem + ENTRY, ns=times, dir_fd=self._entries, follow_symlinks=False)
 
-    def remove(self, stem: str) -> bool:
-        """Remove an entry's files, the manifest first. False: there was no manifest."""
-        there = self._unlink(stem + MANIFEST)
-        self._unlink(stem + DATA)
-        return there
-
-    def publish(self, temporary: str, name: str) -> None:
-        """Make what was written a file of an entry. A folder of its name is moved aside."""
+    def publish(self, temporary: str, stem: str) -> None:
+        """Make what was written the entry. A folder of its name is moved aside."""
         try:
-            os.rename(temporary, name, src_dir_fd=self._writing, dst_dir_fd=self._entries)
+            os.rename(temporary, stem + ENTRY, src_dir_fd=self._changing, dst_dir_fd=self._entries)
         except OSError:
-            if not self._is_folder(name):
+            if not self._is_folder(stem):
                 raise
-            self._move_aside(name)
-            os.rename(temporary, name, src_dir_fd=self._writing, dst_dir_fd=self._entries)
+            self._move_aside(stem)
+            os.rename(temporary, stem + ENTRY, src_dir_fd=self._changing, dst_dir_fd=self._entries)
+
+    def withdraw(self, stem: str) -> str | None:
+        """Take an entry out; what it is called until it is discarded. None: there was none.
+
+        Of a link this is the link itself; a folder is moved aside.
+        """
+        if self._is_folder(stem):
+            self._move_aside(stem)
+            return None
+        name = _temporary(stem)
+        try:
+            os.rename(stem + ENTRY, name, src_dir_fd=self._entries, dst_dir_fd=self._changing)
+        except FileNotFoundError:
+            return None
+        return name
 
     def sync(self) -> None:
         """Wait until the names of entries are on the device."""
         os.fsync(self._entries)
 
     def entries(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Every name, and what it is (links not followed)."""
-        with os.scandir(self._entries) as found:
-            for item in found:
-                try:
-                    status = item.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                yield item.name, status
+        """The stem of every entry, and what its name is of (links not followed)."""
+        with os.scandir(self._entries) as items:
+            for item in items:
+                stem = item.name.removesuffix(ENTRY)
+                if stem + ENTRY == item.name and is_stem(stem):
+                    with contextlib.suppress(FileNotFoundError):
+                        yield stem, item.stat(follow_symlinks=False)
 
     @property
     def changed(self) -> int:
         """When the system last saw a name of an entry come or go, by its clock, in nanoseconds."""
         return os.fstat(self._entries).st_mtime_ns
 
-    def _unlink(self, name: str) -> bool:
-        """False: it was not there. A link is removed, not what it points to; a folder is moved aside."""
+    def _is_folder(self, stem: str) -> bool:
         try:
-            os.unlink(name, dir_fd=self._entries)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            if not self._is_folder(name):
-                raise
-            self._move_aside(name)
-        return True
-
-    def _move_aside(self, name: str) -> None:
-        aside = f"{name}.{secrets.token_hex(4)}.foreign"
-        os.rename(name, aside, src_dir_fd=self._entries, dst_dir_fd=self._entries)
-
-    def _is_folder(self, name: str) -> bool:
-        try:
-            return stat.S_ISDIR(self.stat(name).st_mode)
+            return stat.S_ISDIR(self.stat(stem).st_mode)
         except FileNotFoundError:
             return False
 
-    # Files being written.
+    def _move_aside(self, stem: str) -> None:
+        aside = f"{stem}{ENTRY}.{secrets.token_hex(4)}.foreign"
+        os.rename(stem + ENTRY, aside, src_dir_fd=self._entries, dst_dir_fd=self._entries)
 
-    def create_temporary(self, token: str, nbytes: int | None = None) -> tuple[str, int]:
-        """A new file to write, locked: as long as it is open nobody sweeps it. Call it with the lock held.
+    # What comes or goes.
 
-        ``token``: 32 random hex digits, the same for both files of an entry. ``nbytes``: of its data, which
-        have room from now on (``pending``); None: its manifest.
+    def create(self, stem: str, nbytes: int) -> tuple[str, int]:
+        """A file to write an entry of so many bytes, locked: as long as it is open it is a living writer's.
+
+        It has its size from the start, for others to see. Call it with the lock held.
         """
-        name = f"{token}{'' if nbytes is None else _PENDING}{TEMPORARY}"
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self._writing)
+        name = _temporary(stem)
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self._changing)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            if nbytes:
-                os.ftruncate(fd, nbytes)
+            os.ftruncate(fd, nbytes + MANIFEST_BYTES)
         except BaseException:
             os.close(fd)
             self.discard(name)
             raise
         return name, fd
 
-    def pending(self) -> dict[str, int]:
-        """The bytes of entries that are being written, by their files. Call it with the lock held."""
-        found = {}
-        for name in os.listdir(self._writing):  # noqa: PTH208
-            if name.endswith(_PENDING + TEMPORARY):
-                with contextlib.suppress(OSError):
-                    found[name] = os.stat(name, dir_fd=self._writing, follow_symlinks=False).st_size
-        return found
+    def changing(self) -> Iterator[tuple[str, str, int | None]]:
+        """What comes or goes: name, stem, and the bytes of the entry that somebody is writing.
 
-    def wait_for(self, data: str) -> None:
-        """Wait until whoever writes the data has ended; what the dead have left is removed.
-
-        By the manifest: data that are evicted meanwhile would take their room as long as they are open here.
+        None instead of them: whoever wrote or removed it has died. Call it with the lock held.
         """
-        manifest = data.replace(_PENDING, "")
-        try:
-            fd = _open_regular(manifest, self._writing)
-        except FileNotFoundError:  # published, or its writer has died before it was there
-            self.discard(data)
-        except OSError:
-            return
-        else:
+        for name in os.listdir(self._changing):  # noqa: PTH208
+            stem, _, token = name.removesuffix(TEMPORARY).rpartition(".")
+            if name != f"{stem}.{token}{TEMPORARY}" or not is_stem(stem):
+                continue
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            finally:
-                os.close(fd)
-            self.discard(manifest)
-            self.discard(data)
+                status = os.stat(name, dir_fd=self._changing, follow_symlinks=False)
+                alive = stat.S_ISREG(status.st_mode) and self._is_locked(name)
+            except FileNotFoundError:
+                continue
+            yield name, stem, max(0, status.st_size - MANIFEST_BYTES) if alive else None
 
-    def discard(self, temporary: str) -> None:
-        """Remove a file that was not published. What the system does not remove, the next to open sweeps."""
-        with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=self._writing)
-
-    def sweep(self) -> int:
-        """Remove what writers that died have left; how many files. Call it with the lock held."""
-        names = os.listdir(self._writing)  # noqa: PTH208
-        return sum(self._sweep(name, self._writing) for name in names)
-
-    def sweep_entry(self, name: str) -> bool:
-        """The same for a file that an earlier version of this package wrote among the entries."""
-        return self._sweep(name, self._entries)
-
-    def _sweep(self, name: str, where: int) -> bool:
-        stem, suffix = os.path.splitext(name)  # noqa: PTH122
-        if suffix != TEMPORARY or not is_key(stem):
+    def discard(self, name: str | None) -> bool:
+        """Remove what has not come, or is to go. What the system does not remove, others try to later."""
+        if name is None:
             return False
         try:
-            fd = _open_regular(name, where)
+            os.unlink(name, dir_fd=self._changing)
         except OSError:
             return False
+        return True
+
+    def _is_locked(self, name: str) -> bool:
+        """Also where this process cannot tell, as the file is another user's."""
+        try:
+            fd = _open_regular(name, self._changing)
+        except PermissionError:
+            return True
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(name, dir_fd=where)
-        except BlockingIOError:  # somebody is writing it
-            return False
+        except BlockingIOError:
+            return True
         finally:
             os.close(fd)
-        return True
+        return False
 
     # The index.
 
@@ -242,11 +210,11 @@ class Folder:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(INDEX, 0o700, dir_fd=self._root)
-            found = os.stat(INDEX, dir_fd=self._root, follow_symlinks=False)
-            same = os.path.samestat(found, path.lstat())
+            status = os.stat(INDEX, dir_fd=self._root, follow_symlinks=False)
+            same = os.path.samestat(status, path.lstat())
         except OSError:
             return None
-        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
         return path / name if same and mine else None
 
     def stat_index(self, name: str) -> os.stat_result:
@@ -255,7 +223,7 @@ class Folder:
     # Opening.
 
     def _open_folder(self, name: str) -> int:
-        if self._lock.writable:
+        if self.lock.writable:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self._root)
                 os.fsync(self._root)
@@ -267,18 +235,22 @@ class Folder:
             return self._open_folder(PAGES)
         except OSError as error:
             there = os.access(PAGES, os.F_OK, dir_fd=self._root)
-            if there or (self._lock.writable and not is_read_only(error)):
+            if there or (self.lock.writable and not is_read_only(error)):
                 raise
-            self._lock.writable = False
+            self.lock.writable = False
             return os.open(self.path, _DIRECTORY)
 
-    def _open_writing(self) -> None:
+    def _open_changing(self) -> None:
         try:
-            self._writing = self._open_folder(WRITING)
+            self._changing = self._open_folder(CHANGING)
         except OSError as error:
             if not is_read_only(error):
                 raise
             self.writable = False
+
+
+def _temporary(stem: str) -> str:
+    return f"{stem}.{secrets.token_hex(16)}{TEMPORARY}"
 
 
 def _open_regular(name: str, where: int) -> int:

@@ -1,57 +1,64 @@
 """What all processes know of a folder's entries together: their sizes, and which was used least recently.
 
-A table in SQLite, in the folder itself; each row is an entry's stem, its bytes, and when it was last known to
-be used. Only the files say what is stored: the index can be made anew from them at any time, and is where
-it does not agree with the lock file's count of changes, or is damaged, of another version, or not there.
+One table in SQLite, in the folder itself: the truth about what counts against the budget and what goes next.
+Each row is an entry's stem, its bytes, and when it was last known to be used. The entries' files have what
+is needed to make it anew (name, size, time of use), which is done where it is missing, damaged or of another
+version, after a restart of the machine, and after other programs changed files; they also say by themselves
+what they hold, so that whatever became of the index, nothing wrong is read.
 
 It is only read and written with the folder's lock held. It has a rollback journal and not a write-ahead log,
-which hosts that share a folder could not use together; and never waits for the device: after a crash of the
-machine it is made anew.
+which hosts that share a folder could not use together; and never waits for the device.
+
+A file's modification time is when its entry was last used. A hit moves it without telling the index, but
+only forward: the oldest entry that the index knows is looked at once more before it is evicted, and goes
+back into the queue when it was used since.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import heapq
 import os
 import sqlite3
 import stat
 import time
-import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
+from kvcache.stores.errors import is_read_only
 from kvcache.stores.folder import Folder
-from kvcache.stores.manifest import is_stem
+from kvcache.stores.lockfile import LAST_TIME
+from kvcache.stores.manifest import MANIFEST_BYTES, is_stem
 
-__all__ = ["Index", "IndexDamagedError", "Row", "State", "boot_id"]
+__all__ = ["Index"]
 
-VERSION: Final = 1
+VERSION: Final = 2
 NAME: Final = "entries.sqlite"
+LOOKED: Final = 1024
+"""Entries used since the index last saw them, which one eviction looks at in search of an older one."""
+AT_ONCE: Final = 512
+"""Entries that are evicted with the lock held, where opening finds more than the budget allows."""
+
 _SCHEMA: Final = (
-    "CREATE TABLE entries (stem TEXT PRIMARY KEY, nbytes INTEGER, used INTEGER, mark INTEGER) WITHOUT ROWID",
-    "CREATE TABLE state (record TEXT, mark INTEGER)",
-    "CREATE INDEX by_use ON entries (used, stem)",
+    "CREATE TABLE entries (stem TEXT PRIMARY KEY, nbytes INTEGER, used INTEGER) WITHOUT ROWID",
+    "CREATE TABLE totals (entries INTEGER, nbytes INTEGER, complement INTEGER, boot TEXT)",
+    "CREATE INDEX by_use ON entries (used, stem, nbytes)",
+    """CREATE TRIGGER came AFTER INSERT ON entries BEGIN
+    UPDATE totals SET
+        entries = entries + 1, nbytes = nbytes + new.nbytes, complement = complement - 1 - new.nbytes; END""",
+    """CREATE TRIGGER went AFTER DELETE ON entries BEGIN
+    UPDATE totals SET
+        entries = entries - 1, nbytes = nbytes - old.nbytes, complement = complement + 1 + old.nbytes; END""",
 )
-_ERRNO: Final = {
-    sqlite3.SQLITE_FULL: errno.ENOSPC,
-    sqlite3.SQLITE_READONLY: errno.EROFS,
-    sqlite3.SQLITE_PERM: errno.EACCES,
-    sqlite3.SQLITE_BUSY: errno.EBUSY,
-    sqlite3.SQLITE_LOCKED: errno.EBUSY,
-    sqlite3.SQLITE_PROTOCOL: errno.ENOLCK,
-    sqlite3.SQLITE_CANTOPEN: errno.EIO,
-    sqlite3.SQLITE_IOERR: errno.EIO,
-    sqlite3.SQLITE_NOMEM: errno.ENOMEM,
-    sqlite3.SQLITE_INTERRUPT: errno.EINTR,
-}
-"""SQLite's codes that say nothing of what the file holds."""
+"""SQLite does not notice a flipped bit: the numbers of ``totals`` add up to 0, and each row is compared with
+its entry's file before that goes."""
+
+T = TypeVar("T")
 
 
 class IndexDamagedError(Exception):
-    """The index is not there, not of this version, or does not hold together."""
+    """The index is not there, not of this version, does not hold together, or SQLite fails at it."""
 
 
 class Row(NamedTuple):
@@ -61,212 +68,296 @@ class Row(NamedTuple):
     nbytes: int
     used: int
 
-    @classmethod
-    def of(cls, found: tuple[object, ...]) -> Row:
-        """Of a row of the table. Its stem names a file that is removed: it must be a valid one."""
-        stem, nbytes, used, mark = found
-        if type(nbytes) is int and type(used) is int and isinstance(stem, str) and is_stem(stem):
-            row = cls(stem, nbytes, used)
-            if row.marked == found:
-                return row
-        raise IndexDamagedError(f"it has the entry {stem!r}, {nbytes!r}, {used!r}, {mark!r}")
-
-    @property
-    def marked(self) -> tuple[object, ...]:
-        """As a row of the table."""
-        return *self, _mark(f"{self.stem} {self.nbytes} {self.used}")
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What the index as a whole is of."""
-
-    changes: int
-    """The lock file's count, up to which it knows all changes."""
-    boot: str
-    """Since which start of which machine it has been written."""
-    names: int
-    """``Folder.changed``, when all changes of names were known: those of other programs are found by it."""
-    entries: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, found: tuple[object, ...] | None) -> State:
-        """Of the table's row."""
-        record, mark = found or ("", None)
-        if not isinstance(record, str) or mark != _mark(record):
-            raise IndexDamagedError(f"its state is {found!r}")
-        boot, *numbers = record.split()
-        changes, names, entries, nbytes = map(int, numbers)
-        return cls(changes, boot, names, entries, nbytes)
-
-    @property
-    def marked(self) -> tuple[object, ...]:
-        """As the table's row."""
-        record = f"{self.boot} {self.changes} {self.names} {self.entries} {self.nbytes}"
-        return record, _mark(record)
-
 
 class Index:
     """The index of a folder; in this process's memory where it cannot have a file there.
 
-    Raises IndexDamagedError where it is to be made anew by ``replace``, OSError where the system fails.
+    All but ``locked`` and ``close`` is called within ``locked``.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, budget: int | None) -> None:
+        self.budget = budget
+        self.evicted = self.dropped = self.swept = 0
         self._folder = folder
         self._db: sqlite3.Connection | None = None
-        self._of: tuple[int, ...] = ()
-        self._last: State | None = None
-        self._in_memory = False
+        self._file: tuple[int, ...] = ()
+        self._in_memory = self._all_known = False
+        self.pending: list[int] = []
+        """The bytes of each entry that somebody is writing."""
 
     def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:
-        db, self._db, self._last = getattr(self, "_db", None), None, None
+        db, self._db = getattr(self, "_db", None), None
         if db is not None:
             with contextlib.suppress(sqlite3.Error):
                 db.close()
 
-    def state(self, changes: int) -> State:
-        """As it is now, whoever has written it; ``changes``: the lock file's count.
-
-        To be asked first, each time that the lock is taken.
-        """
-        with _translated():
-            db = self._connected()
-            if self._last is None or self._last.changes != changes:
-                self._last = State.of(db.execute("SELECT * FROM state").fetchone())
-        return self._last
-
-    def by_use(self) -> Generator[Row]:
-        """All entries, the least recently used first. To be closed before anything is written."""
-        with _translated(), contextlib.closing(self._open_db().cursor()) as cursor:
-            yield from map(Row.of, cursor.execute("SELECT * FROM entries ORDER BY used, stem"))
-
-    def larger(self, nbytes: int) -> list[str]:
-        """The stems of entries of more bytes."""
-        with _translated():
-            found = self._open_db().execute(
-                "SELECT * FROM entries WHERE nbytes > ?", [min(nbytes, 2**63 - 1)]
-            )
-            return [Row.of(row).stem for row in found]
-
-    def write(
-        self, before: State, changes: int, names: int, gone: Mapping[str, bool], there: Sequence[Row]
-    ) -> State:
-        """All of it, or nothing: these entries are gone and those are there, as of this count of changes.
-
-        ``names`` as State has it. ``gone`` says of each whether it was there, and so must have a row: where
-        a page of the index is damaged SQLite may only not find it.
-        """
-        with _translated(), self._transaction() as db:
-            entries, nbytes = before.entries, before.nbytes
-            for stem in {*gone, *(row.stem for row in there)}:
-                if (found := _taken(db, stem)) is not None:
-                    entries, nbytes = entries - 1, nbytes - found.nbytes
-                elif gone.get(stem):
-                    raise IndexDamagedError(f"it does not have the entry {stem}")
-            for row in there:
-                db.execute("INSERT INTO entries VALUES (?, ?, ?, ?)", row.marked)
-                entries, nbytes = entries + 1, nbytes + row.nbytes
-            state = State(changes, before.boot, names, entries, nbytes)
-            db.execute("UPDATE state SET record = ?, mark = ?", state.marked)
-        self._last = state
-        return state
-
-    def replace(self, changes: int, names: int, rows: list[Row]) -> State:
-        """Make it anew, of these entries, which are sorted on the way."""
-        rows.sort()
-        state = State(changes, boot_id(), names, len(rows), sum(row.nbytes for row in rows))
-        self.close()
-        path = self._path()
-        if path is not None:
+    @contextlib.contextmanager
+    def locked(self, *, opening: bool = False) -> Iterator[None]:
+        """The folder's lock, and the index in step with the files. Not to be nested."""
+        lock, folder = self._folder.lock, self._folder
+        with lock.held():
+            known = lock.known
+            self._all_known = known == folder.changed
             try:
-                with _translated():
-                    self._replace_file(path, state, rows)
-                    self._connected()
-                return state
-            except (OSError, IndexDamagedError):  # no room, no locks: what is in memory is as right
-                self.close()
-        self._in_memory = True
-        self._db, self._of = _made(":memory:", state, rows), self._now_of()
-        return state
+                if (
+                    not known
+                    or self._in_memory
+                    or (opening and not self._all_known)
+                    or not self._usable(opening)
+                ):
+                    self._make_anew()
+                else:
+                    self._settle()
+                yield
+            finally:
+                # Names that other programs have changed stay unknown: who opens the folder looks at all.
+                if self._in_memory or self._all_known:
+                    with contextlib.suppress(OSError):
+                        lock.known = 0 if self._in_memory else folder.changed
+
+    def totals(self) -> tuple[int, int]:
+        """How many entries there are, and their bytes."""
+        with contextlib.suppress(IndexDamagedError, sqlite3.Error):
+            if self._db is not None:
+                return _totals(self._db)
+        self._make_anew()
+        assert self._db is not None
+        return _totals(self._db)
+
+    def make_room(self, nbytes: int = 0) -> None:
+        """Evict until there is room for ``nbytes`` beside all entries and those that are being written."""
+        self._evict(nbytes + sum(self.pending))
+
+    def trim(self) -> bool:
+        """Evict what exceeds the budget, or part of it. False: that was all.
+
+        First what is larger than the budget itself, which nobody reads: nothing else has to go for it.
+        """
+        if self.budget is None or self.totals()[1] <= self.budget:
+            return False
+        large = "SELECT stem, nbytes, used FROM entries WHERE nbytes > ? LIMIT ?"
+        limits = min(self.budget, 2**63 - 1), AT_ONCE
+
+        def evict_large(db: sqlite3.Connection) -> tuple[int, list[str]]:
+            victims = [_row(found) for found in db.execute(large, limits)]
+            return len(victims), self._withdraw(db, victims)
+
+        count, withdrawn = self._run(evict_large)
+        self._discard_evicted(withdrawn)
+        if not count:
+            self._evict(0, AT_ONCE)
+        return True
+
+    def add(self, stem: str, nbytes: int, used: int) -> None:
+        """Count an entry, which is published after that: if it is not, what is left in its place says so."""
+
+        def add(db: sqlite3.Connection) -> None:
+            _insert(db, [Row(stem, nbytes, used)])
+
+        self._run(add)
+
+    def remove(self, stem: str) -> bool:
+        """Delete an entry. False: it was not there."""
+        withdrawn = self._folder.withdraw(stem)
+        counted = self._run(lambda db: _delete(db, stem))
+        self._folder.discard(withdrawn)
+        if withdrawn is not None and not counted:  # of a damaged page SQLite may only not find it
+            self._make_anew()
+        return withdrawn is not None
+
+    # What to evict.
+
+    def _evict(self, room: int, most: int | None = None) -> None:
+        if self.budget is None:
+            return
+        budget = self.budget
+
+        def evict(db: sqlite3.Connection) -> list[str]:
+            victims, used_since = self._oldest(db, _totals(db)[1] + room - budget, most)
+            for row in used_since:
+                db.execute("UPDATE entries SET used = ? WHERE stem = ?", [row.used, row.stem])
+            return self._withdraw(db, victims)
+
+        if self.totals()[1] + room > budget:
+            self._discard_evicted(self._run(evict))
+
+    def _oldest(self, db: sqlite3.Connection, excess: int, most: int | None) -> tuple[list[Row], list[Row]]:
+        """What to evict; and what was looked at and stays, with its time of use."""
+        victims: list[Row] = []
+        later: list[tuple[int, str, int]] = []  # a heap: when it was used, stem, bytes
+        with contextlib.closing(db.cursor()) as cursor:
+            rows = map(_row, cursor.execute("SELECT stem, nbytes, used FROM entries ORDER BY used, stem"))
+            row = next(rows, None)
+            while excess > 0 and (most is None or len(victims) < most) and (row or later):
+                if later and (row is None or len(later) > LOOKED or later[0][0] <= row.used):
+                    used, stem, nbytes = heapq.heappop(later)
+                    victim = Row(stem, nbytes, used)
+                else:
+                    assert row is not None
+                    victim, row = row, next(rows, None)
+                    used = self._last_used(victim)
+                    if used > victim.used:
+                        heapq.heappush(later, (used, victim.stem, victim.nbytes))
+                        continue
+                victims.append(victim)
+                excess -= victim.nbytes
+        if excess > 0 and (most is None or len(victims) < most):
+            raise IndexDamagedError(f"it has {len(victims)} entries, and they are too small")
+        return victims, [Row(stem, nbytes, used) for used, stem, nbytes in later]
+
+    def _last_used(self, row: Row) -> int:
+        """0 where its file is gone, or is no entry's."""
+        try:
+            now = _entry(row.stem, self._folder.stat(row.stem))
+        except FileNotFoundError:
+            return 0
+        if now is not None and now.nbytes != row.nbytes:
+            raise IndexDamagedError(f"it says that {row.stem} has {row.nbytes} bytes")
+        return 0 if now is None else now.used
+
+    def _withdraw(self, db: sqlite3.Connection, rows: Sequence[Row]) -> list[str]:
+        """What the files are called until the index has forgotten them."""
+        withdrawn = [self._folder.withdraw(row.stem) for row in rows]
+        for row in rows:
+            if not _delete(db, row.stem):
+                raise IndexDamagedError(f"it does not have the entry {row.stem}")
+        return [name for name in withdrawn if name is not None]
+
+    def _discard_evicted(self, withdrawn: Sequence[str]) -> None:
+        for name in withdrawn:
+            self._folder.discard(name)
+        self.evicted += len(withdrawn)
+
+    # In step with the files.
+
+    def _usable(self, opening: bool) -> bool:
+        """Whether there is an index; of who opens the folder, one since this start of this machine."""
+        try:
+            db = self._connected()
+            return not opening or db.execute("SELECT boot FROM totals").fetchone() == (boot_id(),)
+        except (IndexDamagedError, sqlite3.Error, UnicodeDecodeError):
+            return False
+
+    def _settle(self) -> None:
+        """Look again at the entries of those who died before the index was in order."""
+        dead = self._look_for_writers()
+        if not dead:
+            return
+
+        def look_again(db: sqlite3.Connection) -> None:
+            for stem in {*dead.values()}:
+                _delete(db, stem)
+                with contextlib.suppress(FileNotFoundError):
+                    _insert(db, filter(None, [_entry(stem, self._folder.stat(stem))]))
+
+        self._run(look_again)
+        self.swept += sum(map(self._folder.discard, dead))
+
+    def _look_for_writers(self) -> dict[str, str]:
+        """Note what is being written; names and stems of what those who died left behind."""
+        dead = {}
+        self.pending = []
+        for name, stem, nbytes in self._folder.changing():
+            if nbytes is None:
+                dead[name] = stem
+            else:
+                self.pending.append(nbytes)
+        return dead
+
+    def _make_anew(self) -> None:
+        """The index, of what the files say; what is no entry is cleared away."""
+        self.close()
+        folder = self._folder
+        self.swept += sum(map(folder.discard, self._look_for_writers()))
+        before = folder.changed
+        rows = []
+        for stem, status in folder.entries():
+            row = _entry(stem, status)
+            if row is not None:
+                rows.append(row)
+            else:
+                self._clear(stem)
+        rows.sort()
+        folder.lock.used_until(max((row.used for row in rows), default=0))
+        self._db = self._made_anew(rows)
+        # What others changed meanwhile is not known, and what was cleared away looks the same.
+        self._all_known = folder.changed == before
+        with contextlib.suppress(OSError):
+            folder.lock.known = 0 if self._in_memory else before
+
+    def _clear(self, stem: str) -> None:
+        try:
+            self._folder.discard(self._folder.withdraw(stem))
+            self.dropped += 1
+        except OSError as error:
+            if not is_read_only(error):
+                raise
 
     # The database.
 
+    def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """``work`` in one transaction; once more on an index made anew where it does not hold together."""
+        try:
+            return self._transact(work)
+        except IndexDamagedError:
+            self._make_anew()
+            return self._transact(work)
+
+    def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        db = self._db
+        if db is None:
+            raise IndexDamagedError("it was closed")
+        try:
+            db.execute("BEGIN")
+            result = work(db)
+            db.execute("COMMIT")
+        except BaseException as error:
+            self.close()
+            # A damaged name, which is no text, is quoted in an error: Python cannot decode that.
+            if isinstance(error, (sqlite3.Error, UnicodeDecodeError)):
+                raise IndexDamagedError(str(error)) from error
+            raise
+        return result
+
     def _connected(self) -> sqlite3.Connection:
         """The connection; a new one in a forked child, and where another process has made the index anew."""
-        of = self._now_of()
-        if self._db is None or of != self._of:
+        file = self._identity()
+        if self._db is None or file != self._file:
             self.close()
-            path = self._path()
+            path = self._folder.index_path(NAME)
             if path is None:
-                raise IndexDamagedError("it was in the memory of another process")
-            self._db, self._of = self._opened(path), of
+                raise IndexDamagedError("its folder is not this user's alone")
+            self._db, self._file = _checked(_connect(path)), file
         return self._db
 
-    def _open_db(self) -> sqlite3.Connection:
-        if self._db is None:
-            raise IndexDamagedError("it was closed")
-        return self._db
-
-    def _now_of(self) -> tuple[int, ...]:
+    def _identity(self) -> tuple[int, ...]:
         """What a connection is good for: this process, and this file."""
-        if self._in_memory:
-            return (os.getpid(),)
         try:
-            found = self._folder.stat_index(NAME)
+            status = self._folder.stat_index(NAME)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise IndexDamagedError("it is not there") from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise IndexDamagedError("it is no file")
-        return os.getpid(), found.st_dev, found.st_ino
+        return os.getpid(), status.st_dev, status.st_ino
 
-    def _path(self) -> Path | None:
-        return None if self._in_memory else self._folder.index_path(NAME)
-
-    def _opened(self, path: Path) -> sqlite3.Connection:
-        try:
-            with _translated():
-                return _checked(_connect(path))
-        except OSError as error:  # the system has no locks for it, say: it is not asked again
-            self._in_memory = True
-            raise IndexDamagedError(str(error)) from error
-
-    def _replace_file(self, path: Path, state: State, rows: Sequence[Row]) -> None:
-        anew = path.with_suffix(".new")
-        _remove(anew)
-        os.close(os.open(anew, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        _made(os.fspath(anew), state, rows).close()
-        _remove(path)  # with its journal, which a database of its name would take for its own
-        anew.rename(path)
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        db = self._open_db()
-        try:
-            db.execute("BEGIN IMMEDIATE")
-            yield db
-            db.execute("COMMIT")
-        except BaseException:
-            self.close()
-            raise
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """SQLite's errors as the system's, or as damage."""
-    try:
-        yield
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        # A damaged name, which is no text, is quoted in an error: Python cannot decode that.
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # Python's own have none
-        number = None if code == sqlite3.SQLITE_IOERR_SHORT_READ else _ERRNO.get(code & 0xFF)
-        if number is None:
-            raise IndexDamagedError(str(error)) from error
-        raise OSError(number, f"its index: {error}") from error
+    def _made_anew(self, rows: Sequence[Row]) -> sqlite3.Connection:
+        path = None if self._in_memory else self._folder.index_path(NAME)
+        if path is not None:
+            try:
+                anew = path.with_suffix(".new")
+                _remove(anew)
+                os.close(os.open(anew, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+                _made(os.fspath(anew), rows).close()
+                _remove(path)  # with its journal, which a database of its name would take for its own
+                anew.rename(path)
+                return self._connected()
+            except (OSError, sqlite3.Error, IndexDamagedError):  # no room, no locks
+                self.close()
+        self._in_memory = True
+        return _made(":memory:", rows)
 
 
 def _connect(path: str | Path) -> sqlite3.Connection:
@@ -287,22 +378,14 @@ def _checked(db: sqlite3.Connection) -> sqlite3.Connection:
         schema = {sql for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
         if version != VERSION or schema != set(_SCHEMA):
             raise IndexDamagedError(f"it is of version {version}, and this one is {VERSION}")
+        _totals(db)
     except BaseException:
         db.close()
         raise
     return db
 
 
-def _taken(db: sqlite3.Connection, stem: str) -> Row | None:
-    """Remove an entry's row; what it was, None where there was none."""
-    found = db.execute("SELECT * FROM entries WHERE stem = ?", [stem]).fetchone()
-    if found is None:
-        return None
-    db.execute("DELETE FROM entries WHERE stem = ?", [stem])
-    return Row.of(found)
-
-
-def _made(path: str, state: State, rows: Sequence[Row]) -> sqlite3.Connection:
+def _made(path: str, rows: Sequence[Row]) -> sqlite3.Connection:
     """A new database. Who dies on the way leaves a file that nobody takes for one."""
     db = _connect(path)
     try:
@@ -310,12 +393,15 @@ def _made(path: str, state: State, rows: Sequence[Row]) -> sqlite3.Connection:
             db.execute("PRAGMA journal_mode = OFF")
         db.execute("BEGIN")
         db.execute(f"PRAGMA user_version = {VERSION}")
-        entries, table, order = _SCHEMA
+        entries, totals, *rest = _SCHEMA
         db.execute(entries)
-        db.executemany("INSERT INTO entries VALUES (?, ?, ?, ?)", (row.marked for row in rows))
-        db.execute(order)
-        db.execute(table)
-        db.execute("INSERT INTO state VALUES (?, ?)", state.marked)
+        db.execute(totals)
+        db.executemany("INSERT INTO entries VALUES (?, ?, ?)", rows)
+        nbytes = sum(row.nbytes for row in rows)
+        totals_row = len(rows), nbytes, -len(rows) - nbytes, boot_id()
+        db.execute("INSERT INTO totals VALUES (?, ?, ?, ?)", totals_row)
+        for sql in rest:
+            db.execute(sql)
         db.execute("COMMIT")
     except BaseException:
         db.close()
@@ -323,14 +409,46 @@ def _made(path: str, state: State, rows: Sequence[Row]) -> sqlite3.Connection:
     return db
 
 
+def _totals(db: sqlite3.Connection) -> tuple[int, int]:
+    found = db.execute("SELECT entries, nbytes, complement FROM totals").fetchall()
+    if len(found) != 1 or not all(type(number) is int for number in found[0]) or sum(found[0]):
+        raise IndexDamagedError(f"its totals are {found}")
+    entries, nbytes, _ = found[0]
+    return entries, nbytes
+
+
+def _insert(db: sqlite3.Connection, rows: Iterator[Row] | Sequence[Row]) -> None:
+    for row in rows:
+        _delete(db, row.stem)
+        db.execute("INSERT INTO entries VALUES (?, ?, ?)", row)
+
+
+def _delete(db: sqlite3.Connection, stem: str) -> bool:
+    return db.execute("DELETE FROM entries WHERE stem = ?", [stem]).rowcount == 1
+
+
+def _row(found: tuple[object, ...]) -> Row:
+    """Of a row of the table. Its stem names a file that is removed: it must be a valid one."""
+    stem, nbytes, used = found
+    if type(nbytes) is int and type(used) is int and isinstance(stem, str) and is_stem(stem):
+        return Row(stem, nbytes, used)
+    raise IndexDamagedError(f"it has the entry {stem!r}, {nbytes!r}, {used!r}")
+
+
+def _entry(stem: str, status: os.stat_result) -> Row | None:
+    """Of an entry's file; None where it is none, or has not even the size of one."""
+    nbytes = status.st_size - MANIFEST_BYTES
+    return Row(stem, nbytes, _used(status)) if stat.S_ISREG(status.st_mode) and nbytes >= 0 else None
+
+
+def _used(status: os.stat_result) -> int:
+    """When the entry was last used; of a date that no use has given it nothing is known: it is the oldest."""
+    return status.st_mtime_ns if 0 <= status.st_mtime_ns < LAST_TIME else 0
+
+
 def _remove(path: Path) -> None:
     for name in (path, Path(f"{path}-journal")):
         name.unlink(missing_ok=True)
-
-
-def _mark(text: str) -> int:
-    """What is stored beside a row: SQLite itself does not notice a flipped bit."""
-    return zlib.crc32(text.encode("utf-8", "replace"))
 
 
 def boot_id() -> str:

@@ -1,12 +1,10 @@
-"""A store's lock between processes, and what those who hold it tell the next one.
+"""A store's lock between processes, and two numbers that they share.
 
 ::
 
-    kvcache.lock     16 bytes   "kvcache.store/1\\n"
-                      8 bytes   how often the entries have changed
+    kvcache.lock     16 bytes   "kvcache.store/2\\n"
                       8 bytes   the latest time of use that was given out, in nanoseconds
-                      8 bytes   the number of a change, and
-                      4 bytes   how many bytes follow: the stems of the entries that it changes, a line each
+                      8 bytes   ``Folder.changed`` as the index knows it; 0: the index is to be made anew
 
 Numbers are little-endian. The lock is ``flock``: the system lets go of it when a process dies.
 """
@@ -18,18 +16,17 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from kvcache.stores.errors import StoreUnavailableError, is_read_only
-from kvcache.stores.manifest import is_stem
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
-__all__ = ["LAST_TIME", "LOCK", "SAFE", "STORE_FORMAT", "HeldLock", "LockFile"]
+__all__ = ["LAST_TIME", "LOCK", "SAFE", "STORE_FORMAT", "LockFile"]
 
-STORE_FORMAT: Final = b"kvcache.store/1\n"
+STORE_FORMAT: Final = b"kvcache.store/2\n"
 LOCK: Final = "kvcache.lock"
 SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags for every file that is opened: no link is followed, no pipe waited for."""
@@ -37,51 +34,9 @@ SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, 
 LAST_TIME: Final = 1 << 62
 """Nanoseconds; the year 2116. A later time is damage."""
 
-_CHANGES: Final = len(STORE_FORMAT)
-_LATEST: Final = _CHANGES + 8
-_INTENT: Final = _LATEST + 8
-_LONGEST = 1 << 26
-"""Bytes of stems; a longer list is none of ours."""
-
-
-class HeldLock:
-    """The lock, held."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    @property
-    def changes(self) -> int:
-        """How often the entries have changed."""
-        return _number(self._fd, _CHANGES)
-
-    def announce(self, stems: Iterable[str]) -> int:
-        """To be called before files of these entries are changed, so that who dies on the way has said so.
-
-        Returns the number of the change.
-        """
-        number = (self.changes + 1) % 2**64
-        lines = "".join(f"{stem}\n" for stem in stems).encode("ascii")
-        record = number.to_bytes(8, "little") + len(lines).to_bytes(4, "little") + lines
-        # Only then the count: a record that was cut short is of a change that never began.
-        try:
-            _write(self._fd, record, _INTENT)
-        except OSError:  # the disk is full: who comes next looks at all entries
-            _write(self._fd, bytes(12), _INTENT)
-        _write(self._fd, number.to_bytes(8, "little"), _CHANGES)
-        return number
-
-    def announced(self) -> list[str] | None:
-        """What the latest change was of; None: whoever made it has not said so."""
-        head = os.pread(self._fd, 12, _INTENT)
-        length = int.from_bytes(head[8:], "little")
-        if len(head) < 12 or int.from_bytes(head[:8], "little") != self.changes:
-            return None
-        if length > min(_LONGEST, os.fstat(self._fd).st_size):
-            return None
-        lines = os.pread(self._fd, length, _INTENT + 12)
-        stems = lines.decode("ascii", "replace").splitlines()
-        return stems if len(lines) == length and all(map(is_stem, stems)) else None
+_LATEST: Final = len(STORE_FORMAT)
+_KNOWN: Final = _LATEST + 8
+_END: Final = _KNOWN + 8
 
 
 class LockFile:
@@ -97,7 +52,7 @@ class LockFile:
         self._mutex, self._timing = threading.Lock(), threading.Lock()
         self._latest = 0
         self.writable = True
-        self._fd = self._claim()  # for times of use, which need no lock
+        self._fd = self._claim()  # for the numbers: those of times need no lock
 
     def close(self) -> None:
         fd, self._fd = getattr(self, "_fd", -1), -1
@@ -105,7 +60,7 @@ class LockFile:
             os.close(fd)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[HeldLock]:
+    def held(self) -> Iterator[None]:
         """Keep all other processes and threads from changing entries. Not to be nested."""
         with self._mutex:
             # Opened anew each time: a lock belongs to the open file, which a fork would share.
@@ -113,12 +68,21 @@ class LockFile:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 try:
-                    yield HeldLock(fd)
+                    yield
                 finally:
                     _unlock(fd)
             finally:
                 with contextlib.suppress(OSError):  # as in _unlock
                     os.close(fd)
+
+    @property
+    def known(self) -> int:
+        """To be asked and set with the lock held."""
+        return self._number(_KNOWN)
+
+    @known.setter
+    def known(self, changed: int) -> None:
+        self._write(changed, _KNOWN)
 
     def times(self, count: int = 1) -> range:
         """Times of use in nanoseconds, each later than all that any process was given.
@@ -128,7 +92,7 @@ class LockFile:
         """
         with self._timing:
             with contextlib.suppress(OSError):
-                self._learn(_number(self._fd, _LATEST))
+                self._learn(self._number(_LATEST))
             first = max(time.time_ns(), self._latest + 1)
             self._note(first + count - 1)
         return range(first, first + count)
@@ -148,7 +112,13 @@ class LockFile:
     def _note(self, latest: int) -> None:
         self._latest = latest
         with contextlib.suppress(OSError):
-            _write(self._fd, latest.to_bytes(8, "little"), _LATEST)
+            self._write(latest, _LATEST)
+
+    def _number(self, at: int) -> int:
+        return int.from_bytes(os.pread(self._fd, 8, at), "little")
+
+    def _write(self, number: int, at: int) -> None:
+        os.pwrite(self._fd, number.to_bytes(8, "little"), at)
 
     # Opening.
 
@@ -193,14 +163,14 @@ class LockFile:
         if self.writable:
             fcntl.flock(fd, fcntl.LOCK_EX)
         try:
-            found = os.pread(fd, _LATEST, 0)
-            if not found:
+            begins = os.pread(fd, _LATEST, 0)
+            if not begins:
                 if self.writable:
-                    _write(fd, STORE_FORMAT + bytes(_INTENT - _CHANGES), 0)
-            elif not found.startswith(STORE_FORMAT):
+                    os.pwrite(fd, STORE_FORMAT + bytes(_END - _LATEST), 0)
+            elif begins != STORE_FORMAT:
                 raise StoreUnavailableError(
-                    f"FileStore: {self._path}/{LOCK} begins with {found[:16]!r}, not with {STORE_FORMAT!r}: "
-                    "the folder is not a store, or has another version"
+                    f"FileStore: {self._path}/{LOCK} begins with {begins!r}, not with {STORE_FORMAT!r}: the "
+                    "folder is not a store, or of another version; delete it or give another folder"
                 )
         finally:
             if self.writable:
@@ -214,13 +184,3 @@ def _unlock(fd: int) -> None:
     """
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-def _number(fd: int, at: int) -> int:
-    return int.from_bytes(os.pread(fd, 8, at), "little")
-
-
-def _write(fd: int, data: bytes, at: int) -> None:
-    while data:
-        count = os.pwrite(fd, data, at)
-        data, at = data[count:], at + count

@@ -1,4 +1,4 @@
-"""The manifest of one entry on disk: written last, it is what makes the entry exist."""
+"""The manifest of an entry on disk: the last 512 bytes of its file, which say what those before must be."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from kvcache.stores.digests import BLAKE3, XXH3, Digest, Digests, is_family
 from kvcache.stores.protocol import is_key
 
 __all__ = [
-    "DATA",
+    "ENTRY",
     "ENTRY_FORMAT",
-    "MANIFEST",
-    "MAX_BYTES",
+    "MANIFEST_BYTES",
     "TEMPORARY",
     "Manifest",
     "Naming",
@@ -22,16 +21,16 @@ __all__ = [
     "unkeyed_digest",
 ]
 
-ENTRY_FORMAT: Final = "kvcache.entry/1"
-DATA, MANIFEST, TEMPORARY = ".safetensors", ".json", ".tmp"
-"""What the names of data files, manifests and files not finished end in."""
-MAX_BYTES = 4096
-"""A manifest is far smaller; a larger file is something else."""
+ENTRY_FORMAT: Final = "kvcache.entry/2"
+ENTRY, TEMPORARY = ".entry", ".tmp"
+"""What the names of entries' files, and of those that come or go, end in."""
+MANIFEST_BYTES: Final = 512
+"""The longest manifest, of a key of 128 characters under a sealed digest, takes some 350."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the data file of ``key`` must be: ``nbytes`` bytes of this digest (hex) of an ``algorithm``.
+    """What the file of ``key`` begins with: ``nbytes`` bytes of this digest (hex) of an ``algorithm``.
 
     Where that is keyed, ``seal`` is the keyed digest of the manifest itself: nobody else can claim a size.
     """
@@ -50,14 +49,19 @@ class Manifest:
             self.algorithm: self.digest,
             **({} if self.seal is None else {"seal": self.seal}),
         }
-        return strict_json.encode(fields).encode("utf-8") + b"\n"
+        return strict_json.encode(fields).encode("ascii").ljust(MANIFEST_BYTES - 1) + b"\n"
 
     @classmethod
     def parse(cls, data: bytes, stem: str) -> Manifest:
-        """Raises ValueError for anything but the manifest of the entry whose files' names have this stem."""
+        """Raises ValueError for anything but the manifest of the entry whose file's name has this stem."""
         key, _, family = stem.partition(".")
         algorithm, sealed = BLAKE3 if family else XXH3, {"seal"} if family not in ("", BLAKE3) else set()
-        fields = strict_json.decode(data)
+        if len(data) != MANIFEST_BYTES:
+            raise ValueError(f"its manifest has {len(data)} bytes of {MANIFEST_BYTES}")
+        try:
+            fields = strict_json.decode(data)
+        except ValueError as error:
+            raise ValueError(f"its manifest is {error}") from error
         if not isinstance(fields, dict) or fields.keys() != {"format", "key", "nbytes", algorithm, *sealed}:
             raise ValueError("its manifest has other fields")
         if fields["format"] != ENTRY_FORMAT or fields["key"] != key:
@@ -77,8 +81,6 @@ class Naming:
         self._digests = digests
         self.keyed = digests.keyed
         self._suffix = "" if digests.name == XXH3 else f".{digests.family}"
-        if digests.keyed:  # not the names of entries whose manifests have no seal, of earlier versions
-            self._suffix = f".{BLAKE3}-{digests.start('sealed').hexdigest()[:16]}"
 
     def stem(self, key: str) -> str:
         """``<key>``, or ``<key>.<family>`` where the digest is not XXH3."""
@@ -100,11 +102,11 @@ class Naming:
 
     def parse(self, data: bytes, stem: str) -> Manifest:
         """As ``Manifest.parse``, and ValueError where the seal is not of this store's secret."""
-        found = Manifest.parse(data, stem)
-        seal = self._seal(found.key, found.nbytes, found.digest)
-        if seal is not None and not hmac.compare_digest(seal.encode(), (found.seal or "").encode()):
+        manifest = Manifest.parse(data, stem)
+        seal = self._seal(manifest.key, manifest.nbytes, manifest.digest)
+        if seal is not None and not hmac.compare_digest(seal.encode(), (manifest.seal or "").encode()):
             raise ValueError("its manifest was not written with this secret")
-        return found
+        return manifest
 
     def _seal(self, key: str, nbytes: int, digest: str) -> str | None:
         """None where digests are not keyed."""
@@ -113,7 +115,7 @@ class Naming:
 
 
 def is_stem(text: str) -> bool:
-    """Whether names of an entry's files may begin so."""
+    """Whether the name of an entry's file may begin so."""
     key, dot, family = text.partition(".")
     return is_key(key) and (not dot or is_family(family))
 

@@ -14,7 +14,7 @@ from kvcache.stores.buffers import Buffer, WritableBuffer, as_parts, as_writable
 from kvcache.stores.closing import Closing
 from kvcache.stores.errors import StoreClosedError, StoreFullError
 from kvcache.stores.protocol import Reader, Stat, Usage, check_budget, check_key, check_keys
-from kvcache.stores.streams import writable_bytes
+from kvcache.stores.streams import BytesReader
 
 __all__ = ["MemoryStore"]
 
@@ -23,25 +23,6 @@ __all__ = ["MemoryStore"]
 class _Entry:
     data: np.ndarray  # U8 (nbytes,), read-only
     last_used: float
-
-
-class _Reader:
-    """An entry's bytes, which nobody changes."""
-
-    def __init__(self, data: np.ndarray) -> None:
-        self._data, self.left = data, data.nbytes
-
-    def fill(self, buffers: Sequence[WritableBuffer]) -> None:
-        views, wanted = writable_bytes(buffers, self.left)
-        start = self._data.nbytes - self.left
-        for view in views:
-            if len(view):
-                np.copyto(np.frombuffer(view, np.uint8), self._data[start : start + len(view)])
-            start += len(view)
-        self.left -= wanted
-
-    def close(self) -> None:
-        self._data, self.left = self._data[:0], 0
 
 
 class MemoryStore(Closing):
@@ -115,7 +96,7 @@ class MemoryStore(Closing):
     def reader(self, key: str) -> Reader | None:
         """See :class:`kvcache.stores.protocol.ReadingStore`."""
         data = self._hit(key, "reader")
-        return None if data is None else _Reader(data)
+        return None if data is None else BytesReader(data.nbytes, lambda: data)
 
     def prefix(self, keys: Sequence[str]) -> int:
         check_keys(keys)

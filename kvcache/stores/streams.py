@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
+
 from kvcache.stores.buffers import WritableBuffer, as_writable
 from kvcache.stores.digests import Digest
 from kvcache.stores.errors import SnapshotCorruptError, StoreValueError
 from kvcache.stores.manifest import Manifest
 
-__all__ = ["FileReader", "VerifiedReader", "read_digested", "writable_bytes", "write_all", "write_digested"]
+__all__ = ["BrokenEntryError", "BytesReader", "FileReader", "check_digest", "write_all", "write_digested"]
 
 BLOCK = 1 << 19
 """Bytes; half of a common second-level cache."""
@@ -27,20 +29,7 @@ def write_digested(fd: int, parts: Sequence[memoryview], digest: Digest) -> None
         write_all(fd, batch)
 
 
-def read_digested(fd: int, view: memoryview, digest: Digest) -> int:
-    """Fill ``view`` from where the file stands; the bytes read, which are fewer at the file's end."""
-    done = 0
-    while done < len(view):
-        block = view[done : done + BLOCK]
-        count = os.readv(fd, [block])
-        if count == 0:
-            break
-        digest.update(block[:count])
-        done += count
-    return done
-
-
-def read_parts_digested(fd: int, views: Sequence[memoryview], digest: Digest) -> bool:
+def read_digested(fd: int, views: Sequence[memoryview], digest: Digest) -> bool:
     """Fill the views one after another from where the file stands; False where it ended before."""
     for batch in _batches(views):
         if not _read_all(fd, batch):
@@ -95,25 +84,29 @@ def write_all(fd: int, batch: list[memoryview]) -> None:
             batch[0] = batch[0][count:]
 
 
-class FileReader:
-    """See :class:`kvcache.stores.protocol.Reader`.
+class BrokenEntryError(SnapshotCorruptError):
+    """An entry's file is not what was put."""
 
-    ``digest`` is one that has seen no data yet; ``guard(op)`` makes the system's errors a store's; ``hit()``
-    is called for the last byte.
+
+class FileReader:
+    """An entry's bytes from its file: see :class:`kvcache.stores.protocol.Reader`.
+
+    ``entry`` is the open file and its manifest, ``digest`` one that has seen no data yet; ``guard(op)`` makes
+    the system's errors a store's; ``hit()`` is called for the last byte.
     """
 
     __slots__ = ("_digest", "_fd", "_guard", "_hit", "_manifest", "left")
 
     def __init__(
         self,
-        fd: int,
-        manifest: Manifest,
+        entry: tuple[int, Manifest],
         digest: Digest,
         guard: Callable[[str], AbstractContextManager[None]],
         hit: Callable[[], None],
     ) -> None:
-        self.left = manifest.nbytes
-        self._fd, self._manifest, self._digest, self._guard, self._hit = fd, manifest, digest, guard, hit
+        self._fd, self._manifest = entry
+        self.left = self._manifest.nbytes
+        self._digest, self._guard, self._hit = digest, guard, hit
 
     def __del__(self) -> None:
         self.close()
@@ -121,13 +114,12 @@ class FileReader:
     def fill(self, buffers: Sequence[WritableBuffer]) -> None:
         views, wanted = writable_bytes(buffers, self.left)
         with self._guard("fill"):
-            whole = read_parts_digested(self._fd, views, self._digest)
+            whole = read_digested(self._fd, views, self._digest)
         self.left -= wanted
         if not whole:
-            nbytes, key = self._manifest.nbytes, self._manifest.key
-            raise SnapshotCorruptError(f"fill: {nbytes} bytes of {key} were put, and fewer are there")
+            raise BrokenEntryError(f"{self._manifest.nbytes} bytes were put, and fewer are there")
         if not self.left:
-            self._check()
+            check_digest(self._manifest, self._digest)
             self._hit()
 
     def close(self) -> None:
@@ -135,39 +127,37 @@ class FileReader:
         if fd >= 0:
             os.close(fd)
 
-    def _check(self) -> None:
-        digest, manifest = self._digest.hexdigest(), self._manifest
-        if digest != manifest.digest:
-            raise SnapshotCorruptError(
-                f"fill: the digest of {manifest.key} is {digest}, and was {manifest.digest}"
-            )
 
+class BytesReader:
+    """Bytes in memory, which nobody changes: see :class:`kvcache.stores.protocol.Reader`.
 
-class VerifiedReader:
-    """See :class:`kvcache.stores.protocol.Reader`. Nothing is handed out before all of it was verified."""
+    ``load`` is called for them when the first are to be handed out.
+    """
 
-    __slots__ = ("_data", "_source", "left")
+    __slots__ = ("_data", "_load", "left")
 
-    def __init__(self, source: FileReader) -> None:
-        self.left, self._source = source.left, source
-        self._data: memoryview | None = None
+    def __init__(self, nbytes: int, load: Callable[[], np.ndarray]) -> None:
+        self.left, self._load = nbytes, load
+        self._data: np.ndarray | None = None
 
     def fill(self, buffers: Sequence[WritableBuffer]) -> None:
         views, wanted = writable_bytes(buffers, self.left)
         if self._data is None:
-            data = memoryview(bytearray(self.left))
-            self._source.fill([data])
-            self._source.close()
-            self._data = data
-        start = len(self._data) - self.left
+            self._data = self._load()
+        start = self._data.nbytes - self.left
         for view in views:
-            view[:] = self._data[start : start + len(view)]
+            if len(view):  # copied by NumPy, which lets go of the interpreter's lock
+                np.copyto(np.frombuffer(view, np.uint8), self._data[start : start + len(view)])
             start += len(view)
         self.left -= wanted
 
     def close(self) -> None:
-        self._source.close()
-        self._data, self.left = memoryview(b""), 0
+        self._data, self.left = np.empty(0, np.uint8), 0
+
+
+def check_digest(manifest: Manifest, digest: Digest) -> None:
+    if (now := digest.hexdigest()) != manifest.digest:
+        raise BrokenEntryError(f"the digest of {manifest.key} is {now}, and was {manifest.digest}")
 
 
 def writable_bytes(buffers: Sequence[WritableBuffer], left: int) -> tuple[list[memoryview], int]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvcache.attention.calls import StepReads
+from kvcache.views.step_reads import StepReads
 
 __all__ = [
     "Binned", "Block", "CellMap", "CellRun", "Facts", "Heading", "Kind", "MaskBlock", "NodeView",

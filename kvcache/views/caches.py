@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.attention.calls import StepReads, step_reads
 from kvcache.attention.forward_pass import ForwardPass
-from kvcache.attention.read_plan import plan_read
+from kvcache.attention.history import find_history
 from kvcache.cache import ClosedError, NotSupportedError, OrderError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
@@ -32,6 +31,7 @@ from kvcache.views.pictures import (
     StatesView,
     StateView,
 )
+from kvcache.views.step_reads import StepReads, step_reads
 
 
 def render_cache(cache: Any) -> CachePicture:
@@ -176,8 +176,9 @@ def look_at_mask(cache: Any) -> MaskPicture:
         raise OrderError("render: there is no current pass; call start_forward first")
     if forward.reserve:
         raise OrderError("render: the current pass reserves memory and stores nothing; it has no mask yet")
-    reading = plan_read(forward.read_table, forward.read_groups, forward.config.cache_padding)
-    mask = reading.mask(forward.tokens, forward.lower, forward.lifted, 1)
+    plan = forward.reading
+    reading = find_history(plan.table, plan.groups, plan.config.cache_padding)
+    mask = reading.mask(plan.tokens, plan.lower, plan.lifted, 1)
     queries: list[tuple[int, int]] = [(0, 0)] * forward.tokens
     for group in forward.groups:
         rows = np.arange(forward.tokens)[group.rows].tolist()

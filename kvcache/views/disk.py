@@ -17,8 +17,8 @@ import numpy as np
 
 from kvcache.prefix.tree_entry import span_of
 from kvcache.stores.errors import SnapshotCorruptError, StoreUnavailableError
-from kvcache.stores.folder import LOCK, PAGES, STORE_FORMAT, WRITING
-from kvcache.stores.manifest import DATA, MANIFEST, MAX_BYTES, TEMPORARY, Manifest, unkeyed_digest
+from kvcache.stores.folder import CHANGING, LOCK, PAGES, STORE_FORMAT
+from kvcache.stores.manifest import ENTRY, MANIFEST_BYTES, Manifest, is_stem, unkeyed_digest
 from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, SerializedSnapshot, digest_of_snapshot, unpack
 from kvcache.views.pictures import NOT_CHECKED, EntryView, PagePart, PagePicture, StorePicture
 from kvcache.views.words import Decode, preview, printable
@@ -54,75 +54,67 @@ def look_at_store(
             f"inspect: {path} is not a store: {LOCK} is missing or has another format"
         )
     try:
-        sizes, manifests, writing = _scan(path / PAGES)
+        files, changing = _scan(path / PAGES), len(os.listdir(path / CHANGING))  # noqa: PTH208
     except OSError as error:
         raise StoreUnavailableError(f"inspect: {path}: {error.strerror or error}") from error
-    whole = sizes.keys() & manifests.keys()
-    shown = sorted(manifests, key=lambda key: (-manifests[key], key))[: max(0, entries)]
+    shown = sorted(files, key=lambda stem: (-files[stem].st_mtime, stem))[: max(0, entries)]
     now = time.time()
-    views, done, total = [], 0, sum(sizes.get(key, 0) for key in shown)
-    for key in shown:
-        views.append(_entry(path / PAGES, key, sizes.get(key), now - manifests[key]))
-        done += sizes.get(key, 0)
+    views, done, total = [], 0, sum(_nbytes(files[stem]) for stem in shown)
+    for stem in shown:
+        views.append(_entry(path / PAGES / (stem + ENTRY), stem, files[stem], now))
+        done += _nbytes(files[stem])
         if progress is not None:
             progress(done, total)
-    return StorePicture(
-        printable(str(path)), len(manifests), sum(sizes[key] for key in whole), budget, tuple(views), writing
-    )
+    nbytes = sum(map(_nbytes, files.values()))
+    return StorePicture(printable(str(path)), len(files), nbytes, budget, tuple(views), changing)
 
 
-def _scan(pages: Path) -> tuple[dict[str, int], dict[str, float], int]:
-    """Bytes of data files, times of manifests, and how many temporary files there are."""
-    sizes: dict[str, int] = {}
-    times: dict[str, float] = {}
-    writing = 0
-    with os.scandir(pages) as found:
-        for item in found:
+def _scan(pages: Path) -> dict[str, os.stat_result]:
+    """The entries' files, by their stems."""
+    files = {}
+    with os.scandir(pages) as items:
+        for item in items:
             stem, suffix = os.path.splitext(item.name)  # noqa: PTH122
-            writing += suffix == TEMPORARY
-            if suffix in (DATA, MANIFEST) and item.is_file(follow_symlinks=False):
+            if suffix == ENTRY and is_stem(stem) and item.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
-                    status = item.stat(follow_symlinks=False)
-                    if suffix == DATA:
-                        sizes[stem] = status.st_size
-                    else:
-                        times[stem] = status.st_mtime
-    being_written = pages.with_name(WRITING)
-    if being_written.is_dir():  # an earlier version of FileStore writes among the pages
-        writing += sum(path.suffix == TEMPORARY for path in being_written.iterdir())
-    return sizes, times, writing
+                    files[stem] = item.stat(follow_symlinks=False)
+    return files
 
 
-def _entry(pages: Path, key: str, size: int | None, age: float) -> EntryView:
-    name = printable(key)
-    if size is None:
-        return EntryView(name, 0, age, problem="its data is missing")
+def _nbytes(status: os.stat_result) -> int:
+    return max(0, status.st_size - MANIFEST_BYTES)
+
+
+def _entry(path: Path, stem: str, status: os.stat_result, now: float) -> EntryView:
+    name, nbytes, age = printable(stem), _nbytes(status), now - status.st_mtime
     try:
-        checked = _check_entry(pages / (key + DATA))
-        page = _open_page(pages / (key + DATA))
+        checked = _check_entry(path)
+        page = _open_page(path)
         begin, end = span_of(page)
     except (OSError, ValueError, SnapshotCorruptError) as error:
-        return EntryView(name, size, age, problem=printable(str(error)))
+        return EntryView(name, nbytes, age, problem=printable(str(error)))
     kind = printable(str(page.meta["snapshot"].get("kind", "?")))
-    return EntryView(name, size, age, begin, end, kind, note="" if checked else NOT_CHECKED)
+    return EntryView(name, nbytes, age, begin, end, kind, note="" if checked else NOT_CHECKED)
 
 
-def _check_entry(data: Path) -> bool:
-    """That a data file is what its manifest says; False where only who has the key can tell of its digest.
+def _check_entry(path: Path) -> bool:
+    """That an entry is what its manifest says; False where only who has the key can tell of its digest.
 
     Raises SnapshotCorruptError, ValueError or OSError where it is not.
     """
-    with data.with_suffix(MANIFEST).open("rb") as file:
-        manifest = Manifest.parse(file.read(MAX_BYTES), data.stem)
-    size = data.stat().st_size
-    if manifest.nbytes != size:
-        raise SnapshotCorruptError(f"{manifest.nbytes} bytes were put, {size} are stored")
-    digest, block = unkeyed_digest(data.stem, size), memoryview(bytearray(_BLOCK))
-    if digest is None:
-        return False
-    with data.open("rb", buffering=0) as file:  # not mapped: a device that fails is an error, and no signal
-        while count := file.readinto(block):
+    with path.open("rb", buffering=0) as file:  # not mapped: a device that fails is an error, and no signal
+        left = _nbytes(os.fstat(file.fileno()))
+        file.seek(left)
+        manifest = Manifest.parse(file.read(MANIFEST_BYTES), path.stem)
+        if manifest.nbytes != left:
+            raise SnapshotCorruptError(f"{manifest.nbytes} bytes were put, {left} are stored")
+        digest, block = unkeyed_digest(path.stem, left), memoryview(bytearray(_BLOCK))
+        if digest is None:
+            return False
+        file.seek(0)
+        while left and (count := file.readinto(block[:left])):
             digest.update(block[:count])
+            left -= count
     if digest.hexdigest() != manifest.digest:
         raise SnapshotCorruptError("its digest is wrong")
     return True
@@ -174,7 +166,7 @@ def _checked_digest(path: Path, page: SerializedSnapshot) -> str:
         if stored != digest_of_snapshot(page):
             raise SnapshotCorruptError(f"inspect: {path}: damaged: its digest is wrong")
         return f"holds, sha256 {stored[:16]}…"
-    if path.suffix == DATA and path.with_suffix(MANIFEST).is_file():
+    if path.suffix == ENTRY:
         try:
             checked = _check_entry(path)
         except ValueError as error:
@@ -193,10 +185,12 @@ def page_meta(path: str | Path) -> Mapping[str, Any]:
 
 def _open_page(path: Path) -> SerializedSnapshot:
     """The page of a file, mapped: what nobody looks at is not read."""
-    if not path.stat().st_size:
+    size = path.stat().st_size
+    size -= MANIFEST_BYTES if path.suffix == ENTRY else 0
+    if size <= 0:
         raise SnapshotCorruptError(f"inspect: {path}: an empty file")
     try:
-        return unpack(np.memmap(path, np.uint8, "r"))
+        return unpack(np.memmap(path, np.uint8, "r", shape=(size,)))
     except SnapshotCorruptError as error:
         raise SnapshotCorruptError(
             f"inspect: {path}: damaged, or not a saved conversation ({error})"

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.attention.calls import StepReads
 from kvcache.cache import InvalidRangeError
 from kvcache.storage.sizes import bytes_text
 from kvcache.views import html, svg, text
@@ -33,6 +32,7 @@ from kvcache.views.blocks import (
     Tree,
     tabled,
 )
+from kvcache.views.step_reads import StepReads
 from kvcache.views.text import Line
 from kvcache.views.words import age_text, counted
 

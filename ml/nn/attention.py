@@ -38,12 +38,13 @@ def attention(
     Returns (tokens, heads, v_dim) in the query's dtype. Where the cache stores another float dtype
     than the query's, the query is converted to it: the history is the larger.
     """
-    check_attention("attention", None, query, key, value, mask, sinks)
+    wanted, stored = query.dtype, key.dtype
+    if wanted is not stored or scale is None or mask is CAUSAL:  # else the body's own check comes first
+        check_attention("attention", None, query, key, value, mask, sinks)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[2])
     if mask is CAUSAL and query.shape[0] == 1:
         mask = None
-    wanted, stored = query.dtype, key.dtype
     if wanted is not stored:
         query = query.cast(ctx, stored)
     backend: Backend | None = getattr(ctx, "backend", None)  # a context need not tell

@@ -42,11 +42,10 @@ def partial_attention(
 
     A query of another float dtype than the keys' is converted to theirs; the result has their dtype.
     """
-    check_attention("partial_attention", None, query, key, value, mask, batched=True)
-    if query.dtype is not key.dtype:
-        query = query.cast(ctx, key.dtype)
-    if mask is CAUSAL and query.shape[1] == 1:
-        mask = None
+    if query.dtype is not key.dtype or mask is CAUSAL:  # else the body's own check comes first
+        check_attention("partial_attention", None, query, key, value, mask, batched=True)
+        query = query if query.dtype is key.dtype else query.cast(ctx, key.dtype)
+        mask = None if mask is CAUSAL and query.shape[1] == 1 else mask
     backend: Backend | None = getattr(ctx, "backend", None)
     body = backend.partial_attention if _has_kernel(backend) else generic_partial_attention
     return body(ctx, query, key, value, mask, scale)

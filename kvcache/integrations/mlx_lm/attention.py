@@ -10,7 +10,6 @@ import numpy as np
 from mlx_lm.models import base
 
 import ml
-from kvcache.attention.ragged_batch import read_positions, visible_mask
 from kvcache.cache import NotSupportedError, OrderError
 from kvcache.integrations.mlx_lm.codes import SavedState
 from kvcache.integrations.mlx_lm.layer_cache import BatchState, LayerCache
@@ -23,6 +22,7 @@ from kvcache.integrations.mlx_lm.layers import (
 )
 from kvcache.integrations.mlx_lm.locking import waiting
 from kvcache.integrations.mlx_lm.passes import ForwardPass
+from kvcache.integrations.ragged_batch import read_positions, visible_mask
 
 __all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache", "attend_by_entries"]
 

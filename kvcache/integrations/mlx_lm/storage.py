@@ -11,13 +11,13 @@ import mlx.core as mx
 import numpy as np
 
 import ml
-from kvcache.attention.ragged_batch import RaggedBatch
 from kvcache.cache import Batch, CacheDType, NotSupportedError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.recurrent import RecurrentCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, flat
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.model_caches import FULL, SLIDING, Kind, ModelCaches
+from kvcache.integrations.ragged_batch import RaggedBatch
 from kvcache.snapshots.snapshot import read_layers
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.state_specs import StateSpec

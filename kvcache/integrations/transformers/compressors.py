@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcache.attention.dense_batch import DenseBatch
+from kvcache.integrations.dense_batch import DenseBatch
 from kvcache.integrations.model_caches import COMPRESSED, SLIDING
 from kvcache.integrations.transformers.kinds import Compression, Kind
 from kvcache.integrations.transformers.layers import AttentionLayer

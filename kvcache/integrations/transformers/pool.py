@@ -20,7 +20,7 @@ from kvcache import (
     RecurrentCache,
     SlidingWindowCache,
 )
-from kvcache.attention.dense_batch import DenseBatch
+from kvcache.integrations.dense_batch import DenseBatch
 from kvcache.integrations.model_caches import ModelCaches, Top
 from kvcache.integrations.sequences import Sequences, SharedSequence
 from kvcache.integrations.transformers.arguments import CacheOptions

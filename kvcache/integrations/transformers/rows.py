@@ -26,8 +26,8 @@ from kvcache import (
     NotSupportedError,
     OrderError,
 )
-from kvcache.attention.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.conversations import MOST_DRAFTS, check_missing
+from kvcache.integrations.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.model_caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
 from kvcache.integrations.sequences import SharedSequence
 from kvcache.integrations.transformers.kinds import Trait, grows
@@ -261,7 +261,7 @@ class BatchRows:
             for cache in family.caches.values():
                 forward = cache.pass_under_way()
                 if forward is not None:  # a pass may bring no entries
-                    forward.expected = None  # a mask, which comes after put, may change what is read
+                    forward.reading.expected = None  # a mask, which comes after put, may change what is read
         return current
 
     def _start_short(self, current: ForwardPass, kind: Kind, cache: CausalCache, kept: int) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from kvcache import NotSupportedError
 from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.dense_batch import DenseBatch
 from kvcache.attention.forward_pass import ForwardPass as Reading
+from kvcache.integrations.dense_batch import DenseBatch
 from kvcache.integrations.model_caches import CHUNKED, Kind
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.passes import ForwardPass, Pair, Shown
@@ -107,11 +107,11 @@ class Stored:
         if rows is not None:
             seen = rows[:, -self.reading.tokens :]
             hidden = seen.size - int(np.count_nonzero(seen))
-            call = forward.config.call_bytes // forward.layers[self.layer].bytes_per_cell
+            call = forward.reading.config.call_bytes // forward.layers[self.layer].bytes_per_cell
             dense = dense and hidden <= CALLS * len(rows) * call
             rows = rows if hidden else None
         if not _goes_on(self.pool.shown.get(self.kind), rows):
-            forward.segmented = None
+            forward.reading.start_anew()
         self.pool.shown[self.kind] = None if rows is None else rows.copy()  # the caller may change a mask
         blind = None if rows is None else self._blind(rows)
         if rows is not None and not dense:
@@ -169,7 +169,7 @@ def _hide(forward: Reading, shown: np.ndarray, blind: np.ndarray | None) -> None
         one.assign(np.zeros(1, np.int64), np.array([cell]))
         groups.append(SequenceTokens(len(table.rows), np.zeros(queries.size, np.int64), queries, 0))
         table.rows.append(one)
-    forward.read_table, forward.read_groups = table, groups
+    forward.reading.hide(table, groups)
 
 
 def decode_over_views(

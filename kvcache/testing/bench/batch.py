@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
-from kvcache.attention.calls import StepReads
 from kvcache.cache import Batch, CacheDType
 from kvcache.caches.causal import CausalCache
 from kvcache.testing.bench.timing import Contender
 from kvcache.views.caches import reads_of
+from kvcache.views.step_reads import StepReads
 
 HEADS, KV_HEADS, DIM = 8, 4, 64
 LAYERS = 2

@@ -13,7 +13,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.attention import selected
+from kvcache.attention import attend
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.testing.harness import CacheCase, MakeRig, attends, every_arrangement
 from kvcache.testing.models import values
@@ -77,7 +77,7 @@ class ExtrasTests(CacheCase):
     def test_chosen_rows_far_apart_or_many_are_read_in_any_number_of_steps(
         self, rig: MakeRig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(selected, "BLOCK", 300)
+        monkeypatch.setattr(attend, "BLOCK", 300)
         r = rig(BOTH, max_sequences=4, capacity=200)
         r.forward(range(6), 0)
         r.copy_prefix(0, 3, 5)

@@ -1,0 +1,285 @@
+"""HFPrefixCache on models with adapters of PEFT, against ``generate`` without any sharing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import peft
+import torch
+
+from kvcache import NotSupportedError
+from kvcache.integrations.transformers import HFPrefixCache
+from kvcache.stores import MemoryStore, compose
+
+from ...rigs import hf_models as hf
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of what PEFT asks
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+
+
+def plain(made: Any, ids: torch.Tensor) -> torch.Tensor:
+    return made.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **OPTIONS)
+
+
+def llama(layers: int, **changes: Any) -> Any:
+    """One that nobody else has: it may be changed."""
+    return hf.model.__wrapped__("llama", num_hidden_layers=layers, **changes)
+
+
+def lora(**options: Any) -> Any:
+    given = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**given, init_lora_weights=False, **options)
+
+
+def test_prefixes_are_found_for_the_adapters_that_computed_them() -> None:
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    made.add_adapter("two", lora())
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        for adapter, reused in [("one", 0), ("two", 0), (None, 0), ("one", 13), ("two", 13), (None, 13)]:
+            made.set_adapter(adapter or "one")
+            with contextlib.nullcontext() if adapter else made.disable_adapter():
+                before, expected = prefix.stats.reused, plain(made, ids)
+                assert torch.equal(prefix.generate(ids, shared=5, **OPTIONS), expected)
+                assert prefix.stats.reused - before == reused, adapter
+        made.base_model.model.model.layers[0].self_attn.v_proj.scale_layer(3.0)
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        with pytest.raises(NotSupportedError, match=r"adapter_names is given.*set_adapter"):
+            prefix.generate(ids, adapter_names=["two"], **OPTIONS)
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    with (
+        HFPrefixCache(peft.get_peft_model(llama(2), prompts), max_sequences=2, capacity=64) as prefix,
+        pytest.raises(NotSupportedError, match="PROMPT_TUNING puts virtual tokens before the prompt"),
+    ):
+        prefix.generate(ids, **OPTIONS)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("drafter", ["assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"])
+def test_drafts_start_from_a_prefix_of_a_model_that_peft_wraps(drafter: str, mixed: bool) -> None:
+    made = peft.get_peft_model(llama(2), lora(), mixed=mixed).eval()
+    drafts = {drafter: llama(1) if drafter == "assistant_model" else 1}
+    ids = torch.cat((hf.tokens(1, 14), hf.tokens(1, 14)[:, :6]), 1)
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        found = prefix.generate(ids, **drafts, **OPTIONS)
+        assert torch.equal(found, plain(made, ids))
+        later = torch.cat((found, hf.tokens(1, 3)), 1)
+        assert torch.equal(prefix.generate(later, **OPTIONS), plain(made, later))
+        assert prefix.stats.reused == 27
+
+
+def test_what_was_computed_before_adapters_were_merged_or_taken_out_again_is_not_found() -> None:
+    """What else has changed the weights between the two cannot be told from it."""
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    made.add_adapter("two", lora())
+    keys = made.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        changes: list[Callable[[], Any]] = [
+            lambda: made.set_adapter("one"),
+            lambda: (keys.data.mul_(-1), made.merge_adapter(["two"])),
+            lambda: (keys.data.mul_(-2), made.unmerge_adapter()),
+            lambda: made.set_adapter("two"),
+        ]
+        for change in changes:
+            change()
+            for reused in (0, 13):
+                before = prefix.stats.reused
+                assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+                assert prefix.stats.reused - before == reused
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_of_changes_to_adapters_finds_what_they_did_not_compute(seed: int) -> None:
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    made.add_adapter("two", lora())
+    keys = made.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    changes: dict[str, Callable[[], Any]] = {
+        "one": lambda: made.set_adapter("one"),
+        "two": lambda: made.set_adapter("two"),
+        "merge": made.merge_adapter,
+        "unmerge": made.unmerge_adapter,
+        "train": lambda: trained(made, Path()),
+        "scale": lambda: rescaled(made, Path()),
+        "base": lambda: keys.data.mul_(-1),
+    }
+    random = Random(seed)
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        for _ in range(16):
+            for name in random.sample([*changes], random.choice((1, 2))):
+                changes[name]()
+            off = random.random() < 0.3
+            with made.disable_adapter() if off else contextlib.nullcontext():
+                for _ in range(2):
+                    found = prefix.generate(ids, **OPTIONS)
+                    assert torch.equal(found, plain(made, ids))
+        assert prefix.stats.reused
+
+
+def tuned(kind: str, folder: Path) -> Any:
+    """A model with adapters whose keys and values cannot be shared."""
+    shape, task = {"num_key_value_heads": 4, "head_dim": 8}, "CAUSAL_LM"
+    if kind == "XLORA":
+        peft.get_peft_model(llama(2, **shape), lora()).save_pretrained(folder)
+    configs: dict[str, Callable[[], Any]] = {
+        "LORA": lambda: lora(alora_invocation_tokens=[90, 91]),
+        "ADAPTION_PROMPT": lambda: peft.AdaptionPromptConfig(task_type=task, adapter_layers=2, adapter_len=4),
+        "LILY": lambda: peft.LilyConfig(task_type=task, target_modules=["q_proj"]),
+        "SHADOW": lambda: peft.ShadowConfig(task_type=task),
+        "XLORA": lambda: peft.XLoraConfig(task_type=task, hidden_size=32, adapters={"0": str(folder)}),
+    }
+    base = llama(2, use_cache=kind != "XLORA", **shape)
+    return peft.get_peft_model(base, configs[kind]()).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("LORA", "starts at the last invocation"),
+        ("ADAPTION_PROMPT", "do not tell whether they are disabled"),
+        ("LILY", "weighs its experts by all tokens of a pass"),
+        ("SHADOW", "keys and values are in no cache"),
+        ("XLORA", "evaluates each pass twice"),
+    ],
+)
+def test_adapters_that_no_prefix_can_be_shared_with_are_refused(kind: str, why: str, tmp_path: Path) -> None:
+    made, ids = tuned(kind, tmp_path), hf.tokens(1, 14)
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        with pytest.raises(NotSupportedError, match=f"begin: {kind} .*{why}.*; call the model without"):
+            prefix.generate(ids, **OPTIONS)
+        if kind in ("LORA", "LILY"):
+            with made.disable_adapter():
+                assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+
+
+def replaced(made: Any, folder: Path) -> None:
+    """Another adapter under the name."""
+    other = peft.get_peft_model(llama(2), lora(), adapter_name="one")
+    trained(other, folder)
+    other.save_pretrained(folder)
+    made.delete_adapter("one")
+    made.load_adapter(folder / "one", "one")
+    made.set_adapter("one")
+
+
+def tensors(made: Any) -> list[torch.Tensor]:
+    return [tensor for name, tensor in made.named_parameters() if "lora_A.one" in name]
+
+
+def rescaled(made: Any, folder: Path) -> None:
+    for layer in made.modules():
+        if hasattr(layer, "set_scale"):
+            layer.set_scale("one", 0.25)
+
+
+@torch.no_grad()
+def trained(made: Any, folder: Path) -> None:
+    tensors(made)[0].add_(0.5)
+
+
+@torch.no_grad()
+def one_element(made: Any, folder: Path) -> None:
+    tensors(made)[0][1, 7] += 3
+
+
+def written(made: Any, folder: Path) -> None:
+    """As weights are synchronized: no version counts it."""
+    for tensor in tensors(made):
+        tensor.data.mul_(-1)
+
+
+def assigned(made: Any, folder: Path) -> None:
+    tensors(made)[0].data = torch.randn_like(tensors(made)[0])
+
+
+@torch.no_grad()
+def base(made: Any, folder: Path) -> None:
+    made.get_input_embeddings().weight.add_(0.5)
+
+
+def base_written(made: Any, folder: Path) -> None:
+    made.get_input_embeddings().weight.data.mul_(0.5)
+
+
+def fused(made: Any, folder: Path) -> None:
+    made.merge_and_unload()
+
+
+def none(made: Any, folder: Path) -> None:
+    made.delete_adapter("two")
+
+
+CHANGES = {
+    "another under its name": replaced, "its scale": rescaled, "a training step": trained,
+    "one element": one_element, "through .data": written, "new .data": assigned, "the model's own": base,
+    "the model's own through .data": base_written, "merged for good": fused, "an adapter at rest": none,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_have_changed_find_nothing_that_they_did_not_compute(
+    change: str, tmp_path: Path
+) -> None:
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    made.add_adapter("two", lora())
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        with made.disable_adapter():
+            assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        assert prefix.stats.reused == 0
+        CHANGES[change](made, tmp_path)
+        computing = made if change != "merged for good" else made.base_model.model
+        for reused in (13 * (change == "an adapter at rest"), 13):
+            before = prefix.stats.reused
+            assert torch.equal(prefix.generate(ids, **OPTIONS), plain(computing, ids))
+            assert prefix.stats.reused - before == reused
+
+
+def test_an_adapter_is_found_again_by_what_it_is_in_another_process_too(tmp_path: Path) -> None:
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    store = MemoryStore()
+    trained(made, tmp_path)
+    made.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"capacity": 64, "tiers": [store], "identity": {"model": "m"}, "block_size": 4}
+    with HFPrefixCache(made, **options) as prefix:
+        prefix.generate(ids, salt="a", shared=9, **OPTIONS)
+    made = peft.get_peft_model(llama(2), lora(), adapter_name="new").eval()
+    made.load_adapter(tmp_path / "one", "again")
+    with HFPrefixCache(made, **options) as prefix:
+        for name, salt, reused in (("new", "a", 0), ("again", "a", 12), ("again", "b", 9)):
+            made.set_adapter(name)
+            before = prefix.stats.reused
+            assert torch.equal(prefix.generate(ids, salt=salt, shared=9, **OPTIONS), plain(made, ids))
+            assert prefix.stats.reused - before == reused, name
+
+
+def test_a_salt_imitates_no_adapter() -> None:
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        prefix.generate(ids, **OPTIONS)
+        variant = prefix.adapters.variant()
+        name = compose(variant)
+        with made.disable_adapter():
+            for salt in (repr(("", variant)), name.decode("latin-1"), name.hex(), str(variant)):
+                assert torch.equal(prefix.generate(ids, salt=salt, **OPTIONS), plain(made, ids))
+        assert prefix.stats.reused == 0
+
+
+def test_what_two_adapters_have_computed_together_is_kept_for_none() -> None:
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    made.add_adapter("two", lora())
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        with prefix.begin(ids[0].tolist()) as session:
+            made.set_adapter("two")
+            session.prefill()
+        for name in ("one", "two"):
+            made.set_adapter(name)
+            assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        assert prefix.stats.reused == 0

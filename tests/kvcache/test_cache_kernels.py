@@ -1,0 +1,73 @@
+"""The shipped suites by the other way to attention: NumPy by the kernels of numba, PyTorch by calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import ml
+from backends import cpu_attention
+from backends.numpy.backend import NumpyBackend
+from kvcache.testing.suites.attending import AttendingTests
+from kvcache.testing.suites.extras import ExtrasTests
+from kvcache.testing.suites.properties import PropertyTests
+from ml.testing.attention import AttentionTests
+
+from ..conftest import COMPILED
+
+
+class CompiledBackend(NumpyBackend):
+    ragged_attention = COMPILED
+
+
+@pytest.fixture
+def compiled() -> Iterator[ml.Backend]:
+    pytest.importorskip("numba")
+    with CompiledBackend() as backend:
+        yield backend
+
+
+class TestNumpyByKernels(AttendingTests, ExtrasTests, PropertyTests, AttentionTests):
+    backend_name = "numpy"
+    checkered = True
+    traces = 60
+    state_traces = 2
+    encoder_traces = 2
+
+    @pytest.fixture
+    def backend(self, compiled: ml.Backend) -> ml.Backend:
+        return compiled
+
+
+class TestTorchByCalls(AttendingTests, ExtrasTests, PropertyTests):
+    backend_name = "torch"
+    checkered = True
+    traces = 60
+    state_traces = 2
+    encoder_traces = 2
+
+    @pytest.fixture
+    def backend(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[ml.Backend]:
+        monkeypatch.setattr(cpu_attention, "kernels", lambda: None)
+        with ml.open_backend("torch") as backend:
+            yield backend
+
+
+@pytest.mark.parametrize("head_dim", [5, 8, 64, 80])
+@pytest.mark.parametrize("dtype", [ml.DType.F32, ml.DType.BF16])
+def test_no_call_of_attention_is_made_where_a_kernel_does_it(
+    compiled: ml.Backend, head_dim: int, dtype: ml.DType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcache import Batch, CausalCache
+
+    monkeypatch.setattr(ml.nn, "partial_attention", lambda *_: pytest.fail("a call"))
+    monkeypatch.setattr(ml.nn, "attention", lambda *_: pytest.fail("a call"))
+    cache, ctx = CausalCache(), compiled.new_context()
+    cache.init(compiled, dtype, 3, 16, 16)
+    cache.start_forward(ctx, Batch([0, 1, 0, 0], [0, 0, 1, 2]))
+    new = ctx.full((4, 2, head_dim), 0.5, dtype)
+    cache.put(ctx, new, new)
+    found = cache.attend(ctx, ctx.full((4, 4, head_dim), 1, dtype), 0.1)
+    assert found.dtype is dtype
+    assert (found.to_numpy() == 0.5).all()
