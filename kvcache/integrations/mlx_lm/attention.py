@@ -22,7 +22,7 @@ from kvcache.integrations.mlx_lm.layers import (
 )
 from kvcache.integrations.mlx_lm.locking import waiting
 from kvcache.integrations.mlx_lm.passes import ForwardPass
-from kvcache.integrations.ragged_batch import read_positions, visible_mask
+from kvcache.integrations.rows.ragged_batch import read_positions, visible_mask
 
 __all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache", "attend_by_entries"]
 

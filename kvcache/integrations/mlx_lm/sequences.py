@@ -18,7 +18,7 @@ from kvcache.cache import CacheFullError, InvalidRangeError, KVCacheError, NotSu
 from kvcache.integrations.mlx_lm.locking import PoolLock
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.storage import Storage
-from kvcache.integrations.sequences import Sequences, SharedSequence
+from kvcache.integrations.rows.sequences import Sequences, SharedSequence
 
 __all__ = ["SequencePool", "SequencesTakenError"]
 

@@ -14,7 +14,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError, ShiftFunction
-from kvcache.integrations.model_caches import ModelCaches
+from kvcache.integrations.rows.caches import ModelCaches
 from kvcache.integrations.transformers.arguments import (
     CacheOptions,
     check_names,

@@ -20,9 +20,9 @@ from kvcache import (
     RecurrentCache,
     SlidingWindowCache,
 )
-from kvcache.integrations.dense_batch import DenseBatch
-from kvcache.integrations.model_caches import ModelCaches, Top
-from kvcache.integrations.sequences import Sequences, SharedSequence
+from kvcache.integrations.rows.caches import ModelCaches, Top
+from kvcache.integrations.rows.dense_batch import DenseBatch
+from kvcache.integrations.rows.sequences import Sequences, SharedSequence
 from kvcache.integrations.transformers.arguments import CacheOptions
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait

@@ -27,9 +27,9 @@ from kvcache import (
     OrderError,
 )
 from kvcache.integrations.conversations import MOST_DRAFTS, check_missing
-from kvcache.integrations.dense_batch import DenseBatch, read_encoded
-from kvcache.integrations.model_caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
-from kvcache.integrations.sequences import SharedSequence
+from kvcache.integrations.rows.caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
+from kvcache.integrations.rows.dense_batch import DenseBatch, read_encoded
+from kvcache.integrations.rows.sequences import SharedSequence
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool

@@ -30,7 +30,7 @@ from kvcache import (
     OrderError,
     StateSpec,
 )
-from kvcache.integrations.dense_batch import DenseBatch
+from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.transformers.arguments import (
     CacheOptions,
     check_names,

@@ -18,7 +18,7 @@ from kvcache import (
     SlidingWindowCache,
     WrapperCache,
 )
-from kvcache.integrations.compressed import CompressedCache
+from kvcache.integrations.rows.compressed import CompressedCache
 
 __all__ = ["CHUNKED", "COMPRESSED", "FULL", "SLIDING", "Kind", "ModelCaches", "Top", "batch_of_rows"]
 
