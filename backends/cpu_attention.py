@@ -45,6 +45,12 @@ def kernels(module: str = "cpu_kernels") -> ModuleType | None:
         return None
 
 
+def reads_in_place(*sizes: int) -> bool:
+    """Whether there are kernels that read F32 heads of these sizes where they lie: whole vectors, that is."""
+    found: Any = kernels()
+    return found is not None and not any(size % found.LANES for size in sizes)
+
+
 def values_shape(codes: Sequence[int], scales: Sequence[int], name: str) -> tuple[int, int, int]:
     """(cells, kv_heads, dim) of what codes and scales of these shapes stand for; ShapeError for others."""
     bits, (cells, kv_heads, blocks) = BITS[name], (*scales, 0, 0, 0)[:3]

@@ -1,9 +1,9 @@
 """The host's share of a decoding step: shapes too small to cost anything, beside slices by hand and SDPA.
 
-``python -m benchmarks.host`` prints, for 1, 8 and 64 sequences of equal length, the microseconds of a core that a layer takes
-of a whole step (``start_forward``, then ``put`` and ``attend`` of each of 16 layers), what the same step written by hand
-takes (one slice write each for K and V, and one attention call over two views), the ratio of the two,
-measured in turn, and how many calls of Python functions a layer of ours makes. One core.
+``python -m benchmarks.host`` prints, for 1, 8 and 64 sequences of equal length, the microseconds of a core
+that a layer takes of a whole step (``start_forward``, then ``put`` and ``attend`` of each of 16 layers), what
+the same step written by hand takes (one slice write each for K and V, and one attention call over two views),
+the ratio of the two, measured in turn, and how many calls of Python functions a layer of ours makes.
 """
 
 from __future__ import annotations

@@ -80,9 +80,9 @@ AREAS = {
     ),
     "read plan": Area(
         (
-            *(f"kvcache/attention/{name}.py" for name in ("batch", "dense_batch", "ragged_batch")),
-            *(f"kvcache/attention/{name}.py" for name in ("forward_pass", "fixed_shapes", "layer_input")),
-            *(f"kvcache/attention/{name}.py" for name in ("masks", "placement", "read_plan")),
+            *(f"kvcache/integrations/{name}.py" for name in ("dense_batch", "ragged_batch")),
+            *(f"kvcache/attention/{name}.py" for name in ("batch", "forward_pass", "fixed_shapes")),
+            *(f"kvcache/attention/{name}.py" for name in ("masks", "plan", "history")),
         ),
         (
             *_files("tests/kvcache/attention/test_", "dense_batch", "ragged_batch", "fixed_shapes"),
@@ -92,13 +92,7 @@ AREAS = {
         ),
     ),
     "attention": Area(
-        tuple(
-            f"kvcache/attention/{name}.py"
-            for name in (
-                *("attend", "batched_rows", "calls", "planned", "quantized_calls"),
-                *("segments", "selected"),
-            )
-        ),
+        tuple(f"kvcache/attention/{name}.py" for name in (*("attend", "calls", "segments"),)),
         (
             *_files("tests/kvcache/attention/test_", "attend_plan", "attend_quantized", "eviction"),
             *(f"tests/kvcache/test_cache_numpy.py::TestNumpy::test_{name}" for name in ATTENDING),

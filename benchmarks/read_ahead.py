@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 import ml
+from benchmarks.hosts.network import unavailable
+from benchmarks.hosts.processes import end_in_order
 from benchmarks.two_hosts import GIGABIT, PLANS, Machines, questions
-from examples.two_hosts.network import unavailable
-from examples.two_hosts.processes import end_in_order
 from kvcache.runner import GenerationOptions, Token, load_model
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.loading import load_config

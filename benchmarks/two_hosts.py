@@ -24,11 +24,11 @@ import numpy as np
 
 from benchmarks import front
 from benchmarks import two_hosts_report as report
+from benchmarks.hosts.network import Network, unavailable
+from benchmarks.hosts.processes import Process, end_in_order, store_server
 from benchmarks.models import RANDOM, random_model
 from benchmarks.two_hosts_report import Decided, Point
 from benchmarks.wire import link_speed
-from examples.two_hosts.network import Network, unavailable
-from examples.two_hosts.processes import Process, end_in_order, store_server
 from kvcache.runner import bundled_model
 from kvcache.runner.loading import load_config
 from kvcache.testing.bench.timing import Foreign, machine

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from examples.two_hosts.network import Network
+from benchmarks.hosts.network import Network
 
 PORT = 7000
 SECONDS = 0.5

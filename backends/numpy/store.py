@@ -8,12 +8,13 @@ import numpy as np
 
 from backends.numpylike import ArrayTensor
 from ml.base import BaseBackend
+from ml.dtypes import DType
 from ml.protocols import Tensor
 from ml.strided import overlaps_itself
 
 
 class NumpyKVStore:
-    """See :class:`ml.KVStore`; over two tensors (rows, heads, dim) of one backend."""
+    """See :class:`ml.KVRowStore`; over two tensors (rows, heads, dim) of one backend."""
 
     __slots__ = ("_backend", "_key", "_key_shape", "_kind", "_rows", "_value", "_value_shape")
 
@@ -33,13 +34,22 @@ class NumpyKVStore:
         return cls(backend, key, value)
 
     def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
+        inside = 0 <= start <= self._rows - count
+        return inside and self._write(ctx, slice(start, start + count), count, key, value)
+
+    def write_rows(self, ctx: Any, rows: Any, key: Any, value: Any) -> bool:
+        if type(rows) is not self._kind or rows.backend is not self._backend or rows.dtype is not DType.I32:
+            return False
+        shape = rows.shape
+        return len(shape) == 1 and self._write(ctx, rows.native, shape[0], key, value)
+
+    def _write(self, ctx: Any, where: slice | np.ndarray, count: int, key: Any, value: Any) -> bool:
         backend, kind = self._backend, self._kind
         if (
             type(key) is not kind
             or type(value) is not kind
             or not key.backend is value.backend is ctx.active_backend is backend
             or backend.closed
-            or not 0 <= start <= self._rows - count
             or count < 1
             or key.shape != (count, *self._key_shape)
             or value.shape != (count, *self._value_shape)
@@ -47,16 +57,15 @@ class NumpyKVStore:
             or self._has(value)
         ):
             return False
-        stop = start + count
         if key.dtype is value.dtype is self._key.dtype:
-            self._key.native[start:stop] = key.native
-            self._value.native[start:stop] = value.native
+            self._key.native[where] = key.native
+            self._value.native[where] = value.native
             return True
         if not (key.dtype.is_float and value.dtype.is_float):
             return False
         with np.errstate(all="ignore"):
-            self._key.native[start:stop] = key.native
-            self._value.native[start:stop] = value.native
+            self._key.native[where] = key.native
+            self._value.native[where] = value.native
         return True
 
     def _has(self, tensor: ArrayTensor) -> bool:

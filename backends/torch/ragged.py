@@ -21,6 +21,7 @@ from backends.torch.convert import FROM_TORCH
 from backends.torch.ragged_work import Work, choose_tile, divide
 from backends.torch.tensor import Placement, TorchTensor
 from ml.base.checks import check_peers
+from ml.dtypes import DType
 from ml.errors import BoundsError, DTypeError, ShapeError
 from ml.ragged import RaggedPlan
 
@@ -45,6 +46,8 @@ def attend_ragged(
     if kernels is None:
         if ctx.torch_device.type != "cpu" or not query.dtype is key.dtype is value.dtype:
             return None
+        if key.dtype is DType.F32 and not cpu_attention.reads_in_place(key.shape[-1], value.shape[-1]):
+            return None  # the kernel would copy what torch's own attention reads where it lies
         keys, values = stored_of([key], key.dtype.name), stored_of([value], value.dtype.name)
         return attend_on_cpu("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
     q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)

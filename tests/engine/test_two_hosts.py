@@ -6,9 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,12 +27,11 @@ pytest.importorskip("safetensors")
 
 
 from benchmarks import two_hosts_report as report
+from benchmarks.hosts.host import Host
+from benchmarks.hosts.network import Network, unavailable
+from benchmarks.hosts.processes import Process, store_server
 from benchmarks.two_hosts_report import Decided, Point, break_even_bandwidth, break_even_length
 from benchmarks.wire import link_speed
-from examples.two_hosts import __main__ as example
-from examples.two_hosts.host import Host
-from examples.two_hosts.network import Network, unavailable
-from examples.two_hosts.processes import Process, store_server
 
 from ..needs import NO_SERVER, need_program
 
@@ -148,30 +145,6 @@ def test_it_goes_on_in_another_network_namespace_and_its_pages_come_over_the_wir
     assert computed["bytes_received"] < 2048
 
 
-@needs_server
-def test_the_example_runs(there: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    example.run([there[0], there[0]], None)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("host ")]
-    assert [line.split(",")[0] for line in lines] == ["host 1", "host 2", "host 1"]
-    assert "0 from the store, 0 it had, 18 computed" in lines[0]
-    assert "33 from the store, 0 it had, 7 computed" in lines[1]
-
-
-@needs_server
-def test_a_terminated_run_leaves_no_namespace_behind() -> None:
-    need_namespaces()
-    line = [sys.executable, "-u", "-m", "examples.two_hosts", "--bandwidth", "0.001"]
-    cwd = Path(__file__).resolve().parents[2]
-    with subprocess.Popen(line, cwd=cwd, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline().startswith("host 1")
-        assert len(names_of(run.pid)) == 2
-        run.terminate()
-        run.stdout.read()
-    assert run.returncode == 128 + signal.SIGTERM
-    assert not names_of(run.pid)
-
-
 # Hosts in this process.
 
 
@@ -237,6 +210,14 @@ def test_a_question_that_fails_is_answered_and_the_host_goes_on(there: list[str]
         assert len(one.ask(tokens=[5] * 4, max_tokens=2)["tokens"]) == 6
         assert one.close() == 0
     with Process("--model", "/nowhere") as one, pytest.raises(RuntimeError, match="the host ended with 1"):
+        one.ready()
+
+
+def test_a_host_that_cannot_start_says_why_in_one_line() -> None:
+    with (
+        Process("--backend", "nonsense") as one,
+        pytest.raises(RuntimeError, match=r"^the host ended with 1: open_backend: no backend 'nonsense'"),
+    ):
         one.ready()
 
 

@@ -59,8 +59,6 @@ WRONG = {
     "examples.eviction --text /no/such": "--text /no/such: [Errno 2] No such file",
     "examples.eviction --text /dev/null": "--text /dev/null: no piece has more than 300 tokens",
     "examples.eviction --model /no/such": "/no/such: no such model folder",
-    "examples.two_hosts --bandwidth 0": "--bandwidth must be a number above 0",
-    "examples.two_hosts --bandwidth nan": "--bandwidth must be a number above 0",
     "examples.pictures /dev/null/x": "pictures: /dev/null/x: Not a directory",
     "examples.train_tiny --seed -1": "--seed: -1 is not at least 0",
     "examples.train_tiny --batch 0": "--batch: 0 is not at least 1",
@@ -82,22 +80,3 @@ def test_a_wrong_argument_is_told_in_one_line(
     assert out == ""
     assert ended.value.code in (1, 2, told)
     assert WRONG[words] in told.splitlines()[-1]
-
-
-def test_a_host_without_the_stores_client_says_what_to_install() -> None:
-    ended = started("valkey", "-m", "examples.two_hosts.host", "--store", "valkey://127.0.0.1:1/0")
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith("host: open_store: 'valkey' cannot run here")
-    assert ended.stderr.endswith("pip install 'ml-kvcache[valkey]'\n")
-    assert ended.stderr.count("\n") == 1
-
-
-def test_what_a_host_says_at_its_end_is_one_line_of_the_example() -> None:
-    pytest.importorskip("valkey")
-    from examples.two_hosts.processes import Process
-
-    with (
-        Process("--backend", "nonsense") as host,
-        pytest.raises(RuntimeError, match=r"^the host ended with 1: open_backend: no backend 'nonsense'"),
-    ):
-        host.ready()

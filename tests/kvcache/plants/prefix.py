@@ -267,7 +267,7 @@ BUGS: dict[str, list[Bug]] = {
         ("offload.worker:OffloadWorker.drain", "close_waits_for_what_is_under_way", NOTHING),
     ],
     "tests/kvcache/prefix/test_direct_load.py": [
-        ("stores.streams:FileReader._check", "damage_costs_the_pages", NOTHING),
+        ("stores.streams:check_digest", "damage_costs_the_pages", NOTHING),
         ("snapshots.reservation:CellReservation._clear", "damage_costs",
          lambda f, self, start: setattr(self, "_places", {})),
         ("storage.cell_table:CellTable.hold", "an_interrupted", like("storage.cell_table:CellTable.pin")),

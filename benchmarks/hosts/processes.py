@@ -1,4 +1,4 @@
-"""The processes of the example: hosts, and the server of the store that they share."""
+"""The processes of the benchmark: hosts, and the server of the store that they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
-from examples.two_hosts.network import Namespace
+from benchmarks.hosts.network import Namespace
 from kvcache.testing.servers import ValkeyServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ class Process:
     """A host in a process of its own, inside a namespace if one is given. A context manager."""
 
     def __init__(self, *options: str, inside: Namespace | None = None, threads: int = 1) -> None:
-        line = [sys.executable, "-m", "examples.two_hosts.host", *options]
+        line = [sys.executable, "-m", "benchmarks.hosts.host", *options]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
             line if inside is None else inside.command(*line),

@@ -1,6 +1,6 @@
 """One host that serves a model over a store which others share: a line of JSON in, a line of JSON out.
 
-    python -m examples.two_hosts.host --backend torch --store valkey://10.0.0.1:6379/0
+    python -m benchmarks.hosts.host --backend torch --store valkey://10.0.0.1:6379/0
 
     {"text": "In the beginning", "max_tokens": 8}
     {"tokens": [...], "text": "...", "computed": 4, "restored": 0, ...}
@@ -136,7 +136,7 @@ def serve(host: Host, lines: TextIO, out: TextIO) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.two_hosts.host", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts.host", description=__doc__)
     parser.add_argument("--backend", default="numpy")
     parser.add_argument("--model", type=Path, default=bundled_model())
     parser.add_argument("--store", help="a URL that all hosts share; none: each for itself")
