@@ -288,9 +288,9 @@ def returning(states: bool, array: bool, host: bool, count: int, rounds: int) ->
     ``states``: of a hybrid model, with a snapshot every 512 tokens; else full attention alone. ``array``: it
     is given as an array, not a list. ``host``: all of it lies in host memory each time.
     """
-    backend, attention = ml.open_backend("numpy"), kvcache.CausalCache()
-    recurrent = kvcache.RecurrentCache((8, 3), (2, 4, 4))
-    cache = kvcache.WrapperCache(recurrent, attention) if states else attention
+    backend, hybrid = ml.open_backend("numpy"), kvcache.RecurrentCache((8, 3), (2, 4, 4))
+    attention = hybrid.attention if states else kvcache.CausalCache()
+    cache = hybrid if states else attention
     cache.init(backend, ml.DType.F16, 2, count + 2 * rounds, 512)
 
     def evaluate(session: kvcache.Session) -> None:
@@ -301,8 +301,8 @@ def returning(states: bool, array: bool, host: bool, count: int, rounds: int) ->
                 attention.set_layer(0)
                 attention.put(ctx, *[ctx.zeros((new, 1, 8), ml.DType.F16)] * 2)
                 if states:
-                    recurrent.set_conv_state(ctx, 1, recurrent.conv_state(ctx, 1))
-                    recurrent.set_recurrent_state(ctx, 1, recurrent.recurrent_state(ctx, 1))
+                    hybrid.set_conv_state(ctx, 1, hybrid.conv_state(ctx, 1))
+                    hybrid.set_recurrent_state(ctx, 1, hybrid.recurrent_state(ctx, 1))
 
     def timed(call: Callable[[], Any]) -> tuple[float, Any]:
         start = time.thread_time()

@@ -209,23 +209,21 @@ def valkey(entry: Entry, options: argparse.Namespace) -> None:
 # Mooncake.
 
 
-def in_pool(entry: Entry, staged: Any, registered: Any) -> Found:
-    """``registered`` has the parts and the buffer registered; the package's own calls use the same memory."""
-    native = staged._linked()[0].native
+def in_pool(entry: Entry, store: Any) -> Found:
+    """The package's own calls use memory that is registered."""
+    native = store._linked()[0].native
     for memory in (entry.whole, entry.buffer):
-        registered.register(memory)
+        native.register_buffer(memory.ctypes.data, memory.nbytes)
     address, own = entry.whole.ctypes.data, entry.buffer.ctypes.data
     return {
         "put": {
-            "MooncakeStore.put": entry.put(staged),
-            "MooncakeStore.put of registered memory": entry.put(registered, [entry.whole]),
+            "MooncakeStore.put": entry.put(store),
             "the package's own put_from, no digest": Contender(
                 lambda: native.put_from("own", address, entry.size), lambda: native.remove("own", True)
             ),
         },
         "get": {
-            "MooncakeStore.get_into": entry.get(staged),
-            "MooncakeStore.get_into of registered memory": entry.get(registered),
+            "MooncakeStore.get_into": entry.get(store),
             "the package's own get_into, no digest": Contender(
                 lambda: native.get_into("own", own, entry.size), finish=entry.check
             ),
@@ -241,11 +239,8 @@ def mooncake(entry: Entry, options: argparse.Namespace) -> None:
         raise SystemExit(f"no pool can run here: {reason}")
     with MooncakePool() as pool:
         pool.add_host(8 * entry.size)
-        with (
-            MooncakeStore(pool.url, prefix="staged") as staged,
-            MooncakeStore(pool.url, prefix="registered") as registered,
-        ):
-            beside_a_socket(entry, in_pool(entry, staged, registered), options, staged)
+        with MooncakeStore(pool.url) as store:
+            beside_a_socket(entry, in_pool(entry, store), options, store)
 
 
 def beside_a_socket(entry: Entry, found: Found, options: argparse.Namespace, store: SnapshotStore) -> None:

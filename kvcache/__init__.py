@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvcache.caches.causal import CausalCache
     from kvcache.caches.encoder import EncoderCache
     from kvcache.caches.recurrent import RecurrentCache
+    from kvcache.caches.states import StateCache
     from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
     from kvcache.caches.wrapper import WrapperCache
     from kvcache.offload.break_even import BreakEven
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
     from kvcache.snapshots.snapshot import (
         AttentionSnapshot,
         EncoderSnapshot,
-        RecurrentSnapshot,
         Snapshot,
+        StateSnapshot,
         WrapperSnapshot,
     )
     from kvcache.storage.state_specs import StateSpec
@@ -83,7 +84,6 @@ __all__ = [
     "PrefixCache",
     "PrefixStats",
     "RecurrentCache",
-    "RecurrentSnapshot",
     "Retention",
     "SequenceLostError",
     "Session",
@@ -92,6 +92,8 @@ __all__ = [
     "ShiftFunction",
     "SlidingWindowCache",
     "Snapshot",
+    "StateCache",
+    "StateSnapshot",
     "StateSpec",
     "StorageFormat",
     "TenantBudget",
@@ -112,13 +114,14 @@ _ELSEWHERE = {
     "PrefixCache": "prefix.prefix_cache",
     "PrefixStats": "prefix.prefix_cache",
     "RecurrentCache": "caches.recurrent",
-    "RecurrentSnapshot": "snapshots.snapshot",
     "Retention": "prefix.retention",
     "Session": "prefix.prefix_cache",
     "SessionLimitError": "prefix.prefix_cache",
     "SessionReplacedError": "prefix.prefix_cache",
     "SlidingWindowCache": "caches.windows",
     "Snapshot": "snapshots.snapshot",
+    "StateCache": "caches.states",
+    "StateSnapshot": "snapshots.snapshot",
     "StateSpec": "storage.state_specs",
     "TenantBudget": "prefix.tenant_budget",
     "WrapperCache": "caches.wrapper",

@@ -11,11 +11,10 @@ The protocol mirrors Ollama's ``kvcache.Cache`` (kvcache/cache.go). One pass of 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any, Protocol, TypeAlias, TypedDict, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 import numpy as np
 
@@ -41,20 +40,9 @@ __all__ = [
     "ShiftFunction",
     "SnapshotCache",
     "StorageFormat",
-    "SupportsCells",
-    "SupportsComputed",
-    "SupportsEvict",
-    "SupportsExtras",
-    "SupportsMark",
-    "SupportsOffset",
-    "SupportsParts",
-    "SupportsPrepare",
-    "SupportsPrepareRestore",
     "SupportsReservation",
-    "SupportsSchedule",
-    "SupportsSetCausal",
+    "SupportsRollback",
     "SupportsSnapshots",
-    "SupportsStates",
     "check_context",
     "check_thread",
     "check_whole",
@@ -305,11 +293,20 @@ class Cache(Protocol):
         """Remove positions ``[begin, end)``; the tokens after ``end`` move down by ``end - begin``."""
 
 
+def computed(cache: SnapshotCache, seq: int) -> int:
+    """How many tokens of a sequence every layer has, or is taken to have by a cache that does not know.
+
+    One that does has ``computed(seq)``: it knows of passes that put only some layers, as those that failed.
+    """
+    known = getattr(cache, "computed", None)
+    return int(cache.offset(seq) if known is None else known(seq))
+
+
 # What a cache may offer beyond that: who needs it asks with isinstance, once.
 
 
 @runtime_checkable
-class SupportsPrepare(Protocol):
+class SupportsRollback(Protocol):
     """A cache whose changes can be checked before they are made, and whose passes can be undone.
 
     ``prepare_...`` raises what the call itself would raise, and changes nothing; the callable returned makes
@@ -326,38 +323,6 @@ class SupportsPrepare(Protocol):
 
     def undo_forward(self, resume: object = None) -> None:
         """Undo the last ``start_forward``; ``resume`` is what ``pass_under_way`` returned before it."""
-
-
-@runtime_checkable
-class SupportsOffset(Protocol):
-    """A cache that knows the length of its sequences: all except caches of encoder outputs."""
-
-    def offset(self, seq: int) -> int:
-        """The position of the next token of a sequence; 0 for an empty one. Raises InvalidSequenceError."""
-
-    def resume_point(self, seq: int, position: int) -> int:
-        """The last position up to ``position`` from which the sequence can continue exactly; 0: none."""
-
-
-@runtime_checkable
-class SupportsComputed(Protocol):
-    """A cache that knows of a pass that put only some layers, as one that failed."""
-
-    def computed(self, seq: int) -> int:
-        """How many tokens of a sequence every layer has, at most ``offset(seq)``."""
-
-
-def computed(cache: SupportsOffset, seq: int) -> int:
-    """How many tokens of a sequence every layer has, or is taken to have by a cache that does not know."""
-    if _knows_computed(type(cache)):
-        return cast("SupportsComputed", cache).computed(seq)
-    return cache.offset(seq)
-
-
-@functools.cache
-def _knows_computed(kind: type) -> bool:
-    """Once for each class: it is asked for every sequence of every step, and takes 13 us on Python 3.11."""
-    return issubclass(kind, SupportsComputed)
 
 
 @runtime_checkable
@@ -399,9 +364,34 @@ class SupportsSnapshots(Protocol):
         """Split into ``[a, at)`` and ``[at, c)``; (None, snapshot) if it is indivisible, or at ``a``."""
 
 
-@runtime_checkable
-class SupportsSchedule(Protocol):
-    """A cache that takes snapshots by itself, at positions that are scheduled before they are reached."""
+class SnapshotCache(Cache, SupportsSnapshots, Protocol):
+    """The operations that a PrefixCache needs: of all caches but those of encoders' outputs alone.
+
+    Its snapshots may be of any class where a PrefixCache has no tiers. Tiers, files and stores take those of
+    the caches of this package (``kvcache.snapshots``): others are refused as they leave the device, which is
+    logged, and are computed again.
+    """
+
+    on_pressure: Callable[[int], bool | None] | None
+    """Called with the number of cells that are missing, before snapshots are copied out of the cache.
+
+    It may drop or detach some, and says whether it did; it is asked again while cells are missing.
+    """
+
+    @property
+    def backend(self) -> ml.Backend:
+        """The backend of ``init``. Raises OrderError before ``init``, ClosedError after ``close``."""
+
+    @property
+    def max_sequences(self) -> int: ...
+
+    def offset(self, seq: int) -> int:
+        """The position of the next token of a sequence; 0 for an empty one. Raises InvalidSequenceError."""
+
+    def resume_point(self, seq: int, position: int) -> int:
+        """The last position up to ``position`` from which the sequence can continue exactly; 0: none."""
+
+    # Snapshots that it takes by itself, at positions that are scheduled before they are reached.
 
     def schedule_snapshots(self, seq: int, positions: list[int]) -> None:
         """Take a snapshot at each of ``positions`` when the sequence reaches it.
@@ -431,141 +421,11 @@ class SupportsSchedule(Protocol):
         """
 
 
-class SnapshotCache(Cache, SupportsOffset, SupportsSnapshots, SupportsSchedule, Protocol):
-    """The operations that a PrefixCache needs.
-
-    Its snapshots may be of any class where a PrefixCache has no tiers. Tiers, files and stores take those of
-    the caches of this package (``kvcache.snapshots``): others are refused as they leave the device, which is
-    logged, and are computed again.
-    """
-
-    on_pressure: Callable[[int], bool | None] | None
-    """Called with the number of cells that are missing, before snapshots are copied out of the cache.
-
-    It may drop or detach some, and says whether it did; it is asked again while cells are missing.
-    """
-
-    @property
-    def backend(self) -> ml.Backend:
-        """The backend of ``init``. Raises OrderError before ``init``, ClosedError after ``close``."""
-
-    @property
-    def max_sequences(self) -> int: ...
-
-
 class PutOptions(TypedDict, total=False):
-    """What else ``put`` of :class:`SupportsExtras` takes."""
+    """What else ``put`` of a cache with cells takes: see ``CausalCache.put``."""
 
     v_dim: int | None
     extra: Mapping[str, ml.Tensor] | None
-
-
-@runtime_checkable
-class SupportsExtras(Protocol):
-    """A cache whose layers may store less or more than keys and values; all caches with cells can."""
-
-    def put(
-        self,
-        ctx: ml.Context,
-        key: ml.Tensor,
-        value: ml.Tensor | None = None,
-        *,
-        v_dim: int | None = None,
-        extra: Mapping[str, ml.Tensor] | None = None,
-    ) -> None:
-        """As ``Cache.put``. Without ``value`` the first ``v_dim`` numbers of the keys are the values too.
-
-        (None: all of them.) They are stored once: the latents of multi-head latent attention (DeepSeek-AI,
-        "DeepSeek-V2", 2024). ``extra`` are further tensors (tokens, ...) by name, such as the keys of an
-        indexer, each stored as it is put, in its own shape and dtype. The first ``put`` fixes all of this.
-        """
-
-    def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
-        """An extra of the layer, (history, ...), in the order of the rows of ``get``; OrderError as there."""
-
-    def attend(
-        self,
-        ctx: ml.Context,
-        query: ml.Tensor,
-        scale: float,
-        sinks: ml.Tensor | None = None,
-        *,
-        select: ml.Tensor | None = None,
-    ) -> ml.Tensor:
-        """As ``Cache.attend``. With ``select``, I32 (tokens, k), over these rows of ``get`` only.
-
-        A query attends to those of its rows that it sees; negative numbers are ignored.
-        """
-
-
-@runtime_checkable
-class SupportsSetCausal(Protocol):
-    """A cache whose mask can be lifted for some tokens."""
-
-    def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
-        """Let the batch's tokens at the indices ``except_`` also see the tokens after them."""
-
-
-@runtime_checkable
-class SupportsCells(Protocol):
-    """A cache whose tokens are in cells, shared with other sequences."""
-
-    def defrag(self) -> None:
-        """Move cells so that every sequence is one contiguous run. Ends the current pass."""
-
-    def mark_lost(self, seq: int) -> None:
-        """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""
-
-
-@runtime_checkable
-class SupportsEvict(Protocol):
-    """A cache that can evict any tokens before the last one; all caches with cells of tokens can."""
-
-    def evict(self, seq: int, positions: Iterable[int]) -> None:
-        """Evict these positions; other tokens keep theirs. Raises InvalidRangeError, SequenceLostError."""
-
-    def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
-        """Make all checks of ``evict``; the returned callable does it."""
-
-
-@runtime_checkable
-class SupportsParts(Protocol):
-    """A cache that consists of others, such as WrapperCache."""
-
-    caches: Sequence[Any]
-
-
-@runtime_checkable
-class SupportsMark(Protocol):
-    """A cache that can return to a copy of its state, such as RecurrentCache."""
-
-    def mark(self, seq: int) -> Any:
-        """A copy of the sequence's current state. Raises SequenceLostError if a device failure lost it."""
-
-    def prepare_return(self, seq: int, mark: Any) -> Callable[[], None]:
-        """Make all checks of a return to ``mark``; the returned callable does it.
-
-        Raises InvalidRangeError for a mark beyond the end of the sequence.
-        """
-
-
-@runtime_checkable
-class SupportsPrepareRestore(Protocol):
-    """A cache that goes back to certain positions only, such as RecurrentCache to its checkpoints."""
-
-    def prepare_restore(self, seq: int, position: int) -> int | None:
-        """Where ``remove(seq, position)`` would go: at or before ``position``; None: back to nothing."""
-
-
-@runtime_checkable
-class SupportsStates(Protocol):
-    """A cache that keeps states inside a pass if its model delivers them."""
-
-    delivers: bool
-    """Whether the model does."""
-
-    def want_states(self, seq: int, positions: Iterable[int]) -> None:
-        """Have the next pass of a sequence keep its states at ``positions``, for rollback."""
 
 
 @runtime_checkable

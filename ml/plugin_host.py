@@ -10,7 +10,7 @@ import importlib.metadata
 import inspect
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import pluggy
@@ -73,9 +73,10 @@ class _Found(Generic[R]):
 
     source: str
     value: str
+    plugin: Any = None
     spec: R | None = None
-    error: str = ""
     probe: Probe | None = None
+    error: str = ""
 
 
 def misfit(open: Callable[..., Any], /, *arguments: Any, **options: Any) -> str | None:
@@ -103,26 +104,24 @@ class PluginHost(Generic[R]):
     ) -> None:
         self._hook = hook
         self._entry_points = entry_points
-        self._manager = pluggy.PluginManager(hook.project)
-        self._manager.add_hookspecs(hook.specs)
-        self._found: list[_Found[R]] | None = None
+        self._plugins: list[_Found[R]] | None = None
         self._lock = threading.RLock()
 
     def register(self, plugin: Any, name: str | None = None) -> None:
         """Add a plugin object or module by hand, beside those of the entry points."""
         with self._lock:
-            found = self._load()
+            plugins = self._load()
             source = name or str(getattr(plugin, "__name__", None) or shown(plugin))
-            found.append(self._record(plugin, self._label(source, "by hand", found), "by hand"))
+            plugins.append(self._asked(plugin, _label(source, "by hand", plugins), "by hand"))
 
     def unregister(self, plugin: Any) -> None:
         """Take out a plugin that :meth:`register` added."""
         with self._lock:
-            name = self._manager.get_name(plugin)
-            if name is None:
+            plugins = self._load()
+            kept = [one for one in plugins if one.plugin is not plugin or one.spec is None]
+            if len(kept) == len(plugins):
                 raise PluginError(f"unregister: {plugin!r} is not registered, or is broken")
-            self._manager.unregister(plugin)
-            self._found = [found for found in self._load() if found.source != name]
+            self._plugins = kept
 
     def specs(self) -> dict[str, R]:
         """Every record by its name, but those of a name that two plugins claim."""
@@ -242,64 +241,49 @@ class PluginHost(Generic[R]):
         return "; ".join(f"{spec.name} ({spec.install_hint})" for spec in self.specs().values())
 
     def _probe(self, spec: R) -> Probe:
-        found = (one.probe for one in self._load() if one.spec is spec and one.probe is not None)
-        return next(found, None) or Probe(spec.probe)
+        probes = (one.probe for one in self._load() if one.spec is spec and one.probe is not None)
+        return next(probes, None) or Probe(spec.probe)
 
     def _load(self) -> list[_Found[R]]:
         with self._lock:
-            if self._found is None:
+            if self._plugins is None:
                 points = self._entry_points
                 if points is None:
                     points = importlib.metadata.entry_points(group=self._hook.group)
-                found: list[_Found[R]] = []
+                self._plugins = []
                 for point in points:
-                    found.append(self._load_one(point, self._label(point.name, point.value, found)))
-                self._found = found
-            return self._found
+                    self._plugins.append(self._loaded(point, _label(point.name, point.value, self._plugins)))
+            return self._plugins
 
-    @staticmethod
-    def _label(name: str, value: str, found: list[_Found[R]]) -> str:
-        """A name that none of those found has."""
-        taken = {one.source for one in found}
-        label = name if name not in taken else f"{name} ({value})"
-        while label in taken:
-            label += "'"
-        return label
-
-    def _load_one(self, point: importlib.metadata.EntryPoint, source: str) -> _Found[R]:
+    def _loaded(self, point: importlib.metadata.EntryPoint, source: str) -> _Found[R]:
         try:
-            plugin = point.load()
+            found = self._asked(point.load(), source, point.value)
         except FAILURES as error:
-            reason = f"importing {point.value} raised {summary(error)}"
-        else:
-            found = self._record(plugin, source, point.value)
-            if found.spec is not None:
-                return found
-            reason = found.error
+            found = _Found(source, point.value, error=f"importing {point.value} raised {summary(error)}")
+        if found.spec is not None:
+            return found
         package = point.value.partition(":")[0].partition(".")[0]
         homes = [HOME] if point.dist is None else [str(point.dist.locate_file("")), HOME]
         hider = hidden(package, *homes)
-        return _Found(source, point.value, error=f"{reason} ({hider})" if hider else reason)
+        return replace(found, error=f"{found.error} ({hider})") if hider else found
 
-    def _record(self, plugin: Any, source: str, value: str) -> _Found[R]:
-        """Register with pluggy and ask for the record; a failure takes the plugin out again."""
+    def _asked(self, plugin: Any, source: str, value: str) -> _Found[R]:
+        """A plugin with its record, which pluggy asks it for; each by itself, so that none hides another."""
         hook = self._hook
+        manager = pluggy.PluginManager(hook.project)
+        manager.add_hookspecs(hook.specs)
         try:
-            self._manager.register(plugin, name=source)
-            callers = self._manager.get_hookcallers(plugin) or []
-            if hook.name not in {caller.name for caller in callers}:
+            manager.register(plugin)
+            caller = getattr(manager.hook, hook.name)
+            if not caller.get_hookimpls():
                 raise PluginError(self._unmarked(plugin))
-            others = [other for other in self._manager.get_plugins() if other is not plugin]
-            records = self._manager.subset_hook_caller(hook.name, others)()
-            if len(records) != 1 or not isinstance(records[0], hook.record):
-                given = shown(records[0] if len(records) == 1 else None)
-                raise PluginError(f"it gave {given}; it returns one {hook.record_name}")
+            (record,) = caller() or [None]
+            if not isinstance(record, hook.record):
+                raise PluginError(f"it gave {shown(record)}; it returns one {hook.record_name}")
         except FAILURES as error:
-            if self._manager.has_plugin(source):
-                self._manager.unregister(name=source)
             told = str(error) if type(error) is PluginError else f"{hook.name}() raised {summary(error)}"
-            return _Found(source, value, error=told)
-        return _Found(source, value, records[0], probe=Probe(records[0].probe))
+            return _Found(source, value, plugin, error=told)
+        return _Found(source, value, plugin, record, Probe(record.probe))
 
     def _unmarked(self, plugin: Any) -> str:
         """What keeps pluggy from finding the hook."""
@@ -307,3 +291,12 @@ class PluginHost(Generic[R]):
         if callable(getattr(plugin, name, None)):
             return f"its {name}() has no @hookimpl: put {marker} before it"
         return f"it has no {name}(); it defines that function, with {marker} before it"
+
+
+def _label(name: str, value: str, others: list[_Found[R]]) -> str:
+    """A name that none of the others has."""
+    taken = {one.source for one in others}
+    label = name if name not in taken else f"{name} ({value})"
+    while label in taken:
+        label += "'"
+    return label

@@ -16,6 +16,7 @@ from kvcache.cache import (
     check_thread,
     check_whole,
 )
+from kvcache.caches.managed import PreparedCalls, S
 from kvcache.caches.one_thread import PassOfThread
 from kvcache.snapshots.snapshot import check_kind
 from kvcache.storage.formats import CacheFormat
@@ -23,7 +24,7 @@ from kvcache.storage.formats import CacheFormat
 P = TypeVar("P", bound=PassOfThread)
 
 
-class BoundCache(Generic[P]):
+class BoundCache(PreparedCalls[S], Generic[P, S]):
     """A cache bound to a backend between ``init`` and ``close``, with a configuration and a current layer.
 
     Refuses calls that come before ``init``, after ``close``, or outside a pass; ``P`` is the pass.

@@ -14,7 +14,7 @@ cells, checkpoints and slots that such a one holds. What can be exact depends on
 
     causal, chunked   any position right behind a stored token
     sliding window    ``memory - window`` tokens back (see window_memory), or what one pass has just added
-    recurrent         to a checkpoint, to the ``mark`` that was taken before, or to what ``want_states``
+    states            to a checkpoint, to the ``mark`` that was taken before, or to what ``want_states``
                       had the model deliver inside the last pass
     encoder           any position behind the token that its last item came with
 
@@ -34,17 +34,14 @@ from kvcache.cache import (
     Cache,
     InvalidRangeError,
     NotSupportedError,
-    SupportsMark,
-    SupportsOffset,
-    SupportsPrepare,
-    SupportsStates,
+    SupportsRollback,
     check_whole,
 )
 from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.one_thread import one_thread
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import unwrapped
-from kvcache.storage.state_slots import Checkpoint
+from kvcache.snapshots.snapshot import Snapshot
 from ml import nn
 
 __all__ = [
@@ -73,7 +70,7 @@ def _between_passes(call: Callable[Concatenate[Cache, A], R]) -> Callable[Concat
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where sequence ``seq`` stood, and what it takes to come back: a copy of each recurrent state.
+    """Where sequence ``seq`` stood, and what it takes to come back: a snapshot of each recurrent state.
 
     Good while the sequence begins with the ``position`` tokens that it had. ``states`` has an entry for
     each cache of a wrapper, None for one that needs no copy.
@@ -81,12 +78,12 @@ class Mark:
 
     seq: int
     position: int
-    states: tuple[Checkpoint | None, ...]
+    states: tuple[Snapshot | None, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copies, which ``cache.nbytes`` does not count."""
-        return sum(t.nbytes for state in self.states if state for t in state.tensors.values())
+        return sum(state.nbytes for state in self.states if state is not None)
 
 
 @_between_passes
@@ -144,21 +141,23 @@ def mark(cache: Cache, seq: int) -> Mark:
     position = _end("mark", cache, seq)
     _prepare(cache, "remove", seq, position)  # refuses a sequence that a device failure took
     _check_exact("mark", cache, seq, position)
-    return Mark(seq, position, tuple(p.mark(seq) if nn.offers(p, SupportsMark) else None for p in parts))
+    states = [p.snapshot(seq, position, position) if _has_states(p) else None for p in parts]
+    for state in states:
+        if state is not None:
+            state.detach()
+    return Mark(seq, position, tuple(states))
 
 
 def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
     """Have the next pass of ``seq`` keep its states at ``positions``, inside it, for ``rollback``.
 
     Whether all caches can go back to these without a ``mark``: recurrent ones whose models deliver states
-    (``RecurrentCache(delivers=True)``), and those that have none.
+    (``StateCache(delivers=True)``), and those that have none.
     """
-    parts = unwrapped(cache)
-    able = [part for part in parts if isinstance(part, SupportsStates)]
-    for part in able:
-        part.want_states(seq, positions)
-    marked = (part for part in parts if nn.offers(part, SupportsMark))
-    return all(part.delivers for part in able) and all(part in able for part in marked)
+    caches = [part for part in unwrapped(cache) if _has_states(part)]
+    for states in caches:
+        states.want_states(seq, positions)
+    return all(states.delivers for states in caches)
 
 
 @_between_passes
@@ -175,7 +174,7 @@ def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> N
     if marked is None:
         commits = [_prepare(cache, "remove", seq, position)]
     else:  # what may yet refuse goes first
-        parts = sorted(enumerate(unwrapped(cache)), key=lambda pair: nn.offers(pair[1], SupportsPrepare))
+        parts = sorted(enumerate(unwrapped(cache)), key=lambda pair: nn.offers(pair[1], SupportsRollback))
         commits = [_return(part, marked, i) for i, part in parts]
     _check_exact("rollback", cache, seq, position, marked)
     _commit(commits)
@@ -228,9 +227,14 @@ def check_reach(cache: Cache, tokens: int) -> None:
 # Parts.
 
 
+def _has_states(part: Any) -> bool:
+    """Whether it keeps recurrent states, as a StateCache does."""
+    return hasattr(part, "want_states")
+
+
 def _offsets(cache: Cache, seq: int) -> list[int]:
     """Where the next token of a sequence belongs, by each of the caches that know."""
-    return [part.offset(seq) for part in unwrapped(cache) if nn.offers(part, SupportsOffset)]
+    return [part.offset(seq) for part in unwrapped(cache) if hasattr(part, "offset")]
 
 
 def _end(op: str, cache: Cache, seq: int) -> int:
@@ -245,7 +249,7 @@ def _end(op: str, cache: Cache, seq: int) -> int:
 
 def _reached(part: Any, seq: int, position: int, to: Mark | None, i: int) -> int:
     """The last position up to ``position`` from which one cache can go on exactly."""
-    if nn.offers(part, SupportsOffset):
+    if hasattr(part, "resume_point"):
         found: int = part.resume_point(seq, position)
     else:
         found = position if part.can_resume(seq, position) else 0
@@ -274,7 +278,7 @@ def _check_exact(op: str, cache: Cache, seq: int, position: int, to: Mark | None
 def _remedy(part: Any) -> str:
     if isinstance(part, SlidingWindowCache):
         return "keep more of the past with memory= (window_memory says how much)"
-    if nn.offers(part, SupportsMark):
+    if _has_states(part):
         return "take a mark (or a checkpoint) there before continuing, or evaluate the tokens between again"
     return "remove the sequence and evaluate it again"
 
@@ -298,7 +302,7 @@ def _check_mark(op: str, cache: Cache, seq: int, to: Mark | None) -> None:
 
 def _prepare(cache: Cache, op: str, *arguments: int) -> Commit:
     """Ask first where the cache can be asked; another one is asked when it is done."""
-    if nn.offers(cache, SupportsPrepare):
+    if nn.offers(cache, SupportsRollback):
         commit: Commit = getattr(cache, f"prepare_{op}")(*arguments)
         return commit
     return functools.partial(getattr(cache, op), *arguments)
@@ -308,7 +312,11 @@ def _return(part: Any, to: Mark, i: int) -> Commit:
     state = to.states[i]
     if state is None:
         return _prepare(part, "remove", to.seq, to.position)
-    commit: Commit = part.prepare_return(to.seq, state)
+    commit: Commit | None = part.prepare_restore_snapshot(to.seq, state)
+    if commit is None:
+        raise InvalidRangeError(
+            f"rollback: a mark at {to.position} of sequence {to.seq}, which is at {part.offset(to.seq)}"
+        )
     return commit
 
 

@@ -42,9 +42,8 @@ from kvcache.cache import (
     whole_numbers,
 )
 from kvcache.caches.base import BoundCache
-from kvcache.caches.editing import EditsTokens
-from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
-from kvcache.caches.one_thread import busy, is_foreign, one_thread
+from kvcache.caches.managed import ManagedSnapshots
+from kvcache.caches.one_thread import busy, is_foreign, one_call, one_thread
 from kvcache.caches.sequences import SequenceEditor, check_groups
 from kvcache.caches.undo_log import UndoLog
 from kvcache.snapshots.attention import AttentionSnapshots, Window, first_missing
@@ -57,12 +56,7 @@ from kvcache.storage.sizes import bytes_text
 from ml import nn
 
 
-class CausalCache(
-    BoundCache[ForwardPass],
-    EditsTokens,
-    PreparedCalls[AttentionSnapshot],
-    ManagedSnapshots[AttentionSnapshot],
-):
+class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[AttentionSnapshot]):
     """Keeps every token; a query attends to all tokens of its own sequence up to its own position.
 
     ``shift`` re-encodes stored keys for new positions, and ``shift_extra`` re-encodes stored extras. Without
@@ -75,7 +69,6 @@ class CausalCache(
         super().__init__()
         self.snapshots: AttentionSnapshots = AttentionSnapshots()
         """Takes and restores what sequences hold."""
-        self._in_cells = self.snapshots
         self.editor = SequenceEditor(self.snapshots, shift, shift_extra)
         """Shares, removes and moves what sequences hold."""
         self._buffers: dict[int, LayerBuffers] = {}
@@ -183,6 +176,7 @@ class CausalCache(
 
     # One pass.
 
+    @one_call
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
     ) -> None:
@@ -199,14 +193,6 @@ class CausalCache(
         nothing), CacheFullError for one that does not fit, SequenceLostError for a sequence that a device
         failure took. All of them leave the cache, evictions included, as it was.
         """
-        if not self._calls.acquire(False):
-            raise busy("start_forward")
-        try:
-            self._start(ctx, batch, reserve, read_only)
-        finally:
-            self._calls.release()
-
-    def _start(self, ctx: ml.Context, batch: Batch, reserve: bool, read_only: bool) -> None:
         check_context("start_forward", ctx, self._bound("start_forward"))
         groups, count, lower = split_batch(batch, self._max_sequences), len(batch), self.lower_bound()
         together, self._uploads = self._uploads, None
@@ -361,6 +347,7 @@ class CausalCache(
         return undo.rows
 
     def _changed(self) -> None:
+        """Sequences change: the pass under way ends, and cannot be undone any more."""
         if self._pass is not None:
             self._pass.end()
         self._forget_pass()
@@ -370,6 +357,13 @@ class CausalCache(
             self._reads = self._pass.reading.reads()
         self._pass = None
         self._undo = None
+
+    def _ending_pass(self, change: Callable[[], None]) -> Callable[[], None]:
+        def commit() -> None:
+            self._changed()
+            change()
+
+        return commit
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         """Let the batch's tokens at the indices ``except_`` also see the tokens after them.
@@ -503,6 +497,7 @@ class CausalCache(
         check_context("get_extra", ctx, self._bound("get_extra"))
         return forward.read_extra(ctx, self._layer, name)
 
+    @one_call  # what is read would change meanwhile
     def attend(
         self,
         ctx: ml.Context,
@@ -521,21 +516,6 @@ class CausalCache(
         each is named. Negative numbers, and rows that it does not see, are left out; a query with none left
         gives an unspecified row.
         """
-        if not self._calls.acquire(False):  # what is read would change meanwhile
-            raise busy("attend")
-        try:
-            return self._attend(ctx, query, scale, sinks, select)
-        finally:
-            self._calls.release()
-
-    def _attend(
-        self,
-        ctx: ml.Context,
-        query: ml.Tensor,
-        scale: float,
-        sinks: ml.Tensor | None,
-        select: ml.Tensor | None,
-    ) -> ml.Tensor:
         forward = self._pass
         if forward is None or forward.thread != get_ident():
             forward = self._started("attend")
@@ -561,6 +541,48 @@ class CausalCache(
         return result if here is ctx else result.cast(ctx, result.dtype)
 
     # Sequences.
+
+    def offset(self, seq: int) -> int:
+        """One past the last stored position of a sequence: where its next token belongs; 0 if empty."""
+        self._check_sequence("offset", seq)
+        return self._table.rows[seq].last + 1
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        self._check_copy(src_seq, dst_seq, length)
+        return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        self._check_remove(seq, begin, end)
+        return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
+
+    def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
+        self._check_sequence("evict", seq)
+        return self._ending_pass(self.editor.prepare_evict(seq, positions))
+
+    @one_thread
+    def evict(self, seq: int, positions: Iterable[int]) -> None:
+        """Evict some tokens of a sequence in all layers; no other token moves, no key is re-encoded.
+
+        Those that stay keep their positions, with gaps between them, and the next token belongs where it
+        would have. Positions that are not stored are passed over. Where another sequence or a snapshot
+        holds a token too, only this sequence lets go of it. A window that lost a token at its beginning goes
+        on, and cannot be resumed or snapshotted until it has slid past it. As KV-cache compression does:
+        H2O (Zhang et al., 2023), SnapKV (Li et al., 2024), kvpress.
+
+        Raises InvalidRangeError for the sequence's last position, or one after it (``remove`` takes the end
+        off), or below 0, SequenceLostError for a lost sequence.
+        """
+        self.prepare_evict(seq, positions)()
+
+    @one_thread
+    def defrag(self) -> None:
+        """Make every sequence one contiguous run of cells, with room to grow. Views become invalid."""
+        self._bound("defrag")
+        self._ending_pass(self.editor.defrag)()
+
+    def mark_lost(self, seq: int) -> None:
+        """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""
+        self.editor.mark_lost(seq)
 
     def computed(self, seq: int) -> int:
         """How many tokens of a sequence, from position 0 on, every layer stores: ``offset(seq)`` as a rule.
@@ -620,6 +642,18 @@ class CausalCache(
             if self._pass is not None:
                 self._pass.resume()
 
+    @property
+    def on_pressure(self) -> Callable[[int], bool | None] | None:
+        """Called with the number of cells that are missing, before lazy snapshots are copied out.
+
+        It may drop or detach some, and says whether it did; it is asked again while cells are missing.
+        """
+        return self.snapshots.on_pressure
+
+    @on_pressure.setter
+    def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
+        self.snapshots.on_pressure = call
+
     @one_thread
     def land(self, seq: int, incoming: IncomingSnapshot) -> CellReservation | None:
         """Hold free cells behind what the sequence has, for a snapshot whose content is still to come.
@@ -635,6 +669,28 @@ class CausalCache(
         return reservation
 
     # Looking in.
+
+    @property
+    def cells(self) -> int:
+        """How many cells the cache has."""
+        self._bound("cells")
+        return self._table.cells
+
+    @property
+    def free_cells(self) -> int:
+        """Cells that no sequence holds; snapshots in some of them are moved when the room is needed."""
+        self._bound("free_cells")
+        return self._table.unowned
+
+    def held(self) -> dict[int, int]:
+        """How many cells each sequence holds; shared ones count for each."""
+        self._bound("held")
+        return self._table.held()
+
+    def positions(self, seq: int) -> np.ndarray:
+        """The stored positions of a sequence, ascending (a copy)."""
+        self._check_sequence("positions", seq)
+        return self._table.rows[seq].positions.copy()
 
     @property
     def storage(self) -> CellStorage:

@@ -34,8 +34,7 @@ from kvcache.cache import (
     check_whole,
 )
 from kvcache.caches.base import BoundCache
-from kvcache.caches.managed import PreparedCalls
-from kvcache.caches.one_thread import busy, is_foreign, one_thread
+from kvcache.caches.one_thread import is_foreign, one_call, one_thread
 from kvcache.snapshots.snapshot import EncoderSnapshot, check_following, check_inside, check_kind, replaces
 from kvcache.storage.device_copies import HostArray, HostArrays, near
 from kvcache.storage.formats import CacheFormat
@@ -91,7 +90,7 @@ class _Pass:
         return self._rows[members]
 
 
-class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
+class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     """K and V of each sequence's encoder output, stored once and read by every later token.
 
     ``put`` after ``start_forward`` stores for the sequences of the batch that bring an item in
@@ -143,6 +142,7 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
 
     # One pass.
 
+    @one_call
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
     ) -> None:
@@ -152,14 +152,6 @@ class EncoderCache(BoundCache[_Pass], PreparedCalls[EncoderSnapshot]):
         one, and comes back where that is removed before. With ``read_only`` the items are not looked at, and
         ``put`` raises OrderError. The pass is this thread's, as in CausalCache.
         """
-        if not self._calls.acquire(False):
-            raise busy("start_forward")
-        try:
-            self._start(ctx, batch, reserve, read_only)
-        finally:
-            self._calls.release()
-
-    def _start(self, ctx: ml.Context, batch: Batch, reserve: bool, read_only: bool) -> None:
         check_context("start_forward", ctx, self._bound("start_forward"))
         check_modes(reserve, read_only)
         groups = split_batch(batch, self._max_sequences)

@@ -10,27 +10,13 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 import ml
-from kvcache.cache import InvalidRangeError, SupportsMark, SupportsPrepare, SupportsReservation
+from kvcache.cache import InvalidRangeError
 from kvcache.caches.one_thread import one_thread
 from kvcache.caches.sequences import drop_middle
-from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import Snapshot, check_kind
 
 S = TypeVar("S", bound=Snapshot)
-
-_FOR_OTHER_ROOMS = frozenset(
-    name
-    for protocol in (SupportsMark, SupportsPrepare, SupportsReservation)
-    for name in vars(protocol)
-    if not name.startswith("_")
-) | {
-    "editor", "foreign_pass", "held", "learn_state", "lower_bound", "mark_lost", "mark_of", "on_pressure",
-    "prepare_evict", "prepare_restore",
-    "prepare_restore_snapshot", "reach", "rolled_back", "settings", "snapshots", "state_table", "storage",
-    "upload_fixed", "upload_with", "visible",
-}  # fmt: skip
-"""What wrappers, branches, prefix caches and views call, and a user of a cache does not."""
 
 
 def _as_int(value: Any) -> Any:
@@ -80,10 +66,6 @@ class PreparedCalls(Generic[S]):
 
         For those who see to it that one thread at a time calls, by a lock of their own say.
         """
-
-    def __dir__(self) -> list[str]:
-        """What a user calls."""
-        return sorted(set(super().__dir__()) - _FOR_OTHER_ROOMS)
 
     @abstractmethod
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
@@ -159,20 +141,6 @@ class ManagedSnapshots(Generic[S]):
     """Calls about the snapshots of a cache, by its manager ``snapshots``; behind PreparedCalls."""
 
     snapshots: SnapshotManager[S]
-    _in_cells: AttentionSnapshots
-    """The manager of what lies in cells."""
-
-    @property
-    def on_pressure(self) -> Callable[[int], bool | None] | None:
-        """Called with the number of cells that are missing, before lazy snapshots are copied out.
-
-        It may drop or detach some, and says whether it did; it is asked again while cells are missing.
-        """
-        return self._in_cells.on_pressure
-
-    @on_pressure.setter
-    def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
-        self._in_cells.on_pressure = call
 
     @abstractmethod
     def _bound(self, op: str) -> ml.Backend:
@@ -201,7 +169,7 @@ class ManagedSnapshots(Generic[S]):
         it, the first from where the sequence stands now. Positions that it has passed already are
         refused with InvalidRangeError. ``remove`` of a position that one has reached drops it, and
         schedules it anew. Where none can be taken ``skipped_snapshots`` says so: of a window with a gap, and
-        of a recurrent state inside a batch, unless the model delivers it (``RecurrentCache.wanted_states``).
+        of a recurrent state inside a batch, unless the model delivers it (``StateCache.wanted_states``).
         """
         offset = self.offset(seq)
         self.snapshots.schedule.add(seq, positions, offset)

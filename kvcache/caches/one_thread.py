@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvcache.cache import OrderError
 
-__all__ = ["PassOfThread", "busy", "elsewhere", "is_foreign", "joined", "one_thread"]
+__all__ = ["PassOfThread", "busy", "elsewhere", "is_foreign", "joined", "one_call", "one_thread"]
 
 R = TypeVar("R")
 A = ParamSpec("A")
@@ -72,6 +72,22 @@ def busy(op: str) -> OrderError:
     )
 
 
+def one_call(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, A], R]:
+    """A call of a cache that plans or changes something; OrderError while another thread is in one."""
+    op = call.__name__.strip("_")
+
+    @functools.wraps(call)
+    def alone(self: C, /, *args: A.args, **options: A.kwargs) -> R:
+        if not self._calls.acquire(False):
+            raise busy(op)
+        try:
+            return call(self, *args, **options)
+        finally:
+            self._calls.release()
+
+    return alone
+
+
 def one_thread(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, A], R]:
     """A call of a cache that changes what sequences hold, between passes.
 
@@ -79,15 +95,10 @@ def one_thread(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, 
     """
     op = call.__name__.strip("_")
 
-    def checked(self: C, /, *args: A.args, **options: A.kwargs) -> R:
-        if not self._calls.acquire(False):
-            raise busy(op)
-        try:
-            if self.foreign_pass() is not False:
-                raise elsewhere(op)
-            return call(self, *args, **options)
-        finally:
-            self._calls.release()
+    @functools.wraps(call)
+    def between_passes(self: C, /, *args: A.args, **options: A.kwargs) -> R:
+        if self.foreign_pass() is not False:
+            raise elsewhere(op)
+        return call(self, *args, **options)
 
-    functools.update_wrapper(checked, call)
-    return checked
+    return one_call(between_passes)

@@ -1,92 +1,28 @@
-"""The cache of hybrid models: recurrent states beside an attention cache.
-
-After Ollama's kvcache/recurrent.go and its checkpoints, and the single-sequence recurrent cache of its
-MLX runner. Layers with a linear or state-space recurrence keep, per sequence, a convolution state and
-a recurrent (delta, SSM) state of fixed size; layers with attention use ``put``, ``get`` and ``attend``.
-
-A state is whole: it is that of one position and cannot be cut. Going back therefore means going to a
-checkpoint, and computing again from there.
-"""
+"""States and attention for hybrid models: a StateCache beside a CausalCache, in one wrapper."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Unpack
+from collections.abc import Iterable, Mapping, Sequence
 
 import ml
-from kvcache.attention.batch import check_tensors, split_batch
-from kvcache.attention.plan import Uploads
-from kvcache.cache import (
-    Batch,
-    CacheDType,
-    ExtraShiftFunction,
-    InvalidRangeError,
-    Mask,
-    OrderError,
-    PutOptions,
-    ShiftFunction,
-    check_context,
-    check_thread,
-    check_whole,
-)
-from kvcache.caches.base import BoundCache
+from kvcache.cache import ExtraShiftFunction, ShiftFunction
 from kvcache.caches.causal import CausalCache
-from kvcache.caches.managed import ManagedSnapshots, PreparedCalls
-from kvcache.caches.one_thread import busy, is_foreign, joined, one_thread
-from kvcache.snapshots.recurrent import StateSnapshots
-from kvcache.snapshots.schedule import SnapshotSchedule
-from kvcache.snapshots.snapshot import RecurrentSnapshot
-from kvcache.storage.formats import CacheFormat
-from kvcache.storage.state_slots import Checkpoint, HeldStates, StatePass
-from kvcache.storage.state_specs import StateSpec, StateSpecs
-from kvcache.storage.state_table import StateTable, shifted, state_lost
+from kvcache.caches.states import StateCache
+from kvcache.caches.wrapper import WrapperCache
+from kvcache.storage.state_specs import StateSpec
 
 
-class RecurrentCache(
-    BoundCache[StatePass], PreparedCalls[RecurrentSnapshot], ManagedSnapshots[RecurrentSnapshot]
-):
-    """Per-sequence states, checkpoints of them, and a causal cache for the attention layers.
+class RecurrentCache(WrapperCache):
+    """The caches of a hybrid model: ``attention`` for its layers with K and V, ``states`` for the others.
 
-    A layer may have any number of states, of any shapes and dtypes, beside K and V or without them.
-    ``states`` says which: those of a layer by its number, those of all others under None::
+    A wrapper of these two, with the calls of StateCache at hand: what is asked of sequences is asked of both,
+    and a sequence that goes back goes where its states can. A layer may use both. Other kinds of attention
+    are put beside states in the same way: ``WrapperCache(SlidingWindowCache(window), StateCache(states))``.
 
-        mamba = {"conv": StateSpec((channels, 3)), "ssm": StateSpec((heads, dim, size), ml.DType.F32)}
-        cache = RecurrentCache(states={None: mamba})
-        ...
-        cache.set_layer(layer)
-        ssm = cache.state(ctx, "ssm")            # (sequences, heads, dim, size)
-        cache.update_state(ctx, "ssm", new)
-
-    A state that is declared nowhere has the shape and dtype of what ``update_state`` brings first.
-    ``conv_shape`` and ``state_shape`` declare two for all layers, those of ``conv_state`` and
+    ``conv_shape`` and ``state_shape`` declare two states for all layers, those of ``conv_state`` and
     ``recurrent_state``: "conv" (channels, kernel - 1), say, and "recurrent" (heads, key_dim, value_dim),
-    always F32. ``conv_dtype`` is the dtype of the model's activations, and so of states that are declared
-    without one (None: what ``init`` is given, F32 where that is not one plain dtype).
-
-    Every pass asks for all states, or gives them: ``states`` must name no layer that has none. One that is
-    first used in a later pass is missing for the tokens before it, and reading it for their sequences raises
-    OrderError. With ``skips=True`` it is zero instead. A pass that leaves out one that was used before
-    counts as one that failed with ``skips`` too: its states can be read, but ``computed(seq)`` stays, and no
-    snapshot is taken, until its tokens are taken back.
-
-    **States inside a batch.** A recurrence leaves the state of a batch's end alone. A model that can give
-    those of positions inside asks ``wanted_states``, cuts its scan there or computes the states of all
-    tokens, and gives them to ``deliver_states`` (``delivers=True`` says of a cache that its model does). They
-    are wanted for snapshots that are scheduled, and by ``want_states``: for drafted tokens, say. Until its
-    next pass the sequence can go back to them.
-
-    A checkpoint is taken when a pass begins and ``checkpoint_interval`` tokens have gone by since the
-    last one; the latest ``checkpoints`` of each sequence are kept, ``checkpoint(seq)`` takes one now.
-
-    **Going back.** ``remove(seq, position)`` goes to ``position`` when the state, a checkpoint or one inside
-    the last pass is there, else to the nearest before it, else to 0: ``offset(seq)`` says where, and the next
-    batch has to begin there. After a failed pass, ``remove(seq, position)`` with the batch's first
-    position does the same.
-    ``remove`` from the middle moves later tokens down as in CausalCache, checkpoints with them, and the state
-    stays what it is, having seen what was removed (as a context shift wants it); checkpoints that have seen
-    some of the range and nothing after it are dropped: none of them is the state of a position that is left.
+    always F32. ``states`` declares any others. ``conv_dtype`` is the ``dtype`` of StateCache; ``shift`` and
+    ``shift_extra`` are those of CausalCache, and all else that of StateCache.
     """
 
     def __init__(
@@ -103,284 +39,56 @@ class RecurrentCache(
         skips: bool = False,
         shift_extra: ExtraShiftFunction | None = None,
     ) -> None:
-        super().__init__()
-        check_whole("RecurrentCache", "checkpoints", checkpoints)
-        check_whole("RecurrentCache", "checkpoint_interval", checkpoint_interval, least=1)
-        self.delivers = delivers
-        """Whether the model gives the states inside a batch that are wanted: it may end anywhere then."""
-        self._specs = StateSpecs(states or {})
-        self._wants: dict[int, tuple[int, ...]] = {}
+        two = {"conv": (conv_shape, None), "recurrent": (state_shape, ml.DType.F32)}
+        of_all = {name: StateSpec(shape, dtype) for name, (shape, dtype) in two.items() if shape}
+        declared = dict(states or {})
+        declared[None] = {**of_all, **declared.get(None, {})}
         self.attention = CausalCache(shift, shift_extra=shift_extra)
-        """The cache of the attention layers."""
-        self.snapshots: StateSnapshots = StateSnapshots(self.attention)
-        """Takes and restores what sequences hold."""
-        self._in_cells = self.attention.snapshots
-        self._checkpoints, self._interval, self._skips = checkpoints, checkpoint_interval, skips
-        self._conv_dtype = conv_dtype
-        self._states = self.snapshots.states
-        for name, spec in (("conv", (conv_shape, None)), ("recurrent", (state_shape, ml.DType.F32))):
-            if spec[0]:
-                self._specs.declare(name, StateSpec(*spec), None)
+        """The cache of the layers with attention."""
+        self.states = StateCache(
+            declared, checkpoints, checkpoint_interval, conv_dtype, delivers=delivers, skips=skips
+        )
+        """The cache of the layers with states."""
+        super().__init__(self.attention, self.states)
 
-    # Setting up and closing.
+    def set_layer_type(self, i: int) -> None:
+        """Nothing to choose: a layer may use both, K and V being those of ``attention`` in any case."""
+        super().set_layer_type(i)
+        self._type = 0
 
-    def init(
-        self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
-    ) -> None:
-        """Bind to ``backend``: a slot per sequence in every recurrent layer, allocated when first used."""
-        self.attention.init(backend, dtype, max_sequences, capacity, max_batch)
-        self._max_sequences = max_sequences
-        declared = None if self._skips else self._specs.by_layer
-        self._states = StateTable(max_sequences, backend, self._checkpoints, self._interval, declared)
-        self._specs.bind(self._conv_dtype or CacheFormat.of(dtype).plain or ml.DType.F32)
-        self.snapshots.bind(self._states, self._specs)
-        self._backend, self._closed = backend, False
+    # As StateCache has them.
 
-    def learn_state(self, name: str, spec: StateSpec, layer: int | None = None) -> None:
-        """Say what a state is like, of a layer or (None) of all; one that is known stays.
+    def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
+        return self.states.conv_state(ctx, layer)
 
-        For models whose configuration does not tell: after ``init``, and before its first ``state``.
-        """
-        self._specs.declare(name, spec, layer)
+    def set_conv_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
+        self.states.set_conv_state(ctx, layer, t)
 
-    def state_spec(self, name: str, layer: int) -> StateSpec | None:
-        """What is known of a state: declared, or found. None: nothing."""
-        return self._specs.get(name, layer)
+    def recurrent_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
+        return self.states.recurrent_state(ctx, layer)
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: states beside {self.attention!r}>"
+    def set_recurrent_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
+        self.states.set_recurrent_state(ctx, layer, t)
 
     @property
-    def config(self) -> ml.CacheConfig:
-        return self.attention.config
-
-    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
-        return self.attention.prepare_set_config(config)
-
-    def close(self) -> None:
-        """As CausalCache.close: what snapshots hold of the states is copied out first."""
-        self.attention.close()
-        self.snapshots.close()
-        self._states, self._pass, self._wants = self.snapshots.states, None, {}
-        self._backend, self._closed = None, True
-
-    # One pass.
-
-    def start_forward(
-        self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
-    ) -> None:
-        """Give the batch's sequences states of their own, side by side; the previous pass ends.
-
-        The tokens of each sequence come in ascending positions and begin at ``offset(seq)``: a
-        recurrence cannot skip a token. InvalidBatchError otherwise, and as CausalCache.
-
-        With ``read_only`` positions are free, as in CausalCache; the states, which have seen ``offset(seq)``
-        tokens whatever the positions, are given as copies, and setting them raises OrderError.
-        """
-        if not self._calls.acquire(False):
-            raise busy("start_forward")
-        try:
-            self._start(ctx, batch, reserve, read_only)
-        finally:
-            self._calls.release()
-
-    def _start(self, ctx: ml.Context, batch: Batch, reserve: bool, read_only: bool) -> None:
-        check_context("start_forward", ctx, self._bound("start_forward"))
-        groups = split_batch(batch, self._max_sequences)
-        stores = not reserve and not read_only
-        tokens = Counter(int(seq) for seq in batch.sequences)
-        if not reserve:
-            for group in groups:
-                follow = read_only or group.follow(self._states.rows[group.seq].offset)
-                self._states.check_start(group.seq, group.positions, follow)
-        under_way, lost, before = self.attention.pass_under_way(), self._states.lost(), self._pass
-        self.attention.start_forward(ctx, batch, reserve, read_only=read_only)
-        if before is not None:
-            self._states.end(before)
-        if not stores:
-            behind = [] if reserve else self._states.to_refuse(tokens)
-            self._pass = StatePass(tokens, 0, reserve=reserve, read_only=read_only, behind=behind)
-            return
-        try:
-            for group in groups if self.snapshots.schedule else ():
-                self.snapshots.capture(group.seq)
-            self._pass = self._states.start(tokens, self._inside(tokens))
-        except BaseException:
-            if self._states.lost() != lost:
-                self._pass = under_way = None  # states of the pass under way may be among the lost
-            self.attention.undo_forward(under_way)
-            self._go_on(self._pass)
-            raise
-        if self._wants:
-            self._pass.wants = self._wants
-            self._wants = {seq: wanted for seq, wanted in self._wants.items() if seq not in tokens}
-
-    def _end_pass(self) -> None:
-        if self._pass is not None:
-            self._states.end(self._pass)
-        self._pass = None
-
-    def _inside(self, tokens: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        """After how many of its tokens in a pass the state of a sequence is wanted, but that of the end."""
-        schedule, found = self.snapshots.schedule, {}
-        for seq, count in tokens.items() if schedule or self._wants else ():
-            offset = self._states.rows[seq].offset
-            wanted = {position - offset for position in (*schedule.positions(seq), *self._wants.get(seq, ()))}
-            if inside := tuple(sorted(n for n in wanted if 0 < n < count)):
-                found[seq] = inside
-        return found
-
-    def upload_with(self, uploads: Uploads | None) -> None:
-        self.attention.upload_with(uploads)
-
-    def upload_fixed(self, ctx: ml.Context) -> None:
-        self.attention.upload_fixed(ctx)
-
-    def foreign_pass(self) -> bool | None:
-        current = self._pass
-        if current is None or not is_foreign(current):
-            return False
-        states = not self._states.is_whole(current) if current.asked else None
-        return joined((states, self.attention.foreign_pass()))
-
-    def take_over(self) -> None:
-        super().take_over()
-        self.attention.take_over()
-
-    def pass_under_way(self) -> object:
-        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
-        return None if self._pass is None else (self._pass, self.attention.pass_under_way())
-
-    def undo_forward(self, resume: object = None) -> None:
-        """Take back the last ``start_forward``, provided that no state was set since.
-
-        States that it moved go back to where they were, so that the pass ``resume`` goes on with its
-        views. A device that fails in this leaves the sequences that it moved lost, and no pass goes on.
-        """
-        self._bound("undo_forward")
-        current = self._pass
-        if current is not None:
-            check_thread("undo_forward", current.thread)
-        own, attention = resume if isinstance(resume, tuple) else (None, None)
-        try:
-            if current is not None:
-                self._wants = {**self._wants, **(current.wants or {})}
-                self._states.take_back(current)
-        except BaseException:
-            own = attention = None
-            raise
-        finally:
-            self.attention.undo_forward(attention)
-            self._go_on(own)
-
-    def _go_on(self, current: StatePass | None) -> None:
-        """A pass goes on after another was refused: the snapshots of its tokens are taken anew."""
-        self._pass = current
-        for seq, before in self._states.go_on(current).items():
-            self.snapshots.schedule.again(seq, before)
+    def delivers(self) -> bool:
+        return self.states.delivers
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """The sequences of the pass, in the order of the states' first axis."""
-        return self._started("sequences").sequences
+        return self.states.sequences
 
     def state(self, ctx: ml.Context, name: str, layer: int | None = None) -> ml.Tensor:
-        """The states ``name`` (sequences, *shape) of a layer in the pass, zero for new sequences.
-
-        ``layer`` None: that of ``set_layer``. A view: it may be updated in place (``copy`` or ``set_rows``
-        into it), or given back changed through ``update_state``. In a pass that only reads, a copy.
-        OrderError for a state that is not declared, and was never stored; and where a pass before this one
-        failed, or did not ask for it.
-        """
-        return self._read(ctx, "state", name, layer)
+        return self.states.state(ctx, name, layer)
 
     def update_state(self, ctx: ml.Context, name: str, t: ml.Tensor, layer: int | None = None) -> None:
-        """Store new states ``name`` (sequences, *shape), converted to their dtype.
-
-        DTypeError for integers where the state is of floats, and for floats where it is of integers.
-        OrderError where it was updated in this pass and read behind that, as by a loop that forgets
-        ``set_layer``.
-        """
-        self._update(ctx, "update_state", name, t, layer)
-
-    def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
-        """``state(ctx, "conv", layer)``."""
-        return self._read(ctx, "conv_state", "conv", layer)
-
-    def set_conv_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
-        """``update_state(ctx, "conv", t, layer)``."""
-        self._update(ctx, "set_conv_state", "conv", t, layer)
-
-    def recurrent_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
-        """``state(ctx, "recurrent", layer)``."""
-        return self._read(ctx, "recurrent_state", "recurrent", layer)
-
-    def set_recurrent_state(self, ctx: ml.Context, layer: int, t: ml.Tensor) -> None:
-        """``update_state(ctx, "recurrent", t, layer)``."""
-        self._update(ctx, "set_recurrent_state", "recurrent", t, layer)
-
-    def _read(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
-        current, key = self._started(op), (name, self._layer if layer is None else layer)
-        found = self._state(ctx, op, current, key)
-        self._states.check_readable(op, current)
-        current.asked.add(key)
-        if key in current.updated:
-            current.updated[key] = True
-        return found
-
-    def _state(self, ctx: ml.Context, op: str, current: StatePass, key: tuple[str, int]) -> ml.Tensor:
-        name, layer = key
-        spec = self._specs.known(op, name, layer)
-        assert spec.dtype is not None
-        shape, dtype = spec.shape, spec.dtype
-        buffers, count = self._states.buffers, len(current.tokens)
-        buffer = buffers.tensors.get(key)
-        if buffer is None:
-            check_context(op, ctx, self._bound(op))
-            buffer = self._states.buffer(ctx, key, current, shape, dtype)
-        if current.reserve:  # allocated and touched, but what sequences hold is not at hand
-            return ctx.layer(layer).zeros((count, *shape), dtype)
-        if current.read_only:
-            return self._states.read(ctx.layer(layer), key, current.sequences, shape, dtype)
-        buffers.copy_out(range(current.start, current.start + count))
-        return buffer.slice(ctx, 0, current.start, current.start + count)
-
-    def _update(self, ctx: ml.Context, op: str, name: str, t: ml.Tensor, layer: int | None) -> None:
-        current, key = self._started(op), (name, self._layer if layer is None else layer)
-        check_tensors(op, state=t)
-        if current.read_only:
-            raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
-        self._specs.fitting(op, *key, t, len(current.tokens))
-        if current.updated.get(key):
-            raise OrderError(
-                f"{op}: state {name!r:.40} of layer {key[1]} was updated in this pass and read, and would be "
-                "replaced; name the layer, or call set_layer before each, and start_forward before the next "
-                "pass"
-            )
-        ctx.forward(t.copy(ctx, self._state(ctx, op, current, key)))
-        current.asked.add(key)
-        current.updated[key] = False
-
-    # States inside a pass.
+        self.states.update_state(ctx, name, t, layer)
 
     def want_states(self, seq: int, positions: Iterable[int]) -> None:
-        """Have the next pass of a sequence keep its states at ``positions``, to go back to, if the model can.
-
-        In place of those that were wanted before. They are kept until the pass after; ``remove``,
-        ``copy_prefix`` and ``restore`` forget what is wanted of a sequence that they change.
-        """
-        self.offset(seq)
-        wanted = tuple(positions)
-        for position in wanted:
-            check_whole("want_states", "position", position)
-        self._wants[seq] = wanted
+        self.states.want_states(seq, positions)
 
     def wanted_states(self) -> Mapping[int, tuple[int, ...]]:
-        """After how many of its tokens in this pass the state of a sequence is wanted, ascending.
-
-        For each sequence of which some are: ``{0: (3, 7)}``. That of the end goes by ``update_state``.
-        """
-        return self._started("wanted_states").wanted
+        return self.states.wanted_states()
 
     def deliver_states(
         self,
@@ -390,248 +98,16 @@ class RecurrentCache(
         at: Sequence[tuple[int, int]],
         layer: int | None = None,
     ) -> None:
-        """Give states ``name`` (len(at), *shape) of a layer inside the pass, in one call or in several.
+        self.states.deliver_states(ctx, name, t, at, layer)
 
-        ``t[i]`` is the state of sequence ``at[i][0]`` after its first ``at[i][1]`` tokens in this pass; what
-        is not wanted is ignored, so that a model may give those of all tokens. ``t`` is the cache's from then
-        on: nobody writes into it any more. A position counts when all states of all layers have been given.
-        """
-        op = "deliver_states"
-        current, layer = self._started(op), self._layer if layer is None else layer
-        check_tensors(op, states=t)
-        if current.read_only:
-            raise OrderError(f"{op}: this pass is read-only; call start_forward without read_only to store")
-        current.check_inside(op, at)
-        spec = self._specs.fitting(op, name, layer, t, len(at))
-        if spec.dtype is not None and t.dtype is not spec.dtype:
-            t = t.cast(ctx, spec.dtype)
-        self._states.deliver(ctx, (name, layer), current, at, t)
+    def learn_state(self, name: str, spec: StateSpec, layer: int | None = None) -> None:
+        self.states.learn_state(name, spec, layer)
 
-    # The attention layers.
-
-    def set_layer(self, layer: int) -> None:
-        self.attention.set_layer(layer)  # which refuses another thread's
-        self._layer = layer
-
-    def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
-        self.attention.set_causal(ctx, except_=except_)
-
-    def put(
-        self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor | None = None, **more: Unpack[PutOptions]
-    ) -> None:
-        self.attention.put(ctx, key, value, **more)
-
-    def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
-        return self.attention.get(ctx)
-
-    def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
-        return self.attention.get_extra(ctx, name)
-
-    def attend(
-        self,
-        ctx: ml.Context,
-        query: ml.Tensor,
-        scale: float,
-        sinks: ml.Tensor | None = None,
-        *,
-        select: ml.Tensor | None = None,
-    ) -> ml.Tensor:
-        return self.attention.attend(ctx, query, scale, sinks, select=select)
-
-    # Sequences.
-
-    def offset(self, seq: int) -> int:
-        """How many tokens the state has seen: where the next batch of this sequence begins."""
-        self._check_sequence("offset", seq)
-        return self._states.rows[seq].offset
-
-    def computed(self, seq: int) -> int:
-        """How many tokens of a sequence all layers have seen: ``offset(seq)`` as a rule.
-
-        Less where a pass was given only some of the states, or put only some of the attention layers, as one
-        that failed; the tokens of the pass under way count when the last one was.
-        """
-        end, lacking = self.offset(seq), self.lacking(seq)
-        if not self.nbytes:
-            return 0
-        if lacking is not None:
-            end = min(end, lacking)
-        return min(end, self.attention.computed(seq)) if self.attention.nbytes else end
-
-    def lacking(self, seq: int) -> int | None:
-        """The position from which on not all layers have been given states of a sequence; None: all have."""
-        self.offset(seq)
-        return self._states.lacking(seq)
+    def state_spec(self, name: str, layer: int) -> StateSpec | None:
+        return self.states.state_spec(name, layer)
 
     def checkpoints(self, seq: int) -> tuple[int, ...]:
-        """The positions of a sequence's checkpoints, ascending: it can go back to each of them exactly."""
-        self._check_sequence("checkpoints", seq)
-        return self._states.rows[seq].positions
+        return self.states.checkpoints(seq)
 
-    @one_thread
     def checkpoint(self, seq: int) -> None:
-        """Keep a copy of the state as it is now, when a pass has set the states of all layers."""
-        taken = self.mark(seq, "checkpoint")
-        if taken.offset:
-            self._states.keep(self._states.rows[seq], taken)
-
-    def mark(self, seq: int, op: str = "mark") -> Checkpoint:
-        """A copy of the state as it is now, for ``prepare_return``; the caller's alone.
-
-        It is none of ``checkpoints(seq)``, so that it takes the place of none.
-        """
-        self._check_sequence(op, seq)
-        row = self._states.rows[seq]
-        if row.lost:
-            raise state_lost(op, seq)
-        self._states.check_whole(op, seq)
-        taken = self._states.point(row)
-        taken.state.detach()
-        return taken
-
-    def mark_of(self, position: int, states: Mapping[tuple[str, int], ml.Tensor]) -> Checkpoint:
-        """A mark for ``prepare_return`` of states that the caller knows: those after ``position`` tokens.
-
-        ``states`` has, by (name, layer), a tensor (1, *shape) for every state of every layer, in the dtype
-        that it is stored in. They are the cache's from then on.
-        """
-        self._bound("mark_of")
-        check_whole("mark_of", "position", position, least=1)
-        return Checkpoint(position, HeldStates(dict(states)))
-
-    def prepare_return(self, seq: int, mark: Checkpoint) -> Callable[[], None]:
-        """Check all that going back to ``mark`` may refuse; the callable returned then does it.
-
-        It is one that ``mark(seq)`` gave, of tokens that the sequence still begins with.
-        """
-        offset = self.offset(seq)
-        if mark.offset > offset:
-            raise InvalidRangeError(
-                f"prepare_return: a mark at {mark.offset} of sequence {seq}, which is at {offset}"
-            )
-        cut = self.attention.prepare_remove(seq, mark.offset, None)
-
-        def change() -> None:
-            cut()
-            self._states.resume(seq, mark, mark.offset)
-            self.snapshots.schedule.cut(seq, mark.offset)
-
-        return self._changing(seq, change)
-
-    def prepare_restore(self, seq: int, position: int) -> int | None:
-        """Where ``remove(seq, position)`` would go: at or before ``position``; None: back to nothing."""
-        self._check_sequence("prepare_restore", seq)
-        check_whole("prepare_restore", "position", position)
-        if not self.attention.can_resume(seq, 0):  # a device failure took its keys
-            return None
-        return self._states.row_before(seq, position).offset or None
-
-    def can_resume(self, seq: int, position: int) -> bool:
-        """Whether the state of exactly ``position`` is there, or that of the beginning is meant."""
-        stored = self.attention.can_resume(seq, position)
-        return stored and (position == 0 or self.prepare_restore(seq, position) == position)
-
-    def resume_point(self, seq: int, position: int) -> int:
-        """The last position up to ``position`` whose state is there; 0: from nothing."""
-        return self.prepare_restore(seq, position) or 0
-
-    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
-        self._check_copy(src_seq, dst_seq, length)
-        if self._states.rows[src_seq].lost:
-            raise state_lost("copy_prefix", src_seq)
-        row = self._states.row_before(src_seq, length)
-        share = self.attention.prepare_copy_prefix(src_seq, dst_seq, row.offset)
-
-        def change() -> None:
-            share()
-            self._states.rows[dst_seq] = row
-            self.snapshots.schedule.replace(dst_seq)
-
-        return self._changing(dst_seq, change)
-
-    def _changing(self, seq: int, change: Callable[[], None]) -> Callable[[], None]:
-        """The change of a sequence, which ends the pass, and forgets what is wanted of it."""
-
-        def commit() -> None:
-            self._end_pass()
-            change()
-            self._wants.pop(seq, None)
-
-        return commit
-
-    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        self._check_remove(seq, begin, end)
-        row = self._states.rows[seq]
-        if end is None or end >= row.offset:
-            if row.lost and begin > 0 and self._states.nearest(row, begin) is None:
-                raise state_lost("remove", seq)
-            row = self._states.row_before(seq, begin)
-            cut = self.attention.prepare_remove(seq, row.offset, None)
-        elif row.lost:
-            raise state_lost("remove", seq)
-        else:
-            cut = self.attention.prepare_remove(seq, begin, end)
-            row = shifted(replace(row, computed=self._states.lacking(seq)), begin, end)
-
-        def change() -> None:
-            cut()
-            self._states.rows[seq] = row
-            self.snapshots.schedule.cut(seq, min(begin, row.offset))
-
-        return self._changing(seq, change)
-
-    @one_thread
-    def defrag(self) -> None:
-        """As CausalCache.defrag; every sequence's states have a slot of their own already."""
-        self.attention.defrag()
-
-    def mark_lost(self, seq: int) -> None:
-        self.attention.mark_lost(seq)
-
-    def settings(self) -> dict[str, object]:
-        found: dict[str, object] = {"kind": type(self).__name__, "attention": self.attention.settings()}
-        return found | self._specs.settings()
-
-    # Snapshots.
-
-    def next_snapshot(self, seq: int) -> int | None:
-        """Where a batch of this sequence should end for the next one; None: anywhere (``delivers``)."""
-        upcoming = self.snapshots.schedule.next(seq, self.offset(seq))
-        return None if self.delivers else upcoming
-
-    def _reached(self, seq: int) -> SnapshotSchedule[RecurrentSnapshot]:
-        self.offset(seq)
-        self.snapshots.capture(seq)
-        return self.snapshots.schedule
-
-    @one_thread
-    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> RecurrentSnapshot:
-        """The state at ``end`` (None: where the sequence is), with the attention layers' [begin, end).
-
-        Nothing is copied until the state is about to be written over, by a pass of the sequence mostly.
-        Views that ``conv_state`` and ``recurrent_state`` gave before are not to be written any more: ask
-        for them again.
-
-        Raises NotSupportedError where no state of ``end`` is there: it is ``offset(seq)``, 0, one of
-        ``checkpoints(seq)``, or was delivered inside the last pass.
-        """
-        self.offset(seq)  # refuses an unknown sequence
-        return self.snapshots.snapshot(seq, begin, end)
-
-    def prepare_restore_snapshot(
-        self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None
-    ) -> Callable[[], None] | None:
-        self._check_restore(seq, snapshot, RecurrentSnapshot)
-        put_back = self.snapshots.prepare_restore_snapshot(seq, snapshot, target)
-        return None if put_back is None else self._changing(seq, put_back)
-
-    @property
-    def state_table(self) -> StateTable:
-        """Where the state of each sequence lies: to be read, the cache alone changes it."""
-        self._bound("state_table")
-        return self._states
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states' buffers, of checkpoints that are copies, and of the attention layers."""
-        return self._states.nbytes + self.attention.nbytes
+        self.states.checkpoint(seq)

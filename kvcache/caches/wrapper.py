@@ -16,7 +16,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import get_ident
-from typing import Any, Protocol, Unpack, runtime_checkable
+from typing import Any, Unpack
 
 import ml
 from kvcache.attention.plan import Uploads
@@ -29,14 +29,7 @@ from kvcache.cache import (
     Mask,
     NotSupportedError,
     PutOptions,
-    SupportsCells,
-    SupportsEvict,
-    SupportsExtras,
-    SupportsOffset,
-    SupportsPrepare,
-    SupportsPrepareRestore,
-    SupportsSchedule,
-    SupportsSetCausal,
+    SupportsRollback,
     SupportsSnapshots,
     check_thread,
     check_whole,
@@ -45,25 +38,9 @@ from kvcache.cache import (
 )
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.managed import PreparedCalls
-from kvcache.caches.one_thread import busy, joined, one_thread
+from kvcache.caches.one_thread import joined, one_call, one_thread
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind, replaces
-from ml import nn
-
-
-@runtime_checkable
-class _SupportsUploads(Protocol):
-    """A cache whose passes upload together with those of others."""
-
-    def upload_with(self, uploads: Uploads | None) -> None: ...
-    def upload_fixed(self, ctx: ml.Context) -> None: ...
-
-
-@runtime_checkable
-class _SupportsLacking(Protocol):
-    """A cache some of whose layers may lack something of a sequence that counts for none of its positions."""
-
-    def lacking(self, seq: int) -> int | None: ...
 
 
 class WrapperCache(PreparedCalls[WrapperSnapshot]):
@@ -88,22 +65,21 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             raise InvalidRangeError(
                 f"WrapperCache: {len(self._others)} caches cannot undo a started pass "
                 f"({', '.join(type(cache).__name__ for cache in self._others)}); at most one may lack "
-                "what kvcache.cache.SupportsPrepare lists"
+                "what kvcache.cache.SupportsRollback lists"
             )
         # What the others offer, by their place in the constructor.
-        self._positioned: list[Any] = [cache for cache in caches if _any_is(SupportsOffset, cache)]
-        self._in_cells: list[Any] = [cache for cache in caches if _any_is(SupportsCells, cache)]
-        self._returning: list[Any] = [cache for cache in caches if _any_is(SupportsPrepareRestore, cache)]
+        self._positioned = _having(caches, "offset")
+        self._in_cells = _having(caches, "mark_lost")
+        self._returning = _having(caches, "prepare_restore")
+        self._masked = _having(caches, "set_causal")
+        self._uploading = _having(caches, "upload_with")
+        self._lacking = _having(caches, "lacking")
         self._encoders = [part for part in unwrapped(self) if isinstance(part, EncoderCache)]
-        self._masked = [cache for cache in caches if isinstance(cache, SupportsSetCausal)]
-        self._uploading = [cache for cache in caches if isinstance(cache, _SupportsUploads)]
         self._uploads: Uploads | None = None
-        self._lacking = [cache for cache in caches if isinstance(cache, _SupportsLacking)]
         self._kept = [cache for cache in caches if isinstance(cache, SupportsSnapshots)]
         self._keepless = [(cache, _lacked(cache)) for cache in caches if cache not in self._kept]
-        self._scheduling: dict[int, Any] = {
-            i: cache for i, cache in enumerate(caches) if _any_is(SupportsSchedule, cache)
-        }
+        scheduling = _having(caches, "schedule_snapshots")
+        self._scheduling: dict[int, Any] = {i: cache for i, cache in enumerate(caches) if cache in scheduling}
 
     @property
     def current(self) -> Cache:
@@ -146,40 +122,37 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         for cache in self.caches:
             cache.close()
 
+    @one_call
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
     ) -> None:
         """Start all, or none: where one refuses, those that had started go back to the pass before."""
-        if not self._calls.acquire(False):
-            raise busy("start_forward")
-        try:
-            self._start(ctx, batch, reserve, read_only)
-            self._type, self._thread = 0, get_ident()
-        finally:
-            self._calls.release()
-
-    def _start(self, ctx: ml.Context, batch: Batch, reserve: bool, read_only: bool) -> None:
         options = {"read_only": True} if read_only else {}  # a cache of someone else's may not know it
-        passes, *_ = self.pass_under_way()
-        uploads = self._uploads or Uploads()
+        passes, started = [cache.pass_under_way() for cache in self._prepared], 0
+        uploads = self._uploads
+        if uploads is None and len(self._uploading) > 1:
+            uploads = Uploads()
         try:
-            with contextlib.ExitStack() as undo:  # goes on where one of them raises
+            if uploads is not None:
                 self._together(uploads)
-                # The one that cannot take anything back goes last: if it refuses, the others go back.
-                for i, cache in enumerate((*self._prepared, *self._others)):
-                    if read_only and "read_only" not in inspect.signature(cache.start_forward).parameters:
-                        raise NotSupportedError(
-                            f"start_forward: {type(cache).__name__} does not support read_only"
-                        )
-                    cache.start_forward(ctx, batch, reserve, **options)
-                    if i < len(passes):
-                        undo.callback(cache.undo_forward, passes[i])
-                if self._uploads is None:
-                    self.upload_fixed(ctx)
-                undo.pop_all()
+            # The one that cannot take anything back goes last: if it refuses, the others go back.
+            for cache in (*self._prepared, *self._others):
+                if read_only and "read_only" not in inspect.signature(cache.start_forward).parameters:
+                    raise NotSupportedError(
+                        f"start_forward: {type(cache).__name__} does not support read_only"
+                    )
+                cache.start_forward(ctx, batch, reserve, **options)
+                started += 1
+            if uploads is not self._uploads:
+                self.upload_fixed(ctx)
+        except BaseException:
+            self._take_back(passes[:started])
+            raise
         finally:
-            self._together(None)
+            if uploads is not None:
+                self._together(None)
             self._uploads = None
+        self._type, self._thread = 0, get_ident()
 
     def upload_with(self, uploads: Uploads | None) -> None:
         """As CausalCache.upload_with, of all wrapped caches."""
@@ -215,8 +188,12 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             check_thread("undo_forward", self._thread)
         nothing = [None] * len(self._prepared), 0, None
         passes, self._type, self._thread = resume if isinstance(resume, tuple) else nothing
+        self._take_back(passes)
+
+    def _take_back(self, passes: Sequence[object]) -> None:
+        """Undo the starts of the first caches, which go on with ``passes``, whichever of them raises."""
         with contextlib.ExitStack() as undo:
-            for cache, under_way in zip(self._prepared, passes, strict=True):
+            for cache, under_way in zip(self._prepared, passes, strict=False):
                 undo.callback(cache.undo_forward, under_way)
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
@@ -235,10 +212,11 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         if value is None or more:
             self._with_extras("put").put(ctx, key, value, **more)
         else:
-            self.current.put(ctx, key, value)
+            self.caches[self._type].put(ctx, key, value)
 
     def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
-        return self._with_extras("get_extra").get_extra(ctx, name)
+        found: ml.Tensor = self._with_extras("get_extra").get_extra(ctx, name)
+        return found
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         return self.current.get(ctx)
@@ -254,14 +232,14 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     ) -> ml.Tensor:
         if select is None:
             return self.current.attend(ctx, query, scale, sinks)
-        return self._with_extras("attend").attend(ctx, query, scale, sinks, select=select)
+        found: ml.Tensor = self._with_extras("attend").attend(ctx, query, scale, sinks, select=select)
+        return found
 
-    def _with_extras(self, op: str) -> SupportsExtras:
+    def _with_extras(self, op: str) -> Any:
         """The current cache, which stores other things than K and V; NotSupportedError where it does not."""
-        current: Any = self.current
-        if not nn.offers(current, SupportsExtras):
-            raise NotSupportedError(f"{op}: {type(current).__name__} stores keys and values only")
-        return current  # type: ignore[no-any-return]
+        if not hasattr(self.current, "get_extra"):
+            raise NotSupportedError(f"{op}: {type(self.current).__name__} stores keys and values only")
+        return self.current
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         """Where one of the caches goes back to a checkpoint, the others go there with it."""
@@ -329,7 +307,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         for cache in self.caches:
             if isinstance(cache, EncoderCache):
                 continue
-            if not isinstance(cache, SupportsEvict):
+            if not hasattr(cache, "prepare_evict"):
                 raise NotSupportedError(f"evict: {type(cache).__name__} cannot forget single tokens")
             changes.append(cache.prepare_evict(seq, wanted))
 
@@ -510,23 +488,21 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         """The wrapped caches; refuses snapshots of another kind of cache, or of as many as there are not."""
         keepers = self._keepers(op)
         check_kind(op, self, WrapperSnapshot, snapshots)
-        for snapshot in snapshots:
-            if len(snapshot.parts) != len(keepers):
-                raise InvalidRangeError(
-                    f"{op}: a snapshot of {len(snapshot.parts)} caches for a wrapper of {len(keepers)}"
-                )
+        for count in {len(snapshot.parts) for snapshot in snapshots} - {len(keepers)}:
+            raise InvalidRangeError(f"{op}: a snapshot of {count} caches for a wrapper of {len(keepers)}")
         return keepers
 
     @property
     def on_pressure(self) -> Callable[[int], bool | None] | None:
         """As CausalCache.on_pressure, of all wrapped caches."""
-        found = (cache.on_pressure for cache in self._scheduling.values())
+        found = (getattr(cache, "on_pressure", None) for cache in self._in_cells)
         return next((call for call in found if call is not None), None)
 
     @on_pressure.setter
     def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
-        for cache in self._scheduling.values():
-            cache.on_pressure = call
+        for cache in self._in_cells:
+            if hasattr(cache, "on_pressure"):
+                cache.on_pressure = call
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(map(repr, self.caches))}>"
@@ -574,14 +550,14 @@ def unwrapped(cache: Any) -> list[Any]:
     return [cache]
 
 
-def _any_is(kind: type, cache: Any) -> bool:
-    """Whether a cache is of ``kind``; of a wrapper, which has all methods itself, what it wraps is asked."""
-    return any(isinstance(part, kind) for part in unwrapped(cache))
+def _having(caches: Iterable[Any], call: str) -> list[Any]:
+    """Those that offer a call; of a wrapper, which has them all itself, one that it wraps has to."""
+    return [cache for cache in caches if any(hasattr(part, call) for part in unwrapped(cache))]
 
 
 def _prepares(cache: Any) -> bool:
     """Whether it can take changes back: a wrapper can where all that it wraps can."""
-    return all(isinstance(part, SupportsPrepare) for part in unwrapped(cache))
+    return all(isinstance(part, SupportsRollback) for part in unwrapped(cache))
 
 
 def _lacked(cache: Cache) -> list[str]:

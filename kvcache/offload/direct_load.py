@@ -30,13 +30,13 @@ from typing import Any, Protocol
 import numpy as np
 
 import ml
-from kvcache.cache import SupportsParts, SupportsReservation
+from kvcache.cache import SupportsReservation
 from kvcache.offload.tiers import StoreTier
-from kvcache.snapshots.check_serialized import check_meta
+from kvcache.snapshots.check_serialized import StoredArray, check_meta
 from kvcache.snapshots.cut import join_serialized, part_before
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
 from kvcache.snapshots.serialize import deserialize
-from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, Snapshot, WrapperSnapshot
+from kvcache.snapshots.snapshot import Snapshot, StateSnapshot, WrapperSnapshot
 from kvcache.storage.formats import CacheFormat
 from kvcache.stores.errors import SnapshotCorruptError, StoreError
 from kvcache.stores.keys import Chain
@@ -133,7 +133,7 @@ class _Source(Protocol):
         """Of its snapshot."""
 
     @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
+    def tensors(self) -> Mapping[str, StoredArray]:
         """Its arrays, as they lie in the serialized snapshot."""
 
     def positions(self, name: str) -> np.ndarray: ...
@@ -145,8 +145,7 @@ class _HeldEntry:
     """A serialized snapshot in host memory, or the beginning of one."""
 
     def __init__(self, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        self.meta, self.arrays = meta, arrays
-        self.tensors = {name: StoredTensor(array.shape, array.dtype) for name, array in arrays.items()}
+        self.meta, self.arrays, self.tensors = meta, arrays, arrays
 
     @classmethod
     def of(cls, parts: Sequence[SerializedSnapshot], target: int | None) -> list[_HeldEntry]:
@@ -264,20 +263,15 @@ def _alike(entries: Sequence[_Source]) -> int:
 
 def _same_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether descriptions of serialized snapshots differ in their spans at most."""
-    inner, others = _inner(one), _inner(other)
-    rest = {"begin": 0, "end": 0, "parts": 0, "attention": 0}
-    alike = {**one, **rest} == {**other, **rest} and len(inner) == len(others)
-    return alike and all(map(_same_kind, inner, others))
-
-
-def _inner(meta: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Descriptions of what a snapshot consists of."""
-    return [*meta.get("parts", ()), *([meta["attention"]] if "attention" in meta else ())]
+    parts, others = one.get("parts", ()), other.get("parts", ())
+    if not parts or not others:
+        return one == {**other, "begin": one["begin"], "end": one["end"]}
+    return len(parts) == len(others) and all(map(_same_kind, parts, others))
 
 
 def _is_whole(meta: Mapping[str, Any]) -> bool:
     """Whether it has a window or states."""
-    return meta["kind"] == "recurrent" or bool(meta.get("whole")) or any(map(_is_whole, _inner(meta)))
+    return meta["kind"] == "states" or bool(meta.get("whole")) or any(map(_is_whole, meta.get("parts", ())))
 
 
 # Where they go.
@@ -430,21 +424,12 @@ class _Approach:
             return lambda count: last
         if any(one[1] != other[0] for one, other in pairwise(spans)):
             return None
-        if isinstance(last, RecurrentSnapshot):
-            inner = [meta["attention"] for meta in metas]
-            attention = self._visit(cache.attention, inner, f"{at}attention.", last.attention)
-            if attention is None:
-                return None
-
-            def with_states(count: int) -> RecurrentSnapshot:
-                held = attention(count)
-                assert isinstance(held, AttentionSnapshot)
-                return RecurrentSnapshot(held, last.state)
-
-            return with_states
+        if isinstance(last, StateSnapshot):
+            states = StateSnapshot(spans[0][0], last.end, last.state)
+            return lambda count: states
         if first["kind"] == "attention" and isinstance(cache, SupportsReservation):
             return self._attention(cache, first, spans, at)
-        caches = cache.caches if isinstance(cache, SupportsParts) else ()
+        caches = getattr(cache, "caches", ())
         if first["kind"] != "wrapper" or {len(meta["parts"]) for meta in metas} != {len(caches)}:
             return None
         finish = []
@@ -483,8 +468,9 @@ class _Approach:
         along = axes.index(0)
         for serialized, (begin, end) in zip(self.entries, pairwise(cuts), strict=True):
             shape = (*tensor.shape[:along], end - begin, *tensor.shape[along + 1 :])
-            if serialized.tensors[name] != (shape, tensor.dtype):
-                raise ValueError(f"{name}: {serialized.tensors[name]} for {shape} {tensor.dtype}")
+            own = serialized.tensors[name]
+            if own.shape != shape or own.dtype != tensor.dtype:
+                raise ValueError(f"{name}: {own.dtype} {own.shape} for {tensor.dtype} {shape}")
         shape = tuple(tensor.shape[axes.index(i)] for i in range(len(axes)))
         return StoredTensor((cuts[-1], *shape[1:]), tensor.dtype)
 

@@ -19,8 +19,8 @@ from kvcache.snapshots.serialize import begin_serialize, serialize, serialized_n
 from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
     EncoderSnapshot,
-    RecurrentSnapshot,
     Snapshot,
+    StateSnapshot,
     WrapperSnapshot,
     tensors_of,
 )
@@ -73,9 +73,8 @@ def _tensors(snapshot: Snapshot) -> Iterator[ml.Tensor]:
     if isinstance(snapshot, WrapperSnapshot):
         for part in snapshot.parts:
             yield from _tensors(part)
-    elif isinstance(snapshot, RecurrentSnapshot):
+    elif isinstance(snapshot, StateSnapshot):
         yield from snapshot.states.values()
-        yield from _tensors(snapshot.attention)
     elif isinstance(snapshot, AttentionSnapshot):
         yield from tensors_of(snapshot.layers)
     elif isinstance(snapshot, EncoderSnapshot):

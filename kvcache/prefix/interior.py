@@ -37,6 +37,8 @@ class InteriorSnapshots:
         """By tenant."""
         self._spans: dict[Node[TreeEntry], int] = {}
         """What each node in the heaps counts for; what else they have of it is out of date."""
+        self._waiting: set[Node[TreeEntry]] = set()
+        """Those that were asked about while they were in use."""
         self._count = itertools.count()
         self._pushed, self._most = 0, 64
 
@@ -51,11 +53,13 @@ class InteriorSnapshots:
         if self._pushed > self._most:  # some of them are gone by now
             known, self._heap, self._of, self._spans, self._pushed = [*self._spans], [], {}, {}, 0
             for one in known:
-                if (span := _span(one)) is not None:
-                    self._push(one, span)
+                self._note(one)
             self._most = max(64, 2 * self._pushed)
 
     def _note(self, node: Node[TreeEntry]) -> None:
+        if node.data is not None and node.data.users:
+            self._waiting.add(node)
+            return
         span = _span(node)
         if span is not None and self._spans.get(node) != span:
             self._push(node, span)
@@ -86,17 +90,19 @@ class InteriorSnapshots:
     @contextlib.contextmanager
     def in_use(self, nodes: Iterable[Node[TreeEntry]], restoring: bool = False) -> Iterator[None]:
         """None of these goes meanwhile as interior; ``restoring``: nor as what was least recently used."""
-        entries = [(node, node.data) for node in nodes if node.data is not None]
-        for _, held in entries:
+        entries = [node.data for node in nodes if node.data is not None]
+        for held in entries:
             held.users += 1
             held.restoring += restoring
         try:
             yield
         finally:
-            for node, held in entries:
+            for held in entries:
                 held.users -= 1
                 held.restoring -= restoring
-                if self._useful:
+            if self._waiting:
+                waiting, self._waiting = self._waiting, set()
+                for node in waiting:
                     self._note(node)
 
 

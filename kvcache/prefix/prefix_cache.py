@@ -30,7 +30,6 @@ from kvcache.cache import (
     InvalidRangeError,
     OrderError,
     SnapshotCache,
-    SupportsOffset,
     check_whole,
 )
 from kvcache.caches.one_thread import one_thread
@@ -133,7 +132,7 @@ class PrefixCache(Closing):
             raise InvalidRangeError(f"PrefixCache: break_even={break_even!r:.60}; it must be a BreakEven")
         _check_given(tiers, identity, layers)
         keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": settings}, block_size)
-        if not isinstance(cache, SupportsOffset):
+        if not hasattr(cache, "offset"):
             raise InvalidRangeError(
                 f"PrefixCache: {type(cache).__name__} knows no positions; wrap it with the cache of the "
                 "model's own tokens (WrapperCache)"
@@ -163,7 +162,7 @@ class PrefixCache(Closing):
         parts = unwrapped(cache)
         for i, window in self.tree.windows.parts.items():
             relieve = functools.partial(self.evictor.relieve, part=i, window=window)
-            getattr(parts[i], "attention", parts[i]).on_pressure = relieve
+            parts[i].on_pressure = relieve
         _OWNERS.update(dict.fromkeys(unwrapped(cache), weakref.ref(self._open)))
 
     def __repr__(self) -> str:
@@ -569,7 +568,7 @@ def check_unowned(cache: Any) -> None:
             )
 
 
-def check_empty(cache: SupportsOffset, sequences: int) -> None:
+def check_empty(cache: SnapshotCache, sequences: int) -> None:
     """Sessions begin by emptying their sequence: refuse a cache with somebody's tokens."""
     for seq in range(sequences):
         length = cache.offset(seq)

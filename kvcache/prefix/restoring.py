@@ -18,7 +18,6 @@ from kvcache.offload.direct_load import restore_serialized
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.tree_entry import TreeEntry, content_of
-from kvcache.snapshots.snapshot import joins_in_place
 from kvcache.stores import SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
@@ -52,7 +51,7 @@ def _count(tree: PrefixTree, nodes: Nodes) -> int:
     count, on_host = 0, False
     for node in nodes:
         held = node.data
-        if held is None or not held.present:
+        if held is None or (held.snapshot is None and not held.present):
             break
         source = held.snapshot or content_of(held)
         serialized = isinstance(source, SerializedSnapshot)
@@ -62,7 +61,7 @@ def _count(tree: PrefixTree, nodes: Nodes) -> int:
                 break
             if on_host and (tree.divisible or len(before.children) > 1):
                 break
-        if not isinstance(source, SerializedSnapshot) and not joins_in_place(source):
+        if not isinstance(source, SerializedSnapshot) and not source.joins_in_place:
             return count or 1
         count, on_host = count + 1, serialized
     return count

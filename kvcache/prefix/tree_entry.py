@@ -151,9 +151,10 @@ class Chain:
 
     def add(self, node: Node[TreeEntry]) -> bool:
         """Whether the node's snapshot can be had."""
-        if node.data is None or not node.data.present:
+        held = node.data
+        if held is None or (held.snapshot is None and not held.present):
             return False
-        begin, before = node.data.begin, -1
+        begin, before = held.begin, -1
         if begin > self._start:
             before = len(self._ends) - 1
             if before < 0 or self._ends[before] < begin:

@@ -27,9 +27,8 @@ class WindowCells:
         self.parts: dict[int, bool] = {}
         """By the place of each wrapped cache that asks for cells: whether what it keeps is a window."""
         for i, part in enumerate(unwrapped(cache)):
-            cells = getattr(part, "attention", part)
-            if hasattr(cells, "on_pressure"):
-                self.parts[i] = not cells.snapshot(0, 0, 0).divisible
+            if hasattr(part, "on_pressure"):
+                self.parts[i] = not part.snapshot(0, 0, 0).divisible
         self._nodes: dict[int, dict[Node[TreeEntry], None]] = {
             i: {} for i, window in self.parts.items() if window
         }

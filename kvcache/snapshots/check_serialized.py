@@ -3,7 +3,7 @@
 Whoever reads one that was checked needs no checks of its own. All say their kind, "begin" and "end"::
 
     attention   "dtype", "whole", "layers": [[layer, activations, [tensor, ...]], ...]
-    recurrent   "attention": {...}, "states": [[name, layer, tensor], ...]
+    states      "states": [[name, layer, tensor], ...]
     encoder     "position", "length", "layers": [[layer, [tensor, tensor]], ...]
     wrapper     "parts": [{...}, ...]
 
@@ -93,8 +93,8 @@ class _Check:
             raise ValueError(f"a snapshot of [{begin}, {end})")
         if kind == "attention":
             self._attention(meta, at, begin, end)
-        elif kind == "recurrent":
-            self._recurrent(meta, at, begin, end)
+        elif kind == "states":
+            self._states(meta)
         elif kind == "encoder":
             self._encoder(meta, begin, end)
         elif kind == "wrapper" and depth:
@@ -148,13 +148,7 @@ class _Check:
         except InvalidRangeError as error:
             raise ValueError(f"{what}: {error}") from error
 
-    def _recurrent(self, meta: dict[str, Any], at: str, begin: int, end: int) -> None:
-        attention = _typed(meta.get("attention"), dict, "attention")
-        if attention.get("kind") != "attention":
-            raise ValueError(f"attention layers of kind {attention.get('kind')!r:.40}")
-        span = self._snapshot(attention, f"{at}attention.", 0)
-        if span != (begin, end):
-            raise ValueError(f"attention layers of {span}, states of [{begin}, {end})")
+    def _states(self, meta: dict[str, Any]) -> None:
         seen: set[tuple[str, int]] = set()
         for entry in _typed(meta.get("states"), list, "states"):
             name, number, tensor = _items(entry, 3, "a state")

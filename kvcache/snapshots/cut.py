@@ -142,10 +142,9 @@ class _Join:
         if kind == "wrapper":
             columns = zip(*(meta["parts"] for meta in metas), strict=True)
             return {**found, "parts": [self.meta(column, f"{name}{i}/") for i, column in enumerate(columns)]}
-        if kind == "recurrent":
-            attention = self.meta([meta["attention"] for meta in metas], f"{name}attention.")
+        if kind == "states":
             self._take(-1, [tensor for _, _, tensor in last["states"]])
-            return {**found, "attention": attention}
+            return found
         if kind == "encoder":  # the last output that came with a token
             at = max((i for i, meta in enumerate(metas) if meta["position"] is not None), default=-1)
             self._take(at, [tensor for _, tensors in metas[at]["layers"] for tensor in tensors])

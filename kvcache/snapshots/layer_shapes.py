@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.snapshots.snapshot import AttentionSnapshot, RecurrentSnapshot, WrapperSnapshot
+from kvcache.snapshots.snapshot import AttentionSnapshot, WrapperSnapshot
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.stores.errors import SnapshotCorruptError
@@ -51,8 +51,6 @@ def check_layers(serialized: SerializedSnapshot, expected: Layers) -> None:
 def _of_snapshot(snapshot: object) -> Layers:
     if isinstance(snapshot, AttentionSnapshot):
         return snapshot.shapes()
-    if isinstance(snapshot, RecurrentSnapshot):
-        return _of_snapshot(snapshot.attention)
     parts = snapshot.parts if isinstance(snapshot, WrapperSnapshot) else ()
     return {i: shape for part in parts for i, shape in _of_snapshot(part).items()}
 
@@ -61,8 +59,6 @@ def _of_meta(serialized: SerializedSnapshot, meta: Mapping[str, Any]) -> Layers:
     kind = meta["kind"]
     if kind == "attention":
         return shapes_of(meta, serialized.arrays)
-    if kind == "recurrent":
-        return _of_meta(serialized, meta["attention"])
     parts = meta["parts"] if kind == "wrapper" else ()
     return {i: shape for part in parts for i, shape in _of_meta(serialized, part).items()}
 

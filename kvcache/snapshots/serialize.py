@@ -21,8 +21,8 @@ from kvcache.snapshots.snapshot import (
     AttentionSnapshot,
     EncoderSnapshot,
     LayerSnapshot,
-    RecurrentSnapshot,
     Snapshot,
+    StateSnapshot,
     WrapperSnapshot,
 )
 from kvcache.storage.formats import CacheFormat
@@ -75,8 +75,6 @@ def serialized_nbytes(snapshot: Snapshot) -> int:
     """``serialize(backend, snapshot).nbytes``, before anything is copied."""
     if isinstance(snapshot, WrapperSnapshot):
         return sum(serialized_nbytes(part) for part in snapshot.parts)
-    if isinstance(snapshot, RecurrentSnapshot):
-        return serialized_nbytes(snapshot.attention) + snapshot.state.nbytes
     positions = snapshot.positions.size if isinstance(snapshot, AttentionSnapshot) else 0
     return snapshot.nbytes + np.dtype(np.int64).itemsize * positions
 
@@ -102,13 +100,12 @@ class _Writer:
         meta: dict[str, Any] = {"begin": int(snapshot.begin), "end": int(snapshot.end)}
         if isinstance(snapshot, AttentionSnapshot):
             return {"kind": "attention", **meta, **self._attention(snapshot, at)}
-        if isinstance(snapshot, RecurrentSnapshot):
+        if isinstance(snapshot, StateSnapshot):
             states = [
                 [kind, layer, self._tensor(f"{at}{kind}.{layer}", tensor)]
                 for (kind, layer), tensor in snapshot.state.read(self.ctx).items()
             ]
-            attention = self.encode(snapshot.attention, f"{at}attention.")
-            return {"kind": "recurrent", **meta, "attention": attention, "states": states}
+            return {"kind": "states", **meta, "states": states}
         if isinstance(snapshot, EncoderSnapshot):
             layers = [
                 [i, [self._tensor(f"{at}{i}.{n}", tensor) for n, tensor in enumerate(pair)]]
@@ -151,12 +148,12 @@ class _Reader:
 
     def decode(self, meta: Meta, at: str = "") -> Snapshot:
         kind, begin, end = meta["kind"], meta["begin"], meta["end"]
-        if kind == "recurrent":
+        if kind == "states":
             states = {
                 (name, layer): self._tensor(self.ctx.layer(layer), tensor)
                 for name, layer, tensor in meta["states"]
             }
-            return RecurrentSnapshot(self._attention(meta["attention"], f"{at}attention."), states)
+            return StateSnapshot(begin, end, states)
         if kind == "encoder":
             pairs = {i: self._pair(self.ctx.layer(i), tensors) for i, tensors in meta["layers"]}
             return EncoderSnapshot(begin, end, meta["position"], meta["length"], pairs)

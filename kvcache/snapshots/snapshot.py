@@ -34,8 +34,8 @@ __all__ = [
     "EncoderSnapshot",
     "InCache",
     "LayerSnapshot",
-    "RecurrentSnapshot",
     "Snapshot",
+    "StateSnapshot",
     "WrapperSnapshot",
     "check_following",
     "check_inside",
@@ -43,7 +43,6 @@ __all__ = [
     "compact",
     "entries",
     "joined",
-    "joins_in_place",
     "read_layers",
     "sliced",
     "tensors_of",
@@ -77,6 +76,10 @@ class Snapshot(Protocol):
     @property
     def divisible(self) -> bool:
         """Whether it may be cut at any position inside, and restored up to any."""
+
+    @property
+    def joins_in_place(self) -> bool:
+        """Whether it is joined with its neighbours without a copy: in cells, or of the last one alone."""
 
     def detach(self) -> None:
         """Copy out what still lies in the cache, and let go of the cells and slots."""
@@ -230,6 +233,10 @@ class AttentionSnapshot:
         return not self.whole
 
     @property
+    def joins_in_place(self) -> bool:
+        return self.source is not None or self.keep is not None
+
+    @property
     def nbytes(self) -> int:
         if self.source is not None:
             return self.source.nbytes
@@ -265,16 +272,17 @@ class AttentionSnapshot:
         return {i: layer.shape for i, layer in held.items()}
 
 
-class RecurrentSnapshot:
-    """The states of one sequence at ``end``, and its attention layers over ``[begin, end)``.
+class StateSnapshot:
+    """The states of one sequence at ``end``, all tokens before ``begin`` being the sequence's own.
 
     ``state`` may still lie in the slot that the sequence had, whatever becomes of the slot later.
     """
 
-    __slots__ = ("__weakref__", "attention", "state")
+    __slots__ = ("__weakref__", "begin", "end", "state")
 
-    def __init__(self, attention: AttentionSnapshot, states: HeldStates | States) -> None:
-        self.attention = attention
+    def __init__(self, begin: int, end: int, states: HeldStates | States) -> None:
+        """``states``, if they are tensors (1, *shape), are the snapshot's from then on."""
+        self.begin, self.end = begin, end
         self.state = states if isinstance(states, HeldStates) else HeldStates(states)
 
     __repr__ = _shown
@@ -286,43 +294,32 @@ class RecurrentSnapshot:
 
     @property
     def backend(self) -> ml.Backend | None:
-        """As AttentionSnapshot.backend, of the states."""
+        """As AttentionSnapshot.backend."""
         return _owner(self.state.held.values()) if self.end else None
 
     @property
-    def begin(self) -> int:
-        return self.attention.begin
-
-    @property
-    def end(self) -> int:
-        return self.attention.end
-
-    @property
     def nbytes(self) -> int:
-        return self.attention.nbytes + self.state.nbytes
+        return self.state.nbytes
 
     @property
     def in_cache(self) -> bool:
-        return self.attention.in_cache or self.state.slot is not None
+        return self.state.slot is not None
 
     @property
     def holds_cells(self) -> bool:
-        return self.attention.in_cache
-
-    @property
-    def frees_cells(self) -> bool:
-        return self.attention.frees_cells
-
-    @property
-    def divisible(self) -> bool:
         return False
 
+    frees_cells = divisible = holds_cells
+
+    @property
+    def joins_in_place(self) -> bool:
+        return True
+
     def detach(self) -> None:
-        self.attention.detach()
         self.state.detach()
 
     def drop(self) -> None:
-        self.attention.drop()
+        """Nothing to do: what it holds lies in no cell."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -359,6 +356,8 @@ class EncoderSnapshot:
     @property
     def divisible(self) -> bool:
         return True
+
+    joins_in_place = divisible
 
     def detach(self) -> None:
         """Nothing to do: what it holds lies in no cell."""
@@ -397,6 +396,10 @@ class WrapperSnapshot:
     def divisible(self) -> bool:
         return all(part.divisible for part in self.parts)
 
+    @property
+    def joins_in_place(self) -> bool:
+        return all([part.joins_in_place for part in self.parts])  # noqa: C419 - a generator takes longer
+
     def detach(self) -> None:
         for part in self.parts:
             part.detach()
@@ -413,17 +416,12 @@ def unwrapped_snapshot(snapshot: Snapshot) -> list[Snapshot]:
     return [snapshot]
 
 
-def joins_in_place(snapshot: Snapshot) -> bool:
-    """Whether it is joined with its neighbours without a copy: in cells, or of what only the last one has."""
-    if isinstance(snapshot, WrapperSnapshot):
-        return all(map(joins_in_place, snapshot.parts))
-    return snapshot.holds_cells or isinstance(snapshot, EncoderSnapshot) or getattr(snapshot, "whole", False)
-
-
 def check_kind(op: str, cache: object, kind: type, snapshots: Sequence[object]) -> None:
     """Refuse snapshots of a cache that keeps something else, and none at all."""
     if not snapshots:
         raise InvalidRangeError(f"{op}: no snapshots; at least one must be given")
+    if {*map(type, snapshots)} == {kind}:
+        return
     for snapshot in snapshots:
         if not isinstance(snapshot, kind):
             raise InvalidRangeError(

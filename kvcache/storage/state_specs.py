@@ -19,7 +19,7 @@ Declared = Mapping[int | None, Mapping[str, "StateSpec"]]
 class StateSpec:
     """A state of fixed size: the shape of one sequence's, and its dtype.
 
-    ``dtype`` None: that of the model's activations, as RecurrentCache has it in ``conv_dtype``.
+    ``dtype`` None: that of the model's activations, as StateCache has it in ``dtype``.
     """
 
     shape: tuple[int, ...]
@@ -60,12 +60,10 @@ class StateSpecs:
         layers: list[object] = [*self.declared]
         for layer in layers:
             if layer is not None and (not isinstance(layer, int) or layer < 0):
-                raise InvalidRangeError(
-                    f"RecurrentCache: states: layer {layer!r}; layers are numbered from 0"
-                )
+                raise InvalidRangeError(f"StateCache: states: layer {layer!r}; layers are numbered from 0")
         for states in self.declared.values():
             for name in states:
-                check_state_name("RecurrentCache", name)
+                check_state_name("StateCache", name)
 
     def bind(self, activations: ml.DType) -> None:
         """Forget what was found; ``activations`` is the dtype of states that are declared without one."""

@@ -51,7 +51,7 @@ class StateTable:
         """The sequences of a pass that was taken back, and the first of their slots."""
         self._backend = backend
         self._checkpoints, self._interval = checkpoints, interval
-        self._declared, self._skips = frozenset(declared or ()), declared is None
+        self._declared, self.skips = frozenset(declared or ()), declared is None
 
     def lost(self) -> list[bool]:
         """Which sequences' states a device failure took."""
@@ -79,11 +79,11 @@ class StateTable:
 
         A pass that reserves stores nothing: the next one finds them new.
         """
-        if current.reserve and not self._skips:
+        if current.reserve and not self.skips:
             return self.buffers.reserve(ctx, *key, shape, dtype)
         is_new = key not in self.buffers.tensors
         found = self.buffers.ensure(ctx, *key, shape, dtype)
-        if is_new and not self._skips:
+        if is_new and not self.skips:
             self.buffers.lose_all()
             for seq, row in enumerate(self.rows):
                 stood = current.before.get(seq, row)
@@ -159,7 +159,7 @@ class StateTable:
         slot = point.state.slot_in(self.buffers)
         if slot is not None:
             return StateRow(point.offset, slot, None, kept)
-        lacks = not self._skips and not point.state.copied.keys() >= self.buffers.tensors.keys()
+        lacks = not self.skips and not point.state.copied.keys() >= self.buffers.tensors.keys()
         return StateRow(point.offset, None, point, kept, computed=0 if lacks else None)
 
     def row_before(self, seq: int, length: int) -> StateRow:
@@ -303,7 +303,7 @@ class StateTable:
 
     def to_refuse(self, sequences: Iterable[int]) -> list[int]:
         """Those whose states are not to be read in a pass that begins now."""
-        return [] if self._skips else self.behind(sequences)
+        return [] if self.skips else self.behind(sequences)
 
     def check_whole(self, op: str, seq: int) -> None:
         """Raise OrderError where the layers' states of a sequence are of different positions."""

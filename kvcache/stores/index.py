@@ -105,15 +105,11 @@ class Index:
             known = lock.known
             self._all_known = known == folder.changed
             try:
-                if (
-                    not known
-                    or self._in_memory
-                    or (opening and not self._all_known)
-                    or not self._usable(opening)
-                ):
-                    self._make_anew()
-                else:
+                in_step = known and not self._in_memory and (self._all_known or not opening)
+                if in_step and self._usable(opening):
                     self._settle()
+                else:
+                    self._make_anew()
                 yield
             finally:
                 # Names that other programs have changed stay unknown: who opens the folder looks at all.
@@ -155,12 +151,8 @@ class Index:
         return True
 
     def add(self, stem: str, nbytes: int, used: int) -> None:
-        """Count an entry, which is published after that: if it is not, what is left in its place says so."""
-
-        def add(db: sqlite3.Connection) -> None:
-            _insert(db, [Row(stem, nbytes, used)])
-
-        self._run(add)
+        """Count an entry that is published next: who dies before leaves what tells the next one to look."""
+        self._run(lambda db: _insert(db, Row(stem, nbytes, used)))
 
     def remove(self, stem: str) -> bool:
         """Delete an entry. False: it was not there."""
@@ -179,7 +171,9 @@ class Index:
         budget = self.budget
 
         def evict(db: sqlite3.Connection) -> list[str]:
-            victims, used_since = self._oldest(db, _totals(db)[1] + room - budget, most)
+            _, nbytes = _totals(db)
+            # Others, whose budget is larger, may be writing more than ours: then all entries go, and no more.
+            victims, used_since = self._oldest(db, min(nbytes, nbytes + room - budget), most)
             for row in used_since:
                 db.execute("UPDATE entries SET used = ? WHERE stem = ?", [row.used, row.stem])
             return self._withdraw(db, victims)
@@ -221,13 +215,17 @@ class Index:
 
     def _last_used(self, row: Row) -> int:
         """0 where its file is gone, or is no entry's."""
-        try:
-            now = _entry(row.stem, self._folder.stat(row.stem))
-        except FileNotFoundError:
-            return 0
+        now = self._look(row.stem)
         if now is not None and now.nbytes != row.nbytes:
             raise IndexDamagedError(f"it says that {row.stem} has {row.nbytes} bytes")
         return 0 if now is None else now.used
+
+    def _look(self, stem: str) -> Row | None:
+        """What an entry's file says; None where it is gone, or is no entry's."""
+        try:
+            return _entry(stem, self._folder.stat(stem))
+        except FileNotFoundError:
+            return None
 
     def _withdraw(self, db: sqlite3.Connection, rows: Sequence[Row]) -> list[str]:
         """What the files are called until the index has forgotten them."""
@@ -260,9 +258,11 @@ class Index:
 
         def look_again(db: sqlite3.Connection) -> None:
             for stem in {*dead.values()}:
-                _delete(db, stem)
-                with contextlib.suppress(FileNotFoundError):
-                    _insert(db, filter(None, [_entry(stem, self._folder.stat(stem))]))
+                row = self._look(stem)
+                if row is None:
+                    _delete(db, stem)
+                else:
+                    _insert(db, row)
 
         self._run(look_again)
         self.swept += sum(map(self._folder.discard, dead))
@@ -428,10 +428,9 @@ def _totals(db: sqlite3.Connection) -> tuple[int, int]:
     return entries, nbytes
 
 
-def _insert(db: sqlite3.Connection, rows: Iterator[Row] | Sequence[Row]) -> None:
-    for row in rows:
-        _delete(db, row.stem)
-        db.execute("INSERT INTO entries VALUES (?, ?, ?)", row)
+def _insert(db: sqlite3.Connection, row: Row) -> None:
+    _delete(db, row.stem)  # a row without a file, where another program has removed that
+    db.execute("INSERT INTO entries VALUES (?, ?, ?)", row)
 
 
 def _delete(db: sqlite3.Connection, stem: str) -> bool:

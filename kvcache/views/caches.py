@@ -16,7 +16,7 @@ from kvcache.attention.history import find_history
 from kvcache.cache import ClosedError, NotSupportedError, OrderError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
-from kvcache.caches.recurrent import RecurrentCache
+from kvcache.caches.states import StateCache
 from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.storage.cell_table import CellTable, Row
@@ -44,8 +44,8 @@ def _parts(cache: Any) -> Iterator[Part]:
     if isinstance(cache, WrapperCache):
         for wrapped in cache.caches:
             yield from _parts(wrapped)
-    elif isinstance(cache, RecurrentCache):
-        yield _map_of(cache.attention)
+    elif isinstance(cache, StateCache):
+        _check_bound(cache)
         yield _states(cache)
     elif isinstance(cache, EncoderCache):
         _check_bound(cache)
@@ -130,16 +130,14 @@ def _runs(table: CellTable, labels: np.ndarray, owners: list[tuple[int, ...]]) -
     )
 
 
-def _states(cache: RecurrentCache) -> StatesView:
+def _states(cache: StateCache) -> StatesView:
     rows = (
         StateView(seq, row.offset, row.slot, cache.checkpoints(seq), bool(row.lost))
         for seq, row in enumerate(cache.state_table.rows)
         if row.offset or row.lost or row.checkpoints
     )
-    nbytes = cache.nbytes - cache.attention.nbytes
-    return StatesView(
-        "recurrent states and checkpoints", cache.state_table.buffers.slots, nbytes, tuple(rows)
-    )
+    slots = cache.state_table.buffers.slots
+    return StatesView("recurrent states and checkpoints", slots, cache.nbytes, tuple(rows))
 
 
 def _encoder(cache: EncoderCache) -> EncoderView:
@@ -166,8 +164,8 @@ def _encoder(cache: EncoderCache) -> EncoderView:
 def look_at_mask(cache: Any) -> MaskPicture:
     """The mask that ``get`` gives in the pass under way, read from the cell table: no tensor is made.
 
-    Of a WrapperCache that of the layer type that is set, of a RecurrentCache that of its attention layers.
-    Raises OrderError where no pass is under way, NotSupportedError for a cache with no cells.
+    Of a WrapperCache that of the layer type that is set. Raises OrderError where no pass is under way,
+    NotSupportedError for a cache with no cells.
     """
     cache = _with_cells(cache)
     _check_bound(cache)
@@ -193,8 +191,6 @@ def look_at_mask(cache: Any) -> MaskPicture:
 def _with_cells(cache: Any) -> CausalCache:
     if isinstance(cache, WrapperCache):
         return _with_cells(cache.current)
-    if isinstance(cache, RecurrentCache):
-        return cache.attention
     if isinstance(cache, CausalCache):
         return cache
     raise NotSupportedError(f"render: {type(cache).__name__} has no mask over cells")

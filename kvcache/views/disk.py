@@ -217,8 +217,7 @@ def _parts(meta: Mapping[str, Any], page: SerializedSnapshot, at: str = "") -> I
     if kind == "wrapper":
         for i, part in enumerate(meta["parts"]):
             yield from _parts(part, page, f"{at}{i}/")
-    elif kind == "recurrent":
-        yield from _parts(meta["attention"], page, f"{at}attention.")
+    elif kind == "states":
         arrays = [page.arrays[tensor[0]] for _, _, tensor in meta["states"]]
         layers = len({layer for _, layer, _ in meta["states"]})
         yield PagePart("recurrent state", int(meta["end"]), layers, _dtypes(arrays), _sum(arrays))

@@ -11,7 +11,7 @@ from typing import Any, overload
 from kvcache.cache import ClosedError, InvalidRangeError, NotSupportedError, OrderError
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
-from kvcache.caches.recurrent import RecurrentCache
+from kvcache.caches.states import StateCache
 from kvcache.caches.wrapper import WrapperCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_tree import PrefixTree
@@ -196,7 +196,7 @@ def _session(prefix: PrefixCache, session: Session, decode: Decode | None) -> Se
 
 # Notebooks.
 
-_SHOWN = (CausalCache, EncoderCache, RecurrentCache, WrapperCache, PrefixCache)
+_SHOWN = (CausalCache, EncoderCache, StateCache, WrapperCache, PrefixCache)
 
 
 def register(shell: Any) -> None:

@@ -69,7 +69,7 @@ def test_a_state_inside_is_that_of_a_pass_that_ends_there(model: Any) -> None:
     tokens = prompt(30, seed=5)
 
     def states(cache: Any, end: int) -> Mapping[tuple[str, int], np.ndarray]:
-        return {key: state.to_numpy() for key, state in cache.snapshot(0, 0, end).states.items()}
+        return {key: state.to_numpy() for key, state in cache.states.snapshot(0, 0, end).states.items()}
 
     whole = new_cache(model)
     whole.schedule_snapshots(0, [1, 9, 20])

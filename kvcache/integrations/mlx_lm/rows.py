@@ -337,9 +337,9 @@ class BatchRows:
         pool, seq = self.pool, self.held[0].seq
         if seq is None or position in (0, self.lengths[0]):
             return position
-        recurrent = pool.storage.recurrent
-        if recurrent is not None:
-            position = recurrent.prepare_restore(seq, position) or 0
+        states = pool.storage.states
+        if states is not None:
+            position = states.prepare_restore(seq, position) or 0
         return position if pool.storage.cache.can_resume(seq, position) else 0
 
     def rewind(self, prompt_cache: Iterable[Any], position: int) -> int:
@@ -434,7 +434,7 @@ class BatchRows:
         padded = lengths is not None or (skip is not None and any(skip))
         if padded and storage.alike_from and not storage.calls_told:
             raise NotSupportedError(f"prepare: padding, which {_ALL_ALIKE}")
-        if skip is not None and storage.recurrent is not None and not storage.alike_from:
+        if skip is not None and storage.states is not None and not storage.alike_from:
             for row, (pad, held) in enumerate(zip(skip, self.lengths, strict=False)):
                 if pad > 0 and held:
                     raise NotSupportedError(

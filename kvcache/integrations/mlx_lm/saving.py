@@ -221,9 +221,8 @@ def _length(contents: Sequence[_Content], layers: Sequence[Layer], tokens: int |
 
 def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], length: int) -> None:
     """Store what belongs to one of the caches of the pool."""
-    recurrent = cache is storage.recurrent
-    holder = cache.attention if recurrent else cache
-    own = [i for i, one in enumerate(storage.attention) if one is holder and contents[i].arrays]
+    recurrent = cache is storage.states
+    own = [i for i, one in enumerate(storage.attention) if one is cache and contents[i].arrays]
     held = length if recurrent or not own else contents[own[0]].held
     positions = np.arange(length - held, length)
     if isinstance(cache, SlidingWindowCache):

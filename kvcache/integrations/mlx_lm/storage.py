@@ -13,7 +13,7 @@ import numpy as np
 import ml
 from kvcache.cache import Batch, CacheDType, NotSupportedError
 from kvcache.caches.causal import CausalCache
-from kvcache.caches.recurrent import RecurrentCache
+from kvcache.caches.states import StateCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, flat
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.rows.caches import FULL, SLIDING, Kind, ModelCaches
@@ -60,10 +60,10 @@ class Storage:
         self.layers = flat(entries)
         """Those inside others have numbers of their own here."""
         self.ctx, self.rollback = ctx, rollback
-        self.recurrent = _recurrent_cache(ctx, self.layers, checkpoints, interval)
+        self.states = _state_cache(ctx, self.layers, checkpoints, interval)
         kinds = [_kind(layer) for layer in self.layers]
         used = sorted({kind for kind in kinds if kind is not None}, key=lambda kind: kind.size)
-        self.caches = ModelCaches(used, self.recurrent, lookback=rollback)
+        self.caches = ModelCaches(used, self.states, lookback=rollback)
         self.attention = [None if kind is None else self.caches.caches[kind] for kind in kinds]
         """The cache of each layer with K and V; None for the others."""
         self.cache: Any = self.caches.all
@@ -248,8 +248,8 @@ class Storage:
 
     def asked_state(self, layer: int, i: int) -> ml.Tensor:
         """State ``i`` of a recurrent layer in the pass under way, (active rows, *shape)."""
-        assert self.recurrent is not None
-        return self.recurrent.state(self.ctx, _name(i), layer)
+        assert self.states is not None
+        return self.states.state(self.ctx, _name(i), layer)
 
     def state(self, layer: int, i: int, one: ForwardPass, is_set: bool) -> Any:
         """State ``i`` of a layer as an array (rows, *shape); rows that add nothing to the pass read as 0.
@@ -266,24 +266,24 @@ class Storage:
         return whole
 
     def set_state(self, layer: int, i: int, one: ForwardPass, value: Any) -> None:
-        assert self.recurrent is not None
+        assert self.states is not None
         if len(one.active) != one.rows:
             value = value[mx.array(one.active)]
         spec = self.layers[layer]
         assert isinstance(spec, Recurrent)
         value = padded(value, spec.shapes[i])
-        self.recurrent.update_state(self.ctx, _name(i), self.ctx.from_native(value), layer)
+        self.states.update_state(self.ctx, _name(i), self.ctx.from_native(value), layer)
         one.written = True
 
     def kept_state(self, layer: int, i: int, seq: int | None) -> Any:
         """State ``i`` of one sequence outside of a pass, (1, *shape); None where nothing is stored."""
         spec = self.layers[layer]
-        assert self.recurrent is not None
+        assert self.states is not None
         assert isinstance(spec, Recurrent)
         if seq is None:
             return None
-        offset = self.recurrent.offset(seq)
-        kept = self.recurrent.snapshot(seq, offset, offset).states
+        offset = self.states.offset(seq)
+        kept = self.states.snapshot(seq, offset, offset).states
         found = kept.get((_name(i), layer))
         return None if found is None else _grown(spec, i, found.native.astype(spec.dtypes[i]), offset)
 
@@ -328,9 +328,9 @@ def _grown(spec: Recurrent, i: int, value: Any, tokens: int) -> Any:
     return value if size == full else mx.split(value, [full - size], axis=grows.axis + 1)[1]
 
 
-def _recurrent_cache(
+def _state_cache(
     ctx: ml.Context, layers: Sequence[Layer], checkpoints: int, interval: int
-) -> RecurrentCache | None:
+) -> StateCache | None:
     states: dict[int | None, dict[str, StateSpec]] = {}
     for i, layer in enumerate(layers):
         if isinstance(layer, Recurrent):
@@ -338,11 +338,11 @@ def _recurrent_cache(
             states[i] = {_name(k): StateSpec(shape, _dtype(ctx, dtype)) for k, (shape, dtype) in pairs}
     if not states:
         return None
-    return RecurrentCache(checkpoints=checkpoints, checkpoint_interval=interval, states=states, skips=True)
+    return StateCache(states, checkpoints, interval, skips=True)
 
 
 def _name(i: int) -> str:
-    """What state ``i`` of a layer is called in the recurrent cache."""
+    """What state ``i`` of a layer is called in the cache of states."""
     return f"state{i}"
 
 

@@ -13,9 +13,9 @@ from kvcache import (
     CausalCache,
     ChunkedCache,
     EncoderCache,
-    RecurrentCache,
     ShiftFunction,
     SlidingWindowCache,
+    StateCache,
     WrapperCache,
 )
 from kvcache.integrations.rows.compressed import CompressedCache
@@ -23,7 +23,7 @@ from kvcache.integrations.rows.compressed import CompressedCache
 __all__ = ["CHUNKED", "COMPRESSED", "FULL", "SLIDING", "Kind", "ModelCaches", "Top", "batch_of_rows"]
 
 FULL, SLIDING, CHUNKED, COMPRESSED = "full", "sliding", "chunked", "compressed"
-Top = CausalCache | RecurrentCache | EncoderCache | CompressedCache
+Top = CausalCache | StateCache | EncoderCache | CompressedCache
 
 
 class Kind(NamedTuple):
@@ -58,26 +58,25 @@ class ModelCaches:
     def __init__(
         self,
         kinds: Iterable[Kind],
-        recurrent: RecurrentCache | None = None,
+        states: StateCache | None = None,
         *,
         lookback: int = 0,
         shift: ShiftFunction | None = None,
         encoder: bool = False,
     ) -> None:
-        self.recurrent = recurrent
+        self.states = states
         self.encoder = EncoderCache() if encoder else None
         self.caches: dict[Kind, CausalCache] = {}
-        tops: list[Top] = [] if recurrent is None else [recurrent]
+        tops: list[Top] = []
         for kind in dict.fromkeys(kinds):
-            if kind.name == FULL and recurrent is not None:
-                self.caches[kind] = recurrent.attention
-                continue
             if kind.name == COMPRESSED:
                 tops.append(compressed := CompressedCache(kind.size))
                 self.caches[kind] = compressed.entries
                 continue
             self.caches[kind] = cache = _attention(kind, lookback, shift)
             tops.append(cache)
+        if states is not None:
+            tops.append(states)
         if self.encoder is not None:
             tops.append(self.encoder)
         self.tops: Sequence[Top] = tops
@@ -91,8 +90,7 @@ class ModelCaches:
     @property
     def whole(self) -> list[CausalCache]:
         """The caches that keep every token."""
-        found = [top.attention if isinstance(top, RecurrentCache) else top for top in self.tops]
-        return [cache for cache in found if isinstance(cache, CausalCache) and _reach(cache) is None]
+        return [cache for cache in self.tops if isinstance(cache, CausalCache) and _reach(cache) is None]
 
     @property
     def forgets(self) -> bool:

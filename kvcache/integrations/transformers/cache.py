@@ -247,7 +247,7 @@ class HFCache(RowsCache):
 
     def checkpoint(self) -> None:
         """Keep the recurrent states as they are now, so that ``crop`` can come back to this length."""
-        recurrent = self.rows.pool.family.recurrent if self.rows.pool.bound else None
+        recurrent = self.rows.pool.family.states if self.rows.pool.bound else None
         for seq in self.rows.sequences if recurrent is not None else ():
             assert recurrent is not None
             recurrent.checkpoint(seq)

@@ -17,8 +17,9 @@ from kvcache import (
     KVCacheError,
     NotSupportedError,
     OrderError,
-    RecurrentCache,
     SlidingWindowCache,
+    StateCache,
+    StateSpec,
 )
 from kvcache.integrations.rows.caches import ModelCaches, Top
 from kvcache.integrations.rows.dense_batch import DenseBatch
@@ -94,12 +95,12 @@ class CachePool:
             raise
 
     def _new_family(self, options: CacheOptions, count: int) -> ModelCaches:
-        plan, recurrent = self.plan, None
+        plan, states = self.plan, None
         if plan.is_hybrid:
-            shapes = plan.conv_shape, plan.state_shape
-            recurrent = RecurrentCache(*shapes, options.shift, conv_dtype=self.activations)
+            two = {"conv": StateSpec(plan.conv_shape), "recurrent": StateSpec(plan.state_shape, ml.DType.F32)}
+            states = StateCache({None: two if plan.conv_shape else {}}, dtype=self.activations)
         family = ModelCaches(
-            plan.kinds, recurrent, lookback=options.lookback, shift=options.shift, encoder=plan.encoder
+            plan.kinds, states, lookback=options.lookback, shift=options.shift, encoder=plan.encoder
         )
         for cache in family.tops:
             cache.init(

@@ -25,6 +25,7 @@ from kvcache import (
     KVCacheError,
     NotSupportedError,
     OrderError,
+    StateSnapshot,
 )
 from kvcache.integrations.conversations import MOST_DRAFTS, check_missing
 from kvcache.integrations.rows.caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
@@ -36,7 +37,6 @@ from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.rope import check_rotation
 from kvcache.integrations.transformers.saving import HFSnapshot
 from kvcache.integrations.transformers.stored import Stored, is_recorded, tokens_of, without_gradients
-from kvcache.storage.state_slots import Checkpoint
 
 __all__ = ["BatchRows", "cannot_crop", "untraced"]
 
@@ -514,7 +514,7 @@ class BatchRows:
         if (complete := self.complete()) < self.length:
             self.cut(self._reach(complete))
 
-    def cut(self, length: int, marks: Sequence[Checkpoint] = ()) -> None:
+    def cut(self, length: int, marks: Sequence[StateSnapshot] = ()) -> None:
         """Keep positions ``[0, length)``. NotSupportedError where the next token would miss something.
 
         ``marks`` are the rows' recurrent states of ``length``, where these are known.
@@ -538,8 +538,10 @@ class BatchRows:
         changes = []
         for i, seq in enumerate(self.sequences):
             for cache in family.tops:
-                if marks and cache is family.recurrent:
-                    changes.append(family.recurrent.prepare_return(seq, marks[i]))
+                if marks and cache is family.states:
+                    change = family.states.prepare_restore_snapshot(seq, marks[i])
+                    assert change is not None, "the rows are longer than where their marks are"
+                    changes.append(change)
                 else:
                     changes.append(cache.prepare_remove(seq, 0 if cache in aside.values() else length, None))
         for change in changes:
@@ -555,7 +557,7 @@ class BatchRows:
         while length:
             aside = self._aside(length)
             others = [
-                c for c in family.tops if c not in aside.values() and not (marked and c is family.recurrent)
+                c for c in family.tops if c not in aside.values() and not (marked and c is family.states)
             ]
             found = min(
                 (c.resume_point(seq, length) for c in others for seq in self.sequences), default=length
@@ -609,10 +611,8 @@ class BatchRows:
 
     def _why(self) -> str:
         family, told = self.pool.family, []
-        if family.recurrent is not None:
-            points = [
-                {*family.recurrent.checkpoints(seq), family.recurrent.offset(seq)} for seq in self.sequences
-            ]
+        if family.states is not None:
+            points = [{*family.states.checkpoints(seq), family.states.offset(seq)} for seq in self.sequences]
             held = sorted(set.intersection(*points))
             told.append(f"recurrent states can go back to {held} and 0 only (call checkpoint() to add one)")
         if any(kind.name == SLIDING for kind in family.caches):

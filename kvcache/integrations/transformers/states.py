@@ -1,21 +1,20 @@
-"""The states of linear attention layers between transformers and the recurrent cache."""
+"""The states of linear attention layers between transformers and the cache of states."""
 
 from __future__ import annotations
 
 import torch
 
 import ml
-from kvcache import NotSupportedError, OrderError, RecurrentCache, StateSpec
+from kvcache import NotSupportedError, OrderError, StateCache, StateSnapshot, StateSpec
 from kvcache.integrations.transformers.bridge import dtype_of
 from kvcache.integrations.transformers.passes import ForwardPass
 from kvcache.integrations.transformers.rows import BatchRows, untraced
-from kvcache.storage.state_slots import Checkpoint
 
 __all__ = ["States", "state_name"]
 
 
 def state_name(kind: str, i: int) -> str:
-    """What state ``i`` of a layer is called in the recurrent cache."""
+    """What state ``i`` of a layer is called in the cache of states."""
     return f"{kind}{i or ''}"
 
 
@@ -33,8 +32,8 @@ class States:
         """Whole states of a pass, until K and V tell of how many tokens it is."""
 
     @property
-    def _cache(self) -> RecurrentCache:
-        cache = self.rows.pool.family.recurrent
+    def _cache(self) -> StateCache:
+        cache = self.rows.pool.family.states
         assert cache is not None
         return cache
 
@@ -185,7 +184,7 @@ class States:
         """Keep the first ``length`` tokens of the rows; see ``BatchRows.cut``."""
         self.rows.cut(length, self._marks(length))
 
-    def _marks(self, length: int) -> list[Checkpoint]:
+    def _marks(self, length: int) -> list[StateSnapshot]:
         """The rows' states of ``length``, from the inputs that were recorded; [] where these do not tell."""
         rows, plan = self.rows, self.rows.pool.plan
         layers = [i for i, count in enumerate(plan.states) if count]
@@ -205,7 +204,7 @@ class States:
             state = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
             for row, states in enumerate(found):
                 states[which, layer] = bridge.to_backend(self._at(layer), state[row : row + 1].contiguous())
-        return [cache.mark_of(length, states) for states in found]
+        return [StateSnapshot(length, length, states) for states in found]
 
     def convolves(self, layer: int) -> bool:
         """Whether a layer has been found to have states of convolutions alone, which their inputs tell."""

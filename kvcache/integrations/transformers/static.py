@@ -437,7 +437,7 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         rows, like = self.rows, conv_states if conv_states is not None else recurrent_states
         assert like is not None
         rows.claim(like.shape[0], like)
-        pool, cache = rows.pool, rows.pool.family.recurrent
+        pool, cache = rows.pool, rows.pool.family.states
         assert cache is not None
         self.dtype, self.device = like.dtype, like.device
         at = pool.place(self.layer, like)

@@ -66,7 +66,7 @@ class MooncakeStore(RemoteStore):
             if new:
                 with staging.lent() as room:
                     digest = FramedDigest(self._digests, key, nbytes)
-                    EntryTransfer(client, self._name(key), digest, room, staging.covers).send(views)
+                    EntryTransfer(client, self._name(key), digest, room).send(views)
             return new
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
@@ -91,7 +91,7 @@ class MooncakeStore(RemoteStore):
                 check_size("get_into", view, key, size - HEADER)
                 with staging.lent() as room:
                     digest = FramedDigest(self._digests, key, len(view))
-                    sound = EntryTransfer(client, name, digest, room, staging.covers).receive(view)
+                    sound = EntryTransfer(client, name, digest, room).receive(view)
                 if sound is not False:
                     return sound is True
             self._drop(client, name)
@@ -107,17 +107,6 @@ class MooncakeStore(RemoteStore):
         name = self._name(check_key(key))
         with self._call("delete") as (client, _):
             return client.remove(name)
-
-    def register(self, buffer: WritableBuffer) -> None:
-        """Register memory that snapshots are often put from or read into, for as long as the store is open.
-
-        Such memory is read and written by the network in place; all other passes through buffers of the
-        store's own, which costs one copy. The store keeps it alive. StoreValueError where some of it is
-        registered already.
-        """
-        view = as_writable(buffer, "register")
-        with self._call("register") as (_, staging):
-            staging.add(view)
 
     def close(self) -> None:
         """As the protocol says. What a ``segment`` of this host holds is lost to all."""

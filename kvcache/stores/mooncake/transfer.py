@@ -1,4 +1,4 @@
-"""One entry on its way: digested as it passes, through a registered buffer or from where it lies.
+"""One entry on its way: digested as it passes through a registered buffer.
 
 An entry has a header before its bytes: whose they are, how many, and their digest::
 
@@ -12,14 +12,13 @@ An entry has a header before its bytes: whose they are, how many, and their dige
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvcache.stores.digests import Digests
 from kvcache.stores.mooncake.client import Client
-from kvcache.stores.mooncake.staging import address
 
 __all__ = ["HEADER", "EntryTransfer", "FramedDigest"]
 
@@ -45,20 +44,11 @@ class FramedDigest:
 class EntryTransfer:
     """An entry that is known to the pool as ``name``; ``digest`` has seen none of its bytes yet.
 
-    ``room`` is a registered buffer, U8, of more than HEADER bytes; ``covers`` tells which memory is
-    registered besides.
+    ``room`` is a registered buffer, U8, of more than HEADER bytes.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        name: str,
-        digest: FramedDigest,
-        room: np.ndarray,
-        covers: Callable[[memoryview], bool],
-    ) -> None:
-        self._client, self._name, self._room, self._covers = client, name, room, covers
-        self._digest = digest
+    def __init__(self, client: Client, name: str, digest: FramedDigest, room: np.ndarray) -> None:
+        self._client, self._name, self._digest, self._room = client, name, digest, room
         self._at = HEADER
         """Up to where the entry is written."""
         self._filled = HEADER
@@ -69,13 +59,7 @@ class EntryTransfer:
     def send(self, views: Sequence[memoryview]) -> None:
         """Write the views' bytes one after another, and the header with the last of them."""
         for view in views:
-            if self._covers(view):
-                self._flush()
-                self._digest.update(view)
-                self._client.write(self._name, [(address(view), len(view), self._at)])
-                self._at += len(view)
-            else:
-                self._stage(view)
+            self._stage(view)
         self._room[:HEADER] = np.frombuffer(self._digest.header(), np.uint8)
         self._flush((self._room.ctypes.data, HEADER, 0))
 
@@ -104,19 +88,6 @@ class EntryTransfer:
 
     def receive(self, view: memoryview) -> bool | None:
         """Fill the view. False: header or digest do not hold; None: the entry is not there."""
-        in_place = self._covers(view)
-        found = self._read_in_place(view) if in_place else self._read_staged(view)
-        return None if found is None else found == self._digest.header()
-
-    def _read_in_place(self, view: memoryview) -> bytes | None:
-        """The header that was found."""
-        pieces = [(self._room.ctypes.data, HEADER, 0), (address(view), len(view), HEADER)]
-        if not self._client.read(self._name, pieces):
-            return None
-        self._digest.update(view)
-        return bytes(self._room[:HEADER])
-
-    def _read_staged(self, view: memoryview) -> bytes | None:
         target = np.frombuffer(view, np.uint8) if len(view) else np.empty(0, np.uint8)
         header, done = b"", 0
         while not header or done < len(view):
@@ -130,4 +101,4 @@ class EntryTransfer:
             np.copyto(piece, self._room[skip : skip + count])
             self._digest.update(piece)
             done += count
-        return header
+        return header == self._digest.header()

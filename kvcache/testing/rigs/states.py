@@ -12,7 +12,8 @@ import numpy as np
 import kvcache
 import ml
 from kvcache import Batch
-from kvcache.snapshots.snapshot import RecurrentSnapshot
+from kvcache.snapshots.snapshot import StateSnapshot, WrapperSnapshot
+from kvcache.storage.state_slots import HeldStates
 from kvcache.testing.models import values
 from kvcache.testing.models.states import ATTENTION_LAYER, Copy, StateModel, StateSetup, state_values
 from kvcache.testing.rigs.attention import look, outcome
@@ -26,7 +27,7 @@ class StateRig:
         self.setup, self.backend, self.ctx = setup, backend, ctx
         self.cache, self.model = setup.make(backend), StateModel(setup)
         self.next_token = 1
-        self.copies: list[tuple[RecurrentSnapshot, Copy]] = []
+        self.copies: list[tuple[WrapperSnapshot, Copy]] = []
         self.sequences: list[int] = []
         self.layout = setup.layout
         self.known = {*self.layout} if setup.states != "found" else set()
@@ -68,8 +69,8 @@ class StateRig:
         """Begin a pass; whether it was taken."""
         batch, slots = self.plan(sequences), self.slots()
         taken = self.agree(lambda: self.cache.start_forward(self.ctx, batch), self.begin)
-        owned = {row.slot for row in self.cache._states.rows}
-        window = {self.cache._states.rows[seq].slot for seq in sequences} if taken else set()
+        owned = {row.slot for row in self.cache.states.state_table.rows}
+        window = {self.cache.states.state_table.rows[seq].slot for seq in sequences} if taken else set()
         for before, now in zip(slots, self.slots(), strict=True):
             assert now is None or now not in window, "the pass writes over what a snapshot holds"
             assert now == before or before in owned, "copied out with no need"
@@ -78,7 +79,9 @@ class StateRig:
 
     def slots(self) -> list[int | None]:
         """Where the states of the copies lie in this cache, None for those that do not."""
-        return [snapshot.state.slot_in(self.cache._states.buffers) for snapshot, _ in self.copies]
+        return [
+            state_of(snapshot).slot_in(self.cache.states.state_table.buffers) for snapshot, _ in self.copies
+        ]
 
     def spoil(self) -> None:
         """The model goes on to write, and what it writes is wrong."""
@@ -257,22 +260,22 @@ class StateRig:
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> None:
         stop = len(self.model.rows[seq].tokens) if end is None else end
-        taken: list[RecurrentSnapshot] = []
+        taken: list[WrapperSnapshot] = []
         copied: list[Copy] = []
         self.agree(
             lambda: taken.append(self.cache.snapshot(seq, begin, end)),
             lambda: copied.append(self.model.snapshot(seq, begin, stop)),
         )
-        row = self.cache._states.rows[seq]
+        row = self.cache.states.state_table.rows[seq]
         if taken and taken[0].end == row.offset and row.slot is not None:
-            assert taken[0].state.slot == (row.slot if row.offset else None), "copied with no need"
+            assert state_of(taken[0]).slot == (row.slot if row.offset else None), "copied with no need"
         self.copies += zip(taken, copied, strict=True)
         self.check()
 
     def restore(self, seq: int, which: int, target: int | None = None) -> bool:
         snapshot, copy = self.copies[which]
         found: list[bool] = []
-        shared, slots = snapshot.attention.in_cache, self.slots()
+        shared, slots = snapshot.parts[0].in_cache, self.slots()
         self.agree(
             lambda: found.append(self.cache.restore(seq, snapshot, target)),
             lambda: found.append(self.model.restore(seq, copy, target, shared)),
@@ -340,6 +343,13 @@ class StateRig:
                 assert self.forward(seq)
             self.remove(seq, 0)
             assert not self.model.rows[seq].tokens, row
+
+
+def state_of(snapshot: WrapperSnapshot) -> HeldStates:
+    """What a snapshot of a RecurrentCache has of its states."""
+    states = snapshot.parts[1]
+    assert isinstance(states, StateSnapshot)
+    return states.state
 
 
 # Random traces.

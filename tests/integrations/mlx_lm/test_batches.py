@@ -186,7 +186,7 @@ def test_left_padding_of_a_row_that_holds_tokens_is_refused_where_there_are_stat
     for entries in rows:
         model(mx.array([[5, 6, 7]]), cache=entries)
     batch = models.merged(rows)
-    if pool.storage.recurrent is not None:
+    if pool.storage.states is not None:
         with pytest.raises(
             kvcache.NotSupportedError, match=r"left_padding=2 of row 1, which holds 3 .*lengths="
         ):
@@ -376,7 +376,7 @@ def test_a_trim_that_lacks_a_sequence_takes_nothing_from_any_row(model: Any) -> 
     model(mx.array([[5, 6, 7, 8, 9]]), cache=one)
     model(mx.array([[15, 16, 17, 18]]), cache=other)
     both = models.merged([one, other])
-    recurrent = pool.storage.recurrent is not None  # whose states are those of some positions only
+    recurrent = pool.storage.states is not None  # whose states are those of some positions only
     with pytest.raises(kvcache.NotSupportedError if recurrent else SequencesTakenError):
         both[0].trim(2)  # both rows are shared, and one sequence is free
     assert (both[0].offset.tolist(), pool.free_sequences) == ([5, 4], 1)

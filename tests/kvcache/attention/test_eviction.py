@@ -35,7 +35,7 @@ def test_a_wrapper_evicts_in_all_caches_and_refuses_where_one_has_states() -> No
             whole.snapshot(0, 0, 4)
         mixed = kvcache.WrapperCache(kvcache.CausalCache(), kvcache.RecurrentCache((1, 1), (1,)))
         mixed.init(backend, ml.DType.F32, 1, 16, 16)
-        with pytest.raises(NotSupportedError, match="RecurrentCache"):
+        with pytest.raises(NotSupportedError, match="StateCache"):
             mixed.evict(0, [])
 
 

@@ -23,6 +23,7 @@ from kvcache import (
     SlidingWindowCache,
     WrapperCache,
 )
+from kvcache.caches import branches
 
 from .small_passes import SUM, bound
 
@@ -409,7 +410,7 @@ def test_a_state_that_comes_later_lacks_what_was_there_before(backend: ml.Backen
     sums.run(0, 2, layers=1)
     sums.run(0, 2, layers=1)
     assert (cache.computed(0), cache.checkpoints(0)) == (4, (2,))  # nobody knows yet of a second layer
-    mark, kept = cache.mark(0), cache.snapshot(0)
+    mark, kept = branches.mark(cache, 0), cache.snapshot(0)
     if first == "a pass over another":
         assert sums.run(1, 3) == [0, 0]
     read_only = first == "a pass that only reads it"
@@ -419,7 +420,8 @@ def test_a_state_that_comes_later_lacks_what_was_there_before(backend: ml.Backen
     assert (cache.computed(0), cache.checkpoints(0)) == (0, ())
     with pytest.raises((SequenceLostError, InvalidRangeError), match=r"lack a layer|this cache has"):
         cache.restore(2, kept)
-    cache.prepare_return(0, mark)()
+    with pytest.raises(InvalidRangeError, match="this cache has"):
+        branches.rollback(cache, 0, 4, mark)
     assert cache.computed(0) == 0
     with pytest.raises(OrderError):
         sums.run(0, 1)
@@ -447,11 +449,11 @@ def test_a_state_that_was_restored_before_its_layer_was_used_is_not_missing(back
 def test_where_passes_may_leave_states_out_one_that_comes_later_is_zero(backend: ml.Backend) -> None:
     sums = Sums(backend, declared=True, skips=True)
     sums.run(0, 2, layers=1)
-    mark = sums.cache.mark(0)
+    mark = branches.mark(sums.cache, 0)
     assert (sums.cache.computed(0), sums.run(0, 1), sums.cache.computed(0)) == (2, [2, 0], 3)
-    sums.cache.prepare_return(0, mark)()
+    branches.rollback(sums.cache, 0, 2, mark)
     assert (sums.cache.computed(0), sums.run(0, 1), sums.cache.computed(0)) == (2, [2, 0], 3)
-    assert sums.cache.snapshot(0).states["sum", 0].to_numpy() == 3
+    assert sums.cache.state(sums.ctx, "sum", 0).to_numpy() == 3
 
 
 def test_of_states_that_are_declared_of_layers_the_first_pass_lacks_some_already(backend: ml.Backend) -> None:

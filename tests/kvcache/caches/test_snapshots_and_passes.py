@@ -97,7 +97,7 @@ def test_a_state_is_taken_when_its_pass_has_set_it(backend: ml.Backend, ctx: ml.
         state = ctx.full((1, 2), begin + 5.0, ml.DType.F32)
         cache.update_state(ctx, "recurrent", state, 0)
         (taken,) = cache.take_snapshots(0)
-        assert taken.state.read(ctx)["recurrent", 0].to_numpy().tolist() == [[begin + 5.0] * 2]
+        assert taken.parts[1].states["recurrent", 0].to_numpy().tolist() == [[begin + 5.0] * 2]
     assert cache.skipped_snapshots(0) == []
 
 

@@ -52,8 +52,8 @@ def _attend(cache: Any, ctx: ml.Context, tokens: int = 1) -> np.ndarray:
 
 def _finish(cache: Any, ctx: ml.Context, layers: int = 2) -> None:
     """Put and read all that a pass of these caches does."""
-    for kind in range(len(cache.caches) if isinstance(cache, WrapperCache) else 1):
-        if isinstance(cache, WrapperCache):
+    for kind in range(len(cache.caches) if type(cache) is WrapperCache else 1):
+        if type(cache) is WrapperCache:
             cache.set_layer_type(kind)
         for layer in range(layers):
             cache.set_layer(layer)
@@ -207,8 +207,8 @@ def _evaluated(cache: Any, ctx: ml.Context, seq: int, position: int) -> list[flo
     """What two layers see of a token of ``seq`` that is not this number, as all tokens of it are."""
     wrong: list[float] = []
     cache.start_forward(ctx, Batch([position], [seq]))
-    for kind in range(len(cache.caches) if isinstance(cache, WrapperCache) else 1):
-        if isinstance(cache, WrapperCache):
+    for kind in range(len(cache.caches) if type(cache) is WrapperCache else 1):
+        if type(cache) is WrapperCache:
             cache.set_layer_type(kind)
         for layer in range(2):
             cache.set_layer(layer)

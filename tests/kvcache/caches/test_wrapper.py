@@ -389,7 +389,7 @@ def test_a_nested_wrapper_refuses_for_all_what_one_in_it_cannot_evict(
     full, states = CausalCache(), RecurrentCache(states=SUM)
     cache = bound(WrapperCache(full, WrapperCache(states)), backend, 2, 16, 8)
     cache.start_forward(ctx, Batch(range(4), [0] * 4))
-    with pytest.raises(kvcache.NotSupportedError, match="evict: RecurrentCache cannot forget single tokens"):
+    with pytest.raises(kvcache.NotSupportedError, match="evict: StateCache cannot forget single tokens"):
         cache.evict(0, [1])
     assert full.positions(0).tolist() == [0, 1, 2, 3]
 

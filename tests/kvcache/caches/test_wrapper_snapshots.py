@@ -329,7 +329,7 @@ def test_a_failing_backend_restores_none_of_them_or_the_sequence_is_lost(
         r.check()
         r.restore(1, snapshot, *saved)
 
-    every_failure(backend, when, make, lambda made: made[0].cache.restore(1, made[1]), check, stride=3)
+    every_failure(backend, when, make, lambda made: made[0].cache.restore(1, made[1]), check)
     assert any(lost)
     assert not all(lost)
 
@@ -435,7 +435,7 @@ def test_a_lifted_mask_that_cannot_be_made_is_not_lifted(
         patch.setattr(type(forward), "fill", Mock(side_effect=MemoryError()))
         with pytest.raises(MemoryError):
             cache.set_causal(ctx, [0])
-    assert not forward.lifted
+    assert not forward.reading.lifted
 
 
 def scheduled(
@@ -446,9 +446,10 @@ def scheduled(
     cache.schedule_snapshots(0, at)
     cache.start_forward(ctx, Batch(range(4), [0] * 4, multimodal=[(0, "an image")]))
     for part in unwrapped(cache):
-        part.put(ctx, tokens(ctx, 4), tokens(ctx, 4))
-        if isinstance(part, kvcache.RecurrentCache):
+        if isinstance(part, kvcache.StateCache):
             part.update_state(ctx, "sum", ctx.full((1, 1), 1.0, DType.F32), 0)
+        else:
+            part.put(ctx, tokens(ctx, 4), tokens(ctx, 4))
     return cache, cache.take_snapshots(0)
 
 

@@ -200,7 +200,7 @@ BUGS: dict[str, list[Bug]] = {
         ("storage.state_slots:StateBuffers.release", "a_snapshots_state_lives_through", NOTHING),
         ("storage.state_slots:StateBuffers.copy_out", "a_snapshots_state_lives_through", NOTHING),
         ("storage.state_slots:HeldStates.moved_out", "states_and_outputs_follow", NOTHING),
-        ("caches.recurrent:RecurrentCache.snapshot", "sharing_a_state_calls_no_backend",
+        ("caches.states:StateCache.snapshot", "sharing_a_state_calls_no_backend",
          after(lambda found: found.state.detach())),
         ("snapshots.attention:AttentionSnapshots.detach_shared", "a_snapshots_state_lives[shift", NOTHING),
         ("snapshots.snapshot:InCache.nbytes", "a_snapshot_outlives",

@@ -48,15 +48,16 @@ def all_looked_at(f: Any, self: Any, part: int) -> Any:
     return min(freeing, key=named("prefix.prefix_tree:priority_of"), default=None)
 
 
-def marked_as_checkpoint(f: Any, self: Any, seq: int, *op: str) -> Any:
-    taken = f(self, seq, *op)
-    if taken.offset:
-        self._states.keep(self._states.rows[seq], taken)
-    return taken
+def marked_as_checkpoint(f: Any, cache: Any, seq: int) -> Any:
+    found = f(cache, seq)
+    for part in cache.caches if found.position else ():
+        if hasattr(part, "checkpoint"):
+            part.checkpoint(seq)
+    return found
 
 
-def later_checkpoints_kept(f: Any, self: Any, seq: int, mark: Any) -> Callable[[], None]:
-    points, commit = self._states.rows[seq].checkpoints, f(self, seq, mark)
+def later_checkpoints_kept(f: Any, self: Any, seq: int, mark: Any, *target: int) -> Callable[[], None]:
+    points, commit = self._states.rows[seq].checkpoints, f(self, seq, mark, *target)
 
     def keeping() -> None:
         commit()
@@ -111,8 +112,8 @@ BUGS: dict[str, list[Bug]] = {
          lambda f, part, to, i: (lambda: None) if i else f(part, to, i)),
         ("caches.causal:CausalCache.prepare_copy_prefix", "branches_agree_with",
          lambda f, self, src, dst, length: f(self, src, dst, length + (length > 0))),
-        ("caches.recurrent:RecurrentCache.mark", "forks_and_marks", marked_as_checkpoint),
-        ("caches.recurrent:RecurrentCache.prepare_return", "branches_agree_with[recurrent",
+        ("caches.branches:mark", "forks_and_marks", marked_as_checkpoint),
+        ("caches.states:StateCache.prepare_restore_snapshot", "branches_agree_with[recurrent",
          later_checkpoints_kept),
         ("storage.state_table:StateTable._is_due", "branches_agree_with[recurrent",
          lambda f, self, row: row.slot is not None and f(self, row)),
@@ -228,7 +229,7 @@ BUGS: dict[str, list[Bug]] = {
     "tests/kvcache/prefix/test_interior.py": [
         ("prefix.evictor:Evictor._absorbed", "the_end_of_every[wrapper]", always(None)),
         ("prefix.interior:InteriorSnapshots.note", "cells_for_others[sliding]", NOTHING),
-        ("snapshots.recurrent:StateSnapshots.join", "points_inside_go_first[recurrent]",
+        ("snapshots.states:StateSnapshots.join", "points_inside_go_first[recurrent]",
          lambda f, self, parts: parts[-1]),
     ],
     "tests/kvcache/prefix/test_windows.py": [
@@ -257,7 +258,7 @@ BUGS: dict[str, list[Bug]] = {
         ("prefix.prefix_tree:TreeEntry.present", "what_is_under_way_is_there_already[wrapper]",
          prop(lambda self: self.snapshot is not None or self.host is not None)),
         ("offload.worker:OffloadWorker.send", "cells_are_free_while[recurrent]",
-         without("snapshots.snapshot:RecurrentSnapshot", "detach")),
+         without("snapshots.snapshot:StateSnapshot", "detach")),
         ("offload.worker:OffloadWorker.send", "the_caller_copies_nothing", copied_by_the_caller),
         ("offload.worker:wait_for", "a_device_with_streams", NOTHING),
         ("offload.worker:OffloadWorker.__init__", "what_is_under_way_is_bounded",

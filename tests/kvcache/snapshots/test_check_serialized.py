@@ -152,8 +152,8 @@ def test_a_layer_without_a_number_is_corrupt_dropped_and_a_miss(
 def test_a_page_without_the_states_of_a_layer_is_dropped(backend: ml.Backend) -> None:
     store = MemoryStore()
     for key, page in stored(backend, "recurrent").items():
-        name, _ = page.meta["snapshot"]["states"][2][2]
-        put_snapshot(store, key, with_array(changed(page, ("snapshot", "states", 2)), name, None))
+        name, _ = page.meta["snapshot"]["parts"][1]["states"][2][2]
+        put_snapshot(store, key, with_array(changed(page, ("snapshot", "parts", 1, "states", 2)), name, None))
     r = rig(backend, "recurrent", DType.F32, store)
     r.keep([1, 2, 3])
     assert r.keep([*TOKENS, 99]) == 0

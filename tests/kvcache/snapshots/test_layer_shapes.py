@@ -46,7 +46,7 @@ def evaluate(cache: Any, seq: int, begin: int, tokens: Sequence[int]) -> None:
     with cache.backend.new_context() as ctx:
         cache.start_forward(ctx, Batch(range(begin, begin + len(tokens)), [seq] * len(tokens)))
         for layer in LAYERS:
-            if isinstance(cache, kvcache.WrapperCache):
+            if type(cache) is kvcache.WrapperCache:
                 cache.set_layer_type(min(layer, 1))
             cache.set_layer(layer)
             rows = np.array(tokens, np.float32)[:, None, None] + np.zeros((1, HEADS, DIM), np.float32)

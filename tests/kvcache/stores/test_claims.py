@@ -220,6 +220,30 @@ def test_a_folder_never_has_more_than_its_budget(
 
 
 @posix
+def test_a_put_beside_one_of_more_than_its_own_budget_makes_all_the_room_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a process with a larger budget, that begins to write meanwhile."""
+    writev, opened = os.writev, []
+
+    def write(fd: int, parts: Any) -> int:
+        if not opened:
+            with other._index.locked():
+                opened.append(other._folder.create("large", 10 * UNIT)[1])
+        return writev(fd, parts)
+
+    with (
+        FileStore(tmp_path, 2 * UNIT, durable=False) as store,
+        FileStore(tmp_path, durable=False) as other,
+    ):
+        fill(store, "ab")
+        monkeypatch.setattr(os, "writev", write)
+        assert store.put("c", [content("c")])
+        assert present(store, "abc") == "c"
+        os.close(opened[0])
+
+
+@posix
 @pytest.mark.parametrize("sizes", [[5 * UNIT], [UNIT] * 5, [UNIT, 5 * UNIT]])
 def test_a_folder_that_has_more_than_the_budget_has_no_more_once_it_is_open(
     tmp_path: Path, sizes: list[int]

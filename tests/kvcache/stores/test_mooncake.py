@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 import ml
@@ -17,7 +16,6 @@ from kvcache.stores import (
     StoreError,
     StoreFullError,
     StoreUnavailableError,
-    StoreValueError,
 )
 from kvcache.stores.mooncake import client
 from kvcache.stores.mooncake import store as mooncake_store
@@ -77,35 +75,6 @@ def test_what_is_too_short_for_a_header_is_dropped_once_by_stat(
     assert store.stat(["a", "a"]) == [None, None]
     assert store.dropped == 1
     assert store.put("a", [b"again"]) is True
-
-
-# Registered memory.
-
-
-def test_registered_memory_is_put_from_and_read_into_where_it_lies(place: MooncakePlace) -> None:
-    store = place.open(staging="64KiB")
-    source, target = np.frombuffer(content("s", 500_000), np.uint8).copy(), np.zeros(500_000, np.uint8)
-    store.register(source)
-    store.register(target)
-    staging = store._linked()[1]
-    assert staging.covers(memoryview(source)[7:400_000])
-    assert not staging.covers(memoryview(bytes(8)))
-    parts = [b"head", source[:100_000], source[100_000:300_000].copy(), source[300_000:], b"tail"]
-    assert store.put("b", parts)
-    assert read(store, "b") == b"head" + source.tobytes() + b"tail"
-    assert store.put("a", [source])
-    assert store.get_into("a", target)
-    assert np.array_equal(source, target)
-    with pytest.raises(StoreValueError, match="already"):
-        store.register(target[10:20])
-    with pytest.raises(StoreValueError, match="no bytes"):
-        store.register(target[:0])
-    framed(place, store, lambda data: data.__setitem__(-1, data[-1] ^ 1))
-    with pytest.raises(SnapshotCorruptError):
-        store.get_into("a", target)
-    store.close()
-    with place.open() as again:
-        again.register(target)  # closing has let go of it
 
 
 # A pool that is full, hosts that die, a put that fails.

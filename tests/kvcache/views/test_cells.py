@@ -202,7 +202,8 @@ def test_recurrent_states_with_their_checkpoints(numpy_backend: ml.Backend) -> N
     assert isinstance(cells, CellMap)
     assert isinstance(states, StatesView)
     (row,) = states.rows
-    assert (row.seq, row.tokens, row.slot, row.checkpoints) == (1, 5, cache._states.rows[1].slot, (2,))
+    slot = cache.states.state_table.rows[1].slot
+    assert (row.seq, row.tokens, row.slot, row.checkpoints) == (1, 5, slot, (2,))
     assert states.slots == 3
     assert states.nbytes + cells.nbytes == cache.nbytes
 

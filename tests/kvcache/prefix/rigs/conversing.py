@@ -241,7 +241,7 @@ class Rig:
             assert not table.pins
 
     def parts_of(self) -> Iterator[tuple[int, Layers, Any]]:
-        caches = getattr(self.cache, "caches", (self.cache,))
+        caches = self.cache.caches if len(self.parts) > 1 else (self.cache,)
         return ((i, part, cache) for i, (part, cache) in enumerate(zip(self.parts, caches, strict=True)))
 
     def _select(self, index: int, layer: int) -> None:

@@ -1,13 +1,12 @@
-"""Taking, restoring and joining snapshots of recurrent caches: states, and what attention layers hold."""
+"""Taking, restoring and joining snapshots of recurrent states, which are whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError
+from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError, check_whole
 from kvcache.snapshots.schedule import SnapshotSchedule
-from kvcache.snapshots.snapshot import RecurrentSnapshot, check_inside
+from kvcache.snapshots.snapshot import StateSnapshot, check_inside
 from kvcache.storage.state_slots import Checkpoint, HeldStates, StateRow, States
 from kvcache.storage.state_specs import StateSpecs
 from kvcache.storage.state_table import StateTable, state_lost
@@ -16,17 +15,15 @@ __all__ = ["StateSnapshots"]
 
 
 class StateSnapshots:
-    """The snapshots of a recurrent cache: states, with what the cache of its attention layers holds.
+    """The snapshots of a cache of states.
 
     It knows nothing of passes: who restores a snapshot ends the pass under way.
     """
 
-    kind = RecurrentSnapshot
+    kind = StateSnapshot
 
-    def __init__(self, attention: Any) -> None:
-        """``attention``: the cache of the attention layers."""
-        self.attention = attention
-        self.schedule: SnapshotSchedule[RecurrentSnapshot] = SnapshotSchedule()
+    def __init__(self) -> None:
+        self.schedule: SnapshotSchedule[StateSnapshot] = SnapshotSchedule()
         self.states = StateTable(0)
         self._specs = StateSpecs({})
 
@@ -48,7 +45,7 @@ class StateSnapshots:
                 continue
             try:
                 found = self.snapshot(seq, begin, end) if end == offset or end in inside else None
-            except (NotSupportedError, OrderError):  # a window with gaps, tokens of a pass that failed
+            except OrderError:  # tokens of a pass that failed
                 found = None
             if found is None:
                 self.schedule.skip(seq, end)
@@ -57,14 +54,20 @@ class StateSnapshots:
 
     # Taking.
 
-    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> RecurrentSnapshot:
-        """See ``RecurrentCache.snapshot``."""
+    def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> StateSnapshot:
+        """See ``StateCache.snapshot``."""
         row = self.states.rows[seq]
         end = row.offset if end is None else end
+        check_whole("snapshot", "begin", begin)
+        check_whole("snapshot", "end", end)
+        if not begin <= end <= row.offset:
+            raise InvalidRangeError(
+                f"snapshot: [{begin}, {end}) of sequence {seq}; the range must satisfy 0 <= begin <= "
+                f"end <= {row.offset}"
+            )
         if row.lost:
             raise state_lost("snapshot", seq)
-        attention = self.attention.snapshot(seq, begin, end)
-        return RecurrentSnapshot(attention, self._state_of(seq, row, end))
+        return StateSnapshot(begin, end, self._state_of(seq, row, end))
 
     def _state_of(self, seq: int, row: StateRow, end: int) -> HeldStates:
         if not end:
@@ -85,36 +88,33 @@ class StateSnapshots:
     # Restoring.
 
     def prepare_restore_snapshot(
-        self, seq: int, snapshot: RecurrentSnapshot, target: int | None = None
+        self, seq: int, snapshot: StateSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
-        """Check all that ``restore`` may refuse; None where it would give False."""
-        if target not in (None, snapshot.end):
+        """Check all that ``restore`` may refuse; None where it would give False.
+
+        What is restored becomes a checkpoint, unless it adds no token to what the sequence had.
+        """
+        if target not in (None, snapshot.end) or snapshot.begin > self.states.rows[seq].offset:
             return None
         here = snapshot.state.slot_in(self.states.buffers) is not None
-        new = {} if here else self._check_states(snapshot)
-        put_back = self.attention.prepare_restore_snapshot(seq, snapshot.attention)
-        if put_back is None:
-            return None
         state = snapshot.state if here else snapshot.state.copies()
+        new = {} if here else self._check_states(snapshot.end, state.copied)
 
         def commit() -> None:
-            put_back()
             for (name, layer), tensor in new.items():
                 self._specs.fitting("restore", name, layer, tensor, 1)
             point = Checkpoint(snapshot.end, state)
             self.states.resume(seq, point, snapshot.begin)
             self.schedule.cut(seq, snapshot.begin)
-            if snapshot.end:
+            if snapshot.end > snapshot.begin:
                 self.states.keep(self.states.rows[seq], point)
 
         return commit
 
-    def _check_states(self, snapshot: RecurrentSnapshot) -> States:
+    def _check_states(self, end: int, states: States) -> States:
         """Those that this cache does not know yet; refuses others than it has."""
-        with self.attention.backend.new_context() as ctx:
-            states = snapshot.state.read(ctx)
         known = self.states.buffers.tensors.keys()
-        if snapshot.end and known and known != states.keys():
+        if end and known and known != states.keys() and not self.states.skips:
             raise InvalidRangeError(
                 f"restore: the states {sorted(states)}, as (name, layer); this cache has {sorted(known)}"
             )
@@ -132,23 +132,15 @@ class StateSnapshots:
 
     # Cutting and joining.
 
-    def merge(self, parent: RecurrentSnapshot | None, child: RecurrentSnapshot) -> RecurrentSnapshot:
-        """The child's states; its attention layers joined with the parent's where those end as it begins."""
-        if parent is None or parent.end != child.begin:
-            return child
-        return RecurrentSnapshot(self.attention.merge(parent.attention, child.attention), child.state)
+    def merge(self, parent: StateSnapshot | None, child: StateSnapshot) -> StateSnapshot:
+        """The child's state: it has seen what the parent's has."""
+        return child if parent is None else self.join([parent, child])
 
-    def join(self, parts: Sequence[RecurrentSnapshot]) -> RecurrentSnapshot:
-        """``merge`` of one or more, in order; the attention layers in one step."""
-        first = len(parts) - 1
-        while first and parts[first - 1].end == parts[first].begin:
-            first -= 1
-        attention = self.attention.join([part.attention for part in parts[first:]])
-        return RecurrentSnapshot(attention, parts[-1].state)
+    def join(self, parts: Sequence[StateSnapshot]) -> StateSnapshot:
+        """``merge`` of one or more, in order."""
+        return StateSnapshot(parts[0].begin, parts[-1].end, parts[-1].state)
 
-    def split(
-        self, snapshot: RecurrentSnapshot, at: int
-    ) -> tuple[RecurrentSnapshot | None, RecurrentSnapshot]:
+    def split(self, snapshot: StateSnapshot, at: int) -> tuple[StateSnapshot | None, StateSnapshot]:
         """(None, snapshot): there is no state of ``at`` in it."""
         check_inside(snapshot, at)
         return None, snapshot
