@@ -80,19 +80,21 @@ AREAS = {
     ),
     "read plan": Area(
         (
-            *(f"kvcache/integrations/{name}.py" for name in ("dense_batch", "ragged_batch")),
-            *(f"kvcache/attention/{name}.py" for name in ("batch", "forward_pass", "fixed_shapes")),
-            *(f"kvcache/attention/{name}.py" for name in ("masks", "plan", "history")),
+            *_files("kvcache/integrations/", "dense_batch", "ragged_batch"),
+            *_files(
+                "kvcache/attention/", "batch", "forward_pass", "fixed_shapes", "masks", "plan", "history"
+            ),
         ),
         (
-            *_files("tests/kvcache/attention/test_", "dense_batch", "ragged_batch", "fixed_shapes"),
-            *("tests/kvcache/attention/test_large_masks.py", "tests/kvcache/caches/test_order.py", TRACES),
+            *_files("tests/integrations/test_", "dense_batch", "ragged_batch"),
+            *_files("tests/kvcache/attention/test_", "fixed_shapes", "large_masks"),
+            *("tests/kvcache/caches/test_order.py", TRACES),
             *(f"tests/kvcache/test_cache_numpy.py::TestNumpy::test_{name}" for name in READING),
             *("-k", "not torch and not mlx and not cupy and not jax and not graph"),
         ),
     ),
     "attention": Area(
-        tuple(f"kvcache/attention/{name}.py" for name in (*("attend", "calls", "segments"),)),
+        tuple(_files("kvcache/attention/", "attend", "calls", "segments")),
         (
             *_files("tests/kvcache/attention/test_", "attend_plan", "attend_quantized", "eviction"),
             *(f"tests/kvcache/test_cache_numpy.py::TestNumpy::test_{name}" for name in ATTENDING),

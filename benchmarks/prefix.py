@@ -20,8 +20,8 @@ import ml
 from benchmarks.models import SMALL, random_model
 from benchmarks.pages import milliseconds, show
 from kvcache import Batch, HostTier, PrefixCache, serialize
-from kvcache.offload import direct_load as arriving
-from kvcache.offload.direct_load import restore_serialized
+from kvcache.prefix import loading as arriving
+from kvcache.prefix.loading import restore_serialized
 from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.runner.loading import load_model
 from kvcache.stores import FileStore
@@ -186,7 +186,7 @@ def from_disk(backend: ml.Backend, dtype: ml.DType, count: int, rounds: int, chu
                 cache.put(ctx, ctx.from_numpy(host), ctx.from_numpy(host))
             ctx.compute()
         prefix.flush()
-        paths = sorted(Path(folder).rglob("*.safetensors"))
+        paths = sorted(Path(folder).rglob("*.entry"))
         buffers = [np.ones(path.stat().st_size, np.uint8) for path in paths]
 
         ctx = backend.new_context()
@@ -226,12 +226,14 @@ def finding(nodes: int, length: int, rounds: int) -> Trial:
     """``begin`` with a prompt of ``length`` tokens whose path has 1,000 of the radix tree's ``nodes``."""
     backend = ml.open_backend("numpy")
     cache = kvcache.CausalCache()
-    cache.init(backend, ml.DType.F16, 2, length + 1, 512)
+    cache.init(backend, ml.DType.F16, 2, length + 1, length)
     prefix = PrefixCache(cache)
     random = np.random.default_rng(0)
     prompt = random.integers(0, 32_000, length)
     with backend.new_context() as ctx:
         cache.start_forward(ctx, Batch(range(length - 1), [0] * (length - 1)))
+        cache.set_layer(0)
+        cache.put(ctx, *[ctx.zeros((length - 1, 1, 1), ml.DType.F16)] * 2)
     tree, step, path = prefix.tree, (length - 1) // 1000, []
     node = tree.radix_tree.root
     for i in range(1000):

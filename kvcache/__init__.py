@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from kvcache.caches.states import StateCache
     from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
     from kvcache.caches.wrapper import WrapperCache
-    from kvcache.offload.break_even import BreakEven
-    from kvcache.offload.tiers import HostTier
+    from kvcache.prefix.break_even import BreakEven
+    from kvcache.prefix.eviction_queue import TenantBudget
     from kvcache.prefix.prefix_cache import (
         PrefixCache,
         PrefixStats,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         SessionReplacedError,
     )
     from kvcache.prefix.retention import Retention
-    from kvcache.prefix.tenant_budget import TenantBudget
+    from kvcache.prefix.tiers import HostTier
     from kvcache.snapshots.serialize import deserialize, serialize
     from kvcache.snapshots.snapshot import (
         AttentionSnapshot,
@@ -105,12 +105,12 @@ __all__ = [
 
 _ELSEWHERE = {
     "AttentionSnapshot": "snapshots.snapshot",
-    "BreakEven": "offload.break_even",
+    "BreakEven": "prefix.break_even",
     "CausalCache": "caches.causal",
     "ChunkedCache": "caches.windows",
     "EncoderCache": "caches.encoder",
     "EncoderSnapshot": "snapshots.snapshot",
-    "HostTier": "offload.tiers",
+    "HostTier": "prefix.tiers",
     "PrefixCache": "prefix.prefix_cache",
     "PrefixStats": "prefix.prefix_cache",
     "RecurrentCache": "caches.recurrent",
@@ -123,7 +123,7 @@ _ELSEWHERE = {
     "StateCache": "caches.states",
     "StateSnapshot": "snapshots.snapshot",
     "StateSpec": "storage.state_specs",
-    "TenantBudget": "prefix.tenant_budget",
+    "TenantBudget": "prefix.eviction_queue",
     "WrapperCache": "caches.wrapper",
     "WrapperSnapshot": "snapshots.snapshot",
     "deserialize": "snapshots.serialize",

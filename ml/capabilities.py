@@ -311,7 +311,8 @@ class SupportsAttentionCalls(Protocol):
 
         query (tokens, heads, head_dim), key (cells, kv_heads, head_dim) and value (cells, kv_heads, v_dim)
         are of one float dtype; key and value are whole buffers, strided as they may be; sinks (heads,) as in
-        ``SupportsAttention``. Every query is in a call. Returns (tokens, heads, v_dim).
+        ``SupportsAttention``. Every query is in a call. Returns (tokens, heads, v_dim). That all are tensors
+        of this backend and fit each other is for the caller to check, once for all layers.
 
         It says the same as ``partial_attention`` of each call, merged by ``ml.nn.merge_attention``.
         """

@@ -44,7 +44,8 @@ def _guarded(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: TorchBackend, ctx: TorchContext, *args: Any, **options: Any) -> Any:
-        ctx.check(op)
+        if ctx.active_backend is None or self.closed:
+            ctx.check(op)
         try:
             return method(self, ctx, *args, **options)
         except (RuntimeError, IndexError, MemoryError) as error:
@@ -118,14 +119,17 @@ class TorchBackend(PlacedBackend):
 
     def upload(self, ctx: TorchContext, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[BaseTensor]:
         """See :class:`ml.SupportsUpload`. On CUDA one copy, from pinned memory; elsewhere one by one."""
+        made: list[BaseTensor] = []
         if ctx.torch_device.type != "cuda":
-            return [ctx.from_numpy(array, dtype) for array, dtype in arrays]
+            for array, dtype in arrays:
+                native = ctx.from_numpy(array, dtype).native
+                made.append(TorchTensor(native, dtype, UploadedStorage(self, ctx.device_index, native)))
+            return made
         ctx.check("upload")
         packed, starts = pack(arrays)
         whole = ctx.empty((packed.numel(),), DType.U8).native
         whole.copy_(packed, non_blocking=True)
         storage = UploadedStorage(self, ctx.device_index, whole)
-        made: list[BaseTensor] = []
         for start, (array, dtype) in zip(starts, arrays, strict=True):
             part = whole.narrow(0, start, array.size * dtype.itemsize).view(TO_TORCH[dtype])
             made.append(TorchTensor(part.view(array.shape), dtype, storage))

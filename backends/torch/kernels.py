@@ -57,6 +57,8 @@ class CausalMasks:
 
 def natives(ctx: Placement, key: TorchTensor, *others: TorchTensor | None) -> list[Any]:
     """The native tensors, where the key lies: a query is brought to a history, never a history to a query."""
+    if not ctx.moves:
+        return [key.native] + [None if other is None else other.native for other in others]
     device = key.native.device
     return [key.native, *(None if other is None else beside(ctx, other, device) for other in others)]
 

@@ -20,7 +20,7 @@ from backends.torch.kernels import (
 )
 from backends.torch.tensor import Placement, TorchTensor
 from ml.base import check_attention
-from ml.base.checks import check_mask, check_peers
+from ml.base.checks import check_mask
 from ml.capabilities import AttentionCall, CausalMask
 from ml.dtypes import DType
 
@@ -60,7 +60,6 @@ def attend_calls(
     sinks: TorchTensor | None,
 ) -> TorchTensor:
     """See :class:`ml.SupportsAttentionCalls`."""
-    check_peers("attention_calls", ctx.backend, query, key, value, sinks)
     k, q, v, logits = natives(ctx, key, query, value, sinks)
     merges = len(levels) > 1 or logits is not None
     parts = [_level(ctx, masks, q, k, v, calls, scale, merges) for calls in levels]

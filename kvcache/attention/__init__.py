@@ -1,7 +1,9 @@
-"""One pass: the batch by sequences, where its tokens are placed, what is read, masks, attention over it.
+"""One pass: the batch by sequences, where its tokens are placed, the plan of what is read, attention over it.
 
-Others use ``split_batch`` and ``SequenceTokens``, ``place`` (which cells a batch gets), ``ForwardPass``,
-``plan_read``, ``attend``, ``GraphRows`` (fixed shapes), and
-``RaggedBatch`` and ``DenseBatch`` for runtimes that want several sequences as one tensor. Masks are made in
-``masks``.
+Others use ``split_batch`` and ``SequenceTokens`` (``batch``), ``ForwardPass``, ``place``, ``put_layer`` and
+``put_stored_layer`` (``forward_pass``), ``ReadPlan`` (``plan``), ``attend`` and ``Kernels`` (``attend``),
+``History`` and ``LowerBound`` (``history``), ``FixedPass`` and ``GraphRows`` (``fixed_shapes``).
+
+From a plan to a result: ``history`` (what ``get`` reads) with ``masks``; ``segments``, then ``calls`` or a
+backend's kernel; ``fixed_shapes``.
 """

@@ -75,13 +75,14 @@ def attend(
         result = kernels.attend(ctx, plan, stored, query, scale, sinks)
     if result is None:
         block = BLOCK_CALLS * plan.config.call_bytes
+        levels: Levels
         if select is None:
             levels = plan.calls(ctx, max(1, plan.config.call_bytes // stored.bytes_per_cell))
         else:
             levels = _selected(ctx, plan, stored, select)
         result = _by_calls(ctx, levels, stored, query, scale, sinks, block)
         if select is None and not stored.is_quantized and nn.has_attention_calls(kernels.backend):
-            plan.bind(ctx, Bound(ctx, query, stored, kernels.backend.attention_calls, levels))
+            kernels.bind(ctx, plan, stored, query, kernels.backend.attention_calls, levels)
     if result.dtype is not wanted:
         result = result.cast(ctx, wanted)
     if turned is not None:
@@ -101,7 +102,8 @@ class Bound:
     ) -> None:  # fmt: skip
         """``attend(ctx, query, key, value, lowered, scale, sinks)`` is the backend's."""
         self._ctx, self._attend, self._lowered = ctx, attend, lowered
-        self._kind, self._backend = type(query), getattr(query, "backend", None)
+        self._kind: Any = type(query)
+        self._backend = getattr(query, "backend", None)
         self._shape, self._dtype, self._key = query.shape, query.dtype, buffers.shape.key
 
     def __call__(self, buffers: LayerBuffers, query: Any, scale: float) -> ml.Tensor | None:
@@ -125,6 +127,7 @@ class Kernels:
 
     def __init__(self, backend: ml.Backend) -> None:
         self.backend: Any = backend
+        self._one_device = len(backend.devices) == 1
         self._declined: dict[tuple[object, ...], int] = {}
         """The fewest segments that were declined; 0: there is no kernel."""
 
@@ -156,8 +159,16 @@ class Kernels:
             self._declined[asked] = len(lowered.segments)
             return None
         if plain:
-            plan.bind(ctx, Bound(ctx, query, buffers, backend.ragged_attention, lowered))
+            self.bind(ctx, plan, buffers, query, backend.ragged_attention, lowered)
         return _cut(ctx, result, buffers.value.dim)
+
+    def bind(
+        self, ctx: ml.Context, plan: ReadPlan, buffers: LayerBuffers, query: ml.Tensor,
+        attend: Callable[..., Any], lowered: Any,
+    ) -> None:  # fmt: skip
+        """Let further layers that are attended in ``ctx`` go this way, where one device has all of them."""
+        if self._one_device:
+            plan.bound_to, plan.bound = ctx, Bound(ctx, query, buffers, attend, lowered)
 
 
 def _by_calls(

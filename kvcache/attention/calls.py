@@ -63,9 +63,11 @@ class Call:
 
     def on(self, ctx: ml.Context) -> ml.AttentionCall:
         """This call with its tensors on the device of ``ctx``."""
-        listed, cells, mask = (near(ctx, one) for one in self._uploaded)
-        tokens = self.tokens if listed is None else listed
-        return ml.AttentionCall(tokens, self.batch, self.length, self.start, self.step, cells, mask)
+        listed, cells, mask = self._uploaded
+        tokens = self.tokens if isinstance(self.tokens, slice) else near(ctx, listed)
+        assert tokens is not None
+        where, seen = near(ctx, cells), near(ctx, mask)
+        return ml.AttentionCall(tokens, self.batch, self.length, self.start, self.step, where, seen)
 
 
 def _call(found: Sequence[Segment], length: int) -> Call:

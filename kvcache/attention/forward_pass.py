@@ -19,7 +19,6 @@ from kvcache.attention.plan import ReadPlan
 from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError, check_context
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable
-from kvcache.storage.device_copies import HostArray
 from kvcache.storage.layer_buffers import LayerBuffers
 from kvcache.storage.layer_shape import ExtraSpec, LayerShape, latent_dim
 
@@ -54,15 +53,15 @@ class ForwardPass:
         """Whose calls it takes."""
         self.stamp = next(_stamps) if stamp is None else stamp
         """What ``put`` gives to ``LayerBuffers.stamp``, even; layers with an earlier one are not read."""
-        scattered = isinstance(cells, np.ndarray) and reading.fixed is None
+        scattered = cells if isinstance(cells, np.ndarray) and reading.fixed is None else None
         self.run = cells if isinstance(cells, int) and reading.fixed is None else -1
         """The first cell of the run that the batch is written to, and nowhere else; -1 where it is none."""
-        self.storable = self.stamp if self.run >= 0 or scattered else -1
+        self.storable = self.stamp if self.run >= 0 or scattered is not None else -1
         """``stamp`` where all layers store in the same cells; else -1, below those of all layers."""
         self.slots: ml.Tensor
         """All cells of the batch, which lie scattered, for a put in the context ``slots_for``."""
         self.slots_for: ml.Context | None = None
-        self._targets: HostArray | None = reading.uploads.add(cells) if scattered else None
+        self._targets = None if scattered is None else reading.uploads.add(scattered)
         self._loaded = False
         """Whether the tensors of fixed shapes were given what is this pass's."""
         self._whole = False

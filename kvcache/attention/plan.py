@@ -137,11 +137,6 @@ class ReadPlan:
         """Read what this table and these groups say, which leave some of it out; nothing was read yet."""
         self.table, self.groups = table, groups
 
-    def bind(self, ctx: ml.Context, bound: Callable[..., ml.Tensor | None]) -> None:
-        """Let further layers that are attended in ``ctx`` go the same way, where one device has them all."""
-        if len(ctx.backend.devices) == 1:
-            self.bound_to, self.bound = ctx, bound
-
     def start_anew(self) -> None:
         """Find all segments again: what the pass before saw is not what this one goes on with."""
         self._segments = None

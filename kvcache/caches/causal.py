@@ -153,28 +153,10 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         """(sequence, begin, end): positions ``[begin, end)``, which go before the batch is placed."""
         return []
 
-    def can_resume(self, seq: int, position: int) -> bool:
-        """Whether all that a token at ``position`` attends to is still stored: always, without a window.
+    def _full(self, tokens: int) -> CacheFullError:
+        return CacheFullError(tokens, self._table.unowned, self._table.held())
 
-        Tokens that were evicted by name (``evict``) are not asked for; see ``resume_point``.
-        """
-        self._check_sequence("can_resume", seq)
-        check_whole("can_resume", "position", position)
-        return not self._table.rows[seq].lost
-
-    def resume_point(self, seq: int, position: int) -> int:
-        """The last position up to ``position`` from which the sequence can continue exactly; 0: none.
-
-        It lies right behind a token that is stored, so that the sequence cut there has it as its ``offset``.
-        """
-        self.offset(seq)  # refuses an unknown sequence
-        check_whole("resume_point", "position", position)
-        row = self._table.rows[seq]
-        below = row.index(position)
-        reached = int(row.positions[below - 1]) + 1 if below else 0
-        return reached if reached > 0 and self.can_resume(seq, reached) else 0
-
-    # One pass.
+    # A pass begins, and ends.
 
     @one_call
     def start_forward(
@@ -219,6 +201,24 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             for group in groups:
                 self.snapshots.capture(group.seq)
 
+    def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
+        """End the pass, and evict what windows no longer see: ``tokens`` cells are free then; or neither."""
+        if self._pass is not None:
+            self._pass.end()  # noted before snapshots are copied out
+        undo = UndoLog(self._table, groups)
+        try:
+            if evictions := self._evictions(groups):
+                undo.evict(evictions)
+            if tokens > self._table.free:
+                self.snapshots.reclaim(tokens)
+                if tokens > self._table.free:
+                    raise self._full(tokens)
+        except BaseException:
+            undo.restore()
+            self._resume()
+            raise
+        self._undo = undo
+
     def _begun(
         self, ctx: ml.Context, groups: list[SequenceTokens], count: int, lower: LowerBound | None,
         read_only: bool, together: Uploads | None,
@@ -256,54 +256,17 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         self._pass = forward
         forward.begin()
 
-    def upload_with(self, uploads: Uploads | None) -> None:
-        """Let what the next pass needs of the host go to devices with that of other caches' passes.
-
-        For caches that start together. What has fixed shapes waits for ``upload_fixed`` then.
-        """
-        self._uploads = uploads
-
-    def upload_fixed(self, ctx: ml.Context) -> None:
-        """After ``upload_with`` and ``start_forward``: bring what has fixed shapes to the pass."""
-        self._started("upload_fixed").fill(ctx)
-
-    def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
-        """The tensors for a captured or compiled graph of this pass, for one layer; see ``fixed_shapes``.
-
-        Aliases of the cache, the same ones in every pass of as many tokens, rows and cells: capture once for
-        each, then call ``start_forward`` before each replay. Asking for them stands for the layer's ``put``
-        in this pass: where ``get``, ``attend`` or a pass that only reads follows a replay, ask in its pass
-        again. Raises NotSupportedError without ``fixed_context`` or plain storage, OrderError before the
-        first ``put`` of the layer (a reserve pass will do), outside a pass, or in one that only reads.
-        """
-        return self._started("graph_rows").graph_rows(ctx, layer)
-
-    def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
-        """End the pass, and evict what windows no longer see: ``tokens`` cells are free then; or neither."""
+    def _changed(self) -> None:
+        """Sequences change: the pass under way ends, and cannot be undone any more."""
         if self._pass is not None:
-            self._pass.end()  # noted before snapshots are copied out
-        undo = UndoLog(self._table, groups)
-        try:
-            if evictions := self._evictions(groups):
-                undo.evict(evictions)
-            if tokens > self._table.free:
-                self.snapshots.reclaim(tokens)
-                if tokens > self._table.free:
-                    raise self._full(tokens)
-        except BaseException:
-            undo.restore()
-            self._resume()
-            raise
-        self._undo = undo
+            self._pass.end()
+        self._forget_pass()
 
-    def _full(self, tokens: int) -> CacheFullError:
-        return CacheFullError(tokens, self._table.unowned, self._table.held())
-
-    def foreign_pass(self) -> bool | None:
-        forward = self._pass
-        if forward is None or forward.finished or not is_foreign(forward):
-            return False
-        return True if self._buffers else None
+    def _forget_pass(self) -> None:
+        if self._pass is not None and not self._pass.reserve:
+            self._reads = self._pass.reading.reads()
+        self._pass = None
+        self._undo = None
 
     def pass_under_way(self) -> ForwardPass | None:
         """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
@@ -328,6 +291,14 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         self._table.placed = None
         self._resume()
 
+    def _take_back(self) -> Iterable[int]:
+        """Undo what the last pass changed when it began; the sequences that this was about."""
+        undo, self._undo = self._undo, None
+        if undo is None:
+            return ()
+        undo.restore()
+        return undo.rows
+
     def _resume(self) -> None:
         """The pass goes on after it was ended: snapshots of its tokens are taken anew, with what follows."""
         forward = self._pass
@@ -338,32 +309,24 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             self.snapshots.schedule.again(group.seq, group.lowest)
             self.snapshots.capture(group.seq)
 
-    def _take_back(self) -> Iterable[int]:
-        """Undo what the last pass changed when it began; the sequences that this was about."""
-        undo, self._undo = self._undo, None
-        if undo is None:
-            return ()
-        undo.restore()
-        return undo.rows
+    def foreign_pass(self) -> bool | None:
+        forward = self._pass
+        if forward is None or forward.finished or not is_foreign(forward):
+            return False
+        return True if self._buffers else None
 
-    def _changed(self) -> None:
-        """Sequences change: the pass under way ends, and cannot be undone any more."""
-        if self._pass is not None:
-            self._pass.end()
-        self._forget_pass()
+    def upload_with(self, uploads: Uploads | None) -> None:
+        """Let what the next pass needs of the host go to devices with that of other caches' passes.
 
-    def _forget_pass(self) -> None:
-        if self._pass is not None and not self._pass.reserve:
-            self._reads = self._pass.reading.reads()
-        self._pass = None
-        self._undo = None
+        For caches that start together. What has fixed shapes waits for ``upload_fixed`` then.
+        """
+        self._uploads = uploads
 
-    def _ending_pass(self, change: Callable[[], None]) -> Callable[[], None]:
-        def commit() -> None:
-            self._changed()
-            change()
+    def upload_fixed(self, ctx: ml.Context) -> None:
+        """After ``upload_with`` and ``start_forward``: bring what has fixed shapes to the pass."""
+        self._started("upload_fixed").fill(ctx)
 
-        return commit
+    # The layers of a pass.
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         """Let the batch's tokens at the indices ``except_`` also see the tokens after them.
@@ -526,7 +489,8 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         if plan.bound_to is ctx and select is None and sinks is None and type(scale) is float:
             result = plan.bound(buffers, query, scale)
             if result is not None:
-                buffers.note_read()
+                if buffers.stamp:  # as note_read
+                    buffers.stamp |= 1
                 return result
         scale = check_query(ctx, self._backend, query, forward.tokens, buffers.shape.key, scale, sinks)
         if select is not None:
@@ -540,49 +504,23 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         buffers.note_read()
         return result if here is ctx else result.cast(ctx, result.dtype)
 
+    def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
+        """The tensors for a captured or compiled graph of this pass, for one layer; see ``fixed_shapes``.
+
+        Aliases of the cache, the same ones in every pass of as many tokens, rows and cells: capture once for
+        each, then call ``start_forward`` before each replay. Asking for them stands for the layer's ``put``
+        in this pass: where ``get``, ``attend`` or a pass that only reads follows a replay, ask in its pass
+        again. Raises NotSupportedError without ``fixed_context`` or plain storage, OrderError before the
+        first ``put`` of the layer (a reserve pass will do), outside a pass, or in one that only reads.
+        """
+        return self._started("graph_rows").graph_rows(ctx, layer)
+
     # Sequences.
 
     def offset(self, seq: int) -> int:
         """One past the last stored position of a sequence: where its next token belongs; 0 if empty."""
         self._check_sequence("offset", seq)
         return self._table.rows[seq].last + 1
-
-    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
-        self._check_copy(src_seq, dst_seq, length)
-        return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
-
-    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        self._check_remove(seq, begin, end)
-        return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
-
-    def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
-        self._check_sequence("evict", seq)
-        return self._ending_pass(self.editor.prepare_evict(seq, positions))
-
-    @one_thread
-    def evict(self, seq: int, positions: Iterable[int]) -> None:
-        """Evict some tokens of a sequence in all layers; no other token moves, no key is re-encoded.
-
-        Those that stay keep their positions, with gaps between them, and the next token belongs where it
-        would have. Positions that are not stored are passed over. Where another sequence or a snapshot
-        holds a token too, only this sequence lets go of it. A window that lost a token at its beginning goes
-        on, and cannot be resumed or snapshotted until it has slid past it. As KV-cache compression does:
-        H2O (Zhang et al., 2023), SnapKV (Li et al., 2024), kvpress.
-
-        Raises InvalidRangeError for the sequence's last position, or one after it (``remove`` takes the end
-        off), or below 0, SequenceLostError for a lost sequence.
-        """
-        self.prepare_evict(seq, positions)()
-
-    @one_thread
-    def defrag(self) -> None:
-        """Make every sequence one contiguous run of cells, with room to grow. Views become invalid."""
-        self._bound("defrag")
-        self._ending_pass(self.editor.defrag)()
-
-    def mark_lost(self, seq: int) -> None:
-        """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""
-        self.editor.mark_lost(seq)
 
     def computed(self, seq: int) -> int:
         """How many tokens of a sequence, from position 0 on, every layer stores: ``offset(seq)`` as a rule.
@@ -601,6 +539,71 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         for _, lacking in self.snapshots.storage.missing(row.cells):
             end = min(end, int(row.positions[lacking][0]))
         return end
+
+    def can_resume(self, seq: int, position: int) -> bool:
+        """Whether all that a token at ``position`` attends to is still stored: always, without a window.
+
+        Tokens that were evicted by name (``evict``) are not asked for; see ``resume_point``.
+        """
+        self._check_sequence("can_resume", seq)
+        check_whole("can_resume", "position", position)
+        return not self._table.rows[seq].lost
+
+    def resume_point(self, seq: int, position: int) -> int:
+        """The last position up to ``position`` from which the sequence can continue exactly; 0: none.
+
+        It lies right behind a token that is stored, so that the sequence cut there has it as its ``offset``.
+        """
+        self.offset(seq)  # refuses an unknown sequence
+        check_whole("resume_point", "position", position)
+        row = self._table.rows[seq]
+        below = row.index(position)
+        reached = int(row.positions[below - 1]) + 1 if below else 0
+        return reached if reached > 0 and self.can_resume(seq, reached) else 0
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        self._check_copy(src_seq, dst_seq, length)
+        return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        self._check_remove(seq, begin, end)
+        return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
+
+    @one_thread
+    def evict(self, seq: int, positions: Iterable[int]) -> None:
+        """Evict some tokens of a sequence in all layers; no other token moves, no key is re-encoded.
+
+        Those that stay keep their positions, with gaps between them, and the next token belongs where it
+        would have. Positions that are not stored are passed over. Where another sequence or a snapshot
+        holds a token too, only this sequence lets go of it. A window that lost a token at its beginning goes
+        on, and cannot be resumed or snapshotted until it has slid past it. As KV-cache compression does:
+        H2O (Zhang et al., 2023), SnapKV (Li et al., 2024), kvpress.
+
+        Raises InvalidRangeError for the sequence's last position, or one after it (``remove`` takes the end
+        off), or below 0, SequenceLostError for a lost sequence.
+        """
+        self.prepare_evict(seq, positions)()
+
+    def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
+        self._check_sequence("evict", seq)
+        return self._ending_pass(self.editor.prepare_evict(seq, positions))
+
+    def _ending_pass(self, change: Callable[[], None]) -> Callable[[], None]:
+        def commit() -> None:
+            self._changed()
+            change()
+
+        return commit
+
+    @one_thread
+    def defrag(self) -> None:
+        """Make every sequence one contiguous run of cells, with room to grow. Views become invalid."""
+        self._bound("defrag")
+        self._ending_pass(self.editor.defrag)()
+
+    def mark_lost(self, seq: int) -> None:
+        """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""
+        self.editor.mark_lost(seq)
 
     # Snapshots.
 
@@ -692,12 +695,6 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         self._check_sequence("positions", seq)
         return self._table.rows[seq].positions.copy()
 
-    @property
-    def storage(self) -> CellStorage:
-        """The cell table, and the buffers of the layers that were put."""
-        self._bound("storage")
-        return self.snapshots.storage
-
     def visible(self, seq: int) -> int:
         """How many of its stored tokens the next token of a sequence attends to."""
         self._check_sequence("visible", seq)
@@ -706,6 +703,12 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             return len(row)
         hidden = row.index(int(lower(np.array([row.last + 1]))[0])) - kept_entries(row, lower)
         return len(row) - max(0, hidden)
+
+    @property
+    def storage(self) -> CellStorage:
+        """The cell table, and the buffers of the layers that were put."""
+        self._bound("storage")
+        return self.snapshots.storage
 
     @property
     def nbytes(self) -> int:

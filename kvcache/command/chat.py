@@ -34,7 +34,7 @@ from kvcache.command.options import Debug, Dtypes, MaxTokens, Place, Sampling, n
 from kvcache.command.progress import Bars, bars_until_done, draws
 from kvcache.command.reporting import one_line, reported
 from kvcache.command.saved import saved_line
-from kvcache.offload.tiers import HostTier
+from kvcache.prefix.tiers import HostTier
 from kvcache.runner.conversations import ConversationFullError, Conversations, Turn
 from kvcache.runner.engine import Engine, EngineOptions, Failed, Tier
 from kvcache.runner.errors import RequestError, RunnerError

@@ -18,7 +18,7 @@ from kvcache.command.json_output import print_json
 from kvcache.command.options import BackendName, Debug, Device, Json, ModelPath, Quiet, device_options
 from kvcache.command.progress import Bars, bars_until_done, draws
 from kvcache.command.reporting import reported
-from kvcache.offload.tiers import HostTier
+from kvcache.prefix.tiers import HostTier
 from kvcache.runner.engine import Engine, EngineOptions, Failed
 from kvcache.runner.errors import RunnerError
 from kvcache.runner.fingerprint import files_digest

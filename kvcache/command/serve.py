@@ -22,8 +22,8 @@ from kvcache.command.grouped import ungrouped
 from kvcache.command.options import Debug, Dtypes, Place, finite, named_store
 from kvcache.command.progress import draws
 from kvcache.command.reporting import reported
-from kvcache.offload.tiers import HostTier
-from kvcache.prefix.tenant_budget import TenantBudget
+from kvcache.prefix.eviction_queue import TenantBudget
+from kvcache.prefix.tiers import HostTier
 from kvcache.runner.engine import Engine, EngineOptions, Tier
 from kvcache.runner.errors import RequestError
 from kvcache.runner.loading import load_config, load_model

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.cache import InvalidRangeError
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import SnapshotStore, open_store
 
 __all__ = ["StoresInUse", "at_exit", "check_number", "parse_options"]

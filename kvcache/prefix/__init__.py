@@ -1,5 +1,5 @@
-"""Sessions over a radix tree of snapshots: prefixes are matched, restored, kept and evicted.
+"""Sessions over one tree of snapshots: matched, restored, kept, evicted, and moved from tier to tier.
 
-Others use ``PrefixCache`` and ``Session``, which ``kvcache`` has too; pictures also read ``PrefixTree``. A
-prefix is matched by ``PrefixMatcher``.
+Others use ``PrefixCache`` and ``Session``, which ``kvcache`` has too, ``HostTier``, and ``StoreTier`` where
+a runtime has a tree of its own; pictures also read ``PrefixTree``.
 """

@@ -65,14 +65,14 @@ class Alphabet:
 
         Raises InvalidRangeError for what is no sequence, and what is neither bytes nor an id >= 0.
         """
-        found = self._plain(tokens)
+        ids = self._plain(tokens)
         own = tenant.shared - begin
-        if tenant.variant and not begin and found.size:
-            self._mark(found, 0, tenant.salt if not own else "", tenant.variant)
+        if tenant.variant and not begin and ids.size:
+            self._mark(ids, 0, tenant.salt if not own else "", tenant.variant)
             own = own or -1
-        if tenant.salt and 0 <= own < found.size:
-            self._mark(found, own, tenant.salt)
-        return found
+        if tenant.salt and 0 <= own < ids.size:
+            self._mark(ids, own, tenant.salt)
+        return ids
 
     def _mark(self, tokens: np.ndarray, at: int, salt: str, variant: bytes = b"") -> None:
         token = int(tokens[at])
@@ -87,12 +87,12 @@ class Alphabet:
                 f"tokens: {type(tokens).__name__} of shape {tuple(shape)}; tokens must be one sequence of ids"
             )
         if shape is not None and not isinstance(tokens, np.ndarray) and hasattr(tokens, "tolist"):
-            given: Any = tokens  # a framework's
-            tokens = np.asarray(given.tolist())
+            foreign: Any = tokens  # a framework's
+            tokens = np.asarray(foreign.tolist())
         if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
             if tokens.dtype.kind == "u" and tokens.size and int(tokens.max()) >= 2**63:
                 raise InvalidRangeError(f"tokens: {int(tokens.max())}; ids must be below 2**63")
-            found = tokens.astype(np.int64, copy=True).reshape(-1)
+            ids = tokens.astype(np.int64, copy=True).reshape(-1)
         elif isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Sized):
             raise InvalidRangeError(
                 f"tokens: {tokens!r:.60}; tokens must be a sequence of ids, or of bytes for items "
@@ -100,16 +100,16 @@ class Alphabet:
             )
         elif set(map(type, tokens)) <= {int}:
             try:
-                found = np.fromiter(tokens, np.int64, len(tokens))
+                ids = np.fromiter(tokens, np.int64, len(tokens))
             except OverflowError as error:
                 raise InvalidRangeError("tokens: an id of 2**63 or more; ids must be below that") from error
         else:
             return np.array([self._number(token) for token in tokens], dtype=np.int64)
-        if found.size and int(found.min()) < 0:
+        if ids.size and int(ids.min()) < 0:
             raise InvalidRangeError(
-                f"tokens: {int(found.min())}; ids must be at least 0, and other items must be bytes"
+                f"tokens: {int(ids.min())}; ids must be at least 0, and other items must be bytes"
             )
-        return found
+        return ids
 
     def tenant_of(self, tokens: np.ndarray) -> tuple[str, int]:
         """The salt of a conversation, and its first token that is the tenant's own; ("", all) without one."""

@@ -95,10 +95,10 @@ def encode(batch: EventBatch) -> list[Any]:
 
 
 def _fields(event: Event) -> dict[str, Any]:
-    found = {each.name: getattr(event, each.name) for each in dataclasses.fields(event)}
-    if found.get("extra_keys", 0) is None:
-        del found["extra_keys"]
-    return {"type": type(event).__name__, **found}
+    fields = {each.name: getattr(event, each.name) for each in dataclasses.fields(event)}
+    if fields.get("extra_keys", 0) is None:
+        del fields["extra_keys"]
+    return {"type": type(event).__name__, **fields}
 
 
 @dataclass(slots=True)
@@ -199,14 +199,14 @@ class BlockEvents:
     def _with_straddling(self) -> dict[Node[Any], None]:
         """The nodes that changed, and those below with a block that begins in one of them."""
         size = self._keys.block_size
-        found: dict[Node[Any], None] = {}
+        affected: dict[Node[Any], None] = {}
         waiting = [(node, node.end - node.end % -size) for node in self._changed]
         while waiting:
             node, upto = waiting.pop()
-            found[node] = None
+            affected[node] = None
             below = node.children.values()
-            waiting += [(child, upto) for child in below if child.begin < upto and child not in found]
-        return found
+            waiting += [(child, upto) for child in below if child.begin < upto and child not in affected]
+        return affected
 
     def _blocks_of(self, node: Node[Any]) -> _Known:
         """The blocks that end in a node's edge; those above it are hashed first where they are not yet."""

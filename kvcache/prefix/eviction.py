@@ -1,196 +1,468 @@
-"""What goes first when a tier is full: the lowest priority, then the least recently used, then the deepest.
+"""What goes first when a tier is over its budget, or when the cache needs cells, and what of it.
 
-What leads to a node was used whenever the node was: conversations go from their ends.
+The lowest priority goes first, then the least recently used, then the deepest: conversations go from their
+ends, an edge no further than it has to. What goes moves to the next tier.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
-from collections.abc import Callable, Generator, Hashable, Iterator
-from typing import Generic, TypeVar
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from kvcache.cache import SequenceLostError
+from kvcache.caches.wrapper import unwrapped
+from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node
-from kvcache.prefix.tree_entry import TreeEntry
+from kvcache.prefix.retention import DEFAULT, DEFAULT_PRIORITY, Grants, Retention, merged, rank_of
+from kvcache.prefix.tree_entry import Priority, TreeEntry, in_cells, is_restored, priority_of, tenant_of
+from kvcache.snapshots.snapshot import Snapshot, unwrapped_snapshot
 
-__all__ = ["EvictionQueue", "Priority", "TenantQueue", "Usage", "priority_of"]
+__all__ = ["Evictor"]
 
-N = TypeVar("N", bound=Hashable)
-Priority = tuple[int, ...]
-"""(priority, time of the last use, minus depth) in a tree: the smallest goes first."""
+log = logging.getLogger("kvcache")
 
-
-def priority_of(node: Node[TreeEntry]) -> Priority:
-    """Where a node stands in the order of every tier."""
-    held = node.data
-    return (0, 0, 0) if held is None else (held.rank, held.used, -node.end)
+BLOCK = 16
+"""Tokens: no fewer are evicted at a time of an edge that has more."""
 
 
-class EvictionQueue(Generic[N]):
-    """What one tier holds, counted in bytes, against its budget (None: no limit).
+class Evictor:
+    """Offloads the least recently used snapshots of a tree, of an edge no more than has to go."""
 
-    ``priority`` tells an entry's order. It may rise at any time; a ``touch`` follows where it falls.
-    """
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+        self.retainer = Retainer(tree)
+        self.windows = WindowCells(tree.cache)
+        self.interior = InteriorSnapshots(not tree.divisible and tree.store is None)
+        tree.watchers += [self.retainer.note, self.windows.note, self.interior.note]
+        tree.release_watchers.append(self.interior.released)
+        size = tree.keys.block_size
+        self.grain = BLOCK if tree.host is None and tree.store is None else -(-BLOCK // size) * size
+        """Edges are parted at multiples of so many tokens when their end is evicted."""
 
-    def __init__(self, budget: int | None, priority: Callable[[N], Priority]) -> None:
-        self.budget = budget
-        self.nbytes = 0
-        self._priority = priority
-        self._sizes: dict[int, tuple[N, int]] = {}
-        self._heap: list[tuple[Priority, int, N]] = []
-        self._count = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __contains__(self, entry: N) -> bool:
-        return id(entry) in self._sizes
-
-    def __iter__(self) -> Iterator[N]:
-        return (entry for entry, _ in [*self._sizes.values()])
-
-    def add(self, entry: N, nbytes: int) -> None:
-        """Count an entry, or count it anew with another size."""
-        self.discard(entry)
-        self._sizes[id(entry)] = entry, nbytes
-        self.nbytes += nbytes
-        self.touch(entry)
-
-    def discard(self, entry: N) -> None:
-        _, nbytes = self._sizes.pop(id(entry), (entry, 0))
-        self.nbytes -= nbytes
-
-    def touch(self, entry: N) -> None:
-        """Order an entry by its present priority."""
-        if id(entry) in self._sizes:
-            heapq.heappush(self._heap, (self._priority(entry), next(self._count), entry))
-            if len(self._heap) > 64 + 4 * len(self._sizes):
-                self._heap = [(self._priority(e), next(self._count), e) for e in self]
-                heapq.heapify(self._heap)
-
-    @property
-    def excess(self) -> int:
-        return 0 if self.budget is None else max(0, self.nbytes - self.budget)
-
-    def first(self) -> N | None:
-        """The entry that goes first; it stays counted."""
-        return next(self.in_order(), None)
-
-    def peek(self) -> N | None:
-        """As ``first``, by a look at all entries that leaves the queue as it is."""
-        return min(self, key=self._priority, default=None)
-
-    def in_order(self) -> Generator[N, None, None]:
-        """The entries, as they go one after another; nothing is to change before this is closed."""
-        passed: dict[int, tuple[Priority, int, N]] = {}
+    @contextlib.contextmanager
+    def within_budgets(self) -> Iterator[None]:
+        """Whatever becomes of the block, every tier is within its budget after it."""
         try:
-            while self._heap:
-                priority, _, entry = item = self._heap[0]
-                known = id(entry) in self._sizes and id(entry) not in passed
-                present = self._priority(entry) if known else priority
-                if known and priority == present:
-                    yield entry
-                    passed[id(entry)] = item
-                heapq.heappop(self._heap)
-                if priority < present:  # it has risen
-                    heapq.heappush(self._heap, (present, next(self._count), entry))
+            yield
         finally:
-            for item in passed.values():
-                heapq.heappush(self._heap, item)
+            self.enforce()
 
+    def enforce(self) -> None:
+        self.retainer.expire()
+        while (over := self._tree.device.over()) is not None:
+            self._tree.over_budget += 1
+            if self._absorbed(over[0], tenant_of(over[0])) is None:
+                self._tree.offload(self._end_of(over[0], _tokens(*over)))
+        while (excess := self._tree.device.excess) and (node := self._tree.device.first()) is not None:
+            if self._absorbed(node) is None:
+                self._tree.offload(self._end_of(node, _tokens(node, excess)))
+        self._tree.shrink_host()
+        self._tree.tell()
 
-class TenantQueue(EvictionQueue[N]):
-    """A queue with a limit for each tenant beside that for all.
+    def evict(self, nbytes: int | None = None) -> int:
+        """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
+        self.retainer.expire()
+        device, count = self._tree.device, 0
+        goal = 0 if nbytes is None else max(0, device.nbytes - nbytes)
+        while (device.nbytes > goal or nbytes is None) and (node := device.first()) is not None:
+            if not goal or self._absorbed(node) is None:
+                excess = device.nbytes - goal
+                self._tree.offload(node if not goal else self._end_of(node, _tokens(node, excess)))
+            count += 1
+        if self._tree.worker is not None:
+            self._tree.worker.drain()
+        return count
 
-    ``tenant_of`` tells whose an entry is ("": everyone's) when it is added, ``limit`` what a tenant may have.
-    """
+    def relieve(self, missing: int, part: int = 0, window: bool = False) -> bool:
+        """A cache needs cells: have snapshots let go of some, those first that were least recently used.
 
-    def __init__(
-        self,
-        budget: int | None,
-        priority: Callable[[N], Priority],
-        tenant_of: Callable[[N], str],
-        limit: Callable[[str], int | None],
-    ) -> None:
-        super().__init__(budget, priority)
-        self._tenant_of, self._limit = tenant_of, limit
-        self._queues: dict[str, EvictionQueue[N]] = {}
-        self._owners: dict[N, str] = {}
-        self._over: dict[str, None] = {}
-        """Tenants that may have too much."""
+        ``part``: which of the caches of a wrapper. ``window``: its snapshots are windows. What is being
+        restored stays: it would free cells of one wrapped cache to fill those of another.
+        """
+        self._tree.tick()
+        self.retainer.expire()
+        try:
+            return self._relieve_window(part) if window else self._relieve(missing, part)
+        finally:
+            self._tree.tell()  # the next call of a prefix cache may be a long answer away
 
-    def add(self, entry: N, nbytes: int) -> None:
-        super().add(entry, nbytes)
-        tenant = self._tenant_of(entry)
-        limit = self._limit(tenant) if tenant else None
-        if limit is None:
-            return
-        queue = self._queues.setdefault(tenant, EvictionQueue(limit, self._priority))
-        self._owners[entry] = tenant
-        queue.add(entry, nbytes)
-        if queue.excess:
-            self._over[tenant] = None
+    def _relieve_window(self, part: int) -> bool:
+        """Copy a window out of its cells; where too much is kept for that, let one go for good."""
+        tree = self._tree
+        while (node := self.windows.next(part)) is not None:
+            goes: Node[TreeEntry] | None = node
+            window = part_of(node, part)
+            if window is not None and self._has_room(window.nbytes):
+                if self.windows.copy_out(node, part):
+                    return True
+            else:
+                held_cells = self._absorbed(tree.device.first() or node, part=part)
+                if held_cells:
+                    return True
+                if held_cells is not None:
+                    continue
+                goes = self._first(lambda each: each is node or not _holds_cells(each, part))
+            assert goes is not None
+            tree.offload(goes)
+            if goes is node:
+                return True
+        return False
 
-    def discard(self, entry: N) -> None:
-        super().discard(entry)
-        if (tenant := self._owners.pop(entry, None)) is not None:
-            self._queues[tenant].discard(entry)
-            if not len(self._queues[tenant]):
-                del self._queues[tenant]
-                self._over.pop(tenant, None)
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether a window of so many bytes may leave its cells, and stay beside them on the device."""
+        if self._tree.device.budget is None:
+            return self.windows.copied + nbytes <= self._tree.cache.nbytes
+        return not self._tree.device.excess
 
-    def touch(self, entry: N) -> None:
-        super().touch(entry)
-        if (tenant := self._owners.get(entry)) is not None:
-            self._queues[tenant].touch(entry)
+    def _relieve(self, missing: int, part: int) -> bool:
+        while (node := self._next_freeing(part)) is not None:
+            end = self._end_of(node, missing)
+            frees = _frees(end, part)
+            self._tree.offload(end)
+            if frees:
+                return True
+        shared = self._first(lambda node: _holds_cells(node, part))
+        if shared is not None:  # with other snapshots: all of them have to go
+            self._tree.offload(shared)
+        return shared is not None
 
-    def fits(self, nbytes: int, entry: N) -> bool:
-        """Whether this entry, of this size, has room when all others have gone."""
-        tenant = self._tenant_of(entry)
-        limit = self._limit(tenant) if tenant else None
-        return (self.budget is None or nbytes <= self.budget) and (limit is None or nbytes <= limit)
+    def _first(self, wanted: Callable[[Node[TreeEntry]], bool]) -> Node[TreeEntry] | None:
+        """What goes first of those that are ``wanted`` and not being restored."""
+        with contextlib.closing(self._tree.device.in_order()) as nodes:
+            return next((node for node in nodes if wanted(node) and not is_restored(node)), None)
 
-    def is_full(self, nbytes: int, entry: N) -> bool:
-        """Whether so many bytes more, of this entry, would be too many."""
-        tenant = self._tenant_of(entry)
-        limit, own = self._limit(tenant) if tenant else None, self._queues.get(tenant)
-        too_many = limit is not None and (0 if own is None else own.nbytes) + nbytes > limit
-        return too_many or (self.budget is not None and self.nbytes + nbytes > self.budget)
+    def _absorbed(self, first: Node[TreeEntry], tenant: str | None = None, part: int = 0) -> bool | None:
+        """Let the next interior snapshot go, of a tenant or of all: whether it held cells of ``part``.
 
-    def over(self) -> tuple[N, int] | None:
-        """Of a tenant that has too much what goes first, and how many bytes are too much; None: none has."""
-        while self._over:
-            tenant = next(iter(self._over))
-            queue = self._queues[tenant]
-            if queue.excess and (entry := queue.first()) is not None:
-                return entry, queue.excess
-            del self._over[tenant]
+        None: there is none, the next tier has room for ``first``, which goes first, or its priority is low.
+        """
+        tree = self._tree
+        room = tree.host is not None and not tree.host.is_full(_nbytes(first), first)
+        if tree.store is not None or room or (first.data and first.data.rank < DEFAULT_PRIORITY):
+            return None
+        while (node := self.interior.first(tenant)) is not None:
+            held_cells = _holds_cells(node, part)
+            if tree.absorb(node):
+                return held_cells
+            self.interior.forget(node)
         return None
 
+    def _next_freeing(self, part: int) -> Node[TreeEntry] | None:
+        """The least recently used snapshot that alone holds a cell of ``part``.
 
-class Usage:
-    """The clock of a tree, by which what its tiers hold is ordered."""
+        Those before it that hold none alone are in use, by open sessions: they go later than all that are
+        not. Those that were copied out of the cache go now: they are memory beside it, and as old.
+        """
+        passed: list[Node[TreeEntry]] = []
+        freeing: Node[TreeEntry] | None = None
+        with contextlib.closing(self._tree.device.in_order()) as nodes:
+            for node in nodes:
+                if is_restored(node):
+                    continue
+                if _frees(node, part):
+                    freeing = node
+                    break
+                passed.append(node)
+        for node in passed:
+            if _holds_cells(node, part):
+                self._tree.use(node)
+            else:
+                self._tree.offload(node)
+        return freeing
 
-    def __init__(self, *tiers: TenantQueue[Node[TreeEntry]]) -> None:
-        self.clock = 0
-        self._tiers = tiers
+    def _end_of(self, node: Node[TreeEntry], tokens: int) -> Node[TreeEntry]:
+        """The last ``tokens`` of an edge, and up to ``grain`` more; all of it where that is no less work."""
+        entry = node.data
+        assert entry is not None
+        at = node.end - tokens
+        at -= at % self.grain
+        kept_below = entry.serialized is not None or entry.leaving is not None
+        if self._tree.divisible and node.begin < at and not kept_below and in_cells(entry):
+            with contextlib.suppress(SequenceLostError):  # a device failure took it, and all of it goes
+                self._tree.split(node, at)
+        return node
 
-    def tick(self) -> None:
-        """What is used from here on was used later than all before."""
-        self.clock += 1
 
-    def use(self, last: Node[TreeEntry], whole: bool = True) -> None:
-        """Note that a node, or the beginning of its edge, and all that leads to it are used now."""
-        node: Node[TreeEntry] | None = last
-        while node is not None:
-            if (held := node.data) is not None:
-                if held.used >= self.clock:
-                    return
-                held.used = self.clock
-                if whole:
-                    held.end_used = self.clock
-            node, whole = node.parent, True
+# Priorities.
 
-    def reorder(self, node: Node[TreeEntry]) -> None:
-        for tier in self._tiers:
-            tier.touch(node)
+
+_NOTHING = Retention()
+
+
+class Retainer:
+    """Gives the nodes of a tree the priorities that requests ask for.
+
+    What leads to a node is kept at least as well as the node: without it, the node is worth nothing. Where
+    several requests share tokens, the highest priority counts that has not ended. A priority is an order and
+    no more: when nothing else is left, what has the highest goes too, so that a full cache never waits.
+    """
+
+    def __init__(self, tree: PrefixTree, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tree = tree
+        self.clock = clock
+        self._ends: list[tuple[float, int, weakref.ref[Node[TreeEntry]]]] = []
+        """When to look at which nodes; of those that are gone, no more than there are others."""
+        self._most = 64
+        self._count = itertools.count()
+        self._asked = False
+
+    def retain(self, path: Path, known: int, retention: Retention | None) -> None:
+        """Give what is kept of a path its priorities; the first ``known`` tokens were kept before.
+
+        None: the default, as for all requests until one asks for more.
+        """
+        if retention is None and not self._asked:
+            return
+        self._asked = True
+        asked, now = retention or _NOTHING, self.clock()
+        self._cut(path, asked)
+        below: Grants = ()
+        for node in reversed(path.nodes):
+            below = merged(below, asked.grants(node.begin, min(node.end, int(path.tokens.size)), now))
+            if (entry := node.data) is not None:
+                if not entry.grants:  # it may be newer than what it leads to
+                    for child in node.children.values():
+                        below = merged(below, _granted(child.data))
+                self._set(node, below if node.begin >= known else merged(_granted(entry), below))
+
+    def expire(self) -> None:
+        """Take back the priorities whose time is over."""
+        now = self.clock()
+        while self._ends and self._ends[0][0] <= now:
+            node = heapq.heappop(self._ends)[2]()
+            if node is not None and node.data is not None and node.data.watched <= now:
+                node.data.watched = math.inf
+                self._set(node, node.data.grants)
+
+    def _cut(self, path: Path, asked: Retention) -> None:
+        """Part edges where a range begins or ends, if their content can be parted.
+
+        Where there are stores, which have an entry for each part, around the block that it does so in.
+        """
+        size = 1 if self._tree.store is None else self._tree.keys.block_size
+        cuts = {end for at in asked.cuts() for end in (at - at % size, at + -at % size) if end}
+        for at in sorted(cuts) if self._tree.divisible else ():
+            if at < path.length:
+                with contextlib.suppress(SequenceLostError):  # a device failure took what is to be parted
+                    self._tree.end_at(path, at)
+
+    def _set(self, node: Node[TreeEntry], grants: Grants) -> None:
+        now = self.clock()
+        grants = tuple(grant for grant in grants if now < grant[1])
+        self._tree.grant(node, grants, rank_of(grants, now))
+
+    def note(self, node: Node[TreeEntry]) -> None:
+        """A node changed, or is new: come back to it when the priority that counts for it ends."""
+        entry = node.data
+        if entry is None or not entry.grants or entry.grants[0][1] >= entry.watched:
+            return
+        entry.watched = entry.grants[0][1]
+        heapq.heappush(self._ends, (entry.watched, next(self._count), weakref.ref(node)))
+        if len(self._ends) > self._most:
+            self._ends = [one for one in self._ends if (there := one[2]()) is not None and there.data]
+            heapq.heapify(self._ends)
+            self._most = max(64, 2 * len(self._ends))
+
+
+# Inside conversations.
+
+
+Heap = list[tuple[int, int, Node[TreeEntry]]]
+
+
+class InteriorSnapshots:
+    """The nodes of a tree whose snapshots on the device lie inside conversations.
+
+    After the eviction of restore points in Ollama's x/mlxrunner. A window or a recurrent state is that of one
+    position. One from which nothing but a later one of the same conversation goes on is of use to prompts
+    alone that part in between: it goes before the end of any, where it would be gone for good::
+
+        512 -- 1024 -- 1536 -- 2000 -- 2001     512, 1024 and 1536 are inside; 2001 goes on, 2000 answers anew
+
+    In the order of how many tokens lie between their neighbours, the fewest first: so that those that are
+    left lie at even distances, and what is joined is joined in few steps. ``useful``: somebody asks for them.
+    """
+
+    def __init__(self, useful: bool) -> None:
+        self._useful = useful
+        self._heap: Heap = []
+        self._of: dict[str, Heap] = {}
+        """By tenant."""
+        self._spans: dict[Node[TreeEntry], int] = {}
+        """What each node in the heaps counts for; what else they have of it is out of date."""
+        self._waiting: set[Node[TreeEntry]] = set()
+        """Those that changed while they were in use."""
+        self._count = itertools.count()
+        self._pushed, self._most = 0, 64
+
+    def note(self, node: Node[TreeEntry]) -> None:
+        """A node changed: that may make it, or one of the two before it, interior."""
+        one: Node[TreeEntry] | None = node
+        for _ in range(3 if self._useful else 0):
+            if one is None:
+                break
+            self._consider(one)
+            one = one.parent
+        if self._pushed > self._most:  # some of them are gone by now
+            known, self._heap, self._of, self._spans, self._pushed = [*self._spans], [], {}, {}, 0
+            for one in known:
+                self._consider(one)
+            self._most = max(64, 2 * self._pushed)
+
+    def released(self) -> None:
+        """Some nodes are no longer in use."""
+        waiting, self._waiting = self._waiting, set()
+        for node in waiting:
+            self._consider(node)
+
+    def _consider(self, node: Node[TreeEntry]) -> None:
+        if node.data is not None and node.data.users:
+            self._waiting.add(node)
+            return
+        span = _span(node)
+        if span is not None and self._spans.get(node) != span:
+            self._push(node, span)
+        elif span is None and self._spans.pop(node, None) is not None and not self._spans:
+            for heap in (self._heap, *self._of.values()):
+                heap.clear()
+            self._pushed = 0
+
+    def _push(self, node: Node[TreeEntry], span: int) -> None:
+        self._spans[node] = span
+        self._pushed += 1
+        for heap in (self._heap, self._of.setdefault(tenant_of(node), [])):
+            heapq.heappush(heap, (span, next(self._count), node))
+
+    def first(self, tenant: str | None = None) -> Node[TreeEntry] | None:
+        """The one that goes first, of a tenant or of all; None: there is none."""
+        heap = self._heap if tenant is None else self._of.get(tenant, [])
+        while heap:
+            span, _, node = heap[0]
+            if self._spans.get(node) == span == _span(node):
+                return node
+            heapq.heappop(heap)
+            if self._spans.get(node) == span:
+                self.forget(node)
+                self.note(node)
+        return None
+
+    def forget(self, node: Node[TreeEntry]) -> None:
+        """Let it not be the first before it changes."""
+        self._spans.pop(node, None)
+
+
+# Windows.
+
+
+class WindowCells:
+    """The nodes of a tree whose snapshots hold cells of windows, by the part of ``cache`` that is one."""
+
+    def __init__(self, cache: Any) -> None:
+        self.parts: dict[int, bool] = {}
+        """By the place of each wrapped cache that asks for cells: whether what it keeps is a window."""
+        for i, part in enumerate(unwrapped(cache)):
+            if hasattr(part, "on_pressure"):
+                self.parts[i] = not part.snapshot(0, 0, 0).divisible
+        self._nodes: dict[int, dict[Node[TreeEntry], None]] = {
+            i: {} for i, window in self.parts.items() if window
+        }
+        self._copied: dict[int, dict[Node[TreeEntry], int]] = {i: {} for i in self._nodes}
+        self.copied = 0
+        """Bytes of windows that lie beside the cells."""
+
+    def note(self, node: Node[TreeEntry]) -> None:
+        """A node's snapshot came, went, or was copied out."""
+        for part, nodes in self._nodes.items():
+            window = part_of(node, part)
+            self.copied -= self._copied[part].pop(node, 0)
+            if window is not None and window.holds_cells:
+                nodes[node] = None
+                continue
+            nodes.pop(node, None)
+            if window is not None:
+                self._copied[part][node] = window.nbytes
+                self.copied += window.nbytes
+
+    def next(self, part: int) -> Node[TreeEntry] | None:
+        """What leaves its cells first, of those that hold some and are not being restored.
+
+        Those that alone hold one come before those that share all, with each other or with sequences.
+        """
+
+        def order(node: Node[TreeEntry]) -> tuple[bool, Priority]:
+            window = part_of(node, part)
+            return window is None or not window.frees_cells, priority_of(node)
+
+        return min((node for node in self._nodes[part] if not is_restored(node)), key=order, default=None)
+
+    def copy_out(self, node: Node[TreeEntry], part: int) -> bool:
+        """Let a window leave its cells; False, and nothing changes, where the device has no memory for it."""
+        window = part_of(node, part)
+        assert window is not None
+        try:
+            window.detach()
+        except Exception as error:  # also lost with its device, or not put whole: it goes in its turn
+            log.info("a window could not be copied out of its cells: %s", error)
+            return False
+        self.note(node)
+        return True
+
+
+# What a node has on the device.
+
+
+def part_of(node: Node[TreeEntry], part: int) -> Snapshot | None:
+    """What a node has on the device of one of the caches of a wrapper, by its place."""
+    if node.data is None or node.data.snapshot is None:
+        return None
+    return unwrapped_snapshot(node.data.snapshot)[part]
+
+
+def _holds_cells(node: Node[TreeEntry], part: int) -> bool:
+    snapshot = part_of(node, part)
+    return snapshot is not None and snapshot.holds_cells
+
+
+def _frees(node: Node[TreeEntry], part: int) -> bool:
+    snapshot = part_of(node, part)
+    return snapshot is not None and snapshot.frees_cells
+
+
+def _tokens(node: Node[TreeEntry], nbytes: int) -> int:
+    """How many tokens of a node's snapshot take so many bytes, or more."""
+    return -(-nbytes * (node.end - node.begin) // max(1, _nbytes(node)))
+
+
+def _nbytes(node: Node[TreeEntry]) -> int:
+    """Of what it has on the device."""
+    entry = node.data
+    return 0 if entry is None or entry.snapshot is None else entry.snapshot.nbytes
+
+
+def _span(node: Node[TreeEntry]) -> int | None:
+    """How many tokens lie between an interior node's neighbours; None for a node that is none."""
+    entry = node.data
+    if entry is None or node.parent is None or len(node.children) != 1:
+        return None
+    (child,) = node.children.values()
+    below = child.data
+    asked_for = entry.users or entry.grants not in ((), DEFAULT) or entry.rank != DEFAULT_PRIORITY
+    if below is None or not child.children or asked_for:
+        return None
+    on_device = entry.snapshot is not None and below.snapshot is not None
+    elsewhere = entry.host or entry.leaving or below.host or below.leaving
+    follows = below.begin == node.end or below.begin <= entry.begin
+    if not on_device or elsewhere or not follows or entry.tenant != below.tenant:
+        return None
+    return child.end - node.parent.end
+
+
+def _granted(entry: TreeEntry | None) -> Grants:
+    return () if entry is None else entry.grants or DEFAULT

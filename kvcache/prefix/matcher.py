@@ -10,25 +10,45 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from kvcache.cache import CacheFullError
-from kvcache.offload.prefetch import Prefetch
-from kvcache.prefix.prefix_tree import PrefixTree
+import ml
+from kvcache.cache import CacheFullError, InvalidRangeError
+from kvcache.caches.wrapper import unwrapped
+from kvcache.prefix.loading import load_back, restore, restore_serialized
+from kvcache.prefix.prefetch import Prefetch, Prefetcher
+from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
-from kvcache.prefix.restoring import restore
-from kvcache.prefix.session import Session
-from kvcache.prefix.snapshot_points import pieces_of
-from kvcache.prefix.store_lookup import StoreLookup
+from kvcache.prefix.tiers import LookUp, StoreTier
 from kvcache.prefix.tree_entry import TreeEntry, span_of
+from kvcache.snapshots.attention import AttentionSnapshots
+from kvcache.snapshots.check_serialized import check_serialized
+from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache, layers_of_serialized
+from kvcache.stores import Chain, SerializedSnapshot
+from kvcache.stores.errors import SnapshotCorruptError
 
-__all__ = ["PrefixMatcher", "Source"]
+__all__ = ["PrefixMatcher", "Source", "StoreLookup"]
 
 log = logging.getLogger("kvcache")
+
+Told = Callable[[int], None]
+"""Hears how many tokens of a prefix the sequence has by now."""
+
+
+class LiveSession(Protocol):
+    """An open session, as far as others may share what it holds."""
+
+    seq: int
+    stale: bool
+    """Whether what it holds is of no use to others."""
+
+    def computed(self) -> np.ndarray:
+        """The tokens that its sequence holds."""
 
 
 @dataclass(slots=True)
@@ -36,15 +56,10 @@ class Source:
     """A prefix that can be had: from a session, or along nodes of the radix tree."""
 
     length: int = 0
-    session: Session | None = None
+    session: LiveSession | None = None
     nodes: tuple[Node[TreeEntry], ...] = ()
     held: bool = False
     """The sequence has it already."""
-
-    @property
-    def above(self) -> Node[TreeEntry] | None:
-        """The node right above the last one: a walk that begins there is short."""
-        return self.nodes[-1].parent if self.nodes else None
 
 
 class Stopwatch:
@@ -63,14 +78,14 @@ class Stopwatch:
 class PrefixMatcher:
     """Finds prefixes in ``sessions`` (by sequence), a tree and its stores, and restores them."""
 
-    def __init__(self, tree: PrefixTree, sessions: Mapping[int, Session], lookup: StoreLookup) -> None:
+    def __init__(self, tree: PrefixTree, sessions: Mapping[int, LiveSession], lookup: StoreLookup) -> None:
         self._cache, self._tree, self._sessions, self._lookup = tree.cache, tree, sessions, lookup
         self.origins: Counter[str] = Counter()
         """How many tokens of the last ``fill`` came from where: "live", a tier, "store"."""
         self.spared = 0
         """Tokens of the last ``fill`` that stores were not asked for, since computing them is faster."""
-        self.above: Node[TreeEntry] | None = None
-        """A node that the prefix of the last ``fill`` leads through; None: the root."""
+        self.path = tree.walk(np.zeros(0, np.int64))
+        """How the tokens of the last ``fill`` lead through the tree."""
         self.matching = Stopwatch()
         """What the last ``fill`` took to find what it restored."""
         self.on_restore: Callable[[int, int], None] | None = None
@@ -93,13 +108,13 @@ class PrefixMatcher:
 
     def _find_and_restore(self, seq: int, ids: np.ndarray) -> int:
         limit = reach = int(ids.size) - 1
-        self.above = None
         self.matching = Stopwatch()
         while True:
             self.origins.clear()
             with self.matching:
-                source = self.best(ids, limit)
-                self._tree.touch(ids[: source.length], source.above)
+                self.path = self._tree.walk(ids[:limit])
+                source = self._best(ids, self.path)
+                self._tree.touch(self.path, source.length)
                 stored, self.spared = self._lookup.longest(ids, source.length, reach)
             while stored > source.length:
                 reached = self._from_store(seq, ids, source, stored)
@@ -114,25 +129,30 @@ class PrefixMatcher:
                         stored, self.spared = self._lookup.longest(ids, reached, reach)
             else:
                 if self.from_source(seq, ids, source):
-                    self.above = source.above
+                    if source.session is not None or source.held:
+                        self.path = self._tree.walk(ids[:limit])  # what was kept of it is new there
                     return source.length
 
     def prefetch(self, ids: np.ndarray) -> Prefetch | None:
         """Read ahead what ``fill`` would have to ask stores for."""
-        return self._lookup.prefetch(ids, self.best(ids, int(ids.size) - 1).length)
+        return self._lookup.prefetch(ids, self.longest(ids))
 
-    def best(self, ids: np.ndarray, limit: int) -> Source:
-        """The longest prefix of ``ids[:limit]`` that a session or the tree has; stores are not asked."""
+    def longest(self, ids: np.ndarray) -> int:
+        """How many of ``ids`` could be had now, without asking stores."""
+        return self._best(ids, self._tree.walk(ids[:-1])).length
+
+    def _best(self, ids: np.ndarray, path: Path) -> Source:
+        """The longest prefix of a path's tokens, with which ``ids`` begin, that a session or the tree has."""
         best = Source()
         for session in self._sessions.values():
             if session.stale:
                 continue
-            shared = min(common_length(session.computed(), ids), limit)
+            shared = min(common_length(session.computed(), ids), int(path.tokens.size))
             if shared > best.length:
                 length = self._cache.resume_point(session.seq, shared)
                 if length > best.length:
                     best = Source(length, session)
-        length, nodes = self._tree.along(ids[:limit])
+        length, nodes = self._tree.along(path)
         return Source(length, nodes=nodes) if length > best.length else best
 
     def from_source(self, seq: int, ids: np.ndarray, source: Source) -> bool:
@@ -143,7 +163,8 @@ class PrefixMatcher:
             self._cache.copy_prefix(source.session.seq, seq, source.length)
             self.origins["live"] += source.length
             if not self._tree.divisible:  # later snapshots build on this position
-                self._tree.insert(seq, ids[: source.length], [self._cache.snapshot(seq, 0, source.length)])
+                path = self._tree.walk(ids[: source.length])
+                self._tree.insert(seq, path, [self._cache.snapshot(seq, 0, source.length)])
             return True
         self._cache.remove(seq, 0)
         if self._restore_along(seq, source.nodes, source.length) == source.length:
@@ -161,7 +182,7 @@ class PrefixMatcher:
 
         Returns how many tokens the sequence has then.
         """
-        with self._tree.interior.in_use(nodes, restoring=True):
+        with self._tree.in_use(nodes, restoring=True):
             while nodes:
                 restored = restore(self._tree, seq, nodes, length)
                 if restored is None:
@@ -189,17 +210,22 @@ class PrefixMatcher:
             first, _ = span_of(entries[0])
             if first and not self.from_source(seq, ids, source):
                 return None
-            for serialized in entries:
-                if not self._lookup.restore(seq, serialized):
+            steps = [entries] if self._lookup.restore(seq, entries) else [[entry] for entry in entries]
+            for step in steps:  # one by one it turns out which of them is not what its key says
+                end = span_of(step[-1])[1]
+                if step is not entries and not self._lookup.restore(seq, step):
                     self._cache.remove(seq, 0)
-                    self._lookup.drop(ids, span_of(serialized)[1])
+                    self._lookup.drop(ids, end)
                     return None
-                self._tell(stored, span_of(serialized)[1])
+                self._tell(stored, end)
         if not first:
             self.origins.clear()
         self._lookup.touch(ids, [span_of(entry)[1] for entry in entries])
         self.origins["store"] += stored - sum(self.origins.values())
-        self._tree.insert(seq, ids[:stored], pieces_of(self._tree, seq, ids[:stored], first), stored=True)
+        path = self._tree.walk(ids[:stored])
+        if self._tree.along(path)[0] < first:  # what they follow was not kept
+            first = 0
+        self._tree.insert(seq, path, [self._cache.snapshot(seq, first, stored)], stored=True)
         return stored
 
     def _entry_by_entry(self, seq: int, ids: np.ndarray, source: Source) -> int | None:
@@ -217,9 +243,261 @@ class PrefixMatcher:
         if reached > told:
             self._tell(total, reached)
         self.origins["store"] += reached - source.length
-        self._tree.insert(seq, ids[:reached], (), stored=True)
+        self._tree.insert(seq, self._tree.walk(ids[:reached]), stored=True)
         return reached
 
     def _tell(self, total: int, reached: int) -> None:
         if self.on_restore is not None:
             self.on_restore(reached, total)
+
+
+class StoreLookup:
+    """Reads entries from the stores of a tree. What is not what its key says is dropped there, and not used.
+
+    ``layers`` are those that serialized snapshots have to have; {}: those of the cache. What ``ahead`` has
+    read by then is not asked for again.
+    """
+
+    def __init__(self, tree: PrefixTree, layers: Layers, ahead: Prefetcher | None = None) -> None:
+        self._cache, self._tree, self._layers = tree.cache, tree, layers
+        self._prefetcher = ahead
+        self._known = bool(layers)
+        """Whether it is known which layers there are. In a cache that nothing was kept of, a first pass may
+        have failed before its last layer."""
+        self._learned = False
+        """Whether only entries say that the cache has some of its layers: the model has not put them yet."""
+        self._doubtful = False
+        """Whether entries were wrong about that: none is used until something that the model put is kept."""
+
+    def prefetch(self, ids: np.ndarray, length: int) -> Prefetch | None:
+        """Read ahead what stores have behind the first ``length`` tokens; None: there is nothing to read."""
+        limit = int(ids.size) - 1
+        if self._prefetcher is None or length >= limit or self._waits_for_model:
+            return None
+        return self._prefetcher.start(self._chain(ids[:limit]), length, limit, self._tree.divisible)
+
+    def longest(self, ids: np.ndarray, length: int, limit: int) -> LookUp:
+        """How many tokens of ``ids[:limit]`` the stores say they have; ``length`` where it is no more.
+
+        What computing is faster for is not among it.
+        """
+        if self._tree.store is None or length >= limit or self._waits_for_model:
+            return LookUp(length)
+        chain = self._chain(ids[:limit])
+        known = None if self._prefetcher is None else self._prefetcher.look_up(chain, length, limit)
+        if known is not None:
+            return known
+        return self._store.look_up(chain, length, limit, self._tree.divisible)
+
+    def fetch(self, seq: int, ids: np.ndarray, reached: int, told: Told) -> int:
+        """Put entries behind the first ``reached`` tokens, which the sequence has; returns how far that went.
+
+        In order, each when it is read, as far as they follow one another. For content that is divisible.
+        ``told``, which raises nothing, hears now and then how far it is.
+        """
+        start, size, chain = reached, self._tree.keys.block_size, self._chain(ids)
+        blocks = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
+        ends, used = deque(blocks), [*blocks]
+        # What the layers of a cache are is checked by its first entry, which is read whole.
+        straight = self._store.reads_straight
+        stuck = 0
+        with contextlib.closing(self._whole_entries(chain, ends)) as entries:
+            while ends:
+                if straight and stuck < 2 and (not self._layers or layers_of_cache(self._cache)):
+                    before = reached
+                    reached = load_back(self._cache, seq, self._store, chain, reached, ends, told, used)
+                    # The first may begin before what is held already; a cache that cannot never can.
+                    stuck = stuck + 1 if reached == before else 0
+                    while ends and ends[0] <= reached:
+                        ends.popleft()
+                if ends:
+                    if not self._next(seq, ids, next(entries), reached, ends[0], used):
+                        break
+                    reached = ends.popleft()
+                    told(reached)
+        if reached > start:
+            self._touch(chain, ids, sorted({end for end in used if end <= reached}))
+        return reached
+
+    def _whole_entries(
+        self, chain: Chain, ends: deque[int]
+    ) -> Generator[SerializedSnapshot | None, None, None]:
+        """The entry that ends at the first of ``ends``, whenever it is asked for, good until the next one.
+
+        Unless the stores hand out bytes in place, it was read ahead, or is read while the one before is used.
+        """
+        while self._store.reads_straight:
+            with self._store.serialized(chain.at(ends[0])) as entry:
+                yield entry
+        keys = deque(map(chain.at, ends))
+        while keys and (page := self._read_ahead(keys[0])) is not None:
+            keys.popleft()
+            yield page
+        yield from self._store.entries([*keys])
+
+    def read_back(
+        self, ids: np.ndarray, floor: int, lent: contextlib.ExitStack
+    ) -> list[SerializedSnapshot] | None:
+        """Entries that follow one another to the end of ``ids``, from ``floor`` or before.
+
+        They are good until ``lent`` is closed. [] where no store has one of them: those behind it, which
+        nobody can use, are dropped, so that what is computed instead is written. None where one cannot be
+        read now.
+        """
+        chain = self._chain(ids)
+        entries: list[SerializedSnapshot] = []
+        at = int(ids.size)
+        while at > floor or not entries:
+            serialized = self._checked(ids, lent.enter_context(self._read(chain.at(at))), at)
+            if serialized is None:
+                if not self._store.lacking([chain.at(at)])[0]:
+                    return None
+                for part in entries:
+                    self.drop(ids, span_of(part)[1])
+                return []
+            entries.append(serialized)
+            at, _ = span_of(serialized)
+        return entries[::-1]
+
+    def restore(self, seq: int, parts: Sequence[SerializedSnapshot]) -> bool:
+        """Whether entries, which were checked and follow one another, were put into the sequence in one step.
+
+        Not those of another cache.
+        """
+        expected = self._layers or layers_of_cache(self._cache)
+        self._known = self._known or bool(self._tree.radix_tree.root.children)
+        learned = {} if self._known else layers_of_serialized(parts[-1])
+        new = learned.keys() - expected.keys()
+        try:
+            for part in parts:
+                check_layers(part, {**learned, **expected})
+            restored = restore_serialized(self._cache, seq, parts, lent=True) is not None
+            self._known = self._known or restored
+            self._learned = self._learned or (restored and bool(new))
+            return restored
+        except (SnapshotCorruptError, InvalidRangeError) as error:
+            if len(parts) == 1:
+                log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
+            return False
+        except (ml.DeviceError, MemoryError) as error:
+            if not new:
+                raise
+            log.warning("load back: %s; stores are not asked before the model has put its own layers", error)
+            self._doubtful = True
+            return False
+
+    def unlearn(self) -> None:
+        """Forget the layers that only entries tell of, where the model puts others. No session is open.
+
+        It does where one was refused that it put first, or it has put some and not all of them.
+        """
+        if not self._learned:
+            return
+        parts = [getattr(part, "attention", part) for part in unwrapped(self._cache)]
+        taken = [getattr(part, "snapshots", None) for part in parts]
+        storages = [each.storage.buffers for each in taken if isinstance(each, AttentionSnapshots)]
+        layers = [held for buffers in storages for held in buffers.values()]
+        self._learned = not all(held.stamp for held in layers)
+        if not self._learned or not any(held.stamp or held.doubted for held in layers):
+            return
+        log.warning(
+            "load back: stores have entries of other layers than the model puts, under its identity; none is "
+            "used before it has put its own. PrefixCache(layers=) tells them apart from the start"
+        )
+        self._tree.clear()
+        for buffers in storages:
+            for layer in [layer for layer, held in buffers.items() if not held.stamp]:
+                del buffers[layer]
+        self._learned, self._known, self._doubtful = False, False, True
+
+    @property
+    def _waits_for_model(self) -> bool:
+        self._doubtful = self._doubtful and not self._tree.radix_tree.root.children
+        return self._doubtful
+
+    def drop(self, ids: np.ndarray, end: int) -> None:
+        """Take the entry of the first ``end`` tokens out of the stores: it is not what its key says.
+
+        It stays as long as that cannot be known.
+        """
+        if self._waits_for_model:
+            return
+        self._store.drop(self._chain(ids[:end]).at(end))
+
+    def touch(self, ids: np.ndarray, ends: Sequence[int]) -> None:
+        """Note that the entries that end there are in use, each of which needs those before it."""
+        self._touch(self._chain(ids), ids, ends)
+
+    def _touch(self, chain: Chain, ids: np.ndarray, ends: Sequence[int]) -> None:
+        writer = self._tree.writer
+        assert writer is not None
+        self._store.writes.touch([chain.at(end) for end in ends])
+        nodes = self._tree.radix_tree.match(ids[: ends[0]]).nodes
+        before = [end for node in nodes if node.data is not None for end in writer.ends(node)]
+        if before := [end for end in before if end < ends[0]]:
+            self._store.writes.touch([chain.at(end) for end in (*before, *ends)])
+
+    def _read(self, key: str) -> contextlib.AbstractContextManager[SerializedSnapshot | None]:
+        page = self._read_ahead(key)
+        return self._store.read(key) if page is None else contextlib.nullcontext(page)
+
+    def _read_ahead(self, key: str) -> SerializedSnapshot | None:
+        return None if self._prefetcher is None else self._prefetcher.page(key)
+
+    def _next(
+        self,
+        seq: int,
+        ids: np.ndarray,
+        entry: SerializedSnapshot | None,
+        reached: int,
+        end: int,
+        used: list[int],
+    ) -> bool:
+        """Whether an entry, which ends at ``end``, was put behind the first ``reached`` tokens.
+
+        ``used`` gets the ends of those inside the block that lead to it.
+        """
+        serialized = self._checked(ids, entry, end)
+        if serialized is None:
+            return False
+        begin, _ = span_of(serialized)
+        with contextlib.ExitStack() as lent:
+            before = self.read_back(ids[:begin], reached, lent) if begin > reached else []
+            if begin > reached and not before:  # conversations part there, and what ends there is gone
+                if before is not None:
+                    self.drop(ids, end)
+                return False
+            used += [span_of(part)[1] for part in before or ()]
+            for part in (*(before or ()), serialized):
+                if not self.restore(seq, [part]):
+                    self.drop(ids, span_of(part)[1])
+                    self._cache.remove(seq, reached)
+                    return False
+        return True
+
+    def _checked(
+        self, ids: np.ndarray, serialized: SerializedSnapshot | None, end: int
+    ) -> SerializedSnapshot | None:
+        """What is stored if it is an entry that ends at ``end``; another under its key is dropped."""
+        if serialized is None:
+            return None
+        try:
+            begin, last = check_serialized("load back", serialized, complete=True)
+            if begin < last == end:
+                self._store.break_even.sized(serialized.nbytes, end - begin)
+                return serialized
+            raise SnapshotCorruptError(
+                f"load back: a serialized snapshot of [{begin}, {last}) under the key of {end} tokens"
+            )
+        except SnapshotCorruptError as error:
+            log.warning("%s; the serialized snapshot is dropped and computed again", error)
+        self.drop(ids, end)
+        return None
+
+    @property
+    def _store(self) -> StoreTier:
+        assert self._tree.store is not None
+        return self._tree.store
+
+    def _chain(self, ids: np.ndarray) -> Chain:
+        return self._tree.keys.chain(self._tree.alphabet.named(ids))

@@ -34,20 +34,26 @@ from kvcache.cache import (
 )
 from kvcache.caches.one_thread import one_thread
 from kvcache.caches.wrapper import unwrapped
-from kvcache.offload.break_even import BreakEven
-from kvcache.offload.prefetch import Prefetch, Prefetcher
-from kvcache.offload.tiers import HostTier, StoreTier
-from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Tenant
+from kvcache.prefix.break_even import BreakEven
 from kvcache.prefix.events import BlockEvents, EventBatch
-from kvcache.prefix.evictor import Evictor
-from kvcache.prefix.open_sessions import OpenSessions
-from kvcache.prefix.prefix_tree import PrefixTree
+from kvcache.prefix.eviction import Evictor
+from kvcache.prefix.eviction_queue import TenantBudget
+from kvcache.prefix.matcher import StoreLookup
+from kvcache.prefix.prefetch import Prefetch, Prefetcher
+from kvcache.prefix.prefix_tree import Budgets, PrefixTree
 from kvcache.prefix.retention import Retention, check_retention
-from kvcache.prefix.session import PrefixStats, Session, SessionLimitError, SessionReplacedError, Tokens
-from kvcache.prefix.store_lookup import StoreLookup
-from kvcache.prefix.tenant_budget import TenantBudget
+from kvcache.prefix.session import (
+    OpenSessions,
+    PrefixStats,
+    Session,
+    SessionLimitError,
+    SessionReplacedError,
+    Tokens,
+)
+from kvcache.prefix.tiers import HostTier, StoreTier
 from kvcache.prefix.tree_entry import span_of
+from kvcache.prefix.worker import OffloadWorker
 from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.layer_shape import LayerShape
@@ -145,7 +151,8 @@ class PrefixCache(Closing):
         worker = OffloadWorker(cache.backend, in_flight) if in_flight and tiers else None
         self.break_even = break_even or BreakEven()
         store = StoreTier(stores, backlog, cache.backend, self.break_even) if stores else None
-        self.tree = PrefixTree(cache, budget, host, store, keys, worker, _limits(tenant_budget))
+        budgets = Budgets(budget, host, _limits(tenant_budget))
+        self.tree = PrefixTree(cache, keys, budgets, store, worker)
         self.alphabet = self.tree.alphabet
         self.evictor = Evictor(self.tree)
         ahead = store is not None and read_ahead and store.reads_ahead
@@ -160,7 +167,7 @@ class PrefixCache(Closing):
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
         cache.on_pressure = self.evictor.relieve
         parts = unwrapped(cache)
-        for i, window in self.tree.windows.parts.items():
+        for i, window in self.evictor.windows.parts.items():
             relieve = functools.partial(self.evictor.relieve, part=i, window=window)
             parts[i].on_pressure = relieve
         _OWNERS.update(dict.fromkeys(unwrapped(cache), weakref.ref(self._open)))
@@ -257,7 +264,8 @@ class PrefixCache(Closing):
                     return False
                 if self._open.computed(seq) < ids.size:  # tokens were evicted, or layers lack some
                     return False
-                self.tree.insert(seq, ids, [] if self.tree.divisible else [self.cache.snapshot(seq)])
+                pieces = [] if self.tree.divisible else [self.cache.snapshot(seq)]
+                self.tree.insert(seq, self.tree.walk(ids), pieces)
             finally:
                 self.cache.remove(seq, 0)
         return True
@@ -271,7 +279,7 @@ class PrefixCache(Closing):
         """How many of the tokens ``begin`` would find now, without asking the stores."""
         self._check("longest")
         ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
-        return self._open.matcher.best(ids, int(ids.size) - 1).length if ids.size else 0
+        return self._open.matcher.longest(ids) if ids.size else 0
 
     @one_thread
     def evict(self, nbytes: int | str | None = None) -> int:
@@ -428,16 +436,16 @@ class PrefixCache(Closing):
         "leaving" are those on their way to "host", where they are counted already, or to the stores: the
         device has copies of them until they are there.
         """
-        found = {"device": self.tree.device.nbytes}
+        sizes = {"device": self.tree.device.nbytes}
         if self.tree.worker is not None:
-            found["leaving"] = self.tree.worker.waiting
+            sizes["leaving"] = self.tree.worker.waiting
         if self.tree.host is not None:
-            found["host"] = self.tree.host.nbytes
+            sizes["host"] = self.tree.host.nbytes
         if self.tree.store is not None:
-            found["writing"] = self.tree.store.waiting
+            sizes["writing"] = self.tree.store.writes.waiting
         if self._prefetcher is not None:
-            found["ahead"] = self._prefetcher.nbytes
-        return found
+            sizes["ahead"] = self._prefetcher.nbytes
+        return sizes
 
     @property
     def failed(self) -> dict[str, int]:
@@ -447,7 +455,7 @@ class PrefixCache(Closing):
         """
         return {
             "host": self.tree.failed,
-            "store": 0 if self.tree.store is None else self.tree.store.failed,
+            "store": 0 if self.tree.store is None else self.tree.store.writes.failed,
         }
 
     @property

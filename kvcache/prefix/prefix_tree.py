@@ -1,51 +1,74 @@
-"""Snapshots on a radix tree, in tiers: what is kept of conversations, where it lies, and what goes first.
+"""Snapshots on a radix tree, in tiers: what is kept of conversations, and its way from tier to tier.
 
-A node of the radix tree may hold the snapshot of its edge on the device, mostly still in the
-cache's own cells, or serialized in host memory. What is evicted goes from the device to host memory, from
-there to the stores, and is found in them by key. Content that is divisible is parted with its edge; what
-is whole (a window, a recurrent state) belongs to the end of its edge, and an edge that is parted above it
-has nothing.
+Each node may keep the content of its edge in several places at once. Every change of that is a method of the
+tree; sessions and eviction say when::
+
+    a sequence --insert--> the device --offload--> leaving it --land--> host memory --leave_host--+
+                               ^                       |                                          v
+                               |                       +---------- no room there ----------> being written
+                               +-- restored, from host memory or a store                          |
+                                                                         stored, and gone from here <--+
+
+Content that is divisible is parted with its edge. What is whole (a window, a recurrent state) belongs to the
+end of its edge, and an edge that is parted above it has nothing. ``drop`` and ``clear`` forget at once.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvcache.cache import SequenceLostError, SnapshotCache
-from kvcache.offload.tiers import HostTier, StoreTier
-from kvcache.offload.worker import OffloadWorker
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.events import BlockEvents
-from kvcache.prefix.eviction import TenantQueue, Usage, priority_of
-from kvcache.prefix.interior import InteriorSnapshots
-from kvcache.prefix.radix_tree import Node, RadixTree
+from kvcache.prefix.eviction_queue import TenantBudget, TenantQueue
+from kvcache.prefix.radix_tree import Match, Node, RadixTree
+from kvcache.prefix.retention import Grants
 from kvcache.prefix.store_writer import StoreWriter
-from kvcache.prefix.tenant_budget import TenantBudget
+from kvcache.prefix.tiers import HostTier, StoreTier
 from kvcache.prefix.tree_entry import (
     Chain,
     TreeEntry,
     chain_of,
     is_present,
+    priority_of,
     span_of,
     tenant_of,
 )
-from kvcache.prefix.windows import WindowCells
+from kvcache.prefix.worker import OffloadWorker
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Keys, SerializedSnapshot
 
-__all__ = ["PrefixTree"]
+__all__ = ["Budgets", "Path", "PrefixTree"]
 
 log = logging.getLogger("kvcache")
+
+
+Path = Match[TreeEntry]
+"""How some tokens lead through the tree: found by one walk, and kept up to date by what lengthens it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What may be kept on the device (bytes; None: no limit), in host memory (None: nothing), per tenant."""
+
+    device: int | None = None
+    host: HostTier | None = None
+    tenants: Callable[[str], TenantBudget | None] | None = None
+
+    def limit(self, part: Callable[[TenantBudget], int | None]) -> Callable[[str], int | None]:
+        """What a tenant may have of one tier; None: no limit."""
+        tenants = self.tenants
+        return lambda tenant: None if tenants is None else part(tenants(tenant) or TenantBudget())
 
 
 class PrefixTree:
@@ -54,57 +77,41 @@ class PrefixTree:
     def __init__(
         self,
         cache: SnapshotCache,
-        budget: int | None,
-        host: HostTier | None,
-        store: StoreTier | None,
         keys: Keys,
+        budgets: Budgets,
+        store: StoreTier | None,
         worker: OffloadWorker | None,
-        limits: Callable[[str], TenantBudget | None] | None,
     ) -> None:
-        """``worker``: copies what leaves the device; None: it is copied by who offloads it.
-
-        ``limits`` gives a tenant's budget (None: no limit).
-        """
+        """``worker``: copies what leaves the device; None: it is copied by who offloads it."""
         self.cache, self.store, self.keys, self.worker = cache, store, keys, worker
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()
-        self._limits = limits
-        self.device = self._queue(budget, lambda limit: limit.device)
-        self.host = None if host is None else self._queue(host.budget, lambda limit: limit.host)
-        self.usage = Usage(self.device, *([] if self.host is None else [self.host]))
+        self._backend = cache.backend  # a cache that was closed has left its snapshots there
+        self._by_tenant = budgets.tenants is not None
+        self.device: TenantQueue[Node[TreeEntry]] = TenantQueue(
+            budgets.device, priority_of, tenant_of, budgets.limit(lambda tenant: tenant.device)
+        )
+        self.host: TenantQueue[Node[TreeEntry]] | None = None
+        if budgets.host is not None:
+            limit = budgets.limit(lambda tenant: tenant.host)
+            self.host = TenantQueue(budgets.host.budget, priority_of, tenant_of, limit)
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
-        self.interior = InteriorSnapshots(not self.divisible and store is None)
-        self.windows = WindowCells(cache)
         self.writer = (
             None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible, self._to_write)
         )
-        self._backend = cache.backend
+        self.watchers: list[Callable[[Node[TreeEntry]], object]] = []
+        """Called with each node that keeps something else now, or has other children."""
+        self.release_watchers: list[Callable[[], object]] = []
+        """Called when nodes are no longer ``in_use``."""
+        self.clock = 0
+        """Counts uses: what tiers hold is ordered by it."""
         self.evicted = 0
         """Snapshots that went from everywhere."""
         self.over_budget = 0
         """Times that a tenant had too much in a tier, and lost some of its own there."""
         self.failed = 0
         """Of those that went, those that the device did not give to host memory."""
-        self.parted: list[Node[TreeEntry]] = []
-        """New upper halves of nodes with priorities."""
         self._events: BlockEvents | None = None
-
-    def _queue(
-        self, budget: int | None, part: Callable[[TenantBudget], int | None]
-    ) -> TenantQueue[Node[TreeEntry]]:
-        limits = self._limits
-        return TenantQueue(
-            budget,
-            priority_of,
-            tenant_of,
-            lambda tenant: None if limits is None else part(limits(tenant) or TenantBudget()),
-        )
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether a window of so many bytes may leave its cells, and stay beside them on the device."""
-        if self.device.budget is None:
-            return self.windows.copied + nbytes <= self.cache.nbytes
-        return not self.device.excess
 
     # Telling.
 
@@ -127,126 +134,170 @@ class PrefixTree:
             self._events.tell(self.radix_tree.root)
 
     def _changed(self, *nodes: Node[TreeEntry]) -> None:
-        if self._events is not None:
-            for node in nodes:
+        for node in nodes:
+            if self._events is not None:
                 self._events.changed(node)
+            for watch in self.watchers:
+                watch(node)
 
     # Finding.
 
-    def along(
-        self, ids: np.ndarray, above: Node[TreeEntry] | None = None
-    ) -> tuple[int, tuple[Node[TreeEntry], ...]]:
-        """The longest prefix of ``ids`` that is kept, and the nodes to restore it from, in order.
-
-        ``above``: a node that ``ids`` are known to lead through.
-        """
-        match = self.radix_tree.match(ids, above)
+    def walk(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Path:
+        """How far ``ids`` lead into the tree. ``above``: a node that they are known to lead through."""
+        path = self.radix_tree.match(ids, above)
         if above is not None:
-            match.nodes = [*above.path(), *match.nodes]
+            path.nodes[:0] = above.path()
+        return path
+
+    def along(self, path: Path) -> tuple[int, tuple[Node[TreeEntry], ...]]:
+        """The longest prefix of a path that is kept, and the nodes to restore it from, in order."""
         if not self.divisible:
-            chain = chain_of([node for node in match.nodes if node.end <= match.length])
+            chain = chain_of([node for node in path.nodes if node.end <= path.length])
             return (chain[-1].end if chain else 0), chain
-        usable: list[Node[TreeEntry]] = []
-        for node in match.nodes:
-            if node.data is None or not node.data.present:
-                break
-            usable.append(node)
-        return (min(match.length, usable[-1].end) if usable else 0), tuple(usable)
+        usable = tuple(itertools.takewhile(is_present, path.nodes))
+        return (min(path.length, usable[-1].end) if usable else 0), usable
 
     def beyond(self, ids: np.ndarray, reached: int) -> tuple[int, tuple[Node[TreeEntry], ...]]:
         """As ``along``, where a sequence has the first ``reached`` tokens of ``ids`` already."""
-        match = self.radix_tree.match(ids)
-        nodes = [node for node in match.nodes if node.end > reached < match.length]
+        path = self.walk(ids)
+        nodes = [node for node in path.nodes if node.end > reached < path.length]
         if not self.divisible:
-            return match.length, chain_of([node for node in nodes if node.end <= match.length], reached)
-        return match.length, tuple(itertools.takewhile(is_present, nodes))
+            return path.length, chain_of([node for node in nodes if node.end <= path.length], reached)
+        return path.length, tuple(itertools.takewhile(is_present, nodes))
+
+    # Using.
+
+    def tick(self) -> None:
+        """What is used from here on was used later than all before."""
+        self.clock += 1
+
+    def touch(self, path: Path, upto: int | None = None) -> None:
+        """The first ``upto`` tokens of a path (None: all) were used: they go later than all others."""
+        self.tick()
+        stop = path.length if upto is None else min(upto, path.length)
+        last = next((node for node in reversed(path.nodes) if node.begin < stop), None)
+        if last is not None:
+            self.use(last, whole=last.end <= stop)
+
+    def use(self, last: Node[TreeEntry], whole: bool = True) -> None:
+        """Note that a node, or the beginning of its edge, and all that leads to it are used now."""
+        node: Node[TreeEntry] | None = last
+        while node is not None:
+            if (entry := node.data) is not None:
+                if entry.used >= self.clock:
+                    return
+                entry.used = self.clock
+                if whole:
+                    entry.end_used = self.clock
+            node, whole = node.parent, True
+
+    def grant(self, node: Node[TreeEntry], grants: Grants, rank: int) -> None:
+        """Give a node the priorities that requests ask for, and the one that counts by now."""
+        assert node.data is not None
+        node.data.grants, node.data.rank = grants, rank
+        for tier in (self.device, self.host):
+            if tier is not None:
+                tier.touch(node)
+        self._changed(node)
+
+    @contextlib.contextmanager
+    def in_use(self, nodes: Iterable[Node[TreeEntry]], restoring: bool = False) -> Iterator[None]:
+        """None of these goes meanwhile as interior; ``restoring``: nor as what was least recently used."""
+        entries = [node.data for node in nodes if node.data is not None]
+        for entry in entries:
+            entry.users += 1
+            entry.restoring += restoring
+        try:
+            yield
+        finally:
+            for entry in entries:
+                entry.users -= 1
+                entry.restoring -= restoring
+            for watch in self.release_watchers:
+                watch()
 
     # Keeping.
 
-    def insert(
-        self,
-        seq: int,
-        ids: np.ndarray,
-        pieces: Sequence[Snapshot],
-        stored: bool = False,
-        above: Node[TreeEntry] | None = None,
-    ) -> None:
-        """Keep what a sequence holds of ``ids``; ``stored``: the stores have it too.
+    def insert(self, seq: int, path: Path, pieces: Sequence[Snapshot] = (), stored: bool = False) -> None:
+        """Keep what a sequence holds of a path's tokens; ``stored``: the stores have it too.
 
-        What is divisible is taken from the sequence as far as the radix tree has nothing of it; ``pieces``
-        are of what is whole, each with its own end. ``above``: a node that ``ids`` lead through.
+        What is divisible is taken from the sequence as far as the tree has nothing of it; ``pieces`` are of
+        what is whole, each with its own end. The path leads to the end of its tokens then.
         """
+        salt, own = self.alphabet.tenant_of(path.tokens)
         if self.divisible:
-            salt, own = self.alphabet.tenant_of(ids)
-            if self.radix_tree.match(ids).length < ids.size:
-                if self._limits is not None and 0 < own < ids.size:
-                    self.node_at(ids[:own])  # what is shared does not count for a tenant
-                self.node_at(ids)
-            self._refill(seq, ids, stored, salt, own)
-        self._insert_whole(ids, pieces, stored, above)
-        self.touch(ids, None if above is None or above.parent is None else above)
+            size = int(path.tokens.size)
+            if path.length < size:
+                if self._by_tenant and 0 < own < size:
+                    self.end_at(path, own)  # what is shared does not count for a tenant
+                self.end_at(path, size)
+            self._refill(seq, path, stored, salt, own)
+        else:
+            self._insert_whole(path, pieces, stored, salt, own)
+        self.touch(path)
 
-    def _insert_whole(
-        self, ids: np.ndarray, pieces: Sequence[Snapshot], stored: bool, above: Node[TreeEntry] | None
-    ) -> None:
-        """Keep snapshots of what is whole, each at its end: one walk down the tree."""
-        salt, own = self.alphabet.tenant_of(ids)
-        chain, at = Chain(), above or self.radix_tree.root
-        for each in at.path():
-            chain.add(each)
-        for piece in pieces:
-            node = self.node_at(ids[: piece.end], at)
-            path = node.path(at)
-            if path and path[0].parent is not at:  # the tree changed meanwhile
-                chain = Chain()
-            for each in path[:-1]:
-                chain.add(each)
-            kept: dict[str, Any] = {}
-            if (old := node.data) is not None and not chain.add(node):
-                kept = {"rank": old.rank, "grants": old.grants}
-                self.drop(node)  # what it follows is gone
-                node = self.node_at(ids[: piece.end])
-            is_new = node.data is None and node.parent is not None
-            if is_new:
-                tenant = salt if node.end > own else ""
-                node.data = TreeEntry(piece.begin, stored=stored, tenant=tenant, **kept)
-                self.parted += [node] if kept else []
-            if node.data is not None and node.data.snapshot is None and node.data.begin == piece.begin:
-                self.keep_on_device(node, piece)
-            if is_new:
-                chain.add(node)
-            at = node
-
-    def _refill(self, seq: int, ids: np.ndarray, stored: bool, salt: str, own: int) -> None:
-        """Give the nodes on the way what the sequence has of it, where theirs is gone, or goes soon."""
-        nodes = self.radix_tree.match(ids).nodes
-        for node in nodes:
-            if node.end <= ids.size and (node.data is None or node.data.tier in ("none", "writing")):
+    def _refill(self, seq: int, path: Path, stored: bool, salt: str, own: int) -> None:
+        """Give the nodes of a path what the sequence has of it, where theirs is gone, or goes soon."""
+        for node in path.nodes:
+            if node.end <= path.length and (node.data is None or node.data.tier in ("none", "writing")):
                 try:
                     snapshot = self.cache.snapshot(seq, node.begin, node.end)
                 except SequenceLostError:
-                    self._prune(nodes[-1])
+                    self._prune(path.nodes[-1])
                     self._prune(node)
                     raise
                 if node.data is None or not node.data.present:
                     node.data = TreeEntry(node.begin, stored=stored, tenant=salt if node.end > own else "")
                 self.keep_on_device(node, snapshot)
 
-    def node_at(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Node[TreeEntry]:
-        """The node that ends exactly with ``ids``: found, parted from an edge, or added.
+    def _insert_whole(
+        self, path: Path, pieces: Sequence[Snapshot], stored: bool, salt: str, own: int
+    ) -> None:
+        """Keep snapshots of what is whole, each at its end."""
+        chain, added, nodes = Chain(), 0, path.nodes
+        for piece in pieces:
+            node = self.end_at(path, piece.end)
+            if path.nodes is not nodes:  # the tree has changed, and the path was walked again
+                chain, added, nodes = Chain(), 0, path.nodes
+            while nodes[added] is not node:
+                chain.add(nodes[added])
+                added += 1
+            lost = None if node.data is None or chain.add(node) else node.data
+            if lost is not None:  # what it follows is gone
+                self.drop(node)
+                self._walk_again(path)
+                node, nodes = self.end_at(path, piece.end), path.nodes
+                added = nodes.index(node)
+            if node.data is None:
+                node.data = TreeEntry(piece.begin, stored=stored, tenant=salt if node.end > own else "")
+                if lost is not None:
+                    node.data.rank, node.data.grants = lost.rank, lost.grants
+                chain.add(node)
+            if node.data.snapshot is None and node.data.begin == piece.begin:
+                self.keep_on_device(node, piece)
+            added += 1
 
-        ``above``: a node that ``ids`` are known to lead through.
-        """
-        match = self.radix_tree.match(ids, above)
-        if match.inside and self._is_leaving(match.nodes[-1]):
-            above = None
-            match = self.radix_tree.match(ids)
-        node = match.nodes[-1] if match.nodes else above or self.radix_tree.root
-        if match.inside:
-            node = self.split(node, match.length)
-        if match.length < ids.size:
-            node = self.radix_tree.add(node, ids[match.length :])
-        return node
+    def end_at(self, path: Path, at: int) -> Node[TreeEntry]:
+        """The node of a path that ends at position ``at``: found, parted from an edge, or added."""
+        if at > path.length:
+            above = self.end_at(path, path.length) if path.length else self.radix_tree.root
+            path.nodes.append(self.radix_tree.add(above, path.tokens[path.length : at]))
+            path.length = at
+        nodes = path.nodes
+        i = bisect.bisect_left(nodes, at, key=lambda node: node.end)
+        if nodes[i].end == at:
+            return nodes[i]
+        if self._is_leaving(nodes[i]):
+            self._walk_again(path)
+            return self.end_at(path, at)
+        nodes.insert(i, self.split(nodes[i], at))
+        if at == path.length:
+            del nodes[i + 1 :]  # the path ended inside that edge
+        return nodes[i]
+
+    def _walk_again(self, path: Path) -> None:
+        again = self.walk(path.tokens)
+        path.nodes, path.length = again.nodes, again.length
 
     def _is_leaving(self, node: Node[TreeEntry]) -> bool:
         """Whether a node was leaving the device; it has now, and the radix tree may have changed."""
@@ -258,24 +309,22 @@ class PrefixTree:
 
     def split(self, node: Node[TreeEntry], at: int) -> Node[TreeEntry]:
         """Part an edge; content that is divisible is parted with it."""
-        held = node.data
-        if held is None or not self.divisible:
+        entry = node.data
+        if entry is None or not self.divisible:
             upper = self.radix_tree.split(node, at)
             self._changed(upper, node)
             return upper
-        snapshots = None if held.snapshot is None else self.cache.split(held.snapshot, at)
-        halves = None if held.serialized is None else cut_serialized(held.serialized, at, own=True)
-        writing = None if held.writing is None else cut_serialized(held.writing, at)
+        snapshots = None if entry.snapshot is None else self.cache.split(entry.snapshot, at)
+        halves = None if entry.serialized is None else cut_serialized(entry.serialized, at, own=True)
+        writing = None if entry.writing is None else cut_serialized(entry.writing, at)
         upper = self.radix_tree.split(node, at)
-        self._changed(upper, node)
-        stored = held.stored and at % self.keys.block_size == 0
-        upper.data = replace(held, stored=stored, watched=math.inf)  # what it holds is parted below
-        upper.data.end_used = held.used
-        self.parted += [upper] if held.grants else []
-        held.begin, held.used = at, held.end_used
-        if writing is not None and held.store_write is not None:
-            upper.data.writing, held.writing = writing
-            held.store_write.parted.append(upper)
+        stored = entry.stored and at % self.keys.block_size == 0
+        upper.data = replace(entry, stored=stored, watched=math.inf)  # what it holds is parted below
+        upper.data.end_used = entry.used
+        entry.begin, entry.used = at, entry.end_used
+        if writing is not None and entry.store_write is not None:
+            upper.data.writing, entry.writing = writing
+            entry.store_write.parted.append(upper)
         if snapshots is not None:
             self._off_device(node)
             self.keep_on_device(upper, snapshots[0])
@@ -283,54 +332,45 @@ class PrefixTree:
         if halves is not None:
             self._keep_on_host(upper, halves[0])
             self._keep_on_host(node, halves[1])
+        self._changed(upper, node)
         return upper
 
     def keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
         """Keep a snapshot of a node, which may begin before what the tiers below have of it."""
         assert node.data is not None
-        node.data.snapshot, node.data.begin, node.data.nbytes = snapshot, snapshot.begin, snapshot.nbytes
-        self.device.add(node, node.data.nbytes)
-        self.windows.note(node)
-        self.interior.note(node)
+        node.data.snapshot, node.data.begin = snapshot, snapshot.begin
+        self.device.add(node, snapshot.nbytes)
         self._changed(node)
 
     def _off_device(self, node: Node[TreeEntry]) -> None:
         """Let go of the cells now, whoever else refers to the snapshot."""
-        self._changed(node)
         self.device.discard(node)
         if node.data is not None and node.data.snapshot is not None:
             node.data.snapshot.drop()
             node.data.snapshot = None
             if not self.divisible and (below := node.data.host) is not None:
                 node.data.begin, _ = span_of(below)
-        self.windows.note(node)
+        self._changed(node)
 
     def _keep_on_host(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         assert node.data is not None
         assert self.host is not None
-        node.data.serialized, node.data.nbytes = serialized, serialized.nbytes
+        node.data.serialized = serialized
         self.host.add(node, serialized.nbytes)
         self._changed(node)
-
-    def touch(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> None:
-        """A prefix, which leads through ``above``, was used: it goes later than all others."""
-        self.usage.tick()
-        match = self.radix_tree.match(ids, above)
-        if match.nodes:
-            self.usage.use(match.nodes[-1], whole=not match.inside)
 
     # From tier to tier.
 
     def offload(self, node: Node[TreeEntry]) -> None:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
-        held = node.data
-        assert held is not None
-        if held.serialized is None and held.leaving is None and self._is_wanted(node, held):
-            if held.writing is not None and held.store_write is not None and not held.store_write.parted:
-                self._keep_on_host(node, held.writing)  # it is in host memory as it is
+        entry = node.data
+        assert entry is not None
+        if entry.serialized is None and entry.leaving is None and self._is_wanted(node, entry):
+            if entry.writing is not None and entry.store_write is not None and not entry.store_write.parted:
+                self._keep_on_host(node, entry.writing)  # it is in host memory as it is
             elif self.worker is not None:
-                self._send(self.worker, node, held)
-            elif (serialized := self._copied_out(held)) is not None:
+                self._send(self.worker, node, entry)
+            elif (serialized := self._copied_out(entry)) is not None:
                 if self.host is not None and self.host.fits(serialized.nbytes, node):
                     self._keep_on_host(node, serialized)
                 else:
@@ -346,48 +386,47 @@ class PrefixTree:
         False, and nothing changed, where that cannot be joined with what follows.
         """
         (child,) = node.children.values()
-        held, below = node.data, child.data
-        assert held is not None
+        entry, below = node.data, child.data
+        assert entry is not None
         assert below is not None
-        assert held.snapshot is not None
+        assert entry.snapshot is not None
         assert below.snapshot is not None
         joined = None
-        if below.begin > held.begin:
+        if below.begin > entry.begin:
             try:
-                joined = self.cache.join([held.snapshot, below.snapshot])
+                joined = self.cache.join([entry.snapshot, below.snapshot])
             except Exception:  # no memory for it, or lost with its device: it goes in its turn
                 return False
         else:
-            held.snapshot.drop()
+            entry.snapshot.drop()
         self.device.discard(node)
         self.evicted += 1
         node.data = None
-        self.windows.note(node)
-        self._changed(node)
         self.radix_tree.join(node)
+        self._changed(node, child)
         if joined is not None:
             self.keep_on_device(child, joined)
         return True
 
-    def _is_wanted(self, node: Node[TreeEntry], held: TreeEntry) -> bool:
+    def _is_wanted(self, node: Node[TreeEntry], entry: TreeEntry) -> bool:
         """Whether there is a place below the device for what a node holds."""
-        if self.store is not None and not held.stored and held.store_write is None:
+        if self.store is not None and not entry.stored and entry.store_write is None:
             return True
-        host, snapshot = self.host, held.snapshot
+        host, snapshot = self.host, entry.snapshot
         return host is not None and snapshot is not None and host.fits(snapshot.nbytes, node)
 
-    def _send(self, worker: OffloadWorker, node: Node[TreeEntry], held: TreeEntry) -> None:
-        assert held.snapshot is not None
+    def _send(self, worker: OffloadWorker, node: Node[TreeEntry], entry: TreeEntry) -> None:
+        assert entry.snapshot is not None
         with contextlib.suppress(SequenceLostError):  # a device failure took what it names
-            held.leaving = worker.send(held.snapshot, node)
-            if self.host is not None and self.host.fits(held.leaving.serialized_nbytes, node):
+            entry.leaving = worker.send(entry.snapshot, node)
+            if self.host is not None and self.host.fits(entry.leaving.serialized_nbytes, node):
                 # Counted at once: what goes first then depends on no thread.
-                self.host.add(node, held.leaving.serialized_nbytes)
+                self.host.add(node, entry.leaving.serialized_nbytes)
             elif self.store is None:
-                held.leaving = None  # nobody has room for it; that it is still found depends on no thread
+                entry.leaving = None  # nobody has room for it; that it is still found depends on no thread
 
     def _write(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
-        """Have it written that host memory has no place for, where there are stores."""
+        """Have the stores, if there are any, take what host memory has no place for."""
         if self.writer is not None:
             self.writer.write(node, serialized)
 
@@ -397,22 +436,22 @@ class PrefixTree:
 
     def _land(self) -> None:
         """Take note of what has left the device by now."""
-        for transfer in () if self.worker is None else self.worker.finished():
-            node = transfer.owner
+        for job in () if self.worker is None else self.worker.finished():
+            node = job.owner
             assert isinstance(node, Node)
-            self.failed += transfer.error is not None
-            held: TreeEntry | None = node.data
-            if held is None or held.leaving is not transfer:
+            self.failed += job.error is not None
+            entry: TreeEntry | None = node.data
+            if entry is None or entry.leaving is not job:
                 continue  # forgotten meanwhile
-            held.leaving = None
-            self._changed(node)
-            if transfer.serialized is not None:
+            entry.leaving = None
+            if job.serialized is not None:
                 if self.host is not None and node in self.host:
-                    held.serialized = transfer.serialized
+                    entry.serialized = job.serialized
                 else:
-                    self._write(node, transfer.serialized)
+                    self._write(node, job.serialized)
             elif self.host is not None:
                 self.host.discard(node)
+            self._changed(node)
             self._prune(node)
 
     def shrink_host(self) -> None:
@@ -425,25 +464,24 @@ class PrefixTree:
         while self.host.excess and (other := self.host.first()) is not None:
             self._leave_host(other)
 
-    def _copied_out(self, held: TreeEntry) -> SerializedSnapshot | None:
+    def _copied_out(self, entry: TreeEntry) -> SerializedSnapshot | None:
         """A snapshot, serialized; None where a device failure took what it names."""
         try:
-            return None if held.snapshot is None else serialize(self._backend, held.snapshot)
+            return None if entry.snapshot is None else serialize(self._backend, entry.snapshot)
         except SequenceLostError:
             return None
 
     def _leave_host(self, node: Node[TreeEntry]) -> None:
-        held = node.data
-        assert held is not None
+        entry = node.data
+        assert entry is not None
         assert self.host is not None
-        if held.serialized is not None:
-            self._write(node, held.serialized)
-        elif self.store is None or held.stored:
-            held.leaving = None  # it goes on its way, and nobody waits for it
+        if entry.serialized is not None:
+            self._write(node, entry.serialized)
+        elif self.store is None or entry.stored:
+            entry.leaving = None  # it goes on its way, and nobody waits for it
         self.host.discard(node)
-        held.serialized = None
+        entry.serialized = None
         self._changed(node)
-        self.interior.note(node)
         self._prune(node)
 
     def drop(self, node: Node[TreeEntry]) -> None:
@@ -461,7 +499,8 @@ class PrefixTree:
         while node is not None and node.parent is not None:
             if node.data is not None:
                 if node.data.present:
-                    self.interior.note(node)
+                    if not self.divisible:
+                        self._changed(node)  # with other children it may lie inside a conversation
                     return
                 self.evicted += not node.data.stored
                 node.data = None
@@ -485,11 +524,10 @@ class PrefixTree:
                 self.host.discard(node)
             node.data = None
         self.radix_tree = RadixTree()
-        self.interior = InteriorSnapshots(not self.divisible and self.store is None)
         if self.worker is not None:
             self.worker.drain()
         if self.store is not None:
-            self.store.cancel()
+            self.store.writes.cancel()
         self.settle()  # what was under way is nobody's
         if self.writer is not None:
             self.writer.behind = False
@@ -498,6 +536,8 @@ class PrefixTree:
         self.tell()
         for node in gone:
             node.parent = None  # no session is to go on from it
+            for watch in self.watchers:
+                watch(node)
 
     # Stores.
 
@@ -525,22 +565,22 @@ class PrefixTree:
     def write_on(self, ids: np.ndarray) -> None:
         """As ``StoreWriter.write_on``, of what is kept of ``ids``; with no store, nothing."""
         if self.writer is not None:
-            self.writer.write_on(self.radix_tree.match(ids).nodes, self.radix_tree)
+            self.writer.write_on(self.walk(ids).nodes, self.radix_tree)
 
-    def _to_write(self, held: TreeEntry) -> SerializedSnapshot | None:
+    def _to_write(self, entry: TreeEntry) -> SerializedSnapshot | None:
         """What a node holds, serialized; None, which is told, where there is no memory for that."""
         try:
-            return held.serialized or self._copied_out(held)
+            return entry.serialized or self._copied_out(entry)
         except Exception:
             self.failed += 1
-            log.exception("offload: %d bytes did not leave the device", held.nbytes)
+            log.exception("offload: %d bytes did not leave the device", entry.nbytes)
             return None
 
     @property
     def unwritten(self) -> int:
         """Bytes that are kept and that no store has, where there are stores."""
         kept = (node.data for node in self.radix_tree) if self.store is not None else ()
-        return sum(held.nbytes for held in kept if held and not held.stored and held.store_write is None)
+        return sum(entry.nbytes for entry in kept if entry and not entry.stored and entry.store_write is None)
 
     def drain(self) -> None:
         """Wait until nothing is under way, from the device or to the stores."""
@@ -549,14 +589,14 @@ class PrefixTree:
             with self.patient():
                 self.settle()
         if self.store is not None:
-            self.store.flush()
+            self.store.writes.flush()
             self.settle()
 
     def settle(self) -> None:
         """Take note of what has left the device, and of what the stores have by now."""
         self._land()
         self.shrink_host()
-        for store_write in () if self.store is None else self.store.finished():
+        for store_write in () if self.store is None else self.store.writes.finished():
             assert self.writer is not None
             for node in self.writer.finish(store_write):
                 self._changed(node)

@@ -61,15 +61,15 @@ class Node(Generic[D]):
 
 
 class Match(Generic[D]):
-    """How far a run of tokens goes into the radix tree.
+    """How far a run of ``tokens`` goes into the radix tree.
 
     ``nodes`` are those on the way, the last one possibly left in its middle; ``length`` tokens agree.
     """
 
-    __slots__ = ("length", "nodes")
+    __slots__ = ("length", "nodes", "tokens")
 
-    def __init__(self, nodes: list[Node[D]], length: int) -> None:
-        self.nodes, self.length = nodes, length
+    def __init__(self, tokens: Tokens, nodes: list[Node[D]], length: int) -> None:
+        self.tokens, self.nodes, self.length = tokens, nodes, length
 
     @property
     def inside(self) -> bool:
@@ -108,7 +108,7 @@ class RadixTree(Generic[D]):
                 length += common_length(child.tokens, tokens[length : length + child.tokens.size])
                 break
             length, node = child.end, child
-        return Match(nodes, length)
+        return Match(tokens, nodes, length)
 
     def add(self, parent: Node[D], tokens: Tokens, data: D | None = None) -> Node[D]:
         """A new child of ``parent``; its first token differs from those of the others."""

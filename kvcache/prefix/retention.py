@@ -71,10 +71,10 @@ class Retention:
     ranges: Sequence[TokenRange] = ()
 
     def __post_init__(self) -> None:
-        given = list(self.ranges)
-        if strange := [each for each in given if type(each) is not TokenRange]:
+        unsorted = list(self.ranges)
+        if strange := [each for each in unsorted if type(each) is not TokenRange]:
             raise InvalidRangeError(f"Retention: {strange[0]!r:.60}; a range must be a TokenRange")
-        ranges = sorted(given, key=lambda each: each.begin)
+        ranges = sorted(unsorted, key=lambda each: each.begin)
         if len(ranges) > 64:
             raise InvalidRangeError(f"Retention: {len(ranges)} ranges; there must be at most 64")
         for one, other in itertools.pairwise(ranges):
@@ -88,17 +88,17 @@ class Retention:
 
     def grants(self, begin: int, end: int, now: float) -> Grants:
         """What the tokens ``[begin, end)`` are granted; of several ranges, what each of them is."""
-        found: Grants = ()
+        granted: Grants = ()
         covered = 0
         for each in self.ranges:
             low, high = max(begin, each.begin), end if each.end is None else min(end, each.end)
             if low < high:
                 covered += high - low
                 if each.duration is None:
-                    found = merged(found, ((each.priority, math.inf),))
+                    granted = merged(granted, ((each.priority, math.inf),))
                 else:
-                    found = merged(found, ((each.priority, now + each.duration), *DEFAULT))
-        return found if covered == end - begin else merged(found, DEFAULT)
+                    granted = merged(granted, ((each.priority, now + each.duration), *DEFAULT))
+        return granted if covered == end - begin else merged(granted, DEFAULT)
 
 
 def check_retention(retention: object) -> None:
@@ -108,11 +108,11 @@ def check_retention(retention: object) -> None:
 
 def merged(one: Grants, other: Grants) -> Grants:
     """Both, highest first, without those that another one outdoes for as long."""
-    found: list[tuple[int, float]] = []
+    grants: list[tuple[int, float]] = []
     for priority, until in sorted({*one, *other}, reverse=True):
-        if not found or until > found[-1][1]:
-            found.append((priority, until))
-    return tuple(found)
+        if not grants or until > grants[-1][1]:
+            grants.append((priority, until))
+    return tuple(grants)
 
 
 def rank_of(grants: Grants, now: float) -> int:

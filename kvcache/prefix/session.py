@@ -1,24 +1,48 @@
-"""One conversation in a cache: its tokens, what is evaluated of them, and what is sure of that."""
+"""Conversations in a cache: their tokens, what is evaluated of them, and what is sure of that.
+
+A session is one conversation; OpenSessions is what they have in common: which sequence each has, and what is
+kept of it for others.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError, check_whole
+from kvcache.cache import (
+    CacheFullError,
+    ClosedError,
+    InvalidRangeError,
+    KVCacheError,
+    NotSupportedError,
+    SequenceLostError,
+    check_whole,
+    computed,
+)
 from kvcache.caches.one_thread import one_thread
-from kvcache.prefix.alphabet import EVERYONE, Alphabet, Tenant
-from kvcache.prefix.radix_tree import Node
+from kvcache.prefix.alphabet import EVERYONE, Tenant
+from kvcache.prefix.eviction import Evictor
+from kvcache.prefix.matcher import PrefixMatcher, Source, StoreLookup
+from kvcache.prefix.prefix_tree import Path, PrefixTree
+from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.retention import Retention
 from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.snapshots.schedule import REPLACED
+from kvcache.snapshots.snapshot import Snapshot
 
-__all__ = ["Lookup", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError", "Tokens"]
+__all__ = [
+    "Lookup", "OpenSessions", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError", "Tokens",
+]  # fmt: skip
+
+log = logging.getLogger("kvcache")
 
 Tokens = Sequence[int | bytes] | np.ndarray
 
@@ -53,10 +77,10 @@ class PrefixStats:
 
     def __repr__(self) -> str:
         parts = {name: getattr(self, name) for name in ("live", "device", "host", "store")}
-        told = ", ".join(f"{name}: {count}" for name, count in parts.items() if count)
+        sources = ", ".join(f"{name}: {count}" for name, count in parts.items() if count)
         rest = {name: getattr(self, name) for name in ("skipped", "spared")}
         more = "".join(f"; {name}: {count}" for name, count in rest.items() if count)
-        reused = f"reused: {self.reused}{f' ({told})' if told else ''}"
+        reused = f"reused: {self.reused}{f' ({sources})' if sources else ''}"
         return f"<PrefixStats, sessions: {self.sessions}; tokens: {self.tokens}, {reused}{more}>"
 
     @property
@@ -111,12 +135,12 @@ class Session:
     """
 
     def __init__(
-        self, owner: Any, seq: int, tokens: np.ndarray, cached: int, tenant: Tenant = EVERYONE
+        self, owner: OpenSessions, seq: int, tokens: np.ndarray, cached: int, tenant: Tenant = EVERYONE
     ) -> None:
-        """``owner``: the OpenSessions that share the cache with it."""
+        """``owner``: the sessions that share the cache with it."""
         self._owner = owner
         self._calls = owner.calls
-        self._alphabet: Alphabet = owner.alphabet
+        self._alphabet = owner.alphabet
         self.tenant = tenant
         self.seq = seq
         self.cached = cached
@@ -181,8 +205,7 @@ class Session:
 
     def foreign_pass(self) -> bool | None:
         """As PrefixCache.foreign_pass."""
-        found: bool | None = self._owner.foreign_pass()
-        return found
+        return self._owner.foreign_pass()
 
     @one_thread
     def extend(self, tokens: Tokens) -> None:
@@ -249,16 +272,16 @@ class Session:
 
     def _held(self) -> int:
         """How many tokens are in the cache, in all layers."""
-        held: int = self._owner.computed(self.seq)
-        return held if self.complete is None else min(held, self.complete())
+        evaluated = self._owner.computed(self.seq)
+        return evaluated if self.complete is None else min(evaluated, self.complete())
 
     def undo(self, take_back: Callable[[], object]) -> None:
         """Have a runtime take back a pass that failed, whose tokens it may evaluate again and keep."""
         self._notice()
         take_back()
         self._owner.rolled_back(self.seq)
-        held = self._held()
-        self._sure, self.kept = min(self._sure, held), min(self.kept, held)
+        evaluated = self._held()
+        self._sure, self.kept = min(self._sure, evaluated), min(self.kept, evaluated)
 
     def replaced(self) -> None:
         """The sequence holds other tokens now than the session's, or none."""
@@ -306,3 +329,247 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(True, None if kind is None else self._sure)
+
+
+class OpenSessions:
+    """Begins sessions in free sequences of the cache of ``tree``, rewinds and ends them.
+
+    ``interval`` is how far apart snapshots of content that is whole are taken in a prompt.
+    ``write_through``: what a session leaves is handed to the stores when it ends.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        evictor: Evictor,
+        lookup: StoreLookup,
+        interval: int,
+        stats: PrefixStats,
+        write_through: bool = False,
+    ) -> None:
+        self.alphabet = tree.alphabet
+        self.sessions: dict[int, Session] = {}
+        """By sequence."""
+        self.free = list(range(tree.cache.max_sequences))
+        self.matcher = PrefixMatcher(tree, self.sessions, lookup)
+        self._lookup = lookup
+        self._cache, self._tree, self._evictor = tree.cache, tree, evictor
+        self._interval, self._stats, self._write_through = interval, stats, write_through
+        self.calls = threading.RLock()
+        """Held by the thread that is in a call of the PrefixCache, or of a session."""
+        self.foreign_pass: Callable[[], bool | None] = getattr(tree.cache, "foreign_pass", lambda: False)
+        """Whether another thread is in the middle of a pass of the cache, if that tells."""
+
+    def begin(self, ids: np.ndarray, tenant: Tenant = EVERYONE) -> Session:
+        """A session over ``ids`` in a free sequence, which holds the longest prefix that can be had."""
+        seq = min(self.free)  # which depends on nothing but the ones that are in use
+        began = time.monotonic()
+        try:
+            with self._evictor.within_budgets():
+                cached = self._fill(seq, ids)
+                matching, origins = self.matcher.matching.seconds, dict(self.matcher.origins)
+                lookup = Lookup(began, matching, time.monotonic() - began - matching, origins)
+                self._schedule(seq, ids, cached, self.matcher.path.length)
+                self.rolled_back(seq)
+        except BaseException:
+            self._cache.cancel_snapshots(seq)
+            self._cache.remove(seq, 0)
+            raise
+        self.free.remove(seq)
+        session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
+        session.spared, session.lookup = self.matcher.spared, lookup
+        self._follow(session, self.matcher.path)
+        self._stats.add(int(ids.size), {**origins, "spared": session.spared})
+        return session
+
+    def _fill(self, seq: int, ids: np.ndarray) -> int:
+        """Have the sequence hold the longest prefix that can be had; returns its length.
+
+        What is kept lacks a layer that was first put after that: all of it goes, as it does for a prefix
+        whose first pass failed before its last layer.
+        """
+        cached = self.matcher.fill(seq, ids)
+        if cached and self.computed(seq) < cached:
+            log.warning("a layer was first put after tokens were kept that lack it; they are forgotten")
+            self._tree.clear()
+            cached = self.matcher.fill(seq, ids)
+            if cached and self.computed(seq) < cached:
+                self._cache.remove(seq, 0)
+                cached = 0
+        return cached
+
+    def forget_items(self) -> None:
+        """Let the alphabet forget what neither an open session nor the tree has."""
+        if self.alphabet.crowded:
+            nodes = (node.tokens for node in self._tree.radix_tree)
+            self.alphabet.forget([*nodes, *(session.encoded() for session in self.sessions.values())])
+
+    def computed(self, seq: int) -> int:
+        """How many tokens of a sequence are evaluated, in all layers."""
+        return computed(self._cache, seq)
+
+    def next_snapshot(self, seq: int) -> int | None:
+        """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
+        return self._cache.next_snapshot(seq)
+
+    def _schedule(self, seq: int, ids: np.ndarray, cached: int, parted: int) -> None:
+        """Snapshots of whole content; ``parted`` is where the prompt leaves what is kept."""
+        if self._tree.divisible:
+            return
+        others = (other.encoded() for other in self.sessions.values())
+        positions = positions_due(ids, cached, self._interval, parted, others)
+        if positions:
+            self._cache.schedule_snapshots(seq, positions)
+
+    def keep(self, session: Session) -> None:
+        """Let others start from the snapshots that were taken of an open session."""
+        seq, ids = session.seq, session.computed()
+        if self._tree.divisible or session.stale:
+            return
+        self._note_skipped(seq, int(ids.size))
+        pieces = [part for part in self._cache.take_snapshots(seq) if part.end <= ids.size]
+        if pieces:
+            with self._evictor.within_budgets():
+                path = self._tree.walk(ids[: pieces[-1].end], session.above(pieces[-1].end))
+                self._insert(session, path, pieces)
+                session.kept = pieces[-1].end
+                self._follow(session, path)
+
+    def _follow(self, session: Session, path: Path) -> None:
+        """What the next snapshot of a session follows stays where it is, as long as the session does."""
+        session.following.close()
+        session.point = None
+        if session.kept and not self._tree.divisible:
+            before = (node for node in reversed(path.nodes) if node.end <= session.kept)
+            session.point = next((node for node in before if node.parent is not None), None)
+            if session.point is not None and session.point.end == session.kept:
+                session.following.enter_context(self._tree.in_use([session.point]))
+
+    def _insert(self, session: Session, path: Path, pieces: Sequence[Snapshot]) -> None:
+        """Keep what a session holds of a path, for as long as it asks for."""
+        known = path.length
+        self._tree.insert(session.seq, path, pieces)
+        self._evictor.retainer.retain(path, known, session.retention)
+
+    def _pieces(self, session: Session, path: Path) -> list[Snapshot]:
+        """Snapshots of what is whole, which follow one another from what is kept of the session on."""
+        if self._tree.divisible:
+            return []
+        size, begin = int(path.tokens.size), session.kept
+        taken = [piece for piece in self._cache.take_snapshots(session.seq) if piece.end <= size]
+        if begin and self._tree.along(path)[0] < begin:  # what they would follow was evicted since
+            taken, begin = [piece for piece in taken if not piece.begin], 0
+        begin = taken[-1].end if taken else begin
+        if begin < size:
+            with contextlib.suppress(NotSupportedError):  # a window or a state that was rolled back is gone
+                taken.append(self._cache.snapshot(session.seq, begin, size))
+        return taken
+
+    def _note_skipped(self, seq: int, size: int) -> None:
+        """Count what could not be taken of the first ``size`` tokens, and say so the first time.
+
+        Behind them the sequence was cut, as by a context shift, and nothing is kept.
+        """
+        skipped = [end for end in self._cache.skipped_snapshots(seq) if end <= size]
+        if skipped and not self._stats.skipped:
+            log.warning(
+                "a batch of sequence %d passed %s, where snapshots were due: a recurrent state is that of a "
+                "batch's end, unless the model delivers those inside. Prompts that part at these positions "
+                "go on from earlier ones; end batches where session.chunks() and prefix.next_snapshot() say. "
+                "prefix.stats.skipped counts all such snapshots",
+                seq,
+                skipped,
+            )
+        self._stats.skipped += len(skipped)
+
+    def end(self, session: Session, keep: bool, upto: int | None) -> None:
+        """Free the sequence; with ``keep`` what it holds of the first ``upto`` tokens stays for others."""
+        seq, ids = session.seq, None
+        with self._evictor.within_budgets():
+            try:
+                if keep and not session.stale:
+                    evaluated = session.computed()
+                    self._note_skipped(seq, int(evaluated.size))
+                    ids = evaluated[:upto]
+                    path = self._tree.walk(ids, session.above(int(ids.size)))
+                    self._insert(session, path, self._pieces(session, path))
+            except SequenceLostError:
+                pass  # there is nothing to keep
+            finally:
+                session.following.close()
+                del self.sessions[seq]
+                self.free.append(seq)  # emptied now, or when it is used next
+                self._cache.cancel_snapshots(seq)
+                self._cache.remove(seq, 0)
+                if not self.sessions:
+                    self._lookup.unlearn()
+        self._tree.settle()
+        if self._write_through and ids is not None:
+            self._tree.write_on(ids)
+
+    def clear(self) -> None:
+        """Forget all that is kept. What open sessions hold by now is theirs, and nobody else's any more."""
+        self._tree.clear()
+        for session in self.sessions.values():
+            session.stale = True
+
+    def rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:
+        """Make the sequence hold ``ids``, or what it can go on from; returns where.
+
+        Up to ``trusted`` it holds them. A snapshot that reaches further than the cache itself is restored.
+        """
+        seq = session.seq
+        point = self._cache.resume_point(seq, min(trusted, self.computed(seq)))
+        if not self._tree.divisible and point < ids.size:
+            self.keep(session)
+            path = self._tree.walk(ids)
+            length, nodes = self._tree.along(path)
+            if length > point:
+                try:
+                    reached = self._restore_nearest(seq, path, Source(length, nodes=nodes))
+                except BaseException:  # it holds neither what it did nor what is asked for
+                    session.replaced()
+                    self._cache.remove(seq, 0)
+                    raise
+                session.kept = reached
+                self._follow(session, self._tree.walk(ids[:reached]))
+                self.rolled_back(seq)
+                return reached
+        self._cache.remove(seq, point)
+        self.rolled_back(seq)
+        return point
+
+    def _restore_nearest(self, seq: int, path: Path, source: Source) -> int:
+        """Restore along nodes; where one fails, along those that are left. Returns how far that went."""
+        self._cache.cancel_snapshots(seq)
+        with self._evictor.within_budgets():
+            try:
+                while not self.matcher.from_source(seq, path.tokens, source):
+                    path = self._tree.walk(path.tokens)
+                    length, nodes = self._tree.along(path)
+                    source = Source(length, nodes=nodes)
+            except CacheFullError:  # others hold the cells: there is nothing left to go on from
+                self._cache.remove(seq, 0)
+                source = Source()
+            self._tree.touch(path, source.length)
+            self._schedule(seq, path.tokens, source.length, path.length)
+        return source.length
+
+    def rolled_back(self, seq: int) -> int | None:
+        """The lowest position that was taken out of the cache since the last call."""
+        return self._cache.rolled_back(seq)
+
+
+def positions_due(
+    ids: np.ndarray, cached: int, interval: int, parted: int, others: Iterable[np.ndarray]
+) -> list[int]:
+    """Where snapshots of a prompt are worth taking: where prompts part, at intervals, before the last token.
+
+    ``parted`` is where it leaves what is kept, ``others`` are the tokens of open sessions; the first
+    ``cached`` of ``ids`` are evaluated already.
+    """
+    last = int(ids.size) - 1
+    first = cached - cached % interval + interval
+    wanted = {last, parted, *range(first, last, interval)}
+    wanted |= {common_length(other, ids) for other in others}
+    return sorted(position for position in wanted if cached < position <= last)

@@ -7,9 +7,9 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from kvcache.offload.tiers import StoreTier, StoreWrite
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.radix_tree import Node, RadixTree
+from kvcache.prefix.tiers import StoreTier, StoreWrite
 from kvcache.prefix.tree_entry import TreeEntry, span_of
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.stores import Chain, Keys, SerializedSnapshot
@@ -63,15 +63,15 @@ class StoreWriter:
         assert node.data is not None
         if node.data.stored or node.data.store_write is not None:
             return
-        if self._patient or self._store.has_room(serialized.nbytes):
+        if self._patient or self._store.writes.has_room(serialized.nbytes):
             self.submit(node, serialized)
         elif not self.behind:
             self.behind = True
             log.warning(
                 "the stores take less than is to be written: %d bytes wait, of at most backlog=%d; what is "
                 "evicted meanwhile is computed again",
-                self._store.waiting,
-                self._store.backlog,
+                self._store.writes.waiting,
+                self._store.writes.backlog,
             )
 
     def write_all(self, nodes: Iterable[Node[TreeEntry]], limit: float = math.inf) -> bool:
@@ -97,19 +97,19 @@ class StoreWriter:
         """Whether all of these were looked at, and whether something of them is left to be written."""
         total, left = 0, False
         for node in nodes:
-            held = node.data
-            if held is None or held.stored or held.store_write is not None or held.tried == self._round:
+            kept = node.data
+            if kept is None or kept.stored or kept.store_write is not None or kept.tried == self._round:
                 continue
-            source = held.serialized or held.snapshot
-            room = self._patient or source is None or self._store.has_room(source.nbytes)
+            source = kept.serialized or kept.snapshot
+            room = self._patient or source is None or self._store.writes.has_room(source.nbytes)
             if total >= limit or not room:
                 return False, True
-            held.tried = self._round
-            serialized = self._serialized(held)
+            kept.tried = self._round
+            serialized = self._serialized(kept)
             if serialized is not None:
                 total += serialized.nbytes
                 self.write(node, serialized)
-            left |= held.leaving is not None
+            left |= kept.leaving is not None
         return True, left
 
     def submit(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
@@ -119,7 +119,7 @@ class StoreWriter:
         entries = ((chain.at(end), part) for end, part in self._cut(serialized))
         paths = [[chain.at(end) for end in ends] for ends in self._paths(node)]
         store_write = StoreWrite(entries, serialized, node, paths=paths)
-        self._store.submit(store_write)
+        self._store.writes.submit(store_write)
         node.data.store_write, node.data.writing = store_write, serialized
 
     def finish(self, store_write: StoreWrite) -> Iterator[Node[TreeEntry]]:
@@ -132,11 +132,11 @@ class StoreWriter:
         self._lost = store_write.failed
         for node in (store_write.owner, *store_write.parted):
             assert isinstance(node, Node)
-            held: TreeEntry | None = node.data
-            if held is not None and held.store_write is store_write:
+            kept: TreeEntry | None = node.data
+            if kept is not None and kept.store_write is store_write:
                 whole = node is store_write.owner or node.end % self._keys.block_size == 0
-                held.stored = whole and not store_write.failed
-                held.store_write = held.writing = None
+                kept.stored = whole and not store_write.failed
+                kept.store_write = kept.writing = None
                 yield node
 
     def gone(self, tree: RadixTree[TreeEntry]) -> Iterator[Node[TreeEntry]]:

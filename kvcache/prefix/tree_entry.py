@@ -8,23 +8,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvcache.offload.tiers import StoreWrite
-from kvcache.offload.worker import OffloadJob
 from kvcache.prefix.events import DEVICE, HOST, STORAGE
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retention import DEFAULT_PRIORITY, Grants
+from kvcache.prefix.tiers import StoreWrite
+from kvcache.prefix.worker import OffloadJob
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
 __all__ = [
     "Chain",
+    "Priority",
     "TreeEntry",
     "chain_of",
     "content_of",
     "in_cells",
     "is_present",
     "is_restored",
+    "priority_of",
     "span_of",
     "tenant_of",
 ]
@@ -57,8 +59,6 @@ class TreeEntry:
     """When the retainer looks at its grants next."""
     tenant: str = ""
     """The salt of whose it is; "": everyone's."""
-    nbytes: int = 0
-    """Of the snapshot, in the tier where it was last kept."""
     used: int = 0
     """The time of its last use, on the tree's clock."""
     end_used: int = 0
@@ -75,6 +75,15 @@ class TreeEntry:
         return self.serialized or self.writing
 
     @property
+    def nbytes(self) -> int:
+        """Of its content, where that is to be had soonest; 0 for none."""
+        if self.snapshot is not None:
+            return self.snapshot.nbytes
+        if self.leaving is not None:
+            return self.leaving.nbytes
+        return 0 if self.host is None else self.host.nbytes
+
+    @property
     def media(self) -> frozenset[str]:
         """Where it is, as events name it; what is on its way from the device is in host memory.
 
@@ -82,8 +91,8 @@ class TreeEntry:
         """
         below = self.serialized is not None or self.leaving is not None
         below |= self.store_write is not None and self.snapshot is None
-        found = ((DEVICE, self.snapshot is not None), (HOST, below), (STORAGE, self.stored))
-        return frozenset(medium for medium, there in found if there)
+        places = ((DEVICE, self.snapshot is not None), (HOST, below), (STORAGE, self.stored))
+        return frozenset(medium for medium, there in places if there)
 
     @property
     def tier(self) -> str:
@@ -95,6 +104,17 @@ class TreeEntry:
         if self.leaving is not None:
             return "leaving"
         return "none" if self.store_write is None else "writing"
+
+
+Priority = tuple[int, int, int]
+"""(rank, time of the last use, minus depth): the smallest goes first."""
+
+
+def priority_of(node: Node[TreeEntry]) -> Priority:
+    """Where a node stands in the order of every tier: the lowest rank goes first, then the least recently
+    used, then the deepest, as what leads to a node was used whenever the node was."""
+    entry = node.data
+    return (0, 0, 0) if entry is None else (entry.rank, entry.used, -node.end)
 
 
 def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
@@ -110,18 +130,18 @@ def tenant_of(node: Node[TreeEntry]) -> str:
     return "" if node.data is None else node.data.tenant
 
 
-def content_of(held: TreeEntry) -> Snapshot | SerializedSnapshot:
+def content_of(entry: TreeEntry) -> Snapshot | SerializedSnapshot:
     """Where a node's content is to be had soonest."""
-    if held.snapshot is not None:
-        return held.snapshot
-    if held.leaving is not None:
-        return held.leaving.content()
-    assert held.host is not None
-    return held.host
+    if entry.snapshot is not None:
+        return entry.snapshot
+    if entry.leaving is not None:
+        return entry.leaving.content()
+    assert entry.host is not None
+    return entry.host
 
 
-def in_cells(held: TreeEntry) -> bool:
-    return held.snapshot is not None and held.snapshot.holds_cells
+def in_cells(entry: TreeEntry) -> bool:
+    return entry.snapshot is not None and entry.snapshot.holds_cells
 
 
 def is_restored(node: Node[TreeEntry]) -> bool:
@@ -151,10 +171,10 @@ class Chain:
 
     def add(self, node: Node[TreeEntry]) -> bool:
         """Whether the node's snapshot can be had."""
-        held = node.data
-        if held is None or (held.snapshot is None and not held.present):
+        entry = node.data
+        if entry is None or (entry.snapshot is None and not entry.present):
             return False
-        begin, before = held.begin, -1
+        begin, before = entry.begin, -1
         if begin > self._start:
             before = len(self._ends) - 1
             if before < 0 or self._ends[before] < begin:
@@ -167,9 +187,9 @@ class Chain:
 
     def nodes(self) -> tuple[Node[TreeEntry], ...]:
         """Those that lead to the last one that can be had, and it."""
-        found: list[Node[TreeEntry]] = []
+        nodes: list[Node[TreeEntry]] = []
         at = len(self._reached) - 1
         while at >= 0:
             node, at = self._reached[at]
-            found.append(node)
-        return tuple(found[::-1])
+            nodes.append(node)
+        return tuple(nodes[::-1])

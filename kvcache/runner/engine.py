@@ -30,12 +30,12 @@ from kvcache.cache import (
     SequenceLostError,
     SnapshotCache,
 )
-from kvcache.offload.break_even import BreakEven
-from kvcache.offload.tiers import HostTier
+from kvcache.caches.turns import Turns, in_turn
 from kvcache.prefix.alphabet import Tenant
+from kvcache.prefix.break_even import BreakEven
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.retention import Retention, check_retention
-from kvcache.prefix.turns import Turns, in_turn
+from kvcache.prefix.tiers import HostTier
 from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft, DraftsInCache
 from kvcache.runner.errors import RequestError, RunnerError

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvcache.cache import SnapshotCache
-from kvcache.prefix.turns import Turns
+from kvcache.caches.turns import Turns
 from kvcache.runner.drafts import Draft
 from kvcache.runner.engine import Engine, EngineEvent
 from kvcache.runner.errors import RequestError, RunnerError

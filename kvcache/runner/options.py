@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import ml
 from kvcache.cache import CacheDType
-from kvcache.prefix.tenant_budget import TenantBudget
+from kvcache.prefix.eviction_queue import TenantBudget
 from kvcache.runner.config import ModelConfig
 from kvcache.runner.errors import RequestError, check_whole
 

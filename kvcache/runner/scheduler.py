@@ -9,8 +9,8 @@ import numpy as np
 
 from kvcache.cache import Batch
 from kvcache.caches.branches import Mark
-from kvcache.offload.prefetch import Prefetch
 from kvcache.prefix.alphabet import EVERYONE, Tenant
+from kvcache.prefix.prefetch import Prefetch
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.radix_tree import common_length
 from kvcache.prefix.retention import Retention

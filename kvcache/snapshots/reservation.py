@@ -1,7 +1,7 @@
 """Memory of a cache for what is about to be put there: free cells, held until they are filled.
 
 The snapshot that comes of it shares its cells with the sequence that restores it, so that every byte is
-read to where it will lie, and copied no further (see kvcache.offload.direct_load).
+read to where it will lie, and copied no further (see kvcache.prefix.loading).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from kvcache.stores.errors import StoreValueError
 
 __all__ = [
     "AdvisedStore",
+    "MappedStore",
     "Reader",
     "ReadingStore",
     "SnapshotStore",
@@ -122,6 +123,17 @@ class ReadingStore(Protocol):
         """The entry's bytes, to be read on the way; None: not there, or no longer whole.
 
         They stay what they are when the entry is evicted meanwhile.
+        """
+
+
+@runtime_checkable
+class MappedStore(Protocol):
+    """What a store may offer besides: an entry's bytes in place."""
+
+    def view(self, key: str) -> memoryview | None:
+        """The entry's bytes, read-only and not copied; None: not there. A hit, as ``get_into`` is.
+
+        The view stays good when the entry is evicted. Raises SnapshotCorruptError as ``get_into``.
         """
 
 

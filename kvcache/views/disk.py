@@ -54,7 +54,8 @@ def look_at_store(
             f"inspect: {path} is not a store: {LOCK} is missing or has another format"
         )
     try:
-        files, changing = _scan(path / PAGES), len(os.listdir(path / CHANGING))  # noqa: PTH208
+        files, changing = _scan(path / PAGES), path / CHANGING
+        writing = len(os.listdir(changing)) if changing.is_dir() else 0  # noqa: PTH208
     except OSError as error:
         raise StoreUnavailableError(f"inspect: {path}: {error.strerror or error}") from error
     shown = sorted(files, key=lambda stem: (-files[stem].st_mtime, stem))[: max(0, entries)]
@@ -66,7 +67,7 @@ def look_at_store(
         if progress is not None:
             progress(done, total)
     nbytes = sum(map(_nbytes, files.values()))
-    return StorePicture(printable(str(path)), len(files), nbytes, budget, tuple(views), changing)
+    return StorePicture(printable(str(path)), len(files), nbytes, budget, tuple(views), writing)
 
 
 def _scan(pages: Path) -> dict[str, os.stat_result]:

@@ -147,7 +147,7 @@ class _Look:
             return NodeView(parent, depth, node.begin, node.end, text, (), 0, hidden=hidden)
         age = max(0.0, self.now - held.since)
         later = len(self.uses) - bisect.bisect_right(self.uses, held.used)
-        tiers, nbytes, first = _tiers_of(held), _bytes_of(held), node is self.first
+        tiers, nbytes, first = _tiers_of(held), held.nbytes, node is self.first
         return NodeView(parent, depth, node.begin, node.end, text, tiers, nbytes, age, later, first, hidden)
 
 
@@ -166,21 +166,13 @@ def _tiers_of(held: TreeEntry) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _bytes_of(held: TreeEntry) -> int:
-    if held.snapshot is not None:
-        return held.snapshot.nbytes
-    if held.leaving is not None:
-        return held.leaving.nbytes
-    return 0 if held.host is None else held.host.nbytes
-
-
 def _tiers(prefix: PrefixCache) -> list[TierView]:
     tree = prefix.tree
     found = [TierView("device", tree.device.nbytes, tree.device.budget, len(tree.device))]
     if tree.host is not None:
         found.append(TierView("host", tree.host.nbytes, tree.host.budget, len(tree.host)))
     if tree.store is not None:
-        found.append(TierView("writing", tree.store.waiting, tree.store.backlog, None))
+        found.append(TierView("writing", tree.store.writes.waiting, tree.store.writes.backlog, None))
         for store in tree.store.stores:
             where = getattr(store, "path", "")
             note = printable(f"{type(store).__name__} {where}".strip())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -11,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.offload.break_even import BreakEven, Link
-from kvcache.runner import engine as engine_module
+from kvcache.prefix.break_even import BreakEven, Link
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.errors import RequestError
 from kvcache.runner.requests import Finished, GenerationOptions, Started
@@ -201,7 +199,7 @@ def test_whatever_comes_and_goes_while_pages_are_read_every_answer_is_that_of_it
     store = kept(model, prompts[:3])
     room = rnd.choice([3000, 20000, 1 << 20])
     with engine_of(model, tiers=[store], max_sequences=2, read_ahead=room, backlog=room, **SIZES) as engine:
-        assert engine.prefix.tree.store.backlog == room
+        assert engine.prefix.tree.store.writes.backlog == room
         waiting = rnd.sample(prompts, len(prompts))
         asked: dict[int, list[int]] = {}
         events: list[Any] = []
@@ -229,8 +227,9 @@ def test_what_computing_is_faster_for_is_told_when_the_request_starts(
     small: Any, monkeypatch: pytest.MonkeyPatch, fetch: str, found: tuple[int, int]
 ) -> None:
     (prompt,) = turns(1)
-    slow = functools.partial(BreakEven, link=Link(1.0), bytes_per_token=1000, tokens_per_second=1e6)
-    monkeypatch.setattr(engine_module, "BreakEven", slow)
+    monkeypatch.setattr(BreakEven, "link", lambda self, store: Link(1.0))
+    monkeypatch.setattr(BreakEven, "bytes_per_token", 1000)
+    monkeypatch.setattr(BreakEven, "tokens_per_second", 1e6)
     store = kept(small, [prompt[:-1]])
     store.threads.clear()
     with engine_of(small, tiers=[store], fetch=fetch, **SIZES) as engine:

@@ -15,8 +15,8 @@ pytest.importorskip("starlette")
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvcache.offload.tiers import HostTier
-from kvcache.prefix.tenant_budget import TenantBudget
+from kvcache.prefix.eviction_queue import TenantBudget
+from kvcache.prefix.tiers import HostTier
 from kvcache.runner.drafts import ModelDraft
 from kvcache.runner.engine import Engine, EngineOptions
 from kvcache.runner.loading import bundled_model

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
-from kvcache.offload.tiers import HostTier
+from kvcache.prefix.tiers import HostTier
 from kvcache.runner.engine import EngineOptions
 from kvcache.runner.loading import bundled_model
 from kvcache.runner.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, StoreError
 from kvcache.stores.composing import digest_of
 from kvcache.stores.protocol import Reader

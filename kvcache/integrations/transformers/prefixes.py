@@ -14,6 +14,7 @@ import torch
 
 import ml
 from kvcache import InvalidRangeError, KVCacheError, NotSupportedError
+from kvcache.caches.turns import Turns, in_turn
 from kvcache.integrations.conversations import Conversation, SharedPrefixes
 from kvcache.integrations.transformers.adapters import Adapters
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
@@ -22,9 +23,8 @@ from kvcache.integrations.transformers.cache import HFCache, cache_argument, gen
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.places import device_of, layer_devices
 from kvcache.integrations.transformers.rope import check_rotation, rotation_limit
-from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import PrefixCache, Session
-from kvcache.prefix.turns import Turns, in_turn
+from kvcache.prefix.tiers import HostTier
 from kvcache.snapshots.layer_shapes import Layers, layers_of_cache
 from kvcache.stores import Part
 

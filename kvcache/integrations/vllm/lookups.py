@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.work import Workers
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.tiers import StoreTier
 
 __all__ = ["Lookups", "PageKeys", "stored_pages"]
 

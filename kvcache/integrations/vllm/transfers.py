@@ -23,7 +23,7 @@ from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.pages import PageFormat
 from kvcache.integrations.vllm.steps import PageLoad, PageSave, Report, Step
 from kvcache.integrations.vllm.work import Workers
-from kvcache.offload.tiers import StoreTier, StoreWrite
+from kvcache.prefix.tiers import StoreTier, StoreWrite
 from kvcache.stores import SnapshotCorruptError
 
 __all__ = ["Copied", "DeviceBlocks", "Transfers"]
@@ -80,8 +80,8 @@ class _Loading:
 class Transfers:
     """Loads by ``threads`` threads, one page each in host memory; saves through the tier's own thread.
 
-    At most ``tier.backlog`` bytes of pages wait to be written (one page always may). Called by the thread
-    that runs vLLM's steps.
+    At most ``tier.writes.backlog`` bytes of pages wait to be written (one page always may). Called by the
+    thread that runs vLLM's steps.
     """
 
     def __init__(
@@ -193,22 +193,24 @@ class Transfers:
         while True:
             self.settle()
             held = self._held()
-            if not held or held + self._pages.nbytes <= self._tier.backlog:
+            if not held or held + self._pages.nbytes <= self._tier.writes.backlog:
                 return True
             if time.monotonic() >= until:
                 return False
             time.sleep(POLL)
 
     def _held(self) -> int:
-        return len(self._copying) * self._pages.nbytes + self._tier.waiting
+        return len(self._copying) * self._pages.nbytes + self._tier.writes.waiting
 
     def settle(self) -> None:
         """Hand over what the device has copied, and note what was written."""
-        while self._copying and self._copying[0][1].ready() and self._tier.has_room(self._pages.nbytes):
+        while (
+            self._copying and self._copying[0][1].ready() and self._tier.writes.has_room(self._pages.nbytes)
+        ):
             page, copied = self._copying.popleft()
             packed = self._pages.pack(page.begin, copied.arrays)
-            self._tier.submit(StoreWrite([(page.keys[self._rank], packed)], packed, page.keys[0]))
-        for write in self._tier.finished():
+            self._tier.writes.submit(StoreWrite([(page.keys[self._rank], packed)], packed, page.keys[0]))
+        for write in self._tier.writes.finished():
             (self._report.failed if write.failed else self._report.stored).add(str(write.owner))
             self._counters.add("pages_refused" if write.failed else "pages_stored")
             if not write.failed:

@@ -17,7 +17,7 @@ from kvcache.integrations.sglang.host_pages import FlatPages, HostPages, pages_o
 from kvcache.integrations.sglang.identity import identity_of_server, share_of
 from kvcache.integrations.sglang.options import StorageOptions
 from kvcache.integrations.sglang.page_store import PageKind, PageStore
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.tiers import StoreTier
 from kvcache.runner.errors import ModelError
 from kvcache.stores import MemoryStore, SerializedSnapshot, StoreUnavailableError, pack
 

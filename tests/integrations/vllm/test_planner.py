@@ -48,7 +48,7 @@ def run(engine: Engine, *prompts: list[int], answer: int = 3, **named: Any) -> i
         engine.add(Request(f"{before}-{number}", [*prompt], answer, **named))
     engine.run()
     for tier in engine.tiers:
-        tier.flush()
+        tier.writes.flush()
     engine.step()
     return engine.computed - before
 
@@ -279,7 +279,7 @@ def test_random_requests(seed: int) -> None:
             for _ in range(chance.randrange(4)):
                 engine.step()
                 for tier in engine.tiers:
-                    tier.flush()
+                    tier.writes.flush()
             if engine.requests and chance.random() < 0.2:
                 engine.finish(chance.choice(engine.requests))
             running = [one for one in engine.requests if one.state == "running"]

@@ -18,7 +18,7 @@ from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.steps import PageLoad, PageSave, Report, Step
 from kvcache.integrations.vllm.transfers import Transfers
 from kvcache.integrations.vllm.work import Workers
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import (
     MemoryStore,
     SerializedSnapshot,
@@ -91,7 +91,7 @@ def arrived(transfers: Transfers, *ended: str) -> set[str]:
 def store_pages(transfers: Transfers, *pages: Sequence[int]) -> None:
     """Save pages, and wait until they are written."""
     transfers.save(saves(*pages))
-    transfers._tier.flush()
+    transfers._tier.writes.flush()
 
 
 def told(transfers: Transfers) -> Report:

@@ -23,7 +23,7 @@ from kvcache.integrations.vllm.planner import Planner
 from kvcache.integrations.vllm.steps import Report, Step
 from kvcache.integrations.vllm.transfers import Transfers
 from kvcache.integrations.vllm.work import Workers
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import SnapshotStore
 
 BLOCK, PAGE = 4, 8

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -546,3 +547,52 @@ def test_a_state_that_is_taken_back_is_taken_anew(states: MakeStates, how: str) 
     assert r.restore(0, 0)
     assert r.restore(0, 1)
     r.drain()
+
+
+# Beside other caches than RecurrentCache has, and alone.
+
+
+def add_up(states: kvcache.StateCache, cache: Any, ctx: ml.Context, seq: int, numbers: Sequence[int]) -> None:
+    """A pass of a layer that sums what it sees."""
+    begin = cache.offset(seq)
+    cache.start_forward(ctx, Batch(range(begin, begin + len(numbers)), [seq] * len(numbers)))
+    total = states.state(ctx, "sum", 0)
+    states.update_state(ctx, "sum", total.add(ctx, ctx.full((1, 1), float(sum(numbers)), DType.F32)), 0)
+
+
+def test_states_alone_take_no_cells_and_no_keys(backend: ml.Backend, ctx: ml.Context) -> None:
+    cache = bound(kvcache.StateCache(SUM, checkpoints=0), backend, 2, 4, 4)
+    tokens = list(range(1, 10))  # more than its capacity, which bounds tokens that take room
+    with kvcache.PrefixCache(cache, tiers=[kvcache.HostTier()], interval=4) as prefix:
+        with prefix.begin(tokens) as session:
+            for part in session.chunks(4):
+                add_up(cache, cache, ctx, session.seq, part)
+            row = ctx.zeros((1, 1, 4), DType.F32)
+            for call in (
+                lambda: cache.put(ctx, row, row),
+                lambda: cache.get(ctx),
+                lambda: cache.attend(ctx, row, 1.0),
+            ):
+                with pytest.raises(kvcache.NotSupportedError, match="StateCache keeps states"):
+                    call()
+        prefix.evict()
+        with prefix.begin([*tokens, 10]) as session:
+            assert session.cached == 9
+            add_up(cache, cache, ctx, session.seq, [10])
+            assert cache.snapshot(session.seq).states["sum", 0].to_numpy() == 55
+
+
+def test_states_beside_a_window_follow_it_and_it_follows_them(backend: ml.Backend, ctx: ml.Context) -> None:
+    window, states = kvcache.SlidingWindowCache(2, memory=8), kvcache.StateCache(SUM, 4, 2)
+    cache = bound(kvcache.WrapperCache(window, states), backend, 2, 32, 8)
+    for numbers in ([1, 2], [3, 4], [5, 6]):
+        add_up(states, cache, ctx, 0, numbers)
+    assert (states.checkpoints(0), cache.resume_point(0, 5)) == ((2, 4), 4)
+    mark = branches.mark(cache, 0)
+    add_up(states, cache, ctx, 0, [7])
+    branches.rollback(cache, 0, 6, mark)
+    assert cache.offset(0) == window.offset(0) == 6
+    cache.remove(0, 5)
+    assert [part.offset(0) for part in (cache, window, states)] == [4, 4, 4]
+    add_up(states, cache, ctx, 0, [8])
+    assert states.snapshot(0).states["sum", 0].to_numpy() == 1 + 2 + 3 + 4 + 8

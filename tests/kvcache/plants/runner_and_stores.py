@@ -112,10 +112,6 @@ BUGS: dict[str, list[Bug]] = {
     ],
     "tests/kvcache/stores/test_suite.py::TestFileStore": [
         ("stores.streams:check_digest", "a_damaged_entry_is_reported", NOTHING),
-        ("stores.file:FileStore._drop", "a_damaged_entry_is_reported", NOTHING),
-        ("stores.folder:Folder.touch", "bytes_and_recency_are_known", NOTHING),
-        ("stores.index:Index._last_used", "eviction[reading", always(0)),
-        ("stores.file:FileStore._used", "eviction[of a chain", lambda f, self, keys: f(self, [*keys][::-1])),
     ],
     "tests/engine/test_prefetch.py": [
         ("runner.scheduler:Request.release", "what_was_read_for_a_request_that", NOTHING),

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvcache.cache import InvalidRangeError
-from kvcache.offload.break_even import BreakEven, Link
+from kvcache.prefix.break_even import BreakEven, Link
 
 from .rigs.conversing import LONG, Rig, Talk, some_caches
 from .rigs.stores import Clock, LinkedStore, stored
@@ -55,9 +55,15 @@ def test_what_is_not_measured_is_asked() -> None:
 
 
 def test_fetching_pays_from_where_both_take_as_long(clock: Clock) -> None:
-    found = BreakEven(
-        link=Link(10_000, latency=1.0), bytes_per_token=100, tokens_per_second=50, slack=0.0, clock=clock
-    )
+    found = BreakEven(slack=0.0, clock=clock)
+    found.sized(100, 1)
+    found.computed(50, 1.0)
+    for seconds in (5.0, 1.0):  # the first look-up connects
+        with found.looking(STORE):
+            clock.now += seconds
+    with found.reading(STORE) as read:
+        read.nbytes = 10_000
+        clock.now += 2.0
     decisions = {tokens: found.decide(STORE, tokens) for tokens in (1, 99, 100, 101, 10_000)}
     assert {tokens: one.fetch for tokens, one in decisions.items()} == {
         1: False, 99: False, 100: True, 101: True, 10_000: True,
@@ -82,8 +88,8 @@ def test_a_store_can_be_asked_whatever_it_takes(clock: Clock) -> None:
     assert measured(clock, always=True).decide(STORE, 10**6).reason == "always"
 
 
-def test_measured_values_replace_assumed_ones_and_follow_what_changes(clock: Clock) -> None:
-    found = measured(clock, link=Link(1.0), bytes_per_token=1e9, tokens_per_second=1e9)
+def test_measured_values_follow_what_changes(clock: Clock) -> None:
+    found = measured(clock)
     assert link_of(found) == pytest.approx((10_000, 0.1))
     for _ in range(40):
         with found.reading(STORE) as read:
@@ -132,18 +138,15 @@ def test_a_store_that_takes_no_weak_reference_keeps_its_measurements_to_itself(c
         assert found.link(object()) is None
 
 
-def test_short_passes_say_how_fast_tokens_are_computed_at_least() -> None:
+def test_short_passes_do_not_say_how_fast_prompts_are_computed() -> None:
     found = BreakEven()
-    for tokens, seconds, known in ((8, 1.0, 8), (1, 1.0, 8), (9, 1.0, 9), (32, 4.0, 8), (9, 0.1, 8)):
+    for tokens, seconds, known in ((31, 1.0, None), (32, 4.0, 8), (9, 0.1, 8), (0, 1.0, 8), (64, 0.0, 8)):
         found.computed(tokens, seconds)
         assert found.tokens_per_second == known
-    found.computed(0, 1.0)
-    found.computed(64, 0.0)
-    assert found.tokens_per_second == 8
 
 
 def test_the_call_that_connects_and_those_that_fail_tell_nothing(clock: Clock) -> None:
-    found = BreakEven(clock=clock, link=Link(5.0, 0.25))
+    found = BreakEven(clock=clock)
     with found.looking(STORE):
         clock.now += 50.0
     with pytest.raises(ConnectionError), found.looking(STORE):
@@ -152,7 +155,7 @@ def test_the_call_that_connects_and_those_that_fail_tell_nothing(clock: Clock) -
     with pytest.raises(ConnectionError), found.reading(STORE):
         clock.now += 50.0
         raise ConnectionError
-    assert found.link(STORE) == Link(5.0, 0.25)
+    assert found.link(STORE) is None
 
 
 def test_a_store_that_is_not_asked_is_probed_at_intervals(clock: Clock) -> None:
@@ -169,15 +172,11 @@ def test_a_store_that_is_not_asked_is_probed_at_intervals(clock: Clock) -> None:
     [
         ({"slack": -1.0}, "slack=-1.0; it must be at least 0"),
         ({"probe_every": 0.0}, "probe_every=0.0; it must be above 0"),
-        ({"bytes_per_token": 0.0}, "bytes_per_token=0.0"),
-        ({"tokens_per_second": -3.0}, "tokens_per_second=-3.0"),
     ],
 )
 def test_values_that_cannot_be_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(InvalidRangeError, match=message):
         BreakEven(**options)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRangeError, match="bytes_per_second=0"):
-        Link(0)
 
 
 # In a PrefixCache.

@@ -9,8 +9,8 @@ import threading
 import numpy as np
 import pytest
 
-from kvcache.offload import buffer_pool
-from kvcache.offload.buffer_pool import Lender, Loan
+from kvcache.prefix import tiers
+from kvcache.prefix.tiers import Lender, Loan
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -51,12 +51,12 @@ def test_a_loan_that_needs_other_memory_gives_back_what_it_had() -> None:
 
 
 def test_no_more_is_kept_than_a_few_buffers_of_moderate_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_pool, "LARGEST", 100)
+    monkeypatch.setattr(tiers, "LARGEST", 100)
     lender = Lender()
-    buffers = [np.empty(100, np.uint8) for _ in range(buffer_pool.KEPT + 2)]
+    buffers = [np.empty(100, np.uint8) for _ in range(tiers.KEPT + 2)]
     for buffer in (*buffers, np.empty(101, np.uint8)):
         lender.put_back(buffer)
-    kept = [lender.take(100) for _ in range(buffer_pool.KEPT)]
+    kept = [lender.take(100) for _ in range(tiers.KEPT)]
     assert [any(buffer is one for one in kept) for buffer in buffers] == [False] * 2 + [True] * len(kept)
 
 

@@ -24,8 +24,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 import ml
 from kvcache.cache import CacheDType, CacheFullError, SequenceLostError
 from kvcache.caches import branches
-from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import SessionLimitError, SessionReplacedError
+from kvcache.prefix.tiers import HostTier
 from kvcache.stores import FileStore, SnapshotCorruptError, StoreFullError, StoreUnavailableError
 from ml import DType
 
@@ -397,7 +397,7 @@ class Conversations(Machine):
         """Bytes flipped, files cut or gone."""
         rnd = random.Random(seed)
         self.reliable = False
-        self.rig.tier.flush()
+        self.rig.tier.writes.flush()
         if self.memory is not None and not self.memory.every:
             for key in sorted(self.memory._entries or {}):
                 if rnd.random() < 0.3:

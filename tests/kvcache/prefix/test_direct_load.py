@@ -19,7 +19,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import CacheDType, HostTier
-from kvcache.offload import direct_load
+from kvcache.prefix import loading
 from kvcache.storage.cell_table import CellTable
 from kvcache.stores import FileStore, MemoryStore, SerializedSnapshot, StoreUnavailableError, pack, unpack
 from ml import DType, Layout
@@ -52,7 +52,7 @@ def backends() -> Iterator[Backends]:
 @pytest.fixture(params=["runs", "crumbs"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether bytes are read to where they belong, or in pieces that are copied there."""
-    monkeypatch.setattr(direct_load, "RUN", 1 if request.param == "runs" else 1 << 30)
+    monkeypatch.setattr(loading, "RUN", 1 if request.param == "runs" else 1 << 30)
     return str(request.param)
 
 
@@ -310,7 +310,7 @@ def test_a_snapshot_in_host_memory_and_the_beginning_of_one_go_straight_too(
     r.keep(TOKENS)
     r.prefix.evict()
     assert r.prefix.nbytes["device"] == 0
-    monkeypatch.setattr(direct_load, "deserialize", None)
+    monkeypatch.setattr(loading, "deserialize", None)
     assert r.keep(TOKENS) == r.prefix.stats.host == 29
     r.prefix.evict()
     assert r.keep([*TOKENS, 99]) == 30
@@ -324,10 +324,10 @@ def test_a_snapshot_is_restored_behind_what_is_there_or_in_its_place(backends: B
     serialized = kvcache.serialize(fresh.backend, fresh.cache.snapshot(0, 8, 30))
     r.evaluate(1, [], [*range(40, 64)])
     r.evaluate(0, [], TOKENS[:8])
-    assert direct_load.restore_serialized(r.cache, 0, [serialized])
-    assert not direct_load.restore_serialized(r.cache, 2, [serialized]), "what comes before it is not there"
+    assert loading.restore_serialized(r.cache, 0, [serialized])
+    assert not loading.restore_serialized(r.cache, 2, [serialized]), "what comes before it is not there"
     r.evaluate(2, [], TOKENS[:20])
-    assert direct_load.restore_serialized(r.cache, 2, [serialized], target=25)
+    assert loading.restore_serialized(r.cache, 2, [serialized], target=25)
     r.evaluate(0, TOKENS, [98])
     r.evaluate(2, TOKENS[:25], [99])
 
@@ -353,5 +353,5 @@ def test_a_header_in_another_order_is_read_as_well(backend: ml.Backend) -> None:
     fresh.evaluate(0, [], TOKENS)
     found = unpack(b"".join(pack(kvcache.serialize(backend, fresh.cache.snapshot(0)))))
     turned = SerializedSnapshot(found.meta, dict(reversed(found.arrays.items())))
-    assert direct_load.restore_serialized(r.cache, 0, [turned])
+    assert loading.restore_serialized(r.cache, 0, [turned])
     r.evaluate(0, TOKENS, [99])

@@ -78,7 +78,7 @@ def blocks_of(r: Rig, router: Router, tokens: Sequence[int], **whose: Any) -> tu
     keys = [bytes.fromhex(key) for key in tree.keys.chain(r.prefix.alphabet.named(ids)).aligned]
     near = router.media["GPU"] | router.media["CPU"]
     known = next((i for i, key in enumerate(keys) if key not in near), len(keys))
-    return tree.along(ids)[0] // SIZE, known
+    return tree.along(tree.walk(ids))[0] // SIZE, known
 
 
 def media(kept: TreeEntry | None) -> frozenset[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvcache import HostTier
-from kvcache.prefix.eviction import EvictionQueue, TenantQueue
+from kvcache.prefix.eviction_queue import EvictionQueue, TenantQueue
 from kvcache.stores import MemoryStore
 
 from .rigs.conversing import SOME, ConversationSetup, Talk, longest, room

@@ -8,14 +8,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import kvcache
 import ml
 from kvcache import Batch, CausalCache
-from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.prefix.radix_tree import RadixTree
+from kvcache.prefix.tiers import HostTier
 from kvcache.stores import FileStore, MemoryStore
 from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml import DType
@@ -44,6 +46,25 @@ def test_a_conversation_is_not_evaluated_twice(talk: Talk, cache: str) -> None:
     assert r.keep([*history, 51]) == len(history)
     assert r.evaluated == computed + 1
     r.check_books()
+
+
+@some_caches
+def test_a_session_walks_the_tree_once_when_it_begins_and_once_when_it_closes(
+    talk: Talk, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = talk(cache, tiers=[HostTier()])
+    r.keep(LONG)
+    walks = Mock(side_effect=RadixTree.match, autospec=True)
+    monkeypatch.setattr(RadixTree, "match", lambda *args: walks(*args))
+    for place in ("device", "host"):
+        if place == "host":
+            r.prefix.evict()
+        chat = r.chat([*LONG, 90])
+        assert (chat.cached, walks.call_count) == (20, 1), place
+        chat.say([7])
+        chat.close()
+        assert walks.call_count == 2, place
+        walks.reset_mock()
 
 
 @pytest.mark.parametrize("cache", WHOLE)
@@ -171,7 +192,7 @@ def test_a_store_serves_another_process(talk: Talk, cache: str) -> None:
     kept = first.prefix.nbytes["device"]
     assert not first.prefix.write_through()
     assert first.prefix.nbytes["device"] == kept, "nothing is evicted for it"
-    first.tier.flush()
+    first.tier.writes.flush()
     first.keep([*LONG, 90, 91])
     second = talk(cache, tiers=[store])
     assert second.keep([*LONG, 90, 91]) == second.prefix.stats.store == 20

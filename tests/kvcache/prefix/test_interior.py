@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import ml
-from kvcache.offload.tiers import HostTier
+from kvcache.prefix.eviction_queue import TenantBudget
 from kvcache.prefix.retention import Retention, TokenRange
-from kvcache.prefix.tenant_budget import TenantBudget
+from kvcache.prefix.tiers import HostTier
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import only_protocol
 
@@ -51,7 +51,7 @@ def test_what_is_divisible_has_no_points_inside(talk: Talk) -> None:
     r = talk("causal")
     for count in (8, 12, 16, 20):
         r.keep(LONG[:count])
-    assert r.prefix.tree.interior.first() is None
+    assert r.prefix.evictor.interior.first() is None
 
 
 @every_whole
@@ -90,7 +90,7 @@ def test_where_prompts_part_and_what_has_a_priority_stays(talk: Talk, cache: str
     r.keep([*line(100, 20), *line(200, 12)])
     r.keep(line(300, 40), retention=Retention([TokenRange(0, 16, 80)]))
     kept = [*line(100, 20), 1], [*line(100, 8), 1], [*line(300, 16), 1]
-    while (node := r.prefix.tree.interior.first()) is not None:
+    while (node := r.prefix.evictor.interior.first()) is not None:
         assert r.prefix.tree.absorb(node)
     assert [r.peek(prompt) for prompt in kept] == [20, 8, 16]
     r.check_books()
@@ -193,7 +193,7 @@ def test_what_an_open_session_goes_on_from_stays(talk: Talk, cache: str, keep: b
     new = [*line(100, 24), *line(800, 30)]
     chat = r.begin(new)
     assert chat.cached == 24
-    while (node := r.prefix.tree.interior.first()) is not None:
+    while (node := r.prefix.evictor.interior.first()) is not None:
         assert node.end != 24
         r.prefix.tree.absorb(node)
     for part in chat.session.chunks(8):
@@ -202,7 +202,11 @@ def test_what_an_open_session_goes_on_from_stays(talk: Talk, cache: str, keep: b
             chat.session.keep()
     chat.close()
     tree = r.prefix.tree
-    assert all(tree.along(node.prefix())[0] == node.end for node in tree.radix_tree if node.data is not None)
+    assert all(
+        tree.along(tree.walk(node.prefix()))[0] == node.end
+        for node in tree.radix_tree
+        if node.data is not None
+    )
     assert r.prefix.longest([*new, 1]) == 54
     assert not any(node.data.users for node in tree.radix_tree if node.data is not None)
 
@@ -213,12 +217,12 @@ def test_nothing_is_remembered_of_conversations_that_are_gone(talk: Talk, tiers:
     r = talk("wrapper", 4000, kept[tiers])
     for first in range(0, 4000, 40):
         r.keep(line(first, 30))
-    interior = r.prefix.tree.interior
+    interior = r.prefix.evictor.interior
     for heap in (interior._heap, *interior._of.values()):
         assert len(heap) <= 64 + 2 * len(r.prefix.tree.radix_tree)
     r.prefix.clear()
-    assert r.prefix.tree.interior is not interior
-    assert not r.prefix.tree.interior._spans
+    assert not interior._spans
+    assert not any((interior._heap, *interior._of.values()))
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -252,7 +256,7 @@ def test_what_is_left_after_any_of_them_went_is_what_was_said(talk: Talk, cache:
         r.keep(tokens[:90])
         said.append(tokens[:90])
         for _ in range(rnd.randrange(4)):
-            if (node := r.prefix.tree.interior.first()) is not None:
+            if (node := r.prefix.evictor.interior.first()) is not None:
                 deepest = [n for n in r.prefix.tree.radix_tree if not n.children]
                 assert r.prefix.tree.absorb(node)
                 assert [n for n in r.prefix.tree.radix_tree if not n.children] == deepest

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 import ml
-from kvcache.offload.tiers import HostTier
-from kvcache.offload.worker import OffloadWorker
+from kvcache.prefix.tiers import HostTier
+from kvcache.prefix.worker import OffloadWorker
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import InjectedError, Plan, only_protocol
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.offload.outages import FIRST, LONGEST, READING, WRITING, Outages
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.outages import FIRST, LONGEST, READING, WRITING, Outages
+from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import (
     Keys,
     MemoryStore,

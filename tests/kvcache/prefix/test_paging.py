@@ -14,8 +14,8 @@ import kvcache
 import ml
 from kvcache import Batch, serialize
 from kvcache.cache import SequenceLostError
-from kvcache.offload.direct_load import restore_serialized
-from kvcache.offload.tiers import HostTier
+from kvcache.prefix.loading import restore_serialized
+from kvcache.prefix.tiers import HostTier
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import only_protocol
 from ml.testing.transfers import PageTransferTests

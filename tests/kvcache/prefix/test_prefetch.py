@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvcache.cache import InvalidRangeError
-from kvcache.offload.prefetch import Prefetch
+from kvcache.prefix.prefetch import Prefetch
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.stores import FileStore, StoreUnavailableError
 

@@ -10,11 +10,10 @@ import pytest
 import kvcache
 import ml
 from kvcache import CacheFullError
-from kvcache.offload import direct_load
-from kvcache.offload.tiers import HostTier
-from kvcache.prefix import restoring
+from kvcache.prefix import loading, matcher
 from kvcache.prefix.retention import Retention, TokenRange
-from kvcache.stores import SerializedSnapshot
+from kvcache.prefix.tiers import HostTier
+from kvcache.stores import MemoryStore, SerializedSnapshot
 from kvcache.testing.rigs.protocol import InjectedError
 
 from .models.digests import CONV, STATE
@@ -109,8 +108,8 @@ def hybrid(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Steps that bring something from host memory."""
-    counted = Mock(side_effect=direct_load.restore_serialized)
-    monkeypatch.setattr(restoring, "restore_serialized", counted)
+    counted = Mock(side_effect=loading.restore_serialized)
+    monkeypatch.setattr(loading, "restore_serialized", counted)
     return counted
 
 
@@ -119,9 +118,9 @@ def test_a_chain_in_host_memory_goes_in_one_step_with_its_last_state(
     talk: Talk, hybrid: str, way: str, calls: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "joined":  # as where the cells do not lie in a run, or only a device can write them
-        monkeypatch.setattr(direct_load._Approach, "find", Mock(return_value=None))
-    decoded = Mock(side_effect=direct_load.deserialize)
-    monkeypatch.setattr(direct_load, "deserialize", decoded)
+        monkeypatch.setattr(loading._Approach, "find", Mock(return_value=None))
+    decoded = Mock(side_effect=loading.deserialize)
+    monkeypatch.setattr(loading, "deserialize", decoded)
     r = talk("hybrid", tiers=[HostTier()], **ON_HOST)
     before = r.chat(TOKENS[:38], 4)
     before.say(TOKENS[38:])
@@ -180,13 +179,47 @@ def test_what_was_restored_leaves_again_when_host_memory_has_lost_it(talk: Talk,
     r.check_books()
 
 
+def test_what_was_put_into_cells_is_kept_as_it_is(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree keeps the snapshot that was restored, and takes no second one of the same cells."""
+    r = talk(tiers=[HostTier()], capacity=120)
+    r.keep(TOKENS)
+    r.prefix.evict()
+    taken = Mock(side_effect=r.cache.snapshot)
+    monkeypatch.setattr(r.cache, "snapshot", taken)
+    chat = r.chat([*TOKENS, 7])
+    assert (chat.cached, r.prefix.stats.host, taken.call_count) == (41, 41, 0)
+    (node,) = r.prefix.tree.radix_tree
+    assert node.data is not None
+    assert node.data.tier == "cache"
+    r.check_books()
+    chat.close(keep=False)
+    assert r.peek([*TOKENS, 7]) == 41
+    assert r.prefix.stats.device == 41
+
+
+def test_a_chain_in_a_store_goes_in_one_step_with_its_last_state(
+    talk: Talk, hybrid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    first = talk("hybrid", tiers=[store], **ON_HOST)
+    first.keep(TOKENS, 4)
+    first.prefix.close()
+    r = talk("hybrid", tiers=[store], **ON_HOST)
+    steps = Mock(side_effect=loading.restore_serialized)
+    monkeypatch.setattr(matcher, "restore_serialized", steps)
+    assert r.peek([*TOKENS, 7]) == 41
+    assert steps.call_count == 1
+    assert len(steps.call_args.args[2]) > 1 or "window" in hybrid
+    r.check_books()
+
+
 def test_of_a_damaged_chain_what_is_whole_is_restored(
     talk: Talk, hybrid: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     r = talk("hybrid", tiers=[HostTier()], **ON_HOST)
     r.keep(TOKENS, 4)
     r.prefix.evict()
-    _, chain = r.prefix.tree.along(r.prefix.alphabet.encode([*TOKENS, 7]))
+    _, chain = r.prefix.tree.along(r.prefix.tree.walk(r.prefix.alphabet.encode([*TOKENS, 7])))
     damaged = chain[-3] if len(chain) > 2 else chain[-1]
     assert damaged.data is not None
     assert damaged.data.serialized is not None

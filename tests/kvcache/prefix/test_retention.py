@@ -107,7 +107,7 @@ def test_before_its_duration_is_over_it_holds_and_for_parts_of_it_too(talk: Talk
     assert longest(r, ONE, TWO) == [20, 0]
     r.keep(THREE)
     now[0] = 10.0
-    r.prefix.tree.touch(r.prefix.alphabet.encode(THREE))
+    r.prefix.tree.touch(r.prefix.tree.walk(r.prefix.alphabet.encode(THREE)))
     r.keep(TWO)
     assert longest(r, ONE, TWO) == [0, 20]
 

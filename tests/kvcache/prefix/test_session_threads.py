@@ -13,8 +13,8 @@ import pytest
 
 import ml
 from kvcache import Batch, CausalCache, OrderError, RecurrentCache, SlidingWindowCache, StateSpec
+from kvcache.caches.turns import Turns
 from kvcache.prefix.prefix_cache import PrefixCache, SessionLimitError
-from kvcache.prefix.turns import Turns
 from ml import DType
 
 KINDS: dict[str, Callable[[], Any]] = {

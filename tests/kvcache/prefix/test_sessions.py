@@ -9,8 +9,8 @@ import pytest
 
 import kvcache
 import ml
-from kvcache.offload.tiers import HostTier
 from kvcache.prefix.prefix_cache import PrefixCache, SessionReplacedError
+from kvcache.prefix.tiers import HostTier
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import InjectedError
 from ml import DType

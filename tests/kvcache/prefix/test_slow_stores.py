@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvcache.offload.tiers import HostTier
+from kvcache.prefix.tiers import HostTier
 
 from .rigs.conversing import LONG, Talk, some_caches
 from .rigs.stores import SlowStore

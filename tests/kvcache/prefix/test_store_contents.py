@@ -12,9 +12,9 @@ import pytest
 
 import ml
 from kvcache import InvalidRangeError
-from kvcache.offload.tiers import HostTier, StoreTier
-from kvcache.prefix import prefix_tree, restoring
+from kvcache.prefix import loading, prefix_tree
 from kvcache.prefix.session import SessionReplacedError
+from kvcache.prefix.tiers import HostTier, StoreTier
 from kvcache.stores import MemoryStore
 
 from ...rigs.child_processes import child, finished
@@ -82,7 +82,7 @@ def test_of_parted_conversations_what_is_read_is_used_last_and_its_beginning_las
     store = stored(talk, *BRANCHES)
     r = talk(tiers=[store])
     assert r.keep([*BRANCHES[1], 1]) == 31
-    r.tier.flush()
+    r.tier.writes.flush()
     used = list(store._entries)[::-1]
     assert used[:9] == keys(r, BRANCHES[1], 4, 8, 10, 12, 16, 20, 24, 28, 31)
 
@@ -231,7 +231,7 @@ def test_a_rewind_that_fails_half_way_leaves_a_session_that_says_so(
     chat.session.keep()
     r.prefix.evict()
     with monkeypatch.context() as patch:
-        patch.setattr(restoring, "restore_serialized", Mock(side_effect=MemoryError()))
+        patch.setattr(loading, "restore_serialized", Mock(side_effect=MemoryError()))
         with pytest.raises(MemoryError):
             chat.session.rewind(9)
     with pytest.raises(SessionReplacedError, match="a rewind that failed"):

@@ -9,7 +9,7 @@ import pytest
 
 import ml
 from kvcache import HostTier, InvalidRangeError
-from kvcache.prefix.tenant_budget import TenantBudget
+from kvcache.prefix.eviction_queue import TenantBudget
 
 from .rigs.conversing import ConversationSetup, Rig, Talk, longest, some_caches
 from .test_tenants import visible

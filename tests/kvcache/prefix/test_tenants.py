@@ -13,7 +13,7 @@ import pytest
 from kvcache import HostTier, InvalidRangeError
 from kvcache.prefix import alphabet
 from kvcache.prefix.alphabet import Tenant
-from kvcache.prefix.tenant_budget import TenantBudget
+from kvcache.prefix.eviction_queue import TenantBudget
 from kvcache.stores import MemoryStore, compose
 
 from .models.digests import shared as common

@@ -11,8 +11,8 @@ import pytest
 
 import ml
 from kvcache import CausalCache, InvalidRangeError, PrefixCache
-from kvcache.offload.tiers import HostTier
 from kvcache.prefix.retention import Retention, TokenRange
+from kvcache.prefix.tiers import HostTier
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.stores import FileStore, MemoryStore, SnapshotCorruptError
 from kvcache.testing.rigs.protocol import Plan, only_protocol

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.offload.tiers import HostTier
 from kvcache.prefix.radix_tree import RadixTree
+from kvcache.prefix.tiers import HostTier
 from kvcache.snapshots.snapshot import AttentionSnapshot, unwrapped_snapshot
 
 from .rigs import conversing
@@ -169,7 +169,7 @@ def test_what_is_left_of_a_long_prompt_lies_at_even_distances(talk: Talk, cache:
     for part in chat.session.chunks(8):
         chat._evaluate(part)
         chat.session.keep()
-        while len(tree.radix_tree) > 12 and (node := tree.interior.first()) is not None:
+        while len(tree.radix_tree) > 12 and (node := r.prefix.evictor.interior.first()) is not None:
             assert tree.absorb(node)
         ends = sorted(node.end for node in tree.radix_tree)
         gaps = [later - end for end, later in itertools.pairwise([0, *ends[:-2]])]

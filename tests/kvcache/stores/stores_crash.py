@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvcache.offload.outages import Outages
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.outages import Outages
+from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import FileStore, SnapshotCorruptError, StoreFullError, StoreUnavailableError, open_store
 from kvcache.stores.folder import Folder
 from kvcache.stores.index import Index

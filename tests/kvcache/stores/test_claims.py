@@ -20,7 +20,7 @@ import pytest
 
 import ml
 from kvcache import CausalCache, NotSupportedError, PrefixCache
-from kvcache.offload.tiers import HostTier
+from kvcache.prefix.tiers import HostTier
 from kvcache.stores import (
     FileStore,
     Keys,

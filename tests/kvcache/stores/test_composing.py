@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvcache.integrations.lmcache.chunks import chunk_key
 from kvcache.integrations.sglang.page_store import PageKind, PageStore
 from kvcache.integrations.vllm.naming import Pages
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import MemoryStore, StoreValueError, compose
 
 SCALARS = st.one_of(

@@ -113,7 +113,7 @@ def test_looking_is_no_use_and_copies_nothing(prefix: PrefixCache, numpy_backend
         ]
         ledgers = [(len(ledger._heap), ledger.nbytes, len(ledger)) for ledger in (tree.device, tree.host)]  # type: ignore[union-attr]
         table = prefix.cache._table  # type: ignore[attr-defined]
-        more = (session._tokens.tolist(), list(session._more), tree.usage.clock, dict(tree.alphabet._codes))
+        more = (session._tokens.tolist(), list(session._more), tree.clock, dict(tree.alphabet._codes))
         return held, ledgers, table.references.tolist(), len(table.pins), more, prefix.stats
 
     session.extend([7, b"picture"])

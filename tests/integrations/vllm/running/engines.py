@@ -80,7 +80,7 @@ class Engine:
 
     def written(self) -> None:
         """Wait until what was computed is in the stores."""
-        worker()._worker._stores.tier.flush()
+        worker()._worker._stores.tier.writes.flush()
 
     def keys(self, tokens: Sequence[int], count: int) -> list[str]:
         """Of the pages of a prompt that nothing is salted with."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcache.integrations.vllm import KVCacheConnector
-from kvcache.offload.outages import Outages
+from kvcache.prefix.outages import Outages
 from kvcache.stores import SnapshotCorruptError, StoreFullError, StoreUnavailableError, open_store
 from kvcache.stores.file import FileStore
 from kvcache.testing.servers import ValkeyServer
@@ -168,7 +168,7 @@ def test_little_host_memory_and_a_slow_store(
 
     def slow(self: FileStore, key: str, parts: Any) -> bool:
         nonlocal most
-        most = max(most, worker()._worker._stores.tier.waiting)
+        most = max(most, worker()._worker._stores.tier.writes.waiting)
         time.sleep(0.05)
         return put(self, key, parts)
 

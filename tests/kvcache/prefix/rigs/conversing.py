@@ -13,9 +13,9 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch, CacheDType
-from kvcache.offload.outages import Outages
-from kvcache.offload.tiers import StoreTier
+from kvcache.prefix.outages import Outages
 from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.prefix.tiers import StoreTier
 from kvcache.storage.formats import CacheFormat
 from kvcache.testing.rigs.attention import mask_of
 from ml import DType
@@ -202,8 +202,8 @@ class Rig:
         if worker is not None:
             worker.drain()
         if tier is not None:
-            while lose and not tier._queue.empty():
-                tier._queue.get()
+            while lose and not tier.writes._queue.empty():
+                tier.writes._queue.get()
             tier.close()
 
     def check_books(self) -> None:

@@ -30,8 +30,11 @@ from typing import Any, Protocol
 import numpy as np
 
 import ml
-from kvcache.cache import SupportsReservation
-from kvcache.offload.tiers import StoreTier
+from kvcache.cache import InvalidRangeError, SequenceLostError, SupportsReservation
+from kvcache.prefix.prefix_tree import PrefixTree
+from kvcache.prefix.radix_tree import Node
+from kvcache.prefix.tiers import StoreTier
+from kvcache.prefix.tree_entry import TreeEntry, content_of
 from kvcache.snapshots.check_serialized import StoredArray, check_meta
 from kvcache.snapshots.cut import join_serialized, part_before
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
@@ -43,7 +46,7 @@ from kvcache.stores.keys import Chain
 from kvcache.stores.protocol import Reader
 from kvcache.stores.serialized_snapshot import SerializedSnapshot, read_outline
 
-__all__ = ["load_back", "restore_serialized"]
+__all__ = ["load_back", "restore", "restore_serialized"]
 
 GROUP = 32
 """Serialized snapshots that are put into a cache in one step, each with a file open."""
@@ -74,50 +77,58 @@ def load_back(
     all entries that were put there.
     """
     with contextlib.ExitStack() as stack:
-        found: list[_StoredEntry] = []
+        entries: list[_StoredEntry] = []
         for end in ends:
-            before = found[-1].end if found else reached
-            more = _back_to(store, chain, before, end, GROUP - len(found), stack)
+            before = entries[-1].end if entries else reached
+            more = _back_to(store, chain, before, end, GROUP - len(entries), stack)
             if not more:
                 break
-            found += more
-        while found:
-            count = _land_some(cache, seq, found, told)
+            entries += more
+        while entries:
+            count = _land_some(cache, seq, entries, told)
             if not count:
                 break
-            used += [entry.end for entry in found[:count]]
-            reached, found = found[count - 1].end, found[count:]
+            used += [entry.end for entry in entries[:count]]
+            reached, entries = entries[count - 1].end, entries[count:]
     return reached
 
 
 def restore_serialized(
     cache: Any, seq: int, parts: Sequence[SerializedSnapshot], target: int | None = None, lent: bool = False
-) -> bool:
+) -> Snapshot | None:
     """``cache.restore`` of what was checked, up to ``target``; what is whole as far as it goes.
 
+    Returns what was restored, which mostly lies in the cache by then; None where ``restore`` gives False.
     ``parts`` follow one another, and go in one step. Of what is whole, the last one's alone is restored.
     A device may still be reading the arrays when this returns, unless they are ``lent``.
 
     Raises what ``restore`` raises, and SnapshotCorruptError for several that cannot be joined.
     """
-    snapshot: Snapshot | None = None
-    waiting: list[ml.PageTransfer] = []
-    held = _HeldEntry.of(parts, target)
-    if held and _alike(held) == len(held):
-        last = deserialize(cache.backend, parts[-1]) if _is_whole(held[-1].meta) else None
-        approach = _Approach.find(cache, seq, held, last)
-        if approach is not None:
-            snapshot = approach.take(approach.fill())
-            waiting = approach.transfers
+    snapshot, transfers = _landed(cache, seq, parts, target)
     if snapshot is None and len(parts) > 1:
-        return restore_serialized(cache, seq, [join_serialized(parts)], target, lent)
+        parts = [join_serialized(parts)]
+        snapshot, transfers = _landed(cache, seq, parts, target)
     if snapshot is None:
         snapshot = deserialize(cache.backend, parts[0])
     try:
-        return bool(cache.restore(seq, snapshot, target if snapshot.divisible else None))
+        return snapshot if cache.restore(seq, snapshot, target if snapshot.divisible else None) else None
     finally:
-        for transfer in waiting if lent else ():
+        for transfer in transfers if lent else ():
             transfer.wait()
+
+
+def _landed(
+    cache: Any, seq: int, parts: Sequence[SerializedSnapshot], target: int | None
+) -> tuple[Snapshot | None, Sequence[ml.PageTransfer]]:
+    """The parts as one snapshot in free cells, and what still copies there; None where they do not fit so."""
+    entries = _HeldEntry.of(parts, target)
+    if not entries or _alike(entries) < len(entries):
+        return None, ()
+    last = deserialize(cache.backend, parts[-1]) if _is_whole(entries[-1].meta) else None
+    approach = _Approach.find(cache, seq, entries, last)
+    if approach is None:
+        return None, ()
+    return approach.take(approach.fill()), approach.transfers
 
 
 # Serialized snapshots whose arrays are still to be had.
@@ -150,13 +161,13 @@ class _HeldEntry:
     @classmethod
     def of(cls, parts: Sequence[SerializedSnapshot], target: int | None) -> list[_HeldEntry]:
         """Up to ``target``; none where they are not to be had up to there alone."""
-        found = [cls(part.meta["snapshot"], part.arrays) for part in parts]
-        if target not in (None, found[-1].meta["end"]):
+        entries = [cls(part.meta["snapshot"], part.arrays) for part in parts]
+        if target not in (None, entries[-1].meta["end"]):
             try:
-                found[-1] = cls(*part_before(parts[-1], target))
+                entries[-1] = cls(*part_before(parts[-1], target))
             except SnapshotCorruptError:
                 return []
-        return found
+        return entries
 
     def positions(self, name: str) -> np.ndarray:
         return self.arrays[name]
@@ -210,14 +221,14 @@ def _back_to(
     store: StoreTier, chain: Chain, reached: int, end: int, limit: int, stack: contextlib.ExitStack
 ) -> list[_StoredEntry]:
     """The entries of ``[reached, end)``, in order; none where they are more than ``limit`` or one lacks."""
-    found: list[_StoredEntry] = []
-    while end > reached and len(found) < limit:
-        serialized = next(_entries_at(store, chain.at(end), end, stack), None)
-        if serialized is None:
+    entries: list[_StoredEntry] = []
+    while end > reached and len(entries) < limit:
+        entry = next(_entries_at(store, chain.at(end), end, stack), None)
+        if entry is None:
             return []
-        found.append(serialized)
-        end = serialized.begin
-    return found[::-1] if end == reached else []
+        entries.append(entry)
+        end = entry.begin
+    return entries[::-1] if end == reached else []
 
 
 def _entries_at(store: StoreTier, key: str, end: int, stack: contextlib.ExitStack) -> Iterator[_StoredEntry]:
@@ -225,13 +236,13 @@ def _entries_at(store: StoreTier, key: str, end: int, stack: contextlib.ExitStac
         stack.callback(reader.close)
         nbytes = reader.left
         try:
-            serialized = _StoredEntry(reader)
+            entry = _StoredEntry(reader)
         except Exception as error:
             _note(error)
             continue
-        store.break_even.sized(nbytes, serialized.end - serialized.begin)
-        if serialized.begin < serialized.end == end:
-            yield serialized
+        store.break_even.sized(nbytes, entry.end - entry.begin)
+        if entry.begin < entry.end == end:
+            yield entry
 
 
 def _land_some(cache: Any, seq: int, entries: Sequence[_StoredEntry], told: Callable[[int], None]) -> int:
@@ -401,11 +412,11 @@ class _Approach:
 
     def _page_in(self) -> bool:
         """Have a device copy what the host cannot write; False where it does not, either."""
-        held, *others = self.entries
-        if others or not isinstance(held, _HeldEntry):
+        entry, *others = self.entries
+        if others or not isinstance(entry, _HeldEntry):
             return False
         for reservation, layers in zip(self.reservations, self._layers, strict=True):
-            arrays = {i: [(held.arrays[name], axes) for name, axes in parts] for i, _, parts in layers}
+            arrays = {i: [(entry.arrays[name], axes) for name, axes in parts] for i, _, parts in layers}
             transfer = reservation.page_in(arrays)
             if transfer is None:
                 return False
@@ -435,10 +446,10 @@ class _Approach:
         finish = []
         lasts = last.parts if isinstance(last, WrapperSnapshot) else (None,) * len(caches)
         for i, (inner, one) in enumerate(zip(caches, lasts, strict=True)):
-            found = self._visit(inner, [meta["parts"][i] for meta in metas], f"{at}{i}/", one)
-            if found is None:
+            make = self._visit(inner, [meta["parts"][i] for meta in metas], f"{at}{i}/", one)
+            if make is None:
                 return None
-            finish.append(found)
+            finish.append(make)
         begin = spans[0][0]
         return lambda count: WrapperSnapshot(begin, spans[count - 1][1], tuple(one(count) for one in finish))
 
@@ -446,7 +457,7 @@ class _Approach:
         self, cache: SupportsReservation, meta: Mapping[str, Any], spans: Sequence[tuple[int, int]], at: str
     ) -> Callable[[int], Snapshot] | None:
         positions = [serialized.positions(f"{at}positions") for serialized in self.entries]
-        cuts = [0, *accumulate(held.size for held in positions)]
+        cuts = [0, *accumulate(stored.size for stored in positions)]
         layers = {
             i: tuple(self._stored(name, axes, cuts) for name, axes in parts) for i, _, parts in meta["layers"]
         }
@@ -511,3 +522,71 @@ def _named(reservation: CellReservation, layers: Sequence[Any]) -> dict[str, _Tr
         for i, _, parts in layers
         for (name, axes), place in zip(parts, places[i], strict=True)
     }
+
+
+# What nodes keep.
+
+Nodes = Sequence[Node[TreeEntry]]
+
+
+def restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> tuple[int, str] | None:
+    """Put what the first of ``nodes`` have up to ``target`` into a sequence: how many, and their tier.
+
+    None where the first one's cannot be had.
+    """
+    count = _count(tree, nodes)
+    for some in dict.fromkeys((count, min(count, 1))):  # one by one it turns out which of them is lost
+        try:
+            tier = _restore(tree, seq, nodes[:some], min(nodes[some - 1].end, target)) if some else None
+        except (SnapshotCorruptError, SequenceLostError, InvalidRangeError) as error:
+            tier = None
+            if some == 1:
+                log.warning("%s; the snapshot is dropped", error)
+        if tier is not None:
+            return some, tier
+    return None
+
+
+def _count(tree: PrefixTree, nodes: Nodes) -> int:
+    """How many of the first go in one step; 0 where the first one has nothing."""
+    count, on_host = 0, False
+    for node in nodes:
+        entry = node.data
+        if entry is None or (entry.snapshot is None and not entry.present):
+            break
+        source = entry.snapshot or content_of(entry)
+        serialized = isinstance(source, SerializedSnapshot)
+        if count:
+            before = nodes[count - 1]
+            if serialized is not on_host or entry.begin != before.end:
+                break
+            if on_host and (tree.divisible or len(before.children) > 1):
+                break
+        if not isinstance(source, SerializedSnapshot) and not source.joins_in_place:
+            return count or 1
+        count, on_host = count + 1, serialized
+    return count
+
+
+def _restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> str | None:
+    cache, node = tree.cache, nodes[-1]
+    entries = [each.data for each in nodes if each.data is not None]
+    last, begin = entries[-1], entries[0].begin
+    sources = [content_of(each) for each in entries]
+    snapshots = [source for source in sources if not isinstance(source, SerializedSnapshot)]
+    restored: Snapshot | None
+    if snapshots:
+        restored = snapshots[0] if len(snapshots) == 1 else cache.join(snapshots)
+        if not cache.restore(seq, restored, target if restored.divisible else None):
+            return None
+    else:
+        serialized = [source for source in sources if isinstance(source, SerializedSnapshot)]
+        restored = restore_serialized(cache, seq, serialized, target)
+        if restored is None:
+            return None
+    if last.snapshot is None and target == node.end and node.data is last:
+        # It lies in the cache now: kept from there, the next one shares it, and all that it follows. A window
+        # or a state was put there from copies, which are given up for what the sequence has.
+        in_cells = restored.divisible and restored.in_cache
+        tree.keep_on_device(node, restored if in_cells else cache.snapshot(seq, begin, node.end))
+    return "device" if snapshots else "host"

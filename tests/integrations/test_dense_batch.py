@@ -21,7 +21,7 @@ from kvcache import (
 )
 from kvcache.integrations.rows.dense_batch import DenseBatch, read_encoded
 
-from ...rigs.each_backend import each_backend
+from ..rigs.each_backend import each_backend
 
 HEADS, DIM, VALUE_DIM = 2, 4, 3
 

@@ -19,7 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvcache.cache import InvalidRangeError
 
@@ -31,53 +31,43 @@ Reason = Literal["always", "unmeasured", "fetching", "computing"]
 FADE = 0.8
 """What a sample weighs when the next one comes."""
 LEAST = 32
-"""Tokens; a pass over fewer takes hardly less time, and says only how fast they are computed at least."""
+"""Tokens; a pass over fewer takes hardly less time, and does not say how fast prompts are computed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """The way to a store: ``bytes_per_second``, and the seconds of a look-up."""
 
     bytes_per_second: float
     latency: float = 0.0
 
-    def __post_init__(self) -> None:
-        if not self.bytes_per_second > 0 or not self.latency >= 0:
-            raise InvalidRangeError(
-                f"Link: bytes_per_second={self.bytes_per_second}, latency={self.latency}; they must be "
-                "above 0, and at least 0"
-            )
 
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Whether to ask a store for ``tokens``; ``fetching`` and ``computing``: seconds, None: not measured."""
+class Decision(NamedTuple):
+    """Whether to ask a store; ``fetching`` and ``computing``: seconds, None: not measured."""
 
     fetch: bool
     reason: Reason
-    tokens: int
     fetching: float | None = None
     computing: float | None = None
 
 
+@dataclass(slots=True)
 class _Ratio:
     """An exponential average of a ratio, in which large samples weigh more than small ones."""
 
-    def __init__(self, start: float | None = None) -> None:
-        self._start = start
-        self._amount = self._over = 0.0
-        self.outdated = False
-        """The next sample counts alone."""
+    amount: float = 0.0
+    over: float = 0.0
+    outdated: bool = False
+    """The next sample counts alone."""
 
     def add(self, amount: float, over: float) -> None:
         fade, self.outdated = 0.0 if self.outdated else FADE, False
-        self._amount = fade * self._amount + amount
-        self._over = fade * self._over + over
+        self.amount = fade * self.amount + amount
+        self.over = fade * self.over + over
 
     @property
     def value(self) -> float | None:
-        """What it started with until there is a sample."""
-        return self._amount / self._over if self._over > 0 else self._start
+        """None until there is a sample."""
+        return self.amount / self.over if self.over > 0 else None
 
 
 @dataclass(slots=True)
@@ -85,11 +75,11 @@ class _Meter:
     """What is measured of one store. ``of``: a weak reference to it, the store itself where it takes none."""
 
     of: object
-    speed: _Ratio
-    latency: _Ratio
-    asked: bool = False
-    probed: float = 0.0
+    probed: float
     """When it was asked last."""
+    speed: _Ratio = field(default_factory=_Ratio)
+    latency: _Ratio = field(default_factory=_Ratio)
+    asked: bool = False
     reading: int = 0
     """Reads under way. They share the link: what counts is the time in which there are any."""
     since: float = 0.0
@@ -100,46 +90,36 @@ class _Meter:
 class Read:
     """A read under way, and how many bytes it has brought."""
 
-    nbytes: int = field(default=0)
+    nbytes: int = 0
 
 
 class BreakEven:
     """Decides for a PrefixCache, or several of one device, by exponential averages. Called from any thread.
 
-    ``always``: every store is asked. ``link`` and ``bytes_per_token``, ``tokens_per_second`` (of prompts)
-    are what is assumed until it has been measured. Computing has to be ``slack`` seconds faster before a
-    store is not asked; one that is not is probed in the background, at most every ``probe_every`` seconds.
+    ``always``: every store is asked. Computing has to be ``slack`` seconds faster before a store is not
+    asked; one that is not is probed in the background, at most every ``probe_every`` seconds. What was
+    measured of a store goes with it.
 
-    What was measured of a store goes with it.
-
-    Raises InvalidRangeError for values that are not above 0 (``slack``: below 0).
+    Raises InvalidRangeError for a ``probe_every`` that is not above 0, and a ``slack`` below 0.
     """
 
     def __init__(
         self,
         *,
         always: bool = False,
-        link: Link | None = None,
-        bytes_per_token: float | None = None,
-        tokens_per_second: float | None = None,
         slack: float = 0.05,
         probe_every: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        given = {"bytes_per_token": bytes_per_token, "tokens_per_second": tokens_per_second}
-        for name, value in {**given, "probe_every": probe_every}.items():
-            if value is not None and not value > 0:
-                raise InvalidRangeError(f"BreakEven: {name}={value}; it must be above 0")
+        if not probe_every > 0:
+            raise InvalidRangeError(f"BreakEven: probe_every={probe_every}; it must be above 0")
         if not slack >= 0:
             raise InvalidRangeError(f"BreakEven: slack={slack}; it must be at least 0")
         self.always, self.slack, self.probe_every = always, slack, probe_every
         self.counts: Counter[str] = Counter()
         """How many look-ups in a store were decided for which ``Reason``."""
         self._clock = clock
-        self._given = link
-        self._bytes_per_token = _Ratio(bytes_per_token)
-        self._tokens_per_second = _Ratio(tokens_per_second)
-        self._at_least: float | None = None
+        self._bytes_per_token, self._tokens_per_second = _Ratio(), _Ratio()
         self._meters: dict[int, _Meter] = {}
         self._lock = threading.Lock()
 
@@ -156,8 +136,8 @@ class BreakEven:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """How fast prompts are computed, or are at least; None: not known yet."""
-        return self._tokens_per_second.value or self._at_least
+        """How fast prompts are computed; None: not known yet."""
+        return self._tokens_per_second.value
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -173,13 +153,9 @@ class BreakEven:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A pass over ``tokens`` of prompts took so long."""
-        if tokens < 1 or seconds <= 0:
-            return
-        with self._lock:
-            if tokens >= LEAST:
+        if tokens >= LEAST and seconds > 0:
+            with self._lock:
                 self._tokens_per_second.add(tokens, seconds)
-            else:
-                self._at_least = max(self._at_least or 0.0, tokens / seconds)
 
     def sized(self, nbytes: int, tokens: int) -> None:
         """An entry of ``tokens`` has so many bytes."""
@@ -220,32 +196,26 @@ class BreakEven:
 
     def _meter(self, store: object) -> _Meter:
         meters, number = self._meters, id(store)
-        found = meters.get(number)
-        if found is None:
-            given = self._given
-            speed, latency = (None, None) if given is None else (given.bytes_per_second, given.latency)
+        if number not in meters:
             of: object = store
             with contextlib.suppress(TypeError):  # while it is held, no other store has its number
                 of = weakref.ref(store, lambda _: meters.pop(number, None))
-            found = meters[number] = _Meter(of, _Ratio(speed), _Ratio(latency), probed=self._clock())
-        return found
+            meters[number] = _Meter(of, probed=self._clock())
+        return meters[number]
 
     # What follows from it.
 
     def decide(self, store: object, tokens: int) -> Decision:
         """Whether to ask a store that has ``tokens`` of a prompt, or may have them."""
         if self.always:
-            return Decision(True, "always", tokens)
-        with self._lock:
-            meter = self._meter(store)
-            speed, latency = meter.speed.value, meter.latency.value or 0.0
-            size, prefill = self.bytes_per_token, self.tokens_per_second
-        if not speed or not size or not prefill:
-            return Decision(True, "unmeasured", tokens)
-        fetching, computing = latency + tokens * size / speed, tokens / prefill
+            return Decision(True, "always")
+        link, size, prefill = self.link(store), self.bytes_per_token, self.tokens_per_second
+        if not link or not size or not prefill:
+            return Decision(True, "unmeasured")
+        fetching, computing = link.latency + tokens * size / link.bytes_per_second, tokens / prefill
         if fetching <= computing + self.slack:
-            return Decision(True, "fetching", tokens, fetching, computing)
-        return Decision(False, "computing", tokens, fetching, computing)
+            return Decision(True, "fetching", fetching, computing)
+        return Decision(False, "computing", fetching, computing)
 
     def pays(self, store: object) -> bool:
         """Whether a store's bytes come faster than they are computed, as far as is known."""

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcache.offload.buffer_pool import Loan
-from kvcache.offload.tiers import LookUp, StoreTier
+from kvcache.prefix.tiers import Loan, LookUp, StoreTier
 from kvcache.stores.keys import Chain
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
 
@@ -106,10 +105,10 @@ class Prefetcher:
         """Look for the longest prefix in (floor, limit] that is stored, and read what is behind ``floor``."""
         key = chain.at(limit)
         with self._changed:
-            found = self._known.get(key)
-            if found is not None and found.floor <= floor:
-                found.users += 1
-                return found
+            running = self._known.get(key)
+            if running is not None and running.floor <= floor:
+                running.users += 1
+                return running
             made = Prefetch(self, chain, floor, limit, divisible, over=self._closed)
             if not self._closed:
                 self._known[key] = made
@@ -119,8 +118,8 @@ class Prefetcher:
 
     def is_done(self, prefetch: Prefetch) -> bool:
         with self._changed:
-            found = prefetch.over or (prefetch.found is not None and not prefetch.ends)
-            return found and not prefetch.busy
+            settled = prefetch.over or (prefetch.found is not None and not prefetch.ends)
+            return settled and not prefetch.busy
 
     def wait(self, prefetch: Prefetch) -> None:
         with self._changed:
@@ -258,19 +257,19 @@ class Prefetcher:
         return None
 
     def _look(self, prefetch: Prefetch) -> None:
-        found: LookUp | None = None
+        answer: LookUp | None = None
         try:
-            found = self._tier.look_up(prefetch.chain, prefetch.floor, prefetch.limit, prefetch.divisible)
-            if self._tier.reads_straight and found.stored > prefetch.floor:
-                self._tier.advise([prefetch.chain.at(end) for end, _ in self._ends(prefetch, found.stored)])
+            answer = self._tier.look_up(prefetch.chain, prefetch.floor, prefetch.limit, prefetch.divisible)
+            if self._tier.reads_straight and answer.stored > prefetch.floor:
+                self._tier.advise([prefetch.chain.at(end) for end, _ in self._ends(prefetch, answer.stored)])
         finally:
             with self._changed:
                 prefetch.busy -= 1
-                prefetch.found = found
-                if found is None or self._tier.reads_straight:
+                prefetch.found = answer
+                if answer is None or self._tier.reads_straight:
                     self._leave_queue(prefetch)
-                elif not prefetch.over and found.stored > prefetch.floor:
-                    prefetch.ends.extend(self._ends(prefetch, found.stored))
+                elif not prefetch.over and answer.stored > prefetch.floor:
+                    prefetch.ends.extend(self._ends(prefetch, answer.stored))
                 self._wake()
                 self._changed.notify_all()
 

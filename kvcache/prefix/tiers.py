@@ -15,18 +15,17 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 import ml
-from kvcache.offload.break_even import BreakEven
-from kvcache.offload.buffer_pool import Lender, Loan
-from kvcache.offload.outages import READING, WRITING, Outages
+from kvcache.prefix.break_even import BreakEven
+from kvcache.prefix.outages import READING, WRITING, Outages
 from kvcache.stores.buffers import WritableBuffer
 from kvcache.stores.errors import SnapshotCorruptError, StoreError, StoreFullError, StoreUnavailableError
 from kvcache.stores.keys import Chain
-from kvcache.stores.protocol import AdvisedStore, Reader, ReadingStore, SnapshotStore
+from kvcache.stores.protocol import AdvisedStore, MappedStore, Reader, ReadingStore, SnapshotStore
 from kvcache.stores.serialized_snapshot import SerializedSnapshot, pack, unpack
 from kvcache.stores.sizes import parse_bytes
 from ml.transfer import pinned_memory
 
-__all__ = ["HostTier", "LookUp", "StoreTier", "StoreWrite"]
+__all__ = ["HostTier", "Lender", "Loan", "LookUp", "StoreTier", "StoreWrite", "WriteQueue"]
 
 log = logging.getLogger("kvcache")
 
@@ -78,50 +77,31 @@ class LookUp(NamedTuple):
     """How many more tokens they were not asked for, or not read of, since computing them is faster."""
 
 
-class StoreTier:
-    """One or more stores: read in order, written to all of them by a thread.
+class WriteQueue:
+    """What waits to be written to the stores of a tier, by a thread.
 
-    At most ``backlog`` bytes wait to be written; ``submit`` then waits its turn, so that entries never pile
-    up in memory. A store that fails costs a warning and a later recomputation, no more; one that is out
-    of reach is not asked for a while (:class:`kvcache.offload.outages.Outages`).
+    At most ``backlog`` bytes wait; ``submit`` then waits its turn, so that entries never pile up in memory.
     """
 
     def __init__(
         self,
-        stores: Sequence[SnapshotStore],
         backlog: int,
-        backend: ml.Backend | None = None,
-        break_even: BreakEven | None = None,
+        write: Callable[[str, SerializedSnapshot], bool],
+        prefix: Callable[[Sequence[str]], int],
     ) -> None:
-        """``backend``: what reads the entries next, from the memory that it reads fastest.
-
-        ``break_even``: which store is asked for how many tokens (None: every store for any).
-        """
-        self.stores = tuple(stores)
-        self.break_even = break_even or BreakEven(always=True)
+        """``write`` and ``prefix``: as StoreTier's; the thread calls them."""
         self.backlog = backlog
         self.waiting = 0
         """Bytes that are not written yet."""
-        self.written = 0
-        """Serialized snapshots written since the start."""
         self.failed = 0
         """Writes of which a serialized snapshot was written nowhere."""
-        self.errors = dict.fromkeys(("read", "write", "corrupt", "full"), 0)
-        """Calls that failed, by kind; those that a store in an outage was spared are none."""
-        self.outages = Outages()
-        self.on_drop: Callable[[str], None] | None = None
-        """Called with the key of each entry that is dropped, by the thread that found it corrupt."""
+        self._write, self._prefix = write, prefix
         self._finished: deque[StoreWrite] = deque()
-        self._new_lender = Lender if backend is None else partial(Lender, partial(pinned_memory, backend))
-        self._lender = self._new_lender()
         self._queue: queue.SimpleQueue[StoreWrite | Sequence[str] | None] = queue.SimpleQueue()
         self._touching = 0
         self._pending: set[StoreWrite] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._probe: threading.Thread | None = None
-
-    # Writing.
 
     def submit(self, store_write: StoreWrite) -> None:
         """Have a store write written; waits while the backlog is full (one store write always fits)."""
@@ -152,11 +132,6 @@ class StoreTier:
         """Whether a store write of ``nbytes`` can be submitted without a wait."""
         return not self.waiting or self.waiting + nbytes <= self.backlog
 
-    @property
-    def away(self) -> bool:
-        """Whether all stores are left alone at present by who writes to them."""
-        return all(self.outages.away(store, WRITING) for store in self.stores)
-
     def finished(self) -> Iterator[StoreWrite]:
         """Writes that ended, or failed, since the last call."""
         while self._finished:
@@ -177,7 +152,7 @@ class StoreTier:
         self.flush()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Write what is left, and end the thread. The stores stay open: they are the caller's.
+        """Write what is left, and end the thread.
 
         False: it has not ended after ``timeout`` seconds (None: however long it takes).
         """
@@ -187,17 +162,12 @@ class StoreTier:
             if self._thread.is_alive():
                 return False
             self._thread = None
-        self.finish_probe()
         return True
-
-    def finish_probe(self) -> None:
-        if self._probe is not None:
-            self._probe.join()
 
     def _work(self) -> None:
         while (store_write := self._queue.get()) is not None:
             if not isinstance(store_write, StoreWrite):  # keys that are in use
-                self.prefix(store_write)
+                self._prefix(store_write)
                 with self._changed:
                     self._touching -= 1
                     self._changed.notify_all()
@@ -219,9 +189,64 @@ class StoreTier:
             if store_write.cancelled:
                 store_write.failed = True
                 return
-            store_write.failed |= not self.write(key, serialized)
+            store_write.failed |= not self._write(key, serialized)
         for path in () if store_write.failed else store_write.paths:
-            self.prefix(path)
+            self._prefix(path)
+
+
+class StoreTier:
+    """One or more stores: read in order, written to all of them by a thread (``writes``).
+
+    A store that fails costs a warning and a later recomputation, no more; one that is out
+    of reach is not asked for a while (:class:`kvcache.prefix.outages.Outages`).
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[SnapshotStore],
+        backlog: int,
+        backend: ml.Backend | None = None,
+        break_even: BreakEven | None = None,
+    ) -> None:
+        """``backend``: what reads the entries next, from the memory that it reads fastest.
+
+        ``break_even``: which store is asked for how many tokens (None: every store for any).
+        """
+        self.stores = tuple(stores)
+        self.break_even = break_even or BreakEven(always=True)
+        self.writes = WriteQueue(backlog, self.write, self.prefix)
+        self.written = 0
+        """Serialized snapshots written since the start."""
+        self.errors = dict.fromkeys(("read", "write", "corrupt", "full"), 0)
+        """Calls that failed, by kind; those that a store in an outage was spared are none."""
+        self.outages = Outages()
+        self.on_drop: Callable[[str], None] | None = None
+        """Called with the key of each entry that is dropped, by the thread that found it corrupt."""
+        self._new_lender = Lender if backend is None else partial(Lender, partial(pinned_memory, backend))
+        self._lender = self._new_lender()
+        self._counting = threading.Lock()
+        self._probe: threading.Thread | None = None
+
+    # Writing.
+
+    @property
+    def away(self) -> bool:
+        """Whether all stores are left alone at present by who writes to them."""
+        return all(self.outages.away(store, WRITING) for store in self.stores)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Write what is left, and end the threads. The stores stay open: they are the caller's.
+
+        False: not all is written after ``timeout`` seconds (None: however long it takes).
+        """
+        if not self.writes.close(timeout):
+            return False
+        self.finish_probe()
+        return True
+
+    def finish_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.join()
 
     def write(self, key: str, serialized: SerializedSnapshot) -> bool:
         """Write an entry now, in this thread. Whether at least one store has it then."""
@@ -294,9 +319,10 @@ class StoreTier:
 
     def _measure(self, store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> None:
         try:
-            found = self._look(store, chain, floor, limit, divisible)
-            if found > floor:
-                end = min(floor - floor % chain.block_size + chain.block_size, found) if divisible else found
+            stored = self._look(store, chain, floor, limit, divisible)
+            if stored > floor:
+                block_end = floor - floor % chain.block_size + chain.block_size
+                end = min(block_end, stored) if divisible else stored
                 loan = Loan(self._lender)
                 self._copy(store, chain.at(end), loan)
                 loan.give_back()
@@ -305,32 +331,32 @@ class StoreTier:
 
     def prefix(self, keys: Sequence[str]) -> int:
         """How many leading keys are stored: as far as the first store has them, then the next one."""
-        found = 0
+        count = 0
         for store in self.stores:
-            if found < len(keys):
-                found += self._ask(store, READING, partial(store.prefix, keys[found:])) or 0
-        return found
+            if count < len(keys):
+                count += self._ask(store, READING, partial(store.prefix, keys[count:])) or 0
+        return count
 
     def stored(self, keys: Sequence[str]) -> list[bool]:
-        found = [False] * len(keys)
+        known = [False] * len(keys)
         for store in self.stores:
-            missing = [i for i, has in enumerate(found) if not has]
+            missing = [i for i, has in enumerate(known) if not has]
             if missing:
                 asked = [keys[i] for i in missing]
                 there = self._ask(store, READING, partial(_have, store, asked)) or [False] * len(asked)
                 for i, has in zip(missing, there, strict=True):
-                    found[i] = has
-        return found
+                    known[i] = has
+        return known
 
     def lacking(self, keys: Sequence[str]) -> list[bool]:
         """Which entries every store answers that it does not have; none where one does not answer."""
-        found = [True] * len(keys)
+        lacking = [True] * len(keys)
         for store in self.stores if keys else ():
             there = self._ask(store, READING, partial(_have, store, keys))
             if there is None:
                 return [False] * len(keys)
-            found = [lacks and not has for lacks, has in zip(found, there, strict=True)]
-        return found
+            lacking = [lacks and not has for lacks, has in zip(lacking, there, strict=True)]
+        return lacking
 
     def entries(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
         """Serialized snapshots by their keys, in order, each good until the next one is asked for.
@@ -338,7 +364,7 @@ class StoreTier:
         Where a store can show its bytes in place they are not copied here; else the next entry is read by
         a thread while one is put to use.
         """
-        if len(keys) < 2 or all(hasattr(store, "view") for store in self.stores):
+        if len(keys) < 2 or all(isinstance(store, MappedStore) for store in self.stores):
             for key in keys:
                 with self.serialized(key) as serialized:
                     yield serialized
@@ -373,14 +399,14 @@ class StoreTier:
         """An entry's bytes, of each store that has them and hands them out so; ``read`` says what fails."""
         for store in sorted(self.stores, key=self.break_even.pays, reverse=True):
             try:
-                found = store.reader(key) if isinstance(store, ReadingStore) else None
+                reader = store.reader(key) if isinstance(store, ReadingStore) else None
             except StoreError:
                 continue
             except Exception as error:
                 _warn("load back", error, "the serialized snapshot is read in another way")
                 continue
-            if found is not None:
-                yield _TimedReader(found, store, self.break_even)
+            if reader is not None:
+                yield _TimedReader(reader, store, self.break_even)
 
     def serialized(self, key: str) -> Loan:
         """As ``read``, in place where a store shows its bytes."""
@@ -397,7 +423,7 @@ class StoreTier:
         loan = Loan(self._lender if reserve is None else self._new_lender())
         # One that is read although computing is faster comes last.
         for store in sorted(self.stores, key=self.break_even.pays, reverse=True):
-            shown = in_place and hasattr(store, "view")
+            shown = in_place and isinstance(store, MappedStore)
             source = (
                 partial(self._view, store, key) if shown else partial(self._copy, store, key, loan, reserve)
             )
@@ -412,8 +438,8 @@ class StoreTier:
     ) -> SerializedSnapshot | None:
         """None for what is not there, and for what is corrupt, which is dropped."""
         try:
-            found = source()
-            return None if found is None else unpack(found)
+            packed = source()
+            return None if packed is None else unpack(packed)
         except SnapshotCorruptError as error:
             self._count("corrupt")
             _warn("load back", error, "it is dropped and computed again")
@@ -448,14 +474,14 @@ class StoreTier:
         return answer
 
     def _count(self, kind: str) -> None:
-        with self._changed:
+        with self._counting:
             self.errors[kind] += 1
 
     def _view(self, store: Any, key: str) -> memoryview | None:
         with self.break_even.reading(store) as read:
-            found: memoryview | None = store.view(key)
-            read.nbytes = 0 if found is None else found.nbytes
-        return found
+            view: memoryview | None = store.view(key)
+            read.nbytes = 0 if view is None else view.nbytes
+        return view
 
     def _copy(
         self, store: SnapshotStore, key: str, loan: Loan, reserve: Callable[[int], bool] | None = None
@@ -515,11 +541,11 @@ def _warn(what: str, error: Exception, follows: str) -> None:
 
 
 def _have(store: SnapshotStore, keys: Sequence[str]) -> list[bool]:
-    found: list[bool] = []
+    have: list[bool] = []
     for start in range(0, len(keys), _AT_ONCE):
         asked = keys[start : start + _AT_ONCE]
-        found += [stat is not None for _, stat in zip(asked, store.stat(asked), strict=True)]
-    return found
+        have += [stat is not None for _, stat in zip(asked, store.stat(asked), strict=True)]
+    return have
 
 
 def _longest(store: SnapshotStore, chain: Chain, floor: int, limit: int, divisible: bool) -> int:
@@ -528,8 +554,8 @@ def _longest(store: SnapshotStore, chain: Chain, floor: int, limit: int, divisib
         return _last_stored(store, chain, floor, limit)
     first = floor // size
     whole = (first + store.prefix(chain.aligned[first : limit // size])) * size
-    found = max(floor, whole)
-    return _last_stored(store, chain, found, max(found, min(limit, whole + size - 1)))
+    reached = max(floor, whole)
+    return _last_stored(store, chain, reached, max(reached, min(limit, whole + size - 1)))
 
 
 def _last_stored(store: SnapshotStore, chain: Chain, floor: int, limit: int) -> int:
@@ -538,8 +564,77 @@ def _last_stored(store: SnapshotStore, chain: Chain, floor: int, limit: int) -> 
     while stop > floor:
         positions = range(stop, max(floor, stop - count), -1)
         stop, count = stop - count, 2 * count
-        found = store.stat([chain.at(position) for position in positions])
-        for position, stat in zip(positions, found, strict=True):
+        stats = store.stat([chain.at(position) for position in positions])
+        for position, stat in zip(positions, stats, strict=True):
             if stat is not None:
                 return position
     return floor
+
+
+# Memory for what is read: lent for a while, and used again once it was given back.
+# Fresh memory costs a page fault for every 4 KiB, as much time as the reading itself.
+
+KEPT = 3
+"""Buffers that wait for use: one serialized snapshot is read while another is put to use."""
+LARGEST = 64 << 20
+"""Bytes of the largest buffer that is kept."""
+
+
+def _pageable(nbytes: int) -> np.ndarray:
+    return np.empty(nbytes, np.uint8)
+
+
+class Lender:
+    """Buffers between their uses. Called from any thread."""
+
+    def __init__(self, allocate: Callable[[int], np.ndarray] = _pageable) -> None:
+        """``allocate(nbytes)``: new memory, uint8 (nbytes,)."""
+        self._allocate = allocate
+        self._free: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A buffer of ``nbytes`` or more, which holds anything: the caller's until it is put back."""
+        with self._lock:
+            for i in reversed(range(len(self._free))):  # the last one lies in the processor's cache, likely
+                if self._free[i].size >= nbytes:
+                    return self._free.pop(i)
+        return self._allocate(nbytes)
+
+    def put_back(self, buffer: np.ndarray) -> None:
+        """Nobody looks at what is in it any more."""
+        if buffer.size <= LARGEST:
+            with self._lock:
+                self._free = [*self._free, buffer][-KEPT:]
+
+
+class Loan:
+    """A serialized snapshot over lent memory, good until ``give_back``; ``serialized`` is None for none.
+
+    What is never given back is never lent again: it is freed as any object is.
+    """
+
+    __slots__ = ("_buffer", "_lender", "serialized")
+
+    def __init__(self, lender: Lender) -> None:
+        self._lender = lender
+        self._buffer: np.ndarray | None = None
+        self.serialized: SerializedSnapshot | None = None
+
+    def memory(self, nbytes: int) -> np.ndarray:
+        """Memory of exactly ``nbytes`` bytes for the serialized snapshot, in place of what the loan had."""
+        self.give_back()
+        self._buffer = self._lender.take(nbytes)
+        return self._buffer[:nbytes]
+
+    def give_back(self) -> None:
+        """The serialized snapshot is no longer looked at. A second call does nothing."""
+        buffer, self._buffer, self.serialized = self._buffer, None, None
+        if buffer is not None:
+            self._lender.put_back(buffer)
+
+    def __enter__(self) -> SerializedSnapshot | None:
+        return self.serialized
+
+    def __exit__(self, *raised: object) -> None:
+        self.give_back()

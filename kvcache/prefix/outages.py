@@ -110,9 +110,9 @@ class Outages:
     def full(self, store: object, nbytes: int, error: StoreFullError) -> None:
         """It had no room for a serialized snapshot of ``nbytes``. One line of the log, until it has."""
         with self._lock:
-            found = self._full.setdefault(id(store), _Full(self._clock(), nbytes))
-            found.nbytes, found.refused = min(nbytes, found.nbytes), found.refused + 1
-        if found.refused == 1:
+            full = self._full.setdefault(id(store), _Full(self._clock(), nbytes))
+            full.nbytes, full.refused = min(nbytes, full.nbytes), full.refused + 1
+        if full.refused == 1:
             log.warning("a store is full: %s; content that it does not accept is computed again", error)
 
     def took(self, store: object, nbytes: int) -> None:
@@ -120,16 +120,16 @@ class Outages:
         if not self._full:
             return
         with self._lock:
-            found = self._full.get(id(store))
-            if found is None or nbytes < found.nbytes:
+            full = self._full.get(id(store))
+            if full is None or nbytes < full.nbytes:
                 return
             del self._full[id(store)]
             now = self._clock()
         log.warning(
             "a store has room again after %.1f s: %r; %d serialized snapshots were not kept there meanwhile",
-            now - found.since,
+            now - full.since,
             store,
-            found.refused,
+            full.refused,
         )
 
     def worked(self, store: object, way: str) -> None:

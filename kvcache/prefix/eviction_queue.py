@@ -1,0 +1,176 @@
+"""What one tier holds, in the order in which it goes: against one budget for all, and one for each tenant."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Generator, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvcache.stores.sizes import parse_bytes
+
+__all__ = ["EvictionQueue", "TenantBudget", "TenantQueue"]
+
+N = TypeVar("N", bound=Hashable)
+Priority = tuple[int, ...]
+"""The smallest goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantBudget:
+    """Bytes of snapshots that are kept for one tenant on the device and in host memory; None: no limit.
+
+    Sizes such as ``"64MiB"`` become numbers. What everyone may share counts for nobody, nor does what open
+    sessions hold. What a tenant has too much goes as if the tier were full: its own that goes first.
+    """
+
+    device: int | None = None
+    host: int | None = None
+
+    def __init__(self, device: int | str | None = None, host: int | str | None = None) -> None:
+        for name, value in (("device", device), ("host", host)):
+            size = None if value is None else parse_bytes(value, f"TenantBudget: {name}")
+            object.__setattr__(self, name, size)
+
+
+class EvictionQueue(Generic[N]):
+    """What one tier holds, counted in bytes, against its budget (None: no limit).
+
+    ``priority`` tells an entry's order. It may rise at any time; a ``touch`` follows where it falls.
+    """
+
+    def __init__(self, budget: int | None, priority: Callable[[N], Priority]) -> None:
+        self.budget = budget
+        self.nbytes = 0
+        self._priority = priority
+        self._sizes: dict[int, tuple[N, int]] = {}
+        self._heap: list[tuple[Priority, int, N]] = []
+        self._count = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, entry: N) -> bool:
+        return id(entry) in self._sizes
+
+    def __iter__(self) -> Iterator[N]:
+        return (entry for entry, _ in [*self._sizes.values()])
+
+    def add(self, entry: N, nbytes: int) -> None:
+        """Count an entry, or count it anew with another size."""
+        self.discard(entry)
+        self._sizes[id(entry)] = entry, nbytes
+        self.nbytes += nbytes
+        self.touch(entry)
+
+    def discard(self, entry: N) -> None:
+        _, nbytes = self._sizes.pop(id(entry), (entry, 0))
+        self.nbytes -= nbytes
+
+    def touch(self, entry: N) -> None:
+        """Order an entry by its present priority."""
+        if id(entry) in self._sizes:
+            heapq.heappush(self._heap, (self._priority(entry), next(self._count), entry))
+            if len(self._heap) > 64 + 4 * len(self._sizes):
+                self._heap = [(self._priority(e), next(self._count), e) for e in self]
+                heapq.heapify(self._heap)
+
+    @property
+    def excess(self) -> int:
+        return 0 if self.budget is None else max(0, self.nbytes - self.budget)
+
+    def first(self) -> N | None:
+        """The entry that goes first; it stays counted."""
+        return next(self.in_order(), None)
+
+    def peek(self) -> N | None:
+        """As ``first``, by a look at all entries that leaves the queue as it is."""
+        return min(self, key=self._priority, default=None)
+
+    def in_order(self) -> Generator[N, None, None]:
+        """The entries, as they go one after another; nothing is to change before this is closed."""
+        passed: dict[int, tuple[Priority, int, N]] = {}
+        try:
+            while self._heap:
+                priority, _, entry = item = self._heap[0]
+                known = id(entry) in self._sizes and id(entry) not in passed
+                present = self._priority(entry) if known else priority
+                if known and priority == present:
+                    yield entry
+                    passed[id(entry)] = item
+                heapq.heappop(self._heap)
+                if priority < present:  # it has risen
+                    heapq.heappush(self._heap, (present, next(self._count), entry))
+        finally:
+            for item in passed.values():
+                heapq.heappush(self._heap, item)
+
+
+class TenantQueue(EvictionQueue[N]):
+    """A queue with a limit for each tenant beside that for all.
+
+    ``tenant_of`` tells whose an entry is ("": everyone's) when it is added, ``limit`` what a tenant may have.
+    """
+
+    def __init__(
+        self,
+        budget: int | None,
+        priority: Callable[[N], Priority],
+        tenant_of: Callable[[N], str],
+        limit: Callable[[str], int | None],
+    ) -> None:
+        super().__init__(budget, priority)
+        self._tenant_of, self._limit = tenant_of, limit
+        self._queues: dict[str, EvictionQueue[N]] = {}
+        self._owners: dict[N, str] = {}
+        self._over: dict[str, None] = {}
+        """Tenants that may have too much."""
+
+    def add(self, entry: N, nbytes: int) -> None:
+        super().add(entry, nbytes)
+        tenant = self._tenant_of(entry)
+        limit = self._limit(tenant) if tenant else None
+        if limit is None:
+            return
+        queue = self._queues.setdefault(tenant, EvictionQueue(limit, self._priority))
+        self._owners[entry] = tenant
+        queue.add(entry, nbytes)
+        if queue.excess:
+            self._over[tenant] = None
+
+    def discard(self, entry: N) -> None:
+        super().discard(entry)
+        if (tenant := self._owners.pop(entry, None)) is not None:
+            self._queues[tenant].discard(entry)
+            if not len(self._queues[tenant]):
+                del self._queues[tenant]
+                self._over.pop(tenant, None)
+
+    def touch(self, entry: N) -> None:
+        super().touch(entry)
+        if (tenant := self._owners.get(entry)) is not None:
+            self._queues[tenant].touch(entry)
+
+    def fits(self, nbytes: int, entry: N) -> bool:
+        """Whether this entry, of this size, has room when all others have gone."""
+        tenant = self._tenant_of(entry)
+        limit = self._limit(tenant) if tenant else None
+        return (self.budget is None or nbytes <= self.budget) and (limit is None or nbytes <= limit)
+
+    def is_full(self, nbytes: int, entry: N) -> bool:
+        """Whether so many bytes more, of this entry, would be too many."""
+        tenant = self._tenant_of(entry)
+        limit, own = self._limit(tenant) if tenant else None, self._queues.get(tenant)
+        too_many = limit is not None and (0 if own is None else own.nbytes) + nbytes > limit
+        return too_many or (self.budget is not None and self.nbytes + nbytes > self.budget)
+
+    def over(self) -> tuple[N, int] | None:
+        """Of a tenant that has too much what goes first, and how many bytes are too much; None: none has."""
+        while self._over:
+            tenant = next(iter(self._over))
+            queue = self._queues[tenant]
+            if queue.excess and (entry := queue.first()) is not None:
+                return entry, queue.excess
+            del self._over[tenant]
+        return None
