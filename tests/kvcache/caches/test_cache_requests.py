@@ -168,4 +168,4 @@ def test_a_prefix_cache_refuses_amounts_below_zero(numpy: ml.Backend, option: st
     sizes: dict[str, Any] = {"backlog": "32KiB", "in_flight": "1 MiB", "read_ahead": "1.5KB"}
     with PrefixCache(cache, budget="2KiB", tiers=[MemoryStore()], identity={"model": "m"}, **sizes) as prefix:
         assert prefix.tree.store is not None
-        assert prefix.tree.store.backlog == 32 << 10
+        assert prefix.tree.store.writes.backlog == 32 << 10
