@@ -338,6 +338,8 @@ def killed_at_each_call(url: str, first: str = "1") -> None:
             begun = False
 
     for at in itertools.count(int(first)):
+        for key in check_whole(other):  # from the same state, so that each call has the same number
+            other.delete(key)
         for key in ("a", "b", "c"):
             other.put(key, [content(key, UNIT)])
             read(other, key)
