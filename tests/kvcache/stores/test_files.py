@@ -350,9 +350,10 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
     with store._index.locked():
         living, fd = store._folder.create("living", UNIT)
     (where / "changing" / f"dead.{'0' * 32}.tmp").write_bytes(b"left behind")
-    for left in ([living], []):
+    (where / "changing" / f"link.{'0' * 32}.tmp").symlink_to("nowhere")
+    for left, swept in (([living], 2), ([], 1)):
         with FileStore(where) as other:
-            assert other.usage().swept == 1
+            assert other.usage().swept == swept
             assert names(where) == left
         if left:
             os.close(fd)
