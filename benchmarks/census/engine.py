@@ -86,7 +86,8 @@ def examine(library: Library, name: str, say: Callable[[dict[str, Any]], Any]) -
         say({"": _told(error)})
         return
     say({})
-    say({mode: judge(library, case, mode) for mode in library.MODES})
+    own = getattr(library, "judge", judge)
+    say({mode: own(library, case, mode) for mode in library.MODES})
 
 
 def isolated(library: Library, name: str) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def render(library: Library, results: Mapping[str, Any]) -> None:
 def _cell(name: str, kind: str, told: str, notes: dict[str, int]) -> str:
     """A verdict, with the number of the note that says why it is so."""
     if kind not in ("refused", "cannot", "wrong"):
-        return SHORT[kind]
+        return SHORT.get(kind, kind)
     note = re.sub(rf"(?<!\ban )\b{re.escape(name.split()[0])}\b", "a type", told)
     note = re.sub(r"such as \w+|\bsize of tensor .*|\b\w+For\w+|\[\d+\]", "...", note)
     note = re.sub(r"layer \d+ of [\w ]+? (is|wants|reads|sets)\b", r"a layer of a type \1", note)

@@ -68,10 +68,16 @@ class Conversation:
     def __repr__(self) -> str:
         return f"<{type(self).__name__}; {self._session!r}>"
 
+    @property
+    def lock(self) -> Any:
+        """That of the SharedPrefixes: held by the thread whose call is made."""
+        return self._owner.lock
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Tell what was generated, or is said next: later conversations may share it once it is evaluated."""
-        self._session.extend(tokens)
-        self._rows.prompt = len(self._session.tokens)
+        with self.lock:
+            self._session.extend(tokens)
+            self._rows.prompt = len(self._session.tokens)
 
     @property
     def remaining(self) -> list[int]:
@@ -103,7 +109,7 @@ class Conversation:
 
     def close(self, keep: bool = True) -> None:
         """End the conversation; what the cache holds of it stays for others, unless ``keep`` is False."""
-        with self._ending():
+        with self.lock, self._ending():
             self._session.close(keep)
 
     def __enter__(self) -> Self:
@@ -113,15 +119,17 @@ class Conversation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Left by an exception, it keeps what was evaluated by ``prefill``, or before an ``extend``."""
-        with self._ending():
+        with self.lock, self._ending():
             self._session.__exit__(kind, error, trace)
 
 
 class SharedPrefixes(Closing):
-    """A PrefixCache for one ``model`` of a runtime."""
+    """A PrefixCache for one ``model`` of a runtime. Its calls wait for those of other threads."""
 
     model: Any
     prefix: PrefixCache
+    lock: AbstractContextManager[object]
+    """Held by the thread whose call is made."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of a {type(self.model).__name__}; {self.prefix!r}>"
@@ -148,26 +156,38 @@ class SharedPrefixes(Closing):
 
     @property
     def stats(self) -> PrefixStats:
-        """What was asked for, and where it came from: ``reused`` of ``tokens`` were not computed again."""
+        """What was asked for, and where it came from: ``reused`` of ``tokens`` were not computed again.
+
+        The one call that waits for nobody: a server asks while answers are generated.
+        """
         return self.prefix.stats
+
+    def clear(self) -> None:
+        """Discard what is kept in memory, as when the weights have changed: see ``PrefixCache.clear``."""
+        with self.lock:
+            self.prefix.clear()
 
     def flush(self) -> None:
         """Write what is kept to the stores, and wait for that."""
-        self.prefix.flush()
+        with self.lock:
+            self.prefix.flush()
 
-    def write_through(self, nbytes: int | None = None) -> bool:
+    def write_through(self, nbytes: int | str | None = None) -> bool:
         """Have a thread write what no store has yet: see ``PrefixCache.write_through``."""
-        return self.prefix.write_through(nbytes)
+        with self.lock:
+            return self.prefix.write_through(nbytes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """As ``close``; left by an exception, each conversation keeps what it would as a context manager."""
-        try:
-            self.prefix.__exit__(kind, error, trace)
-        finally:
-            self.close()
+        with self.lock:
+            try:
+                self.prefix.__exit__(kind, error, trace)
+            finally:
+                self.close()
 
     def close(self) -> None:
         """Close all conversations, and write what is kept to the stores."""
-        self.prefix.close()
+        with self.lock:
+            self.prefix.close()

@@ -393,8 +393,7 @@ class StoreLookup:
         """
         if not self._learned:
             return
-        parts = [getattr(part, "attention", part) for part in unwrapped(self._cache)]
-        taken = [getattr(part, "snapshots", None) for part in parts]
+        taken = [getattr(part, "snapshots", None) for part in unwrapped(self._cache)]
         storages = [each.storage.buffers for each in taken if isinstance(each, AttentionSnapshots)]
         layers = [held for buffers in storages for held in buffers.values()]
         self._learned = not all(held.stamp for held in layers)

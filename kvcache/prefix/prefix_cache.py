@@ -85,7 +85,8 @@ class PrefixCache(Closing):
     same identity; ``begin`` takes a salt for each conversation. ``block_size`` is the number of tokens that a
     stored key covers. ``interval`` is the number of tokens between snapshots of windows and recurrent states
     in a prompt. ``backlog`` limits the bytes that wait to be written to the stores. ``in_flight`` limits the
-    bytes on their way from the device to host memory, which a thread copies (0: the caller copies).
+    bytes on their way from the device to host memory, which a thread copies (0: the caller copies). These
+    are numbers or sizes, too, as is ``read_ahead``.
 
     ``layers`` gives the shapes that the model stores, {layer: ((heads, dim) of K, (heads, dim) of V)} for all
     attention layers; stored content with other shapes is corrupt. None: the shapes of the cache, which an
@@ -115,19 +116,20 @@ class PrefixCache(Closing):
         salt: str = "",
         block_size: int = 128,
         interval: int = 512,
-        backlog: int = 256 << 20,
-        in_flight: int = 256 << 20,
+        backlog: int | str = 256 << 20,
+        in_flight: int | str = 256 << 20,
         layers: Layers | None = None,
         tenant_budget: TenantBudget | Callable[[str], TenantBudget | None] | None = None,
         break_even: BreakEven | None = None,
-        read_ahead: int = 256 << 20,
+        read_ahead: int | str = 256 << 20,
         write_through: bool = False,
     ) -> None:
         settings = _settings_of(cache)
         budget = None if budget is None else parse_bytes(budget, "PrefixCache: budget")
         check_whole("PrefixCache", "interval", interval, least=1)
-        for name, value in (("backlog", backlog), ("in_flight", in_flight), ("read_ahead", read_ahead)):
-            check_whole("PrefixCache", name, value)
+        backlog = parse_bytes(backlog, "PrefixCache: backlog")
+        in_flight = parse_bytes(in_flight, "PrefixCache: in_flight")
+        read_ahead = parse_bytes(read_ahead, "PrefixCache: read_ahead")
         if not isinstance(write_through, bool):
             raise InvalidRangeError(f"PrefixCache: write_through={write_through!r:.60}; it must be a bool")
         if not isinstance(salt, str):

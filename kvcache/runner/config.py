@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvcache.runner.errors import ModelError
 from kvcache.storage.layer_shape import LayerShape
 from ml.nn.rope_spec import RopeSpec
 
 __all__ = [
-    "ModelConfig", "common_fields", "experts_per_token", "read_token_ids", "refuse", "refuse_quantized",
+    "ModelConfig", "ModelSizes", "common_fields", "experts_per_token", "read_token_ids", "refuse",
+    "refuse_quantized",
 ]  # fmt: skip
+
+
+class ModelSizes(Protocol):
+    """What the engine asks of a model's config, whoever computes it. ModelConfig has it."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    @property
+    def cached_layers(self) -> Mapping[int, LayerShape]:
+        """What a cache stores of a token, by the layers that it stores anything of."""
+
+    def cached_tokens(self, layer: int, max_sequences: int, capacity: int, max_batch: int) -> int:
+        """How many tokens of layer ``layer``, one of ``cached_layers``, a full cache stores."""
+
+    def state_bytes(self, max_sequences: int, capacity: int) -> int:
+        """Bytes of what a cache holds beside its cells: recurrent states, at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from kvcache.cache import Batch, Cache, CacheDType
 from kvcache.caches import branches
 from kvcache.prefix.radix_tree import common_length
 from kvcache.runner.errors import RequestError
-from kvcache.runner.language_model import LanguageModel, cache_for
+from kvcache.runner.language_model import LanguageModel, cache_for, start_pass
 from kvcache.runner.sampling import Sampler
 from kvcache.stores.closing import Closing
 from ml import nn
@@ -255,7 +255,7 @@ class ModelDraft(Closing, GuessedDraft):
             begin = end
 
     def _forward(self, ctx: ml.Context, batch: Batch) -> ml.Tensor:
-        self.cache.start_forward(ctx, batch)
+        start_pass(self.model, ctx, batch, self.cache)
         return self.model.forward(ctx, batch, self.cache)
 
     def close(self) -> None:

@@ -40,7 +40,14 @@ from kvcache.runner.consensus import Agreement
 from kvcache.runner.drafts import Draft, DraftsInCache
 from kvcache.runner.errors import RequestError, RunnerError
 from kvcache.runner.fingerprint import model_identity
-from kvcache.runner.language_model import LanguageModel, Prompt, cache_for, encode_prompt, settings_for
+from kvcache.runner.language_model import (
+    LanguageModel,
+    Prompt,
+    cache_for,
+    encode_prompt,
+    settings_for,
+    start_pass,
+)
 from kvcache.runner.memory import cache_bytes, check_memory
 from kvcache.runner.options import EngineOptions
 from kvcache.runner.request_state import RequestState, has_token
@@ -377,7 +384,7 @@ class Engine(Closing):
                 vocabulary = self.model.config.vocab_size
                 wanted, proposed = logprobs_of(parts), proposed_in(parts)
                 choice = Choice(here, draws_of(parts), vocabulary, wanted, proposed)
-                self.cache.start_forward(ctx, batch)
+                start_pass(self.model, ctx, batch, self.cache)
                 telling.how = None  # the model tells them
                 logits = self.model.forward(ctx, batch, self.cache)
                 telling.how = self.ranks.abandon

@@ -24,8 +24,13 @@ def model_identity(model: Any) -> dict[str, str]:
     ranks, the rank and their number are in it too: each has keys and values of its own heads. So is whether
     the layer for multi-token prediction stores its own. Reads all weights once.
 
-    Raises ModelError for a model that was not loaded from files: name it yourself then.
+    A model that has an ``identity()`` of its own is asked. Raises ModelError for another one that was not
+    loaded from files: name it yourself then.
     """
+    own = getattr(model, "identity", None)
+    if own is not None:
+        told: dict[str, str] = own()
+        return told
     origin = getattr(model, "origin", None)
     if origin is None:
         raise ModelError(

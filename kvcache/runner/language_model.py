@@ -4,32 +4,54 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import ml
 from kvcache.cache import Batch, Cache
 from kvcache.caches.causal import CausalCache
-from kvcache.runner.config import ModelConfig
+from kvcache.runner.config import ModelSizes
 from kvcache.runner.errors import RequestError, TextTooLongError
 from kvcache.runner.requests import GenerationOptions
 from kvcache.runner.tokenizer import Tokenizer
 
-__all__ = ["LanguageModel", "Prompt", "cache_for", "check_prompt", "encode_prompt", "settings_for"]
+__all__ = [
+    "LanguageModel",
+    "Prompt",
+    "cache_for",
+    "check_prompt",
+    "encode_prompt",
+    "settings_for",
+    "start_pass",
+]
 
 Prompt = str | Sequence[int]
 """A text, or token ids as they are."""
 
 
 class LanguageModel(Protocol):
-    """What the loop needs of a model; ``kvcache.runner.models.llama.Llama`` is one."""
+    """What the loop needs of a model: ``Llama`` and its relatives, ``TransformersModel``, or one of yours.
+
+    It may have more: ``make_cache()`` gives the cache of its layers (without it: a ``CausalCache``),
+    ``dtype`` says what it computes in (F32), ``identity()`` names its weights for stores.
+    """
 
     @property
     def backend(self) -> ml.Backend: ...
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelSizes: ...
 
     def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
-        """Logits (len(batch.outputs), vocab_size); keys and values go through ``cache``."""
+        """Logits (len(batch.outputs), vocab_size); keys and values go through ``cache``.
+
+        ``cache.start_forward(ctx, batch)`` was called, but for a model that ``StartsPasses``.
+        """
+
+
+@runtime_checkable
+class StartsPasses(Protocol):
+    """A model whose ``forward`` calls ``start_forward`` itself, for it may make several passes of a batch."""
+
+    starts_passes: Literal[True]
 
 
 @runtime_checkable
@@ -47,8 +69,14 @@ def cache_for(model: LanguageModel) -> Any:
     return CausalCache(getattr(model, "shift", None))
 
 
+def start_pass(model: LanguageModel, ctx: ml.Context, batch: Batch, cache: Cache) -> None:
+    """What comes before ``model.forward(ctx, batch, cache)``."""
+    if not isinstance(model, StartsPasses):
+        cache.start_forward(ctx, batch)
+
+
 def encode_prompt(
-    tokenizer: Tokenizer | None, prompt: Prompt, config: ModelConfig, capacity: int
+    tokenizer: Tokenizer | None, prompt: Prompt, config: ModelSizes, capacity: int
 ) -> list[int]:
     """A text's token ids, or the ids as they are, checked as ``check_prompt`` does."""
     if not isinstance(prompt, str):
@@ -63,7 +91,7 @@ def encode_prompt(
     return check_prompt(found, config, capacity)
 
 
-def check_prompt(tokens: Sequence[int], config: ModelConfig, capacity: int) -> list[int]:
+def check_prompt(tokens: Sequence[int], config: ModelSizes, capacity: int) -> list[int]:
     """The tokens as a list. Raises RequestError for a prompt that the model or the cache cannot take."""
     try:
         if isinstance(tokens, bytes | bytearray | Mapping | Set):
@@ -103,7 +131,7 @@ def _id(token: Any) -> int:
     return operator.index(token)
 
 
-def _check_length(count: int, config: ModelConfig, capacity: int, least: str = "") -> None:
+def _check_length(count: int, config: ModelSizes, capacity: int, least: str = "") -> None:
     if count > config.max_positions:
         raise RequestError(
             f"the prompt has {least}{count} tokens, more than the model's {config.max_positions} positions; "

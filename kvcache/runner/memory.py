@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ml
 from kvcache.cache import CacheDType
-from kvcache.runner.config import ModelConfig
+from kvcache.runner.config import ModelSizes
 from kvcache.runner.errors import CapacityError
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.sizes import bytes_text
@@ -13,7 +13,7 @@ __all__ = ["available_bytes", "cache_bytes", "check_memory"]
 
 
 def cache_bytes(
-    config: ModelConfig,
+    config: ModelSizes,
     dtype: CacheDType,
     max_sequences: int,
     capacity: int,
@@ -47,7 +47,7 @@ def available_bytes(backend: ml.Backend) -> int | None:
 
 
 def check_memory(
-    config: ModelConfig,
+    config: ModelSizes,
     backend: ml.Backend,
     cache_dtype: CacheDType,
     max_sequences: int,

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import ml
 from kvcache.cache import CacheDType
 from kvcache.prefix.eviction_queue import TenantBudget
-from kvcache.runner.config import ModelConfig
+from kvcache.runner.config import ModelSizes
 from kvcache.runner.errors import RequestError, check_whole
 
 __all__ = ["Acceptance", "EngineOptions", "Fetch", "SpeculativeOptions"]
@@ -62,14 +62,14 @@ class EngineOptions:
         for name in names:
             check_whole(type(self).__name__, name, getattr(self, name), 1)
 
-    def capacity_for(self, config: ModelConfig) -> int:
+    def capacity_for(self, config: ModelSizes) -> int:
         return min(config.max_positions, 4096) if self.capacity is None else self.capacity
 
-    def context_for(self, config: ModelConfig) -> int:
+    def context_for(self, config: ModelSizes) -> int:
         """How many tokens one request can hold: prompt and answer together."""
         return min(self.context or self.capacity_for(config), config.max_positions)
 
-    def cache_sizes(self, config: ModelConfig) -> tuple[CacheDType, int, int]:
+    def cache_sizes(self, config: ModelSizes) -> tuple[CacheDType, int, int]:
         """What the cache stores, of how many sequences, with how many tokens each.
 
         Raises RequestError for a ``context`` that is more than the cache has.
@@ -116,7 +116,7 @@ class SpeculativeOptions(EngineOptions):
         """Whether drafts are drawn and accepted by rejection sampling, where they can be."""
         return self.acceptance == "rejection" and self.width == 1
 
-    def cache_sizes(self, config: ModelConfig) -> tuple[CacheDType, int, int]:
+    def cache_sizes(self, config: ModelSizes) -> tuple[CacheDType, int, int]:
         dtype, sequences, capacity = EngineOptions.cache_sizes(self, config)
         if self.width == 1:
             return dtype, sequences, capacity

@@ -50,9 +50,10 @@ class FileStore(Closing):
 
     ``budget``: bytes of entries (``Stat.nbytes``; their manifests of 512 bytes each are not counted) that
     all processes together keep, those that are being written included; the least recently used go first.
-    None: no limit. An entry that is larger is refused, and not read where one is there. With ``durable`` a
-    put returns when its bytes are on the device; without, a crash of the machine (not of the process) may
-    cost entries, which are then found corrupt and dropped.
+    None: no limit. An entry that is larger is refused, and not read where one is there. Give all stores of a
+    folder the same budget: one that finds more than its own there evicts the rest, and the log says so once.
+    With ``durable`` a put returns when its bytes are on the device; without, a crash of the machine (not of
+    the process) may cost entries, which are then found corrupt and dropped.
 
     ``digest``: "xxh3_128" finds damage. Where others may write to the folder, "blake3" with a ``secret``
     that they do not know: they can forge no entry. Stores that digest otherwise, or with another secret, do

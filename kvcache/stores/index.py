@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import logging
 import os
 import sqlite3
 import stat
@@ -54,6 +55,8 @@ _SCHEMA: Final = (
 """SQLite does not notice a flipped bit: the numbers of ``totals`` add up to 0, and each row is compared with
 its entry's file before that goes."""
 
+log = logging.getLogger("kvcache")
+
 T = TypeVar("T")
 
 
@@ -81,7 +84,7 @@ class Index:
         self._folder = folder
         self._db: sqlite3.Connection | None = None
         self._file: tuple[int, ...] = ()
-        self._in_memory = self._all_known = False
+        self._in_memory = self._all_known = self._warned = False
         self.pending: list[int] = []
         """The bytes of each entry that somebody is writing."""
 
@@ -175,7 +178,15 @@ class Index:
                 db.execute("UPDATE entries SET used = ? WHERE stem = ?", [row.used, row.stem])
             return self._withdraw(db, victims)
 
-        if self.totals()[1] + room > budget:
+        stored = self.totals()[1]
+        if stored > budget and most is None and not self._warned:  # what opening finds is no surprise
+            self._warned = True
+            log.warning(
+                "FileStore: %s holds %d bytes, and the budget is %d: another store writes to it with "
+                "a larger budget, or without one; give all the same",
+                self._folder.path, stored, budget,
+            )  # fmt: skip
+        if stored + room > budget:
             self._discard_evicted(self._run(evict))
 
     def _oldest(self, db: sqlite3.Connection, excess: int, most: int | None) -> tuple[list[Row], list[Row]]:

@@ -19,7 +19,7 @@ from kvcache import (
     SequenceLostError,
     SlidingWindowCache,
 )
-from kvcache.integrations.dense_batch import DenseBatch, read_encoded
+from kvcache.integrations.rows.dense_batch import DenseBatch, read_encoded
 
 from ..rigs.each_backend import each_backend
 

@@ -12,7 +12,7 @@ import pytest
 
 import ml
 from kvcache import Batch, CausalCache, ChunkedCache, NotSupportedError, SlidingWindowCache
-from kvcache.integrations.ragged_batch import RaggedBatch, visible_mask
+from kvcache.integrations.rows.ragged_batch import RaggedBatch, visible_mask
 
 HEADS, DIM = 2, 32
 

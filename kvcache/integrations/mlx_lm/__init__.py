@@ -21,12 +21,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcache.cache import InvalidRangeError, check_whole
-from kvcache.integrations.conversations import check_known, names_of
 from kvcache.integrations.mlx_lm.attention import ChunkedKVCache, KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, layers_of
 from kvcache.integrations.mlx_lm.loops import check_loops
-from kvcache.integrations.mlx_lm.pool import CachePool
+from kvcache.integrations.mlx_lm.pool import CachePool, PoolOptions
 from kvcache.integrations.mlx_lm.prefixes import MLXPrefixCache, MLXSession
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
@@ -44,6 +43,7 @@ __all__ = [
     "LayerCache",
     "MLXPrefixCache",
     "MLXSession",
+    "PoolOptions",
     "Recurrent",
     "RotatingKVCache",
     "SequencesTakenError",
@@ -67,7 +67,7 @@ def make_prompt_cache(model: Any, **options: Any) -> list[Any]:
     One sequence of ``capacity`` tokens by default: a copy of it needs another as soon as one of the two goes
     on (``max_sequences=2``).
     """
-    _check_options("make_prompt_cache", options)
+    PoolOptions.of("make_prompt_cache", options)
     return CachePool(model, **options).make_prompt_cache()
 
 
@@ -79,7 +79,7 @@ def install(model: Any, **options: Any) -> CachePool:
     ``LRUPromptCache`` keeps gives way. Returns the pool; :func:`uninstall` takes it back. Called again, it
     makes another pool; prompt caches of the one before stay in theirs.
     """
-    _check_options("install", options)
+    PoolOptions.of("install", options)
     pool = CachePool(model, **options)
     guard()
     model.make_cache = pool.make_prompt_cache
@@ -91,13 +91,15 @@ def uninstall(model: Any) -> None:
     vars(model).pop("make_cache", None)
 
 
-def _check_options(op: str, options: dict[str, Any]) -> None:
-    check_known(op, options, names_of(CachePool.__init__))
-
-
-for _function in (make_prompt_cache, install):
-    _options = list(inspect.signature(CachePool.__init__).parameters.values())[1:]
-    setattr(_function, "__signature__", inspect.signature(_function).replace(parameters=_options))  # noqa: B010
+_shown = [
+    inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+    *(
+        option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for option in inspect.signature(PoolOptions).parameters.values()
+    ),
+]
+for _takes_options in (CachePool, make_prompt_cache, install):  # for help and completion
+    setattr(_takes_options, "__signature__", inspect.Signature(_shown))  # noqa: B010
 
 
 def rewind(prompt_cache: Sequence[Any], position: int) -> int:

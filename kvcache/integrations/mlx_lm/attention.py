@@ -22,7 +22,7 @@ from kvcache.integrations.mlx_lm.layers import (
 )
 from kvcache.integrations.mlx_lm.locking import waiting
 from kvcache.integrations.mlx_lm.passes import ForwardPass
-from kvcache.integrations.ragged_batch import read_positions, visible_mask
+from kvcache.integrations.rows.ragged_batch import read_positions, visible_mask
 
 __all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache", "attend_by_entries"]
 
@@ -230,49 +230,49 @@ class Attending(LayerCache):
         return self._storage.token_bytes(self.layer) * tokens
 
 
-class Convertible(Attending):
-    """K and V of a layer of which ``kv_bits=`` asks for mlx-lm's QuantizedKVCache."""
+@waiting
+def _to_quantized(self: Attending, group_size: int = 64, bits: int = 4) -> Any:
+    """mlx-lm's QuantizedKVCache with what is stored, for ``kv_bits=``; it is not of the pool any more.
 
-    @waiting
-    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """mlx-lm's QuantizedKVCache with what is stored, for ``kv_bits=``; it is not of the pool any more.
+    A method of the entries that have it: mlx-lm asks whether one does, and leaves a ChunkedKVCache as it is.
+    Codes, scales and biases are the pool's own where it stores them so: ``dtype="AFFINE4_64"``, say.
 
-        Codes, scales and biases are the pool's own where it stores them so: ``dtype="AFFINE4_64"``, say.
-
-        Raises NotSupportedError for models with sliding layers, before any layer is converted, and for
-        batches, which mlx-lm does not quantize either. Layers of chunks stay as they are, as mlx-lm's do.
-        """
-        if self.rows.batched:
-            raise NotSupportedError("to_quantized: a batch of rows; extract(row) gives the entries of one")
-        layers = self._storage.layers
-        if any(isinstance(layer, Attention) and layer.window and not layer.chunked for layer in layers):
-            raise NotSupportedError(
-                f"to_quantized: bits={bits} for a model with sliding layers, which mlx-lm has no quantized "
-                "cache for; store them quantized here instead: dtype=ml.DType.Q8_0 or Q4_0"
-            )
-        made = mlx_caches.QuantizedKVCache(group_size=group_size, bits=bits)
-        if self._storage.is_affine(bits, group_size):
-            self.rows.settle()
-            codes = self._storage.codes(self.layer, self.rows.held[0].seq)
-            if codes is not None:
-                parts = [mx.view(x, mx.uint32) if x.dtype == mx.int32 else x for x in codes.parts]
-                made.keys, made.values, made.offset = parts[:3], parts[3:], parts[0].shape[2]
-            return made
-        keys, values = self._stored()
-        if keys is not None:
-            made.keys, made.values = (
-                mx.quantize(x, group_size=group_size, bits=bits) for x in (keys, values)
-            )
-            made.offset = keys.shape[2]
+    Raises NotSupportedError for models with sliding layers, before any layer is converted, and for
+    batches, which mlx-lm does not quantize either.
+    """
+    if self.rows.batched:
+        raise NotSupportedError("to_quantized: a batch of rows; extract(row) gives the entries of one")
+    layers = self._storage.layers
+    if any(isinstance(layer, Attention) and layer.window and not layer.chunked for layer in layers):
+        raise NotSupportedError(
+            f"to_quantized: bits={bits} for a model with sliding layers, which mlx-lm has no quantized "
+            "cache for; store them quantized here instead: dtype=ml.DType.Q8_0 or Q4_0"
+        )
+    made = mlx_caches.QuantizedKVCache(group_size=group_size, bits=bits)
+    if self._storage.is_affine(bits, group_size):
+        self.rows.settle()
+        codes = self._storage.codes(self.layer, self.rows.held[0].seq)
+        if codes is not None:
+            parts = [mx.view(x, mx.uint32) if x.dtype == mx.int32 else x for x in codes.parts]
+            made.keys, made.values, made.offset = parts[:3], parts[3:], parts[0].shape[2]
         return made
+    keys, values = self._stored()
+    if keys is not None:
+        made.keys, made.values = (mx.quantize(x, group_size=group_size, bits=bits) for x in (keys, values))
+        made.offset = keys.shape[2]
+    return made
 
 
-class KVCache(Convertible, OwnKVCache):  # type: ignore[misc]
+class KVCache(Attending, OwnKVCache):  # type: ignore[misc]
     """K and V of a layer that attends to all of the past."""
 
+    to_quantized = _to_quantized
 
-class RotatingKVCache(Convertible, OwnRotatingKVCache):  # type: ignore[misc]
+
+class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
     """K and V of a layer with a sliding window."""
+
+    to_quantized = _to_quantized
 
     @property
     def keep(self) -> int:
@@ -384,11 +384,13 @@ class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
         return self._with_codes(keys, values, offset, self.chunk_size, start)
 
 
-class Bystander(Convertible, OwnKVCache):  # type: ignore[misc]
+class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
     """The entry of a layer that the model never reads or writes: it holds nothing.
 
     It takes part in whatever the other entries were in since it was last asked for something.
     """
+
+    to_quantized = _to_quantized
 
     @property
     def _seen(self) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from kvcache.cache import Batch
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import SlidingWindowCache
-from kvcache.integrations.model_caches import batch_of_rows
+from kvcache.integrations.rows.caches import batch_of_rows
 
 __all__ = ["ForwardPass"]
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
 
 import ml
 from kvcache.cache import CacheDType, InvalidRangeError, check_whole
+from kvcache.integrations.conversations import check_known
 from kvcache.integrations.mlx_lm.attention import (
     Bystander,
     ChunkedKVCache,
@@ -29,7 +31,7 @@ from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
 from kvcache.integrations.mlx_lm.storage import Storage
 
-__all__ = ["CachePool"]
+__all__ = ["CachePool", "PoolOptions"]
 
 _DTYPES = {mx.float32: ml.DType.F32, mx.float16: ml.DType.F16, mx.bfloat16: ml.DType.BF16}
 
@@ -37,20 +39,54 @@ PREFILL = 2048
 """Tokens per row of the largest pass that is expected: mlx-lm's own ``prefill_step_size``."""
 
 
-class CachePool:
-    """Preallocated caches for the layers of ``model``, shared by all prompt caches made of it.
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """How a CachePool stores what it is given.
 
-    ``model`` is one of mlx-lm's, or the layers themselves. Up to ``max_sequences`` rows, copies and
-    finished conversations live at once, of up to ``capacity`` tokens each. ``dtype`` is what K and V are
-    stored in (None: what the model computes), as ``Cache.init`` takes it: ``ml.DType.Q8_0``, "AFFINE8_64"
-    or a pair, say, or a dtype of MLX. ``rollback`` is how many tokens sliding layers keep beyond their
-    windows, so that they can be trimmed.
+    Up to ``max_sequences`` rows, copies and finished conversations live at once, of up to ``capacity`` tokens
+    each. ``dtype`` is what K and V are stored in (None: what the model computes), as ``Cache.init`` takes it:
+    ``ml.DType.Q8_0``, "AFFINE8_64" or a pair, say, or a dtype of MLX. ``rollback`` is how many tokens sliding
+    layers keep beyond their windows, so that they can be trimmed.
     ``checkpoints`` of the states of recurrent layers are kept per sequence, one every
-    ``checkpoint_interval`` tokens, for :func:`rewind`. ``max_batch`` is the largest number of tokens in a
+    ``checkpoint_interval`` tokens, for ``rewind``. ``max_batch`` is the largest number of tokens in a
     pass, of all rows together (None: 2048 per sequence). ``max_kv_size`` is mlx-lm's, at least 5: a layer
     keeps the first 4 tokens for good and the last ``max_kv_size - 4``, and no row is too long. A query in a
     pass of several tokens sees what it sees with mlx-lm's RotatingKVCache, which is not quite that (see
-    ``attention._seen_beside_kept``).
+    ``attention._seen_beside_kept``). ``backend`` is an open one of MLX (None: a new one).
+    """
+
+    capacity: int = 4096
+    max_sequences: int = 1
+    dtype: CacheDType | None = None
+    rollback: int = 64
+    checkpoints: int = 4
+    checkpoint_interval: int = 256
+    max_batch: int | None = None
+    max_kv_size: int | None = None
+    backend: ml.Backend | None = None
+
+    @classmethod
+    def of(cls, op: str, options: Mapping[str, Any]) -> PoolOptions:
+        """Of what was given by name. InvalidRangeError for a name or a size that makes no sense."""
+        check_known(op, options, [field.name for field in fields(cls)])
+        found = cls(**options)
+        for name, least in _LEAST.items():
+            size = getattr(found, name)
+            if size is not None:
+                check_whole(op, name, size, least)
+        return found
+
+
+_LEAST = {
+    "capacity": 1, "max_sequences": 1, "rollback": 0, "checkpoints": 0, "checkpoint_interval": 1,
+    "max_batch": 1,
+}  # fmt: skip
+
+
+class CachePool:
+    """Preallocated caches for the layers of ``model``, shared by all prompt caches made of it.
+
+    ``model`` is one of mlx-lm's, or the layers themselves. The options are those of :class:`PoolOptions`.
 
     The ``__call__`` of the model's class is put in a function that holds the pool's lock: threads with a
     prompt cache each wait for one another, call by call. Other things done to prompt caches wait too. A pool
@@ -61,25 +97,10 @@ class CachePool:
     of a model that says itself what its layers keep, for which mlx-lm does not use it.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        capacity: int = 4096,
-        max_sequences: int = 1,
-        dtype: CacheDType | None = None,
-        rollback: int = 64,
-        checkpoints: int = 4,
-        checkpoint_interval: int = 256,
-        max_batch: int | None = None,
-        max_kv_size: int | None = None,
-        backend: ml.Backend | None = None,
-    ) -> None:
-        sizes = {"capacity": (capacity, 1), "max_sequences": (max_sequences, 1), "rollback": (rollback, 0)}
-        sizes |= {"checkpoints": (checkpoints, 0), "checkpoint_interval": (checkpoint_interval, 1)}
-        sizes |= {} if max_batch is None else {"max_batch": (max_batch, 1)}
-        for name, (size, least) in sizes.items():
-            check_whole("CachePool", name, size, least)
+    def __init__(self, model: Any, **options: Any) -> None:
+        asked = PoolOptions.of("CachePool", options)
+        capacity, max_sequences, rollback = asked.capacity, asked.max_sequences, asked.rollback
+        max_kv_size, backend = asked.max_kv_size, asked.backend
         listed = isinstance(model, Sequence) and not isinstance(model, str)
         if not (
             callable(model) or (listed and all(isinstance(x, (Attention, Recurrent, Several)) for x in model))
@@ -105,9 +126,11 @@ class CachePool:
                 model, layers, lambda x: CachePool(x, capacity=32, max_sequences=4, backend=self.backend)
             )
         ctx = self.backend.new_context()
-        self.storage = Storage(layers, ctx, rollback, checkpoints, checkpoint_interval, one_length)
-        largest = max_sequences * min(capacity, PREFILL) if max_batch is None else max_batch
-        self.storage.init(self.backend, _stored_dtype(dtype), max_sequences, capacity, largest)
+        self.storage = Storage(
+            layers, ctx, rollback, asked.checkpoints, asked.checkpoint_interval, one_length
+        )
+        largest = max_sequences * min(capacity, PREFILL) if asked.max_batch is None else asked.max_batch
+        self.storage.init(self.backend, _stored_dtype(asked.dtype), max_sequences, capacity, largest)
         caches = self.storage.caches
         if not listed:
             told_by(type(model))
@@ -160,6 +183,12 @@ class CachePool:
             else next(made)
             for entry in self.storage.entries
         ]
+
+    def clear(self) -> None:
+        """Let the conversations go that ``LRUPromptCache`` s keep, once no other thread uses the pool."""
+        with self.lock:
+            while self.sequences.relieve():
+                pass
 
     def close(self) -> None:
         """Drop all tensors; prompt caches of this pool cannot be used any more."""

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +20,7 @@ from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.layers import Attention
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
-from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
+from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.stores import Part
 
@@ -51,11 +50,6 @@ class MLXSession(Conversation):
         super().__init__(session, rows, lambda: rows.lengths[0])
         self.prompt_cache = owner.pool.prompt_cache_of(rows)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Tell what was generated, or is said next: later conversations may share it once it is evaluated."""
-        with self._owner.pool.lock:
-            super().extend(tokens)
-
     def prefill(self, size: int = 512, progress: Callable[[int, int], object] | None = None) -> mx.array:
         """Evaluate ``remaining`` but its last token, at most ``size`` tokens at a time; returns that token.
 
@@ -84,16 +78,15 @@ class MLXSession(Conversation):
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        with self._owner.pool.lock:
-            try:
-                self._owner.pool.sequences.undo_unwritten()
-                if self._owner.adapters.variant() != self._variant:  # who knows which of them computed what
-                    self._session.close(keep=False)
-                yield
-            finally:
-                self._owner.pool.sequences.current = None
-                self._rows.leave()
-                self._owner._left(self._session)
+        try:
+            self._owner.pool.sequences.undo_unwritten()
+            if self._owner.adapters.variant() != self._variant:  # who knows which of them computed what
+                self._session.close(keep=False)
+            yield
+        finally:
+            self._owner.pool.sequences.current = None
+            self._rows.leave()
+            self._owner._left(self._session)
 
 
 class MLXPrefixCache(SharedPrefixes):
@@ -134,6 +127,7 @@ class MLXPrefixCache(SharedPrefixes):
             backend=backend,
         )  # fmt: skip
         self.pool.sequences.give_away()
+        self.lock = self.pool.lock
         self._claims: dict[int, tuple[threading.Thread, float]] = {}
         """By sequence, who began the conversation that is open in it, and its part of the room."""
         options = {"layers": _shapes(self.pool), **options}
@@ -228,28 +222,6 @@ class MLXPrefixCache(SharedPrefixes):
             super().close()
             self.pool.close()
             self.pool.lock.tell()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self.pool.lock:
-            super().__exit__(kind, error, trace)
-
-    def flush(self) -> None:
-        """Write what is kept to the stores, and wait for that."""
-        with self.pool.lock:
-            super().flush()
-
-    def write_through(self, nbytes: int | None = None) -> bool:
-        """Have a thread write what no store has yet: see ``PrefixCache.write_through``."""
-        with self.pool.lock:
-            return super().write_through(nbytes)
-
-    @property
-    def stats(self) -> PrefixStats:
-        """What was asked for, and where it came from: ``reused`` of ``tokens`` were not computed again."""
-        with self.pool.lock:
-            return self.prefix.stats
 
 
 _MAX_TOKENS = int(inspect.signature(generate_step).parameters["max_tokens"].default)

@@ -17,7 +17,8 @@ from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, 
 from kvcache.integrations.conversations import check_missing
 from kvcache.integrations.mlx_lm.layers import entries_in
 from kvcache.integrations.mlx_lm.passes import ForwardPass
-from kvcache.integrations.mlx_lm.sequences import SequencePool, SharedSequence
+from kvcache.integrations.mlx_lm.sequences import SequencePool
+from kvcache.integrations.rows.sequences import SharedSequence
 
 __all__ = ["BatchRows", "left_behind"]
 

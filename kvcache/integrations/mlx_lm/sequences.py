@@ -18,8 +18,9 @@ from kvcache.cache import CacheFullError, InvalidRangeError, KVCacheError, NotSu
 from kvcache.integrations.mlx_lm.locking import PoolLock
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.storage import Storage
+from kvcache.integrations.rows.sequences import Sequences, SharedSequence
 
-__all__ = ["SequencePool", "SequencesTakenError", "SharedSequence"]
+__all__ = ["SequencePool", "SequencesTakenError"]
 
 log = logging.getLogger(__name__)
 
@@ -41,41 +42,20 @@ class SequencesTakenError(KVCacheError, RuntimeError):
     """All sequences of a pool are held by prompt caches."""
 
 
-class SharedSequence:
-    """A sequence, shared by all who claim it; ``seq`` is None until something is stored."""
-
-    __slots__ = ("_retired", "claims", "seq")
-
-    def __init__(self, retired: list[int], seq: int | None = None) -> None:
-        self._retired = retired
-        self.seq = seq
-        self.claims = 0
-
-    def release(self) -> None:
-        """Give up one claim; with the last one the sequence may be used again."""
-        self.claims -= 1
-        if not self.claims and self.seq is not None:
-            self._retired.append(self.seq)  # emptied later: this may run in the middle of a pass
-            self.seq = None
-
-
-class SequencePool:
+class SequencePool(Sequences):
     """The sequences of ``storage``'s caches, shared by all rows of all prompt caches of a pool.
 
     ``largest_pass`` is how many tokens a pass may have, of all its rows; None: as many as there is room for.
     """
 
     def __init__(self, storage: Storage, max_sequences: int, largest_pass: int | None) -> None:
-        self.storage, self.max_sequences, self.largest_pass = storage, max_sequences, largest_pass
+        super().__init__(max_sequences, storage.cache)
+        self.storage, self.largest_pass = storage, largest_pass
         self.lock = PoolLock(storage.cache)
         self.keepers: weakref.WeakSet[Any] = weakref.WeakSet()
         """mlx-lm's ``LRUPromptCache`` s that keep prompt caches of this pool."""
         self.current: ForwardPass | None = None
         """The pass that was begun last."""
-        self.given_away = False
-        """Whether somebody else owns the sequences."""
-        self._free = list(range(max_sequences))[::-1]
-        self._retired: list[int] = []
         self._dropped: list[SharedSequence] = []
         """Claims that ended while another thread used the pool."""
 
@@ -122,18 +102,8 @@ class SequencePool:
 
     @property
     def free(self) -> int:
-        """How many sequences nobody holds."""
         self._release_dropped()
-        return len(self._free) + len(self._retired)
-
-    def give_away(self) -> None:
-        """Leave all sequences to somebody else, who has them adopted one by one."""
-        self._free.clear()
-        self.given_away = True
-
-    def lent(self, seq: int) -> SharedSequence:
-        """A sequence of somebody else's, who empties it."""
-        return SharedSequence([], seq)
+        return super().free
 
     def check_sharing(self, op: str) -> None:
         """Refuse what claims a lent sequence once more: its owner gives it to others, whoever claims it."""
@@ -143,22 +113,17 @@ class SequencePool:
                 "another session with the same tokens, which shares what is stored"
             )
 
-    def hold(self) -> SharedSequence:
-        """A claimable sequence with nothing in it, which takes up no room yet."""
-        return SharedSequence(self._retired)
-
     def reclaim(self) -> None:
-        """Empty the sequences that nobody holds any more."""
         self._release_dropped()
-        while self._retired:
-            seq = self._retired.pop()
-            self.cut(seq, 0)
-            self._free.append(seq)
+        super().reclaim()
 
     def cut(self, seq: int, length: int) -> None:
-        """Keep the first ``length`` tokens of a sequence."""
         self.current = None
-        self.storage.cache.remove(seq, length)
+        super().cut(seq, length)
+
+    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
+        self.current = None
+        return super().fork(held, length)
 
     def relieve(self) -> bool:
         """Let the oldest conversation go that an ``LRUPromptCache`` keeps; False where none is kept."""
@@ -173,35 +138,13 @@ class SequencePool:
         while (held.claims > 1 or held.seq is None) and not self.free and self.relieve():
             pass
 
-    def _take(self) -> int:
-        self.reclaim()
-        if not self._free:
-            held = "" if getattr(sys, "last_traceback", None) is None else _IN_TRACEBACK
-            raise SequencesTakenError(
-                f"start_forward: all {self.max_sequences} sequences of the pool are held; drop a prompt "
-                "cache, or make the pool with a larger max_sequences (rows of batches, copies that are "
-                f"written, and prompt caches that are kept take one each){held}"
-            )
-        return self._free.pop()
-
-    def occupy(self, held: SharedSequence) -> None:
-        """Give ``held`` a sequence, where it has none."""
-        if held.seq is None:
-            held.seq = self._take()
-
-    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
-        """A sequence of one's own that shares the first ``length`` tokens of ``held``."""
-        new = self.hold()
-        if held.seq is not None and length:
-            seq = self._take()
-            self.current = None
-            try:
-                self.storage.cache.copy_prefix(held.seq, seq, length)
-            except BaseException:
-                self._free.append(seq)
-                raise
-            new.seq = seq
-        return new
+    def _none_free(self, count: int) -> Exception:
+        held = "" if getattr(sys, "last_traceback", None) is None else _IN_TRACEBACK
+        return SequencesTakenError(
+            f"start_forward: all {self.max_sequences} sequences of the pool are held; drop a prompt "
+            "cache, or make the pool with a larger max_sequences (rows of batches, copies that are "
+            f"written, and prompt caches that are kept take one each){held}"
+        )
 
     # Passes.
 

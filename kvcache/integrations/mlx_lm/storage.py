@@ -16,8 +16,8 @@ from kvcache.caches.causal import CausalCache
 from kvcache.caches.states import StateCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, flat
 from kvcache.integrations.mlx_lm.passes import ForwardPass
-from kvcache.integrations.model_caches import FULL, SLIDING, Kind, ModelCaches
-from kvcache.integrations.ragged_batch import RaggedBatch
+from kvcache.integrations.rows.caches import FULL, SLIDING, Kind, ModelCaches
+from kvcache.integrations.rows.ragged_batch import RaggedBatch
 from kvcache.snapshots.snapshot import read_layers
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.state_specs import StateSpec

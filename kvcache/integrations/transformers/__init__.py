@@ -1,7 +1,8 @@
 """Our caches as the key-value cache of Hugging Face transformers.
 
 ``HFCache(model.config)`` goes where a ``DynamicCache`` goes, ``HFStaticCache`` where fixed shapes are
-wanted; ``install()`` makes plain ``generate()`` use them. To import this package registers
+wanted; ``install()`` makes plain ``generate()`` use them. ``TransformersModel(model)`` is a model for our
+engine. To import this package registers
 ``attn_implementation="kvcache"``, with which attention reads the cache itself.
 """
 
@@ -10,6 +11,7 @@ from kvcache.integrations.transformers import versions  # noqa: F401, I001  # fi
 from kvcache.integrations.transformers import attention  # noqa: F401
 from kvcache.integrations.transformers.cache import HFCache
 from kvcache.integrations.transformers.install import Installation, install, uninstall
+from kvcache.integrations.transformers.model import TransformersModel
 from kvcache.integrations.transformers.prefixes import HFPrefixCache, HFSession
 from kvcache.integrations.transformers.rope import rope_shift
 from kvcache.integrations.transformers.saving import HFSnapshot
@@ -22,6 +24,7 @@ __all__ = [
     "HFSnapshot",
     "HFStaticCache",
     "Installation",
+    "TransformersModel",
     "install",
     "rope_shift",
     "uninstall",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ml
-from kvcache import InvalidRangeError
+from kvcache import InvalidRangeError, ShiftFunction
 from kvcache.cache import check_whole
 from kvcache.integrations.conversations import check_known, names_of
+from kvcache.storage.formats import CacheFormat
 
 __all__ = [
     "THEIRS",
     "ArgumentError",
+    "CacheOptions",
     "check_model",
     "check_names",
     "check_options",
@@ -23,6 +26,19 @@ __all__ = [
 
 THEIRS = {"max_cache_len": "capacity", "max_batch_size": "max_sequences", "device": "backend"}
 """Options of transformers' own caches, and what they are called here."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """What HFCache was given; None: as the first keys are."""
+
+    backend: ml.Backend | str | None
+    dtype: CacheFormat | None
+    max_sequences: int | None
+    capacity: int
+    lookback: int
+    shift: ShiftFunction | None
+    grow: bool = False
 
 
 class ArgumentError(InvalidRangeError, TypeError):
@@ -51,29 +67,16 @@ def check_type(op: str, name: str, value: object, wanted: str, fits: bool) -> No
         raise ArgumentError(f"{op}: {name} is a {type(value).__name__}; it must be {wanted}")
 
 
-def check_options(
-    op: str,
-    *,
-    backend: object = None,
-    max_sequences: object = None,
-    capacity: object = 1,
-    lookback: object = 0,
-    shift: object = None,
-    grow: object = False,
-) -> None:
+def check_options(op: str, options: CacheOptions) -> None:
     """Refuse values that make no cache."""
-    check_whole(op, "capacity", capacity, least=1)
-    check_whole(op, "lookback", lookback)
-    if max_sequences is not None:
-        check_whole(op, "max_sequences", max_sequences, least=1)
-    check_type(op, "grow", grow, "True or False", isinstance(grow, bool))
-    check_type(
-        op,
-        "shift",
-        shift,
-        "a function, as rope_shift(model.config) gives it",
-        shift is None or callable(shift),
-    )
+    backend, shift = options.backend, options.shift
+    check_whole(op, "capacity", options.capacity, least=1)
+    check_whole(op, "lookback", options.lookback)
+    if options.max_sequences is not None:
+        check_whole(op, "max_sequences", options.max_sequences, least=1)
+    check_type(op, "grow", options.grow, "True or False", isinstance(options.grow, bool))
+    wanted = "a function, as rope_shift(model.config) gives it"
+    check_type(op, "shift", shift, wanted, shift is None or callable(shift))
     named = backend is None or isinstance(backend, str)
     check_type(
         op, "backend", backend,

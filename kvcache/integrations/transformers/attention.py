@@ -25,6 +25,7 @@ from transformers.utils.import_utils import is_tracing
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.kinds import ATTENTION
+from kvcache.integrations.transformers.packed import PassKeys
 from kvcache.integrations.transformers.rows import untraced
 from kvcache.integrations.transformers.stored import Stored
 
@@ -106,6 +107,11 @@ def attention(
     if s_aux is not None:
         options["s_aux"] = s_aux
         asked.append("s_aux")
+    keys: Any = getattr(key, "stored", None)
+    if isinstance(keys, PassKeys) and keys.several:
+        said = {name: options[name] for name in (*asked, "is_causal") if name in options}
+        said |= {"dropout": dropout, "scaling": scaling}
+        return keys.each(attention, causal_mask, module, query, attention_mask, said)
     body = None if _SDPA.issuperset(asked) else _eager(module, asked, reason or "")
     chosen, made = options.get("indices"), attention_mask
     if isinstance(made, Deferred):

@@ -14,8 +14,9 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError, ShiftFunction
-from kvcache.integrations.model_caches import ModelCaches
+from kvcache.integrations.rows.caches import ModelCaches
 from kvcache.integrations.transformers.arguments import (
+    CacheOptions,
     check_names,
     check_options,
     check_type,
@@ -37,7 +38,7 @@ from kvcache.integrations.transformers.layers import (
 )
 from kvcache.integrations.transformers.masks import check_width
 from kvcache.integrations.transformers.places import layer_devices
-from kvcache.integrations.transformers.pool import CacheOptions, CachePool
+from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.saving import HFSnapshot, like_of, load, save
 from kvcache.integrations.transformers.states import States
@@ -104,14 +105,11 @@ class HFCache(RowsCache):
 
         Raises NotSupportedError for a config with layers that our caches do not serve.
         """
-        check_options(
-            "HFCache", backend=backend, max_sequences=max_sequences, capacity=capacity, lookback=lookback,
-            shift=shift, grow=grow,
-        )  # fmt: skip
+        options = CacheOptions(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
+        check_options("HFCache", options)
         plan = layer_plan(config)
         if isinstance(self, EncoderDecoderCache):  # also for a decoder alone, beside another model's encoder
             plan = replace(plan, encoder=True)
-        options = CacheOptions(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
         self._attach(BatchRows(CachePool(plan, options)))
 
     def __repr__(self) -> str:
@@ -127,7 +125,7 @@ class HFCache(RowsCache):
 
     def detach(self) -> None:
         """Let go of the rows without touching them: they belong to someone else now."""
-        self.rows.sequences = []
+        self.rows.become([])
         self.rows.clear()
 
     def _attach(self, rows: BatchRows) -> None:

@@ -1,9 +1,14 @@
-"""Make plain ``generate()`` use our caches, and undo it."""
+"""What ``generate()`` is told before its first pass: where a cache's room ends, and to use ours by itself.
+
+To import this module puts it around the method of ``generate`` that prepares caches. Without ``install`` only
+calls that pass one of our caches are any different.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +21,7 @@ from kvcache import OrderError
 from kvcache.integrations.transformers.bridge import HFDType, dtype_of
 from kvcache.integrations.transformers.cache import HFCache, HFEncoderDecoderCache, cache_argument
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
+from kvcache.integrations.transformers.layers import RowsCache
 from kvcache.integrations.transformers.static import HFStaticCache
 
 __all__ = ["Installation", "install", "uninstall"]
@@ -28,56 +34,19 @@ _installed: Installation | None = None
 
 
 class Installation(AbstractContextManager["Installation"]):
-    """What ``install`` put in place; a context manager that takes it out again."""
+    """What ``install`` has ``generate`` do; a context manager that ends it."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
-        self._original = getattr(GenerationMixin, _NAME)
-        setattr(GenerationMixin, _NAME, self._replacement())
-
-    def _replacement(self) -> Any:
-        original, options = self._original, self.options
-
-        @functools.wraps(original)
-        def prepare(
-            model: Any,
-            generation_config: Any,
-            model_kwargs: dict[str, Any],
-            generation_mode: Any,
-            batch_size: int,
-            max_cache_length: int,
-        ) -> Any:
-            name = cache_argument(model)
-            given = model_kwargs.get(name)
-            found = original(
-                model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
-            _check_name(name, model_kwargs)
-            if isinstance(given, HFCache):
-                if not given.rows.pool.given_away:
-                    given.reserve(max_cache_length)
-            elif given is None:
-                wanted = generation_config.use_cache is not False
-                crosses = not _CROSSED.isdisjoint(k for k, x in model_kwargs.items() if x is not None)
-                theirs = model_kwargs.get(name)
-                ours = _ours(model, theirs, max_cache_length, options, crosses) if wanted else None
-                if ours is not None:
-                    model_kwargs[name] = ours
-                    if generation_config.is_assistant:
-                        ours.activate_past_recording()
-            return found
-
-        return prepare
 
     def __repr__(self) -> str:
         state = "installed" if _installed is self else "uninstalled"
         return f"<kvcache in transformers' generate(), {state}>"
 
     def uninstall(self) -> None:
-        """Put back what was there. A second call does nothing."""
+        """Let ``generate`` make transformers' own caches again. A second call does nothing."""
         global _installed
         if _installed is self:
-            setattr(GenerationMixin, _NAME, self._original)
             _installed = None
 
     def __exit__(self, *error: object) -> None:
@@ -113,6 +82,53 @@ def uninstall() -> None:
     """Undo ``install``; without one, nothing."""
     if _installed is not None:
         _installed.uninstall()
+
+
+def _prepare(
+    original: Callable[..., Any],
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> Any:
+    """What ``generate`` asks before its first pass, when it knows how long the text may become."""
+    name, installed = cache_argument(model), _installed
+    given = model_kwargs.get(name)
+    found = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+    if installed is not None:
+        _check_name(name, model_kwargs)
+        if isinstance(given, HFCache) and not given.rows.pool.given_away:
+            given.reserve(max_cache_length)
+        elif given is None:
+            wanted = generation_config.use_cache is not False
+            crosses = not _CROSSED.isdisjoint(k for k, x in model_kwargs.items() if x is not None)
+            theirs = model_kwargs.get(name)
+            ours = _ours(model, theirs, max_cache_length, installed.options, crosses) if wanted else None
+            if ours is not None:
+                model_kwargs[name] = ours
+                if generation_config.is_assistant:
+                    ours.activate_past_recording()
+    if isinstance(given, RowsCache) and generation_config.num_beams == 1:  # beams share cells
+        _end_in_time(given, generation_config, batch_size, max_cache_length)
+    return found
+
+
+def _end_in_time(cache: RowsCache, generation_config: Any, batch: int, length: int) -> None:
+    """Let an answer end where the cache's room ends, instead of losing all of it there; the log says so.
+
+    ``length`` tokens of each row may have to be stored. A prompt that does not fit is refused by its pass.
+    """
+    found = cache.rows.most(batch * (generation_config.num_return_sequences or 1))
+    if found is None or length <= found[0] or found[0] <= cache.rows.length:
+        return
+    asked = generation_config.max_length
+    generation_config.max_length = asked - (length - found[0])
+    _log.warning(
+        "generate: an answer that may be %d tokens long with its prompt ends after %d: %s",
+        asked, generation_config.max_length, found[1],
+    )  # fmt: skip
 
 
 def _ours(
@@ -161,3 +177,14 @@ def _check_name(name: str, model_kwargs: dict[str, Any]) -> None:
 def _warn(model: str, reason: str) -> None:
     """Say once why a model keeps transformers' own cache."""
     _log.warning("%s keeps transformers' own cache: %s", model, reason)
+
+
+def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prepare(model: Any, *args: Any, **options: Any) -> Any:
+        return _prepare(original, model, *args, **options)
+
+    return prepare
+
+
+setattr(GenerationMixin, _NAME, _watched(getattr(GenerationMixin, _NAME)))

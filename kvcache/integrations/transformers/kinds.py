@@ -11,7 +11,7 @@ from transformers import cache_utils
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvcache import InvalidRangeError, NotSupportedError
-from kvcache.integrations.model_caches import CHUNKED, COMPRESSED, FULL, SLIDING, Kind
+from kvcache.integrations.rows.caches import CHUNKED, COMPRESSED, FULL, SLIDING, Kind
 
 __all__ = [
     "ATTENTION",

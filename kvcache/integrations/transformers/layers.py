@@ -47,13 +47,13 @@ class RowsCache(TransformersCache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        own: Any = getattr(self, "layers", None)
-        if own is not None and layer_idx >= len(own):
+        """Straight to the layer: these caches neither add layers nor offload them."""
+        if layer_idx >= len(self.layers):
             raise InvalidRangeError(
-                f"update: layer {layer_idx}; this cache was made for a config of {len(own)} layers, and the "
-                "model has more: make one with its own config"
+                f"update: layer {layer_idx}; this cache was made for a config of {len(self.layers)} layers, "
+                "and the model has more: make one with its own config"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     @property
     def is_linear(self) -> list[bool]:
@@ -164,7 +164,7 @@ class AttentionLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignor
         if rows.removed and rows.seen[self.layer] == rows.length:
             check_positions(kwargs.get("kwargs") or {}, rows.length, key_states.shape[2], rows.removed)
         defer = not torch.compiler.is_compiling()
-        return self.rows.update(self.layer, self.kind, key_states, value_states, defer)
+        return rows.update(self.layer, self.kind, key_states, value_states, defer)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys that ``update`` will return, position of the first one)."""
@@ -234,6 +234,10 @@ class Crossing:
     """An EncoderDecoderCache that stays with its own CrossCache where a model gives it an empty one."""
 
     _cross: CrossCache
+    self_attention_cache: Any
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        return self.self_attention_cache.update(*args, **kwargs)
 
     @property
     def cross_attention_cache(self) -> CrossCache:

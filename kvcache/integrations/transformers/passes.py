@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvcache.integrations.dense_batch import DenseBatch
+from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.kinds import Kind
 
@@ -40,6 +40,8 @@ class ForwardPass:
 
     begin: int
     tokens: int
+    attends: bool = False
+    """Whether attention is ours in it, and may read the cache itself."""
     stored: dict[Kind, int] = field(default_factory=dict)
     """How many of the new tokens a kind keeps, where a window keeps not all of them."""
     readings: dict[Kind, DenseBatch] = field(default_factory=dict)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,14 @@ from kvcache import (
     KVCacheError,
     NotSupportedError,
     OrderError,
-    ShiftFunction,
     SlidingWindowCache,
     StateCache,
     StateSpec,
 )
-from kvcache.integrations.dense_batch import DenseBatch
-from kvcache.integrations.model_caches import ModelCaches, Top
+from kvcache.integrations.rows.caches import ModelCaches, Top
+from kvcache.integrations.rows.dense_batch import DenseBatch
+from kvcache.integrations.rows.sequences import Sequences, SharedSequence
+from kvcache.integrations.transformers.arguments import CacheOptions
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
@@ -31,20 +32,7 @@ from kvcache.integrations.transformers.places import Places, opened
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.formats import CacheFormat
 
-__all__ = ["CacheOptions", "CachePool"]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """What HFCache was given; None: as the first keys are."""
-
-    backend: ml.Backend | str | None
-    dtype: CacheFormat | None
-    max_sequences: int | None
-    capacity: int
-    lookback: int
-    shift: ShiftFunction | None
-    grow: bool = False
+__all__ = ["CachePool"]
 
 
 class CachePool:
@@ -59,18 +47,16 @@ class CachePool:
     """Empty, with the dtype and on the device of the model's first keys."""
     activations: ml.DType
     dtype: CacheFormat
-    max_sequences: int
+    sequences: Sequences
 
     def __init__(self, plan: Plan, options: CacheOptions) -> None:
         self.plan, self.options = plan, options
+        self._in_one_piece = Trait.CONTIGUOUS in plan.traits
         self.bound = False
         self.current: ForwardPass | None = None
         """The pass under way: the caches know of one at a time."""
         self.shown: dict[Kind, np.ndarray | None] = {}
         """What the mask of the last pass by each kind showed; None: all."""
-        self._free: list[int] = []
-        self.given_away = False
-        """Whether someone else owns the sequences: see ``give_away``."""
 
     def __reduce__(self) -> str:
         raise NotSupportedError(
@@ -92,9 +78,9 @@ class CachePool:
         self.ctx = backend.new_context()
         self.bridge = bridge_to(backend)
         self.places = Places(self.ctx, self.like, follows=options.backend is None)
-        self.max_sequences = options.max_sequences or batch
-        self.family = self._new_family(options)
-        self._free = list(range(self.max_sequences))
+        count = options.max_sequences or batch
+        self.family = self._new_family(options, count)
+        self.sequences = Sequences(count, self.family.all)
         self.bound = True
 
     @contextlib.contextmanager
@@ -108,8 +94,8 @@ class CachePool:
             self.bound = bound
             raise
 
-    def _new_family(self, options: CacheOptions) -> ModelCaches:
-        plan, states, count = self.plan, None, self.max_sequences
+    def _new_family(self, options: CacheOptions, count: int) -> ModelCaches:
+        plan, states = self.plan, None
         if plan.is_hybrid:
             two = {"conv": StateSpec(plan.conv_shape), "recurrent": StateSpec(plan.state_shape, ml.DType.F32)}
             states = StateCache({None: two if plan.conv_shape else {}}, dtype=self.activations)
@@ -166,12 +152,12 @@ class CachePool:
                 f"an HFPrefixCache stay {self.options.capacity} and {self.options.lookback}"
             )
         if self.bound:
-            taken = [seq for seq in range(self.max_sequences) if seq not in self._free]
+            taken = self.sequences.taken
             if options.grow:  # for sequences that shared cells too
                 cache: Any = self.family.all
                 longest = max(map(cache.offset, taken), default=0)
                 options = replace(options, capacity=max(options.capacity, longest))
-            family = self._new_family(options)
+            family = self._new_family(options, self.sequences.max_sequences)
             try:
                 for seq in taken:
                     self.put_back(family, seq, self.family.all.snapshot(seq))
@@ -182,15 +168,14 @@ class CachePool:
                     "with the n tokens of that pass, or reset(), on the one that it was of"
                 ) from error
             self.family, self.current = family, None
+            self.sequences.cache = family.all
         self.options = options
 
     def read(self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """K and V of a layer, of the dtypes and on the device of ``key`` and ``value``."""
-        keys, values = reading.read(self.ctx.layer(layer), layer)
+        keys, values = reading.read(self.places.found.get(layer) or self.ctx.layer(layer), layer)
         found = self.bridge.to_torch(keys, key), self.bridge.to_torch(values, value)
-        return (
-            (found[0].contiguous(), found[1].contiguous()) if Trait.CONTIGUOUS in self.plan.traits else found
-        )
+        return (found[0].contiguous(), found[1].contiguous()) if self._in_one_piece else found
 
     def aliased(self, layer: int, key: torch.Tensor) -> bool:
         """Whether what is read for ``key`` is the memory of the cache, where the cells allow it."""
@@ -225,32 +210,33 @@ class CachePool:
         if not cache.restore(seq, snapshot):
             raise InvalidRangeError("HFCache: the snapshot comes from a different kind of cache")
 
-    def take(self, count: int) -> list[int]:
-        """``count`` empty sequences, the lowest ones; InvalidSequenceError where so many are not free."""
-        if count > len(self._free):
+    @property
+    def given_away(self) -> bool:
+        """Whether someone else owns the sequences."""
+        return self.bound and self.sequences.given_away
+
+    def check_free(self, count: int) -> None:
+        """InvalidSequenceError where so many sequences are not free."""
+        free = self.sequences.free
+        if count > free:
             raise InvalidSequenceError(
-                f"HFCache: {count} sequences are needed and {len(self._free)} are free; "
-                "pass a larger max_sequences="
+                f"HFCache: {count} sequences are needed and {free} are free; pass a larger max_sequences="
             )
-        taken, self._free = self._free[:count], self._free[count:]
+
+    def take(self, count: int) -> list[SharedSequence]:
+        """``count`` empty sequences, the lowest ones; InvalidSequenceError where so many are not free."""
+        self.check_free(count)
+        taken = [self.sequences.hold() for _ in range(count)]
+        for one in taken:
+            self.sequences.occupy(one)
         return taken
 
-    def release(self, sequences: Iterable[int]) -> None:
-        """Empty sequences and give them back."""
-        freed = list(sequences)
-        for seq in freed:
-            self.family.all.remove(seq, 0)
-        if not self.given_away:
-            self._free = sorted({*self._free, *freed})
-
-    def give_away(self) -> None:
-        """Leave it to someone else which sequences are in use: none can be taken here any more."""
-        self._free, self.given_away = [], True
-
-    def share(self, source: int, target: int, length: int) -> None:
-        """Let ``target`` hold what ``source`` does, without copying."""
-        self.family.all.copy_prefix(source, target, length)
+    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
+        """A sequence that holds what ``held`` does, without copying."""
         self.current = None
+        copy = self.sequences.fork(held, length)
+        self.sequences.occupy(copy)
+        return copy
 
     def remove(self, sequences: Sequence[int], begin: int, end: int | None = None) -> None:
         """Forget ``[begin, end)`` of all sequences or, where one refuses, of none."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,8 +30,6 @@ from kvcache.stores import Part
 
 __all__ = ["HFPrefixCache", "HFSession"]
 
-log = logging.getLogger("kvcache")
-
 
 class HFSession(Conversation):
     """One conversation: ``cache`` is its HFCache, and holds ``cached`` of the prompt's tokens.
@@ -53,28 +49,6 @@ class HFSession(Conversation):
         super().__init__(session, self.cache.rows, self.cache.get_seq_length)
         self.cache.rows.limit = owner.limit
         session.complete = self.cache.rows.complete
-
-    @property
-    def lock(self) -> Turns:
-        lock: Turns = self._owner.lock
-        return lock
-
-    @in_turn
-    def extend(self, tokens: Sequence[int]) -> None:
-        """As Conversation.extend."""
-        super().extend(tokens)
-
-    @in_turn
-    def close(self, keep: bool = True) -> None:
-        """As Conversation.close."""
-        super().close(keep)
-
-    @in_turn
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """As Conversation.__exit__."""
-        super().__exit__(kind, error, trace)
 
     @in_turn
     def prefill(self, size: int = 512) -> None:
@@ -303,7 +277,7 @@ class HFPrefixCache(SharedPrefixes):
         family = self.cache.bind(torch.empty(0, dtype=model.dtype, device=device_of(model)))
         pool = self.cache.rows.pool
         pool.know(layer_devices(getattr(model, "hf_device_map", {})))
-        pool.give_away()
+        pool.sequences.give_away()
         self._family, self._layers = family, len(plan.layers)
         if plan.indexed or plan.compressed:  # which store more, by numbers of their own
             self._layers = plan.numbers
@@ -315,8 +289,7 @@ class HFPrefixCache(SharedPrefixes):
         """Tokens that a conversation may have, and why; None: as many as there is room for."""
         self._placing = [part for part in getattr(model, "modules", list)() if "rope_deltas" in vars(part)]
         whole: Any = family.all
-        self.lock = Turns(whole.take_over)
-        """Held by the thread whose call is made: hold it over the passes of a loop of your own."""
+        self.lock: Turns = Turns(whole.take_over)  # held over the passes of a loop of one's own, too
         stores = [tier for tier in options.get("tiers") or () if not isinstance(tier, HostTier)]
         if stores and options.get("layers") is None:
             options["layers"] = self._stored_layers(whole)
@@ -362,43 +335,6 @@ class HFPrefixCache(SharedPrefixes):
             part.rope_deltas = None
 
     @in_turn
-    def flush(self) -> None:
-        """As SharedPrefixes.flush."""
-        super().flush()
-
-    @in_turn
-    def write_through(self, nbytes: int | None = None) -> bool:
-        """As SharedPrefixes.write_through."""
-        return super().write_through(nbytes)
-
-    @in_turn
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """As SharedPrefixes.__exit__."""
-        super().__exit__(kind, error, trace)
-
-    @in_turn
-    def close(self) -> None:
-        """As SharedPrefixes.close."""
-        super().close()
-
-    def _fitting(self, prompt: int, options: dict[str, Any]) -> int | None:
-        """Ask for no more tokens than a conversation can have: how many these are, where more was asked for.
-
-        The last one of an answer is not evaluated, and takes no room.
-        """
-        most = self.room if self.limit is None else min(self.room, self.limit[0])
-        new, name = _asked(self.model, options, "max_new_tokens"), "max_new_tokens"
-        asked = _asked(self.model, options, "max_length") if new is None else prompt + new
-        if not isinstance(asked, int) or asked <= most + 1:
-            return None
-        if new is None:
-            name, prompt = "max_length", 0
-        options[name] = int(most) + 1 - prompt
-        return int(most) + 1
-
-    @in_turn
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
         """Start a conversation with a prompt, from the longest prefix of it that is there.
 
@@ -442,12 +378,12 @@ class HFPrefixCache(SharedPrefixes):
         several rows, beams, several answers, and inputs beside the tokens (images, positions) are refused.
 
         An answer for which more tokens are asked than there is room for (``max_sequences * capacity``, its
-        prompt included) ends there, with a warning. CacheFullError where other open sessions hold the room.
+        prompt included) ends there, which the log says before it begins. CacheFullError where other open
+        sessions hold the room.
         """
         _check_one_row(input_ids, options)
         _check_inputs(self.model, options)
         prompt = input_ids[0].tolist()
-        most = self._fitting(len(prompt), options)
         with self.begin(prompt, salt, shared) as session:
             session.prefill(prefill_size)
             if options.get("custom_generate") is None:  # which may draft without telling
@@ -465,12 +401,4 @@ class HFPrefixCache(SharedPrefixes):
                 session.close(keep=False)
             else:
                 session.extend(tokens[len(prompt) :])
-        if most is not None and len(tokens) == most:
-            log.warning(
-                "generate: prompt and answer have %d tokens, and more were asked for: %s",
-                most,
-                "the model rotates the keys of longer texts otherwise (rope_type), and shares no prefixes"
-                if most <= self.room
-                else "there is no more room; make the HFPrefixCache with a larger capacity or max_sequences",
-            )
         return out

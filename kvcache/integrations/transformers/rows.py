@@ -28,8 +28,9 @@ from kvcache import (
     StateSnapshot,
 )
 from kvcache.integrations.conversations import MOST_DRAFTS, check_missing
-from kvcache.integrations.dense_batch import DenseBatch, read_encoded
-from kvcache.integrations.model_caches import SLIDING, Kind, batch_of_rows
+from kvcache.integrations.rows.caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
+from kvcache.integrations.rows.dense_batch import DenseBatch, read_encoded
+from kvcache.integrations.rows.sequences import SharedSequence
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
@@ -62,7 +63,9 @@ class BatchRows:
 
     def __init__(self, pool: CachePool) -> None:
         self.pool = pool
+        self.claimed: list[SharedSequence] = []
         self.sequences: list[int] = []
+        """Those of ``claimed``, one for each row."""
         self.length = 0
         """Tokens of every row, those of the pass under way included."""
         self.seen = [0] * pool.plan.numbers
@@ -81,6 +84,27 @@ class BatchRows:
         state of then."""
         self._pass: ForwardPass | None = None
 
+    def most(self, rows: int) -> tuple[int, str] | None:
+        """How many tokens each of ``rows`` rows may come to have, and why no more; None: any number."""
+        pool, options, found = self.pool, self.pool.options, []
+        if self.limit is not None:
+            longest, kind = self.limit
+            found.append((longest, f"of more the model rotates all keys otherwise ({kind}), and shares none"))
+        whole = [kind for kind in pool.plan.kinds if kind.name in (FULL, CHUNKED)]
+        if whole and not options.grow:
+            count = (options.max_sequences or rows) if not pool.bound else pool.sequences.max_sequences
+            caches = [pool.family.caches[kind] for kind in whole] if pool.bound else []
+            if pool.given_away:  # conversations that are open may hold some of it
+                tokens = min(cache.cells for cache in caches) // rows
+            elif caches:
+                tokens = self.length + min(cache.free_cells for cache in caches) // rows
+            else:
+                tokens = count * options.capacity // rows
+            remedy = "" if pool.given_away else ", or grow=True"
+            cells = f"{count} x capacity={options.capacity} cells"
+            found.append((tokens, f"there is no more room in {cells}; pass a larger capacity={remedy}"))
+        return min(found, default=None)
+
     # One pass.
 
     def enter(self, layer: int, tokens: int, batch: int, like: torch.Tensor | None = None) -> ForwardPass:
@@ -88,12 +112,12 @@ class BatchRows:
 
         ``reached`` says that the layer has had them.
         """
-        seen = self.seen[layer]
-        if seen == self.length:
+        current = self._pass
+        if self.seen[layer] == self.length:
             check_missing("HFCache", self.prompt, self.length, tokens, self.drafts)
             current = self._begin(tokens, batch, like)
-        else:
-            current = self.current(layer)
+        elif current is None or current is not self.pool.current or self.seen[layer] != current.begin:
+            current = self.current(layer)  # says what is wrong
         if tokens != current.tokens or batch != len(self.sequences):
             raise InvalidRangeError(
                 f"HFCache: layer {self._layer(layer)} brings {tokens} tokens of {batch} rows, in a pass of "
@@ -162,7 +186,7 @@ class BatchRows:
         self._make_windows_keep(tokens)
         fresh = not self.sequences
         if fresh:
-            self.sequences = pool.take(batch)
+            self.become(pool.take(batch))
         try:
             if batch != len(self.sequences):
                 raise InvalidRangeError(
@@ -172,8 +196,7 @@ class BatchRows:
             current = self._growing(lambda: self._start(tokens), self.length + tokens)
         except BaseException:
             if fresh:
-                pool.release(self.sequences)
-                self.sequences = []
+                self.become([])
             raise
         self._pass = pool.current = current
         self.length += tokens
@@ -206,7 +229,8 @@ class BatchRows:
 
     def _start(self, tokens: int) -> ForwardPass:
         """Find cells in all caches, or in none."""
-        family, ctx, current = self.pool.family, self.pool.ctx, ForwardPass(self.length, tokens)
+        family, ctx = self.pool.family, self.pool.ctx
+        current = ForwardPass(self.length, tokens, self.pool.plan.attends)
         for kind in family.caches:
             kept = family.kept(kind)
             if kept is not None and tokens > kept:
@@ -223,7 +247,7 @@ class BatchRows:
             for cache in reversed(started):
                 cache.undo_forward()
             if isinstance(error, CacheFullError):
-                capacity, count = self.pool.options.capacity, self.pool.max_sequences
+                capacity, count = self.pool.options.capacity, self.pool.sequences.max_sequences
                 remedy = (
                     f"{f'{count} rows share' if count > 1 else 'one row has'} {count} x capacity={capacity} "
                     "cells, and padding takes cells too: pass a larger capacity="
@@ -233,7 +257,7 @@ class BatchRows:
             raise
         for kind, kept in current.stored.items():
             self._start_short(current, kind, family.caches[kind], kept)
-        if self.pool.plan.attends:
+        if current.attends:
             for cache in family.caches.values():
                 forward = cache.pass_under_way()
                 if forward is not None:  # a pass may bring no entries
@@ -267,39 +291,49 @@ class BatchRows:
 
         With ``defer`` they are read when something looks into them, where attention may be ours.
         """
-        current = self.enter(layer, key.shape[2], key.shape[0], key)
-        pool = self.pool
-        cache, kept = pool.family.caches[kind], current.stored.get(kind)
+        rows, _, tokens, _ = key.shape
+        current, pool = self.enter(layer, tokens, rows, key), self.pool
+        if kind in current.stored:
+            return self._update_short(current, layer, kind, key, value)
+        self._put(pool.family.caches[kind], layer, key, value)
+        self.seen[layer] = self.length
         reading = current.readings.get(kind)
-        if kept is not None:
-            keys, values = key, value
-            if reading is not None:  # copied before its cells are given to what is new
-                past = [x.clone() for x in pool.read(reading, layer, key, value)]
-                keys, values = torch.cat((past[0], key), 2), torch.cat((past[1], value), 2)
-                current.aside[layer] = past[0], past[1]
-            if self.settled is not None:
-                current.aside[layer] = keys, values
-            self._put(cache, layer, key[:, :, -kept:], value[:, :, -kept:])
-            self.reached(layer)
-            keys, values = without_gradients((keys, values), key, value)
-            keys.stored = None  # type: ignore[attr-defined]
-            return keys, values
-        self._put(cache, layer, key, value)
-        self.reached(layer)
         if reading is None:
             reading = current.readings[kind] = self.reading(kind, current.begin)
-        if defer and pool.plan.attends and not is_recorded(key, value):
+        recorded = torch.is_grad_enabled() and is_recorded(key, value)
+        if defer and current.attends and not recorded:
             return Stored(pool, layer, kind, current, reading).pair(key, value)
-        return without_gradients(pool.read(reading, layer, key, value), key, value)
+        found = pool.read(reading, layer, key, value)
+        return without_gradients(found, key, value) if recorded else found
+
+    def _update_short(
+        self, current: ForwardPass, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor
+    ) -> Pair:
+        """``update`` of a pass of which the kind keeps the end alone."""
+        keys, values, kept = key, value, current.stored[kind]
+        reading = current.readings.get(kind)
+        if reading is not None:  # copied before its cells are given to what is new
+            past = [x.clone() for x in self.pool.read(reading, layer, key, value)]
+            keys, values = torch.cat((past[0], key), 2), torch.cat((past[1], value), 2)
+            current.aside[layer] = past[0], past[1]
+        if self.settled is not None:
+            current.aside[layer] = keys, values
+        self._put(self.pool.family.caches[kind], layer, key[:, :, -kept:], value[:, :, -kept:])
+        self.reached(layer)
+        keys, values = without_gradients((keys, values), key, value)
+        keys.stored = None  # type: ignore[attr-defined]
+        return keys, values
 
     def _put(
         self, cache: CausalCache | EncoderCache, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        ctx, bridge = self.pool.place(layer, key), self.pool.bridge
-        if not key.dtype is value.dtype is self.pool.like.dtype:
-            self.pool.check_dtype(layer, key, value)
+        pool = self.pool
+        ctx, bridge = pool.places.found.get(layer) or pool.place(layer, key), pool.bridge
+        if not key.dtype is value.dtype is pool.like.dtype:
+            pool.check_dtype(layer, key, value)
+        new = (key.squeeze(2), value.squeeze(2)) if key.shape[2] == 1 else (tokens_of(key), tokens_of(value))
         cache.set_layer(layer)
-        cache.put(ctx, bridge.to_backend(ctx, tokens_of(key)), bridge.to_backend(ctx, tokens_of(value)))
+        cache.put(ctx, bridge.to_backend(ctx, new[0]), bridge.to_backend(ctx, new[1]))
 
     @untraced
     def peek(self, layer: int, kind: Kind) -> Pair | None:
@@ -362,24 +396,26 @@ class BatchRows:
             raise InvalidRangeError(
                 f"HFCache: rows {list(indices)} of {len(self.sequences)}; keep one at least, or call reset()"
             )
-        chosen = [self.sequences[index] for index in indices]
-        dropped = [seq for seq in self.sequences if seq not in chosen]
-        copies = len(chosen) - len(set(chosen))
-        pool = self.pool
-        if copies > len(dropped):
-            pool.release(pool.take(copies - len(dropped)))  # refuses before anything is touched
-        pool.release(dropped)
-        spare = iter(pool.take(copies))
-        rows: list[int] = []
-        for seq in chosen:
-            if seq in rows:
-                copy = next(spare)
-                pool.share(seq, copy, self.length)
-                rows.append(copy)
-            else:
-                rows.append(seq)
-        self.sequences, self._pass = rows, None
+        chosen = [self.claimed[index] for index in indices]
+        kept = list(dict.fromkeys(chosen))
+        self.pool.check_free(len(chosen) - len(self.claimed))  # refuses before anything is touched
+        self.become(kept)  # what is left out is free for copies
+        rows: list[SharedSequence] = []
+        for one in chosen:
+            rows.append(self.pool.fork(one, self.length) if one in rows else one)
+        self.become(rows)
+        self._pass = None
         self._settle()
+
+    def become(self, held: list[SharedSequence]) -> None:
+        """Other sequences instead: those that nobody holds any more are emptied."""
+        for one in held:
+            one.claims += 1
+        for one in self.claimed:
+            one.release()
+        self.claimed, self.sequences = held, [one.seq for one in held if one.seq is not None]
+        if self.pool.bound:
+            self.pool.sequences.reclaim()
 
     def fork(self) -> BatchRows:
         """Rows with the same content, to be continued on their own; cells are shared."""
@@ -388,15 +424,16 @@ class BatchRows:
         self.check_complete("fork", whole=True)
         copy = BatchRows(pool)
         copy.length, copy.seen, copy.removed = self.length, [*self.seen], self.removed
-        copy.sequences = pool.take(len(self.sequences)) if self.sequences else []
-        for source, target in zip(self.sequences, copy.sequences, strict=True):
-            pool.share(source, target, self.length)
+        if self.claimed:
+            pool.check_free(len(self.claimed))
+            copy.become([pool.fork(one, self.length) for one in self.claimed])
         return copy
 
     def adopt(self, seq: int, length: int) -> BatchRows:
         """One row: a sequence that holds ``length`` tokens already."""
         one = BatchRows(self.pool)
-        one.sequences, one.length, one.seen = [seq], length, self._all_at(length)
+        one.become([self.pool.sequences.lent(seq)])
+        one.length, one.seen = length, self._all_at(length)
         return one
 
     def _all_at(self, length: int) -> list[int]:
@@ -447,7 +484,8 @@ class BatchRows:
 
     def _put_back(self, snapshot: HFSnapshot) -> None:
         self.clear()
-        self.sequences = self.sequences or self.pool.take(len(snapshot.rows))
+        if not self.claimed:
+            self.become(self.pool.take(len(snapshot.rows)))
         for seq, row in zip(self.sequences, snapshot.rows, strict=True):
             self.pool.put_back(self.pool.family, seq, row)
         self.length, self.seen = snapshot.length, self._all_at(snapshot.length)
@@ -605,9 +643,11 @@ class BatchRows:
 
     def clear(self) -> None:
         """Forget everything, and give back the sequences that are of this pool."""
-        if self.sequences:
-            self.pool.release(self.sequences)
-        self.sequences = self.sequences if self.pool.given_away else []
+        if self.pool.given_away:
+            for seq in self.sequences:
+                self.pool.sequences.cut(seq, 0)
+        else:
+            self.become([])
         self.removed = 0
         self._now(0)
 

@@ -30,13 +30,18 @@ from kvcache import (
     OrderError,
     StateSpec,
 )
-from kvcache.integrations.dense_batch import DenseBatch
-from kvcache.integrations.transformers.arguments import check_names, check_options, signature_of
+from kvcache.integrations.rows.dense_batch import DenseBatch
+from kvcache.integrations.transformers.arguments import (
+    CacheOptions,
+    check_names,
+    check_options,
+    signature_of,
+)
 from kvcache.integrations.transformers.indexers import put_indexer_keys
 from kvcache.integrations.transformers.kinds import CROSS, Kind, Trait, empty_layer, layer_plan
 from kvcache.integrations.transformers.layers import CrossCache, Crossing, CrossLayer, RowsCache
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
-from kvcache.integrations.transformers.pool import CacheOptions, CachePool
+from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.rows import BatchRows, cannot_crop
 from kvcache.integrations.transformers.states import state_name
 
@@ -72,13 +77,13 @@ class HFStaticCache(RowsCache):
         ``backend`` is one that shares memory with the model, None: torch on its device. Memory is allocated
         when the first keys come, for ``max_sequences`` rows (None: those of the first batch).
         """
-        check_options("HFStaticCache", backend=backend, max_sequences=max_sequences, capacity=capacity)
+        # Windows keep all: a view of the whole has no holes.
+        options = CacheOptions(backend, None, max_sequences, capacity, capacity, None)
+        check_options("HFStaticCache", options)
         plan = layer_plan(config)
         for trait in (Trait.OWN_MASK, Trait.OWN_CLASS, Trait.COMPRESSED):
             plan.refuse("HFStaticCache", trait, "use HFCache")
-        # Windows keep all: a view of the whole has no holes.
-        pool = CachePool(plan, CacheOptions(backend, None, max_sequences, capacity, capacity, None))
-        self._attach(StaticBatchRows(pool))
+        self._attach(StaticBatchRows(CachePool(plan, options)))
 
     def __repr__(self) -> str:
         pool = self.rows.pool
@@ -169,6 +174,11 @@ class StaticBatchRows(BatchRows):
         counts = [counter.to(counters[0].device) for counter in counters]
         return [count for count in torch.stack(counts).tolist() if count] if counts else []
 
+    def most(self, rows: int) -> tuple[int, str] | None:
+        """The positions of a row, which all are its own from the beginning."""
+        capacity = self.pool.options.capacity
+        return capacity, f"a row has capacity={capacity} cells; pass a larger capacity="
+
     def check_complete(self, op: str, whole: bool = False) -> None:
         """Refuse to go on behind a pass that did not reach all layers, where the host knows of it."""
         if len({*self.seen} - {0}) > 1 and len({*(held := self.held())}) > 1:
@@ -192,15 +202,14 @@ class StaticBatchRows(BatchRows):
             return
         pool = self.pool
         pool.bind(batch, like)
-        self.sequences = pool.take(batch)
+        self.become(pool.take(batch))
         self._pass = pool.current = ForwardPass(0, pool.options.capacity)
         whole = self._batch(pool.options.capacity, pool.options.capacity)
         try:
             for cache in pool.family.tops:
                 cache.start_forward(pool.ctx, whole)
         except BaseException:
-            pool.release(self.sequences)
-            self.sequences = []
+            self.become([])
             raise
 
     def forget_encoded(self) -> None:

@@ -13,8 +13,8 @@ import torch
 from kvcache import NotSupportedError
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.forward_pass import ForwardPass as Reading
-from kvcache.integrations.dense_batch import DenseBatch
-from kvcache.integrations.model_caches import CHUNKED, Kind
+from kvcache.integrations.rows.caches import CHUNKED, Kind
+from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.passes import ForwardPass, Pair, Shown
 from kvcache.integrations.transformers.pool import CachePool

@@ -414,6 +414,21 @@ def test_an_answer_goes_on_in_another_thread() -> None:
         assert next(steps, None) is None
 
 
+def test_another_thread_clears_between_two_tokens() -> None:
+    with (
+        MLXPrefixCache(models.shared("qwen"), capacity=64, **OPTIONS) as cache,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        steps = cache.generate(FIRST, max_tokens=6)
+        found = [next(steps)[0]]
+        for call in (cache.clear, cache.flush, cache.write_through, lambda: cache.stats):
+            thread.submit(call).result()
+        found += [token for token, _ in steps]
+        assert found == plain("qwen", FIRST, 6)
+        assert said(cache, FIRST, 2) == found[:2]
+        assert cache.stats.reused == 0
+
+
 def test_who_holds_all_conversations_is_told_and_others_wait() -> None:
     with MLXPrefixCache(models.shared("llama"), capacity=64, max_sequences=1, **OPTIONS) as cache:
         session = cache.begin(FIRST)

@@ -7,6 +7,7 @@ import copy
 import functools
 import importlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,11 @@ def test_mlx_lms_lru_trims_a_longer_conversation() -> None:
     exact, rest = lru.fetch_nearest_cache("model", [*prompt, *said])
     assert rest == []
     assert models.greedy(model, [3], 5, exact) == own_greedy(model, [*prompt, *said, 3], 5)
+    del found, exact
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(pool.clear).result()
+    assert len(lru) == 0
+    assert pool.free_sequences == 3
 
 
 # Files.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -553,6 +554,28 @@ class TestInstalling:
             install()
         uninstall()
         uninstall()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "options", "ends"),
+    [
+        (HFCache, 1, {"capacity": 16}, 17),  # the last token is not stored
+        (HFCache, 2, {"capacity": 16, "max_sequences": 3}, 25),
+        (HFCache, 1, {"capacity": 16, "grow": True}, 30),
+        (HFStaticCache, 2, {"capacity": 16}, 17),
+    ],
+)
+def test_an_answer_ends_where_the_room_of_a_given_cache_ends(
+    kind: Any, rows: int, options: dict[str, Any], ends: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, ids = hf.model("llama"), hf.tokens(rows, 10)
+    right = made.generate(ids, do_sample=False, max_new_tokens=20)
+    cache = kind(made.config, **options)
+    found = made.generate(ids, cache=cache, do_sample=False, max_new_tokens=20)
+    assert torch.equal(found, right[:, :ends])
+    assert caplog.text.count(f"may be 30 tokens long with its prompt ends after {ends}") == (ends < 30)
+    with pytest.raises(CacheFullError) if ends < 30 else contextlib.nullcontext():
+        made.generate(found, cache=cache, do_sample=False, max_new_tokens=20)
 
 
 def test_positions_in_the_keys_of_a_layer_are_those_of_the_mask() -> None:

@@ -15,8 +15,8 @@ import torch
 import ml
 from benchmarks.census import transformers as census
 from kvcache import Batch, CacheFullError, NotSupportedError
-from kvcache.integrations.compressed import CompressedCache
-from kvcache.integrations.dense_batch import DenseBatch
+from kvcache.integrations.rows.compressed import CompressedCache
+from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache
 
 from ...rigs import hf_models as hf

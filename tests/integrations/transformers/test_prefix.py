@@ -259,6 +259,31 @@ def test_threads_wait_for_each_other() -> None:
     assert answers == [[True] * 4] * 3
 
 
+def test_what_a_server_calls_beside_generation_waits_for_the_answer() -> None:
+    made, ids = hf.model("llama"), hf.tokens(1, 12)
+    right = plain(made, ids)
+    with HFPrefixCache(made, max_sequences=1, capacity=64) as prefix, ThreadPoolExecutor(1) as pool:
+        calls: list[Any] = []
+
+        class Streamer:
+            def put(self, tokens: torch.Tensor) -> None:
+                if not calls:  # in the middle of an answer
+                    calls.extend(
+                        pool.submit(call) for call in (prefix.clear, prefix.flush, prefix.write_through)
+                    )
+                    assert prefix.stats.tokens == 12  # which waits for nobody
+                assert not calls[0].done()
+
+            def end(self) -> None:
+                pass
+
+        assert torch.equal(prefix.generate(ids, streamer=Streamer(), **OPTIONS), right)
+        for call in calls:
+            call.result()
+        assert torch.equal(prefix.generate(ids, **OPTIONS), right)
+        assert prefix.stats.reused == 0
+
+
 def test_a_call_that_fails_lets_the_next_thread_go_on() -> None:
     """Also where it failed in the middle of a pass, and its thread lives on."""
     made = llama(2)
@@ -292,7 +317,7 @@ def test_an_answer_ends_where_there_is_no_more_room(
         for _ in range(2):
             assert torch.equal(prefix.generate(ids, **options), right)
         assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-        assert "have 33 tokens, and more were asked for" in caplog.text
+        assert "with its prompt ends after 33: there is no more room" in caplog.text
         assert torch.equal(prefix.generate(ids, do_sample=False, max_new_tokens=23), right)
         assert len(caplog.records) == 2
 

@@ -24,6 +24,7 @@ from kvcache import (
     SlidingWindowCache,
     WrapperCache,
 )
+from kvcache.stores import MemoryStore
 
 KINDS: dict[str, Callable[[], Any]] = {
     "causal": CausalCache,
@@ -164,3 +165,7 @@ def test_a_prefix_cache_refuses_amounts_below_zero(numpy: ml.Backend, option: st
     with pytest.raises(InvalidRangeError, match=r"HostTier: budget=-1"):
         HostTier(-1)
     PrefixCache(cache, budget=0, tiers=[HostTier(0)]).close()
+    sizes: dict[str, Any] = {"backlog": "32KiB", "in_flight": "1 MiB", "read_ahead": "1.5KB"}
+    with PrefixCache(cache, budget="2KiB", tiers=[MemoryStore()], identity={"model": "m"}, **sizes) as prefix:
+        assert prefix.tree.store is not None
+        assert prefix.tree.store.writes.backlog == 32 << 10

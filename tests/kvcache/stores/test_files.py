@@ -279,6 +279,22 @@ def test_an_entry_of_another_user_is_a_miss_and_the_others_are_served(
         assert present(store, "abc") == "abc"
 
 
+def test_a_store_without_the_budget_of_another_is_told_of(
+    where: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FileStore(where, 3 * UNIT) as limited, FileStore(where) as unlimited:
+        for i in range(3):
+            fill(limited, [f"a{i}"])
+        assert not caplog.records
+        for i in range(3):
+            fill(unlimited, [f"b{i}"])
+        for i in range(2):
+            fill(limited, [f"c{i}"])
+        assert limited.usage().nbytes == 3 * UNIT
+    (told,) = caplog.messages
+    assert f"holds {6 * UNIT} bytes, and the budget is {3 * UNIT}: another store writes" in told
+
+
 def test_stores_that_digest_otherwise_share_a_folder_and_its_budget(where: Path) -> None:
     pytest.importorskip("blake3", reason="the package blake3 is not installed")
     keyed = {"digest": "blake3", "secret": "of the hosts"}

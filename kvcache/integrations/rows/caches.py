@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from kvcache import (
     StateCache,
     WrapperCache,
 )
-from kvcache.integrations.compressed import CompressedCache
+from kvcache.integrations.rows.compressed import CompressedCache
 
 __all__ = ["CHUNKED", "COMPRESSED", "FULL", "SLIDING", "Kind", "ModelCaches", "Top", "batch_of_rows"]
 
@@ -27,12 +26,12 @@ FULL, SLIDING, CHUNKED, COMPRESSED = "full", "sliding", "chunked", "compressed"
 Top = CausalCache | StateCache | EncoderCache | CompressedCache
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """What a layer keeps. ``size`` is how many tokens a query sees at most, itself included; 0: all.
 
     Of a window the first ``keep`` tokens are among them, for good. Of what is compressed it is how many
-    tokens an entry stands for.
+    tokens an entry stands for. A tuple, because each layer looks something up by it at every token: a
+    dataclass computes its hash in Python.
     """
 
     name: str

@@ -20,7 +20,7 @@ import ml
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.history import History, LowerBound, kept_entries
 from kvcache.cache import Mask, NotSupportedError, OrderError, check_thread
-from kvcache.integrations.batched_rows import BatchedRows, HasCells, rows_of
+from kvcache.integrations.rows.batched_rows import BatchedRows, HasCells, rows_of
 
 
 class CellCache(HasCells, Protocol):

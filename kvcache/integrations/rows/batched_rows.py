@@ -55,6 +55,7 @@ class BatchedRows:
     def __init__(self, table: CellTable, rows: Sequence[Row], begin: int, length: int) -> None:
         self._cells = [row.cells[row.index(begin) :] if begin else row.cells for row in rows]
         self._length, self._limit = length, table.cells
+        self._shape = len(rows), length
         self._even: tuple[int, int] | None = None
         """The first cell, and the distance of the rows, if they are runs so arranged."""
         if all(row.contiguous or is_run(own) for row, own in zip(rows, self._cells, strict=True)):
@@ -87,10 +88,6 @@ class BatchedRows:
     def is_view(self) -> bool:
         """Whether reading plain storage copies nothing."""
         return self._even is not None
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return len(self._cells), self._length
 
     def read(
         self, ctx: ml.Context, buffers: LayerBuffers, heads_first: bool = False

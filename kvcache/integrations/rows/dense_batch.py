@@ -11,7 +11,7 @@ from typing import Protocol
 
 import ml
 from kvcache.cache import InvalidRangeError, OrderError
-from kvcache.integrations.batched_rows import BatchedRows, HasCells, rows_of
+from kvcache.integrations.rows.batched_rows import BatchedRows, HasCells, rows_of
 
 
 class HasEncoderOutput(Protocol):

@@ -1,0 +1,101 @@
+"""Which sequences of one model's caches are in use, and by whom: by rows of batches."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+from kvcache.cache import InvalidSequenceError
+
+__all__ = ["Sequences", "SharedSequence"]
+
+
+class SharedSequence:
+    """A sequence, shared by all who claim it; ``seq`` is None until something is stored."""
+
+    __slots__ = ("_retired", "claims", "seq")
+
+    def __init__(self, retired: list[int], seq: int | None = None) -> None:
+        self._retired = retired
+        self.seq = seq
+        self.claims = 0
+
+    def release(self) -> None:
+        """Give up one claim; with the last one the sequence may be used again."""
+        self.claims -= 1
+        if not self.claims and self.seq is not None:
+            self._retired.append(self.seq)  # emptied later: this may run in the middle of a pass
+            self.seq = None
+
+
+class Sequences:
+    """Sequences ``[0, max_sequences)`` of ``cache``. One that nobody claims is emptied and used again."""
+
+    def __init__(self, max_sequences: int, cache: Any) -> None:
+        self.max_sequences, self.cache = max_sequences, cache
+        self.given_away = False
+        """Whether somebody else owns the sequences."""
+        self._free = list(range(max_sequences))
+        """A heap: the lowest goes first, so that rows which begin together lie side by side."""
+        self._retired: list[int] = []
+
+    @property
+    def free(self) -> int:
+        """How many sequences nobody holds."""
+        return len(self._free) + len(self._retired)
+
+    @property
+    def taken(self) -> list[int]:
+        """The sequences that somebody holds."""
+        return sorted({*range(self.max_sequences)} - {*self._free} - {*self._retired})
+
+    def give_away(self) -> None:
+        """Leave all sequences to somebody else, who has them adopted one by one."""
+        self._free.clear()
+        self.given_away = True
+
+    def lent(self, seq: int) -> SharedSequence:
+        """A sequence of somebody else's, who empties it."""
+        return SharedSequence([], seq)
+
+    def hold(self) -> SharedSequence:
+        """A claimable sequence with nothing in it, which takes up no room yet."""
+        return SharedSequence(self._retired)
+
+    def occupy(self, held: SharedSequence) -> None:
+        """Give ``held`` a sequence, where it has none."""
+        if held.seq is None:
+            held.seq = self._take()
+
+    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
+        """A sequence of one's own that shares the first ``length`` tokens of ``held``: no copy."""
+        new = self.hold()
+        if held.seq is not None and length:
+            seq = self._take()
+            try:
+                self.cache.copy_prefix(held.seq, seq, length)
+            except BaseException:
+                heapq.heappush(self._free, seq)
+                raise
+            new.seq = seq
+        return new
+
+    def cut(self, seq: int, length: int) -> None:
+        """Keep the first ``length`` tokens of a sequence."""
+        self.cache.remove(seq, length)
+
+    def reclaim(self) -> None:
+        """Empty the sequences that nobody holds any more."""
+        while self._retired:
+            seq = self._retired.pop()
+            self.cut(seq, 0)
+            heapq.heappush(self._free, seq)
+
+    def _take(self) -> int:
+        self.reclaim()
+        if not self._free:
+            raise self._none_free(1)
+        return heapq.heappop(self._free)
+
+    def _none_free(self, count: int) -> Exception:
+        return InvalidSequenceError(f"{count} sequences are needed and {self.free} are free")
