@@ -20,6 +20,7 @@ import contextlib
 import heapq
 import logging
 import os
+import secrets
 import sqlite3
 import stat
 import time
@@ -34,26 +35,31 @@ from kvcache.stores.manifest import MANIFEST_BYTES, is_stem
 
 __all__ = ["Index"]
 
-VERSION: Final = 2
+VERSION: Final = 3
 NAME: Final = "entries.sqlite"
 LOOKED: Final = 1024
 """Entries used since the index last saw them, which one eviction looks at in search of an older one."""
+UNTOLD: Final = 1 << 32
+"""Changes that one who died may have made without telling the lock file."""
 AT_ONCE: Final = 512
 """Entries that are evicted with the lock held, where opening finds more than the budget allows."""
 
 _SCHEMA: Final = (
     "CREATE TABLE entries (stem TEXT PRIMARY KEY, nbytes INTEGER, used INTEGER) WITHOUT ROWID",
-    "CREATE TABLE totals (entries INTEGER, nbytes INTEGER, complement INTEGER, boot TEXT)",
+    "CREATE TABLE totals (entries INTEGER, nbytes INTEGER, complement INTEGER, changes INTEGER, boot TEXT)",
     "CREATE INDEX by_use ON entries (used, stem, nbytes)",
     """CREATE TRIGGER came AFTER INSERT ON entries BEGIN
     UPDATE totals SET
-        entries = entries + 1, nbytes = nbytes + new.nbytes, complement = complement - 1 - new.nbytes; END""",
+        entries = entries + 1, nbytes = nbytes + new.nbytes, complement = complement - 1 - new.nbytes,
+        changes = changes + 1; END""",
     """CREATE TRIGGER went AFTER DELETE ON entries BEGIN
     UPDATE totals SET
-        entries = entries - 1, nbytes = nbytes - old.nbytes, complement = complement + 1 + old.nbytes; END""",
+        entries = entries - 1, nbytes = nbytes - old.nbytes, complement = complement + 1 + old.nbytes,
+        changes = changes + 1; END""",
 )
-"""SQLite does not notice a flipped bit: the numbers of ``totals`` add up to 0, and each row is compared with
-its entry's file before that goes."""
+"""SQLite does not notice a flipped bit: the first numbers of ``totals`` add up to 0, and each row is compared
+with its entry's file before that goes. The lock file knows ``changes``, which begin at a random number: a
+copy from an earlier time has seen fewer, and another folder's index has seen others."""
 
 log = logging.getLogger("kvcache")
 
@@ -85,6 +91,8 @@ class Index:
         self._db: sqlite3.Connection | None = None
         self._file: tuple[int, ...] = ()
         self._in_memory = self._all_known = self._warned = False
+        self._changes: int | None = None
+        """How many the index has seen, where the lock file has yet to know."""
         self.pending: list[int] = []
         """The bytes of each entry that somebody is writing."""
 
@@ -112,6 +120,9 @@ class Index:
                     self._make_anew()
                 yield
             finally:
+                if self._changes is not None:
+                    with contextlib.suppress(OSError):
+                        lock.changes, self._changes = self._changes, None
                 # Names that other programs have changed stay unknown: who opens the folder looks at all.
                 if self._in_memory or self._all_known:
                     with contextlib.suppress(OSError):
@@ -246,6 +257,8 @@ class Index:
         """Whether there is an index; of who opens the folder, one since this start of this machine."""
         try:
             db = self._connected()
+            if not 0 <= _changes(db) - self._folder.lock.changes < UNTOLD:
+                return False
             return not opening or db.execute("SELECT boot FROM totals").fetchone() == (boot_id(),)
         except (IndexDamagedError, sqlite3.Error, UnicodeDecodeError):
             return False
@@ -293,7 +306,9 @@ class Index:
                 self._clear(stem)
         rows.sort()
         folder.lock.used_until(max((row.used for row in rows), default=0))
-        self._db = self._made_anew(rows)
+        changes = secrets.randbits(62)
+        self._db = self._made_anew(rows, changes)
+        self._changes = changes
         # What others changed meanwhile is not known, and what was cleared away looks the same.
         self._all_known = folder.changed == before
         with contextlib.suppress(OSError):
@@ -324,6 +339,7 @@ class Index:
         try:
             db.execute("BEGIN")
             result = work(db)
+            changes = _changes(db)
             db.execute("COMMIT")
         except BaseException as error:
             self.close()
@@ -331,6 +347,7 @@ class Index:
             if isinstance(error, (sqlite3.Error, UnicodeDecodeError)):
                 raise IndexDamagedError(str(error)) from error
             raise
+        self._changes = changes
         return result
 
     def _connected(self) -> sqlite3.Connection:
@@ -354,21 +371,21 @@ class Index:
             raise IndexDamagedError("it is no file")
         return os.getpid(), status.st_dev, status.st_ino
 
-    def _made_anew(self, rows: Sequence[Row]) -> sqlite3.Connection:
+    def _made_anew(self, rows: Sequence[Row], changes: int) -> sqlite3.Connection:
         path = None if self._in_memory else self._folder.index_path(NAME)
         if path is not None:
             try:
                 anew = path.with_suffix(".new")
                 _remove(anew)
                 os.close(os.open(anew, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-                _made(os.fspath(anew), rows).close()
+                _made(os.fspath(anew), rows, changes).close()
                 _remove(path)  # with its journal, which a database of its name would take for its own
                 anew.rename(path)
                 return self._connected()
             except (OSError, sqlite3.Error, IndexDamagedError):  # no room, no locks
                 self.close()
         self._in_memory = True
-        return _made(":memory:", rows)
+        return _made(":memory:", rows, changes)
 
 
 def _connect(path: str | Path) -> sqlite3.Connection:
@@ -396,7 +413,7 @@ def _checked(db: sqlite3.Connection) -> sqlite3.Connection:
     return db
 
 
-def _made(path: str, rows: Sequence[Row]) -> sqlite3.Connection:
+def _made(path: str, rows: Sequence[Row], changes: int) -> sqlite3.Connection:
     """A new database. Who dies on the way leaves a file that nobody takes for one."""
     db = _connect(path)
     try:
@@ -409,8 +426,8 @@ def _made(path: str, rows: Sequence[Row]) -> sqlite3.Connection:
         db.execute(totals)
         db.executemany("INSERT INTO entries VALUES (?, ?, ?)", rows)
         nbytes = sum(row.nbytes for row in rows)
-        totals_row = len(rows), nbytes, -len(rows) - nbytes, boot_id()
-        db.execute("INSERT INTO totals VALUES (?, ?, ?, ?)", totals_row)
+        totals_row = len(rows), nbytes, -len(rows) - nbytes, changes, boot_id()
+        db.execute("INSERT INTO totals VALUES (?, ?, ?, ?, ?)", totals_row)
         for sql in rest:
             db.execute(sql)
         db.execute("COMMIT")
@@ -426,6 +443,13 @@ def _totals(db: sqlite3.Connection) -> tuple[int, int]:
         raise IndexDamagedError(f"its totals are {found}")
     entries, nbytes, _ = found[0]
     return entries, nbytes
+
+
+def _changes(db: sqlite3.Connection) -> int:
+    found = db.execute("SELECT changes FROM totals").fetchone()
+    if found is None or type(found[0]) is not int or found[0] < 0:
+        raise IndexDamagedError(f"it has seen {found} changes")
+    return int(found[0])
 
 
 def _insert(db: sqlite3.Connection, row: Row) -> None:

@@ -1,10 +1,11 @@
-"""A store's lock between processes, and two numbers that they share.
+"""A store's lock between processes, and three numbers that they share.
 
 ::
 
     kvcache.lock     16 bytes   "kvcache.store/2\\n"
                       8 bytes   the latest time of use that was given out, in nanoseconds
                       8 bytes   ``Folder.changed`` as the index knows it; 0: the index is to be made anew
+                      8 bytes   how many changes the index has seen, counted from a random number
 
 Numbers are little-endian. The lock is ``flock``: the system lets go of it when a process dies.
 """
@@ -36,7 +37,8 @@ LAST_TIME: Final = 1 << 62
 
 _LATEST: Final = len(STORE_FORMAT)
 _KNOWN: Final = _LATEST + 8
-_END: Final = _KNOWN + 8
+_CHANGES: Final = _KNOWN + 8
+_END: Final = _CHANGES + 8
 
 
 class LockFile:
@@ -83,6 +85,15 @@ class LockFile:
     @known.setter
     def known(self, changed: int) -> None:
         self._write(changed, _KNOWN)
+
+    @property
+    def changes(self) -> int:
+        """To be asked and set with the lock held."""
+        return self._number(_CHANGES)
+
+    @changes.setter
+    def changes(self, count: int) -> None:
+        self._write(count, _CHANGES)
 
     def times(self, count: int = 1) -> range:
         """Times of use in nanoseconds, each later than all that any process was given.

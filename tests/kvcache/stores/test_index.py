@@ -287,6 +287,21 @@ def folder_of_it(change: Callable[[Path], object]) -> Callable[[Path], object]:
     return lambda where: change(where / "index")
 
 
+def of_another_folder(where: Path) -> None:
+    other = where.with_name("other")
+    with opened(other) as store:
+        fill(store, "x")
+    shutil.copy(index_of(other), index_of(where))
+
+
+def of_an_earlier_time(where: Path) -> None:
+    with opened(where) as store:
+        fill(store, "x")
+        earlier = index_of(where).read_bytes()
+        store.delete("x")
+    index_of(where).write_bytes(earlier)
+
+
 STATES: dict[str, Callable[[Path], object]] = {
     "as it was left": lambda where: None,
     "deleted": lambda where: index_of(where).unlink(),
@@ -297,8 +312,10 @@ STATES: dict[str, Callable[[Path], object]] = {
     "with a name in its schema that is no text": lambda where: index_of(where).write_bytes(
         index_of(where).read_bytes().replace(b"by_use", b"by_\xc5se")
     ),
+    "of another folder": of_another_folder,
+    "of an earlier time": of_an_earlier_time,
     "of an older version": changed("PRAGMA user_version = 1"),
-    "of a newer version": changed("PRAGMA user_version = 3"),
+    "of a newer version": changed("PRAGMA user_version = 4"),
     "of another schema": changed("CREATE TABLE more (x)"),
     "a write-ahead log not checkpointed": changed("PRAGMA journal_mode = WAL"),
     "without totals": changed("DELETE FROM totals"),
