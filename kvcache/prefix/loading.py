@@ -122,7 +122,7 @@ def _landed(
 ) -> tuple[Snapshot | None, Sequence[ml.PageTransfer]]:
     """The parts as one snapshot in free cells, and what still copies there; None where they do not fit so."""
     entries = _HeldEntry.of(parts, target)
-    if not entries or _alike(entries) < len(entries):
+    if not entries or _alike([entry.meta for entry in entries]) < len(entries):
         return None, ()
     last = deserialize(cache.backend, parts[-1]) if _is_whole(entries[-1].meta) else None
     approach = _Approach.find(cache, seq, entries, last)
@@ -271,7 +271,7 @@ def _entries_at(store: StoreTier, key: str, end: int, stack: contextlib.ExitStac
 
 def _land_some(cache: Any, seq: int, entries: Sequence[_StoredEntry], told: Callable[[int], None]) -> int:
     """Put the entries into the cache, or the first where their cells do not lie in a run; how many."""
-    alike = _alike(entries)
+    alike = _alike([entry.meta for entry in entries])
     for count in sorted({1, alike}, reverse=True):
         approach = _Approach.find(cache, seq, entries[:count])
         if approach is not None:
@@ -289,21 +289,16 @@ def _note(error: Exception) -> None:
         log.warning("load back: %r; the serialized snapshot is read in another way", error, exc_info=error)
 
 
-def _alike(entries: Sequence[_Source]) -> int:
-    """How many of the entries, from the first on, are of the same caches, layers, shapes and dtypes.
+def _alike(metas: Sequence[Mapping[str, Any]]) -> int:
+    """How many descriptions of serialized snapshots, from the first on, differ in their spans at most.
 
-    What is whole may differ: the last one's alone is restored.
+    These are of the same caches, layers, shapes and dtypes. What is whole may differ: the last one's alone
+    is restored.
     """
-    names = entries[0].tensors.keys()
-    return _alike_metas([entry.meta for entry in takewhile(lambda one: one.tensors.keys() == names, entries)])
-
-
-def _alike_metas(metas: Sequence[Mapping[str, Any]]) -> int:
-    """How many descriptions of serialized snapshots, from the first on, differ in their spans at most."""
     expected = dict(metas[0])
     if size := len(expected.get("parts", ())):
         rows = takewhile(lambda parts: len(parts) == size, (meta.get("parts", ()) for meta in metas))
-        return min(_alike_metas(column) for column in zip(*rows, strict=True))
+        return min(_alike(column) for column in zip(*rows, strict=True))
     if all(map(_is_whole, metas)):
         return len(metas)
     for count, meta in enumerate(metas):

@@ -67,7 +67,8 @@ class TreeEntry:
 
     @property
     def present(self) -> bool:
-        return self.snapshot is not None or self.host is not None or self.leaving is not None
+        below = self.serialized is not None or self.writing is not None or self.leaving is not None
+        return self.snapshot is not None or below
 
     @property
     def host(self) -> SerializedSnapshot | None:
@@ -136,8 +137,9 @@ def content_of(entry: TreeEntry) -> Snapshot | SerializedSnapshot:
         return entry.snapshot
     if entry.leaving is not None:
         return entry.leaving.content()
-    assert entry.host is not None
-    return entry.host
+    host = entry.host
+    assert host is not None
+    return host
 
 
 def in_cells(entry: TreeEntry) -> bool:
