@@ -286,7 +286,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             self._pass.end()  # snapshots of it are said to lack what was never put
         saved = self._take_back()
         for seq in saved:
-            self.snapshots.schedule.cut(seq, self._table.rows[seq].last + 1)
+            self.snapshots.schedule.undone(seq, self._table.rows[seq].last + 1)
         self._pass = resume if isinstance(resume, ForwardPass) else None
         self._table.placed = None
         self._resume()

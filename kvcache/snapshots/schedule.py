@@ -91,6 +91,10 @@ class SnapshotSchedule(Generic[S]):
     def cut(self, seq: int, position: int) -> None:
         """The sequence lost what lies at ``position`` and after: snapshots of it are due again."""
         self._cuts[seq] = min(position, self._cuts.get(seq, position))
+        self.undone(seq, position)
+
+    def undone(self, seq: int, position: int) -> None:
+        """As ``cut``, of a pass that is undone: what lies there never was, so nobody is told."""
         self.again(seq, position)
         if self._from.get(seq, 0) > position:
             self._from[seq] = position

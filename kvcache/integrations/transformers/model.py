@@ -22,7 +22,7 @@ import torch
 import ml
 from kvcache import Batch, Cache, KVCacheError, NotSupportedError, StateCache, StateSpec
 from kvcache.caches.wrapper import unwrapped
-from kvcache.integrations.model_caches import ModelCaches
+from kvcache.integrations.rows.caches import ModelCaches
 from kvcache.integrations.transformers.arguments import check_model
 from kvcache.integrations.transformers.bridge import bridge_to, dtype_of
 from kvcache.integrations.transformers.cache import cache_argument

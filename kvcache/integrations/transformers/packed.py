@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 import ml
 from kvcache import CausalCache, NotSupportedError, StateCache, StateSpec
-from kvcache.integrations.model_caches import Kind
+from kvcache.integrations.rows.caches import Kind
 from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.transformers.bridge import Bridge, dtype_of
 from kvcache.integrations.transformers.deferred import Deferred

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,21 @@ def test_a_window_that_is_cut_below_what_it_stores_takes_its_snapshots_anew(
     run(cache, ctx, range(5), range(200, 205))
     (taken,) = cache.take_snapshots(0)
     assert keys(taken) == [202, 203]
+
+
+@pytest.mark.parametrize("kind", [CausalCache, lambda: SlidingWindowCache(2)])
+def test_a_pass_that_is_undone_removes_nothing_and_its_snapshots_are_taken_anew(
+    kind: Callable[[], Any], backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache = bound(kind(), backend, 1, 64, 16)
+    run(cache, ctx, [0], [100])
+    cache.schedule_snapshots(0, [2, 3])
+    cache.start_forward(ctx, Batch([1, 2], [0, 0]))
+    cache.undo_forward()
+    assert (cache.offset(0), cache.rolled_back(0)) == (1, None)
+    for position in (1, 2):
+        run(cache, ctx, [position], [101 + position])
+    assert [taken.end for taken in cache.take_snapshots(0)] == [2, 3]
 
 
 def test_what_was_dropped_since_a_restoration_was_prepared_is_refused_and_nothing_changes(

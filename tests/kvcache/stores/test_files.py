@@ -83,12 +83,12 @@ def test_an_entry_is_on_the_device_before_it_has_its_name(
 
 def test_usage_counts_bytes_and_events(where: Path) -> None:
     with FileStore(where, 3 * UNIT) as store:
-        fill(store, "abcd")
+        fill(store, "xabcd")
         with_manifest(where / "pages" / "b.entry", b"{}")
         assert store.stat(["b"]) == [None]
         usage = store.usage()
     assert (usage.entries, usage.nbytes, usage.budget) == (2, 2 * UNIT, 3 * UNIT)
-    assert (usage.evicted, usage.dropped, usage.swept) == (1, 1, 0)
+    assert (usage.evicted, usage.dropped, usage.swept) == (2, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -366,9 +366,10 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
     with store._index.locked():
         living, fd = store._folder.create("living", UNIT)
     (where / "changing" / f"dead.{'0' * 32}.tmp").write_bytes(b"left behind")
-    for left in ([living], []):
+    (where / "changing" / f"link.{'0' * 32}.tmp").symlink_to("nowhere")
+    for left, swept in (([living], 2), ([], 1)):
         with FileStore(where) as other:
-            assert other.usage().swept == 1
+            assert other.usage().swept == swept
             assert names(where) == left
         if left:
             os.close(fd)

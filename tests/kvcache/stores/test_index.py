@@ -219,6 +219,28 @@ def test_an_eviction_looks_at_so_many_that_were_used_and_no_more(
         assert [key for key, found in zip(keys, store.stat(keys), strict=True) if found is None] == ["k1"]
 
 
+def test_opening_evicts_so_many_at_a_time_and_lets_others_in_between(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "AT_ONCE", 2)
+    original, counts = index.Index.trim, list[int]()
+
+    def trim(self: index.Index) -> bool:
+        before, more = self.evicted, original(self)
+        counts.append(self.evicted - before)
+        return more
+
+    monkeypatch.setattr(index.Index, "trim", trim)
+    with opened(where) as store:
+        fill(store, "abcdefg")
+        store.put("large", [bytes(3 * UNIT)])
+    counts.clear()
+    with opened(where, 2 * UNIT) as store:
+        assert present(store, "abcdefg") == "fg"
+        assert store.usage().nbytes == 2 * UNIT
+    assert counts == [1, 2, 2, 1, 0]
+
+
 # Whatever became of it.
 
 
