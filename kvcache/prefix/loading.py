@@ -217,9 +217,9 @@ class _StoredEntry:
     @staticmethod
     def fill(entries: Sequence[_StoredEntry], tracks: _Tracks) -> None:
         (entry,) = entries
-        entry._fill(tracks)
+        entry.read(tracks)
 
-    def _fill(self, tracks: _Tracks) -> None:
+    def read(self, tracks: _Tracks) -> None:
         runs: list[memoryview] = []
         apart: list[tuple[np.ndarray, np.ndarray]] = []
         for name in self.tensors:
