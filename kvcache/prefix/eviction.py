@@ -453,15 +453,16 @@ def _span(node: Node[TreeEntry]) -> int | None:
         return None
     (child,) = node.children.values()
     below = child.data
-    asked_for = entry.users or entry.grants not in ((), DEFAULT) or entry.rank != DEFAULT_PRIORITY
-    if below is None or not child.children or asked_for:
+    if below is None or not child.children:  # most that are asked of are the ends of what is being added
         return None
-    on_device = entry.snapshot is not None and below.snapshot is not None
-    elsewhere = entry.host or entry.leaving or below.host or below.leaving
+    if entry.users or entry.grants not in ((), DEFAULT) or entry.rank != DEFAULT_PRIORITY:
+        return None  # somebody asks for it
+    if entry.snapshot is None or below.snapshot is None or entry.tenant != below.tenant:
+        return None
+    if entry.host or entry.leaving or below.host or below.leaving:
+        return None
     follows = below.begin == node.end or below.begin <= entry.begin
-    if not on_device or elsewhere or not follows or entry.tenant != below.tenant:
-        return None
-    return child.end - node.parent.end
+    return child.end - node.parent.end if follows else None
 
 
 def _granted(entry: TreeEntry | None) -> Grants:

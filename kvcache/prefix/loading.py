@@ -122,7 +122,7 @@ def _landed(
 ) -> tuple[Snapshot | None, Sequence[ml.PageTransfer]]:
     """The parts as one snapshot in free cells, and what still copies there; None where they do not fit so."""
     entries = _HeldEntry.of(parts, target)
-    if not entries or _alike(entries) < len(entries):
+    if not entries or _alike([entry.meta for entry in entries]) < len(entries):
         return None, ()
     last = deserialize(cache.backend, parts[-1]) if _is_whole(entries[-1].meta) else None
     approach = _Approach.find(cache, seq, entries, last)
@@ -148,12 +148,22 @@ class _Source(Protocol):
         """Its arrays, as they lie in the serialized snapshot."""
 
     def positions(self, name: str) -> np.ndarray: ...
-    def fill(self, tracks: _Tracks) -> None:
-        """Write each array but positions to where it goes; verified when this returns."""
+    @staticmethod
+    def fill(entries: Sequence[Any], tracks: _Tracks) -> None:
+        """Write each array but positions to where it goes; verified when this returns.
+
+        ``entries`` follow one another, no more of them than ``at_once`` says.
+        """
+
+    @staticmethod
+    def at_once(count: int) -> int:
+        """How many of so many entries one thread fills in one go."""
 
 
 class _HeldEntry:
     """A serialized snapshot in host memory, or the beginning of one."""
+
+    __slots__ = ("arrays", "meta", "tensors")
 
     def __init__(self, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         self.meta, self.arrays, self.tensors = meta, arrays, arrays
@@ -172,9 +182,14 @@ class _HeldEntry:
     def positions(self, name: str) -> np.ndarray:
         return self.arrays[name]
 
-    def fill(self, tracks: _Tracks) -> None:
+    @staticmethod
+    def at_once(count: int) -> int:
+        return -(-count // READERS)
+
+    @staticmethod
+    def fill(entries: Sequence[_HeldEntry], tracks: _Tracks) -> None:
         for name, (track, begin, end) in tracks.items():
-            np.copyto(track.part(begin, end), bits_of(self.arrays[name]))
+            track.write(begin, end, [entry.arrays[name] for entry in entries])
 
 
 class _StoredEntry:
@@ -195,7 +210,16 @@ class _StoredEntry:
     def positions(self, name: str) -> np.ndarray:
         return self._positions[name]
 
-    def fill(self, tracks: _Tracks) -> None:
+    @staticmethod
+    def at_once(count: int) -> int:
+        return 1  # each has a reader of its own
+
+    @staticmethod
+    def fill(entries: Sequence[_StoredEntry], tracks: _Tracks) -> None:
+        (entry,) = entries
+        entry.read(tracks)
+
+    def read(self, tracks: _Tracks) -> None:
         runs: list[memoryview] = []
         apart: list[tuple[np.ndarray, np.ndarray]] = []
         for name in self.tensors:
@@ -247,7 +271,7 @@ def _entries_at(store: StoreTier, key: str, end: int, stack: contextlib.ExitStac
 
 def _land_some(cache: Any, seq: int, entries: Sequence[_StoredEntry], told: Callable[[int], None]) -> int:
     """Put the entries into the cache, or the first where their cells do not lie in a run; how many."""
-    alike = _alike(entries)
+    alike = _alike([entry.meta for entry in entries])
     for count in sorted({1, alike}, reverse=True):
         approach = _Approach.find(cache, seq, entries[:count])
         if approach is not None:
@@ -265,19 +289,23 @@ def _note(error: Exception) -> None:
         log.warning("load back: %r; the serialized snapshot is read in another way", error, exc_info=error)
 
 
-def _alike(entries: Sequence[_Source]) -> int:
-    """How many of the entries, from the first on, are of the same caches, layers, shapes and dtypes."""
-    names, meta = entries[0].tensors.keys(), entries[0].meta
-    same = takewhile(lambda entry: entry.tensors.keys() == names and _same_kind(entry.meta, meta), entries)
-    return sum(1 for _ in same)
+def _alike(metas: Sequence[Mapping[str, Any]]) -> int:
+    """How many descriptions of serialized snapshots, from the first on, differ in their spans at most.
 
-
-def _same_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether descriptions of serialized snapshots differ in their spans at most."""
-    parts, others = one.get("parts", ()), other.get("parts", ())
-    if not parts or not others:
-        return one == {**other, "begin": one["begin"], "end": one["end"]}
-    return len(parts) == len(others) and all(map(_same_kind, parts, others))
+    These are of the same caches, layers, shapes and dtypes. What is whole may differ: the last one's alone
+    is restored.
+    """
+    expected = dict(metas[0])
+    if size := len(expected.get("parts", ())):
+        rows = takewhile(lambda parts: len(parts) == size, (meta.get("parts", ()) for meta in metas))
+        return min(_alike(column) for column in zip(*rows, strict=True))
+    if all(map(_is_whole, metas)):
+        return len(metas)
+    for count, meta in enumerate(metas):
+        expected["begin"], expected["end"] = meta["begin"], meta["end"]
+        if meta != expected:
+            return count
+    return len(metas)
 
 
 def _is_whole(meta: Mapping[str, Any]) -> bool:
@@ -321,6 +349,11 @@ class _Track:
     def part(self, begin: int, end: int) -> np.ndarray:
         """These cells, as unsigned integers."""
         return self._bits[(slice(None),) * self._axis + (slice(begin, end),)]
+
+    def write(self, begin: int, end: int, arrays: Sequence[np.ndarray]) -> None:
+        """Copy arrays there, one behind the other."""
+        bits = [array.view(self._bits.dtype) for array in arrays]
+        np.concatenate(bits, axis=self._axis, out=self.part(begin, end))
 
 
 @dataclass(slots=True)
@@ -366,22 +399,26 @@ class _Approach:
         """
         if self.transfers:
             return len(self.entries)
-        asking = threading.get_ident()
+        asking, count = threading.get_ident(), len(self.entries)
+        step = self.entries[0].at_once(count)
 
-        def fill(i: int) -> None:
-            self.entries[i].fill(self._tracks_of(i))
+        def fill(first: int) -> None:
+            some = self.entries[first : first + step]
+            some[0].fill(some, self._tracks_of(first, first + len(some)))
             if told is not None and threading.get_ident() == asking:
-                told(self.entries[i].meta["end"])
+                told(some[-1].meta["end"])
 
         try:
-            return _run_together([partial(fill, i) for i in range(len(self.entries))])
+            filled = _run_together([partial(fill, first) for first in range(0, count, step)])
+            return min(filled * step, count)
         except BaseException:
             self.discard()
             raise
 
-    def _tracks_of(self, i: int) -> _Tracks:
+    def _tracks_of(self, first: int, stop: int) -> _Tracks:
+        """For the entries [first, stop)."""
         return {
-            name: (track, cuts[i], cuts[i + 1])
+            name: (track, cuts[first], cuts[stop])
             for named, cuts in zip(self.tracks, self.cuts, strict=True)
             for name, track in named.items()
         }
@@ -430,16 +467,16 @@ class _Approach:
 
         ``last`` is what the last one was deserialized to.
         """
-        first, spans = metas[0], [(meta["begin"], meta["end"]) for meta in metas]
+        first, begin, ends = metas[0], metas[0]["begin"], [meta["end"] for meta in metas]
         if last is not None and first.get("whole"):
             return lambda count: last
-        if any(one[1] != other[0] for one, other in pairwise(spans)):
+        if [meta["begin"] for meta in metas] != [begin, *ends[:-1]]:
             return None
         if isinstance(last, StateSnapshot):
-            states = StateSnapshot(spans[0][0], last.end, last.state)
+            states = StateSnapshot(begin, last.end, last.state)
             return lambda count: states
         if first["kind"] == "attention" and isinstance(cache, SupportsReservation):
-            return self._attention(cache, first, spans, at)
+            return self._attention(cache, first, ends, at)
         caches = getattr(cache, "caches", ())
         if first["kind"] != "wrapper" or {len(meta["parts"]) for meta in metas} != {len(caches)}:
             return None
@@ -450,38 +487,36 @@ class _Approach:
             if make is None:
                 return None
             finish.append(make)
-        begin = spans[0][0]
-        return lambda count: WrapperSnapshot(begin, spans[count - 1][1], tuple(one(count) for one in finish))
+        return lambda count: WrapperSnapshot(begin, ends[count - 1], tuple(one(count) for one in finish))
 
     def _attention(
-        self, cache: SupportsReservation, meta: Mapping[str, Any], spans: Sequence[tuple[int, int]], at: str
+        self, cache: SupportsReservation, meta: Mapping[str, Any], ends: Sequence[int], at: str
     ) -> Callable[[int], Snapshot] | None:
-        positions = [serialized.positions(f"{at}positions") for serialized in self.entries]
-        cuts = [0, *accumulate(stored.size for stored in positions)]
+        name = f"{at}positions"
+        positions = [serialized.positions(name) for serialized in self.entries]
+        cuts = [*accumulate((stored.size for stored in positions), initial=0)]
         layers = {
             i: tuple(self._stored(name, axes, cuts) for name, axes in parts) for i, _, parts in meta["layers"]
         }
         dtype, whole = CacheFormat.of(meta["dtype"]), meta["whole"]
-        incoming = IncomingSnapshot(
-            spans[0][0], spans[-1][1], np.concatenate(positions), dtype, whole, layers
-        )
+        incoming = IncomingSnapshot(meta["begin"], ends[-1], np.concatenate(positions), dtype, whole, layers)
         reservation: CellReservation | None = cache.land(self.seq, incoming)
         if reservation is None:
             return None
         self.reservations.append(reservation)
         self.cuts.append(cuts)
         self._layers.append(meta["layers"])
-        return lambda count: reservation.keep(cuts[count], spans[count - 1][1])
+        return lambda count: reservation.keep(cuts[count], ends[count - 1])
 
     def _stored(self, name: str, axes: Sequence[int], cuts: Sequence[int]) -> StoredTensor:
         """A tensor of all entries together, its axes in the cache's order; ValueError where they differ."""
         tensor = self.entries[0].tensors[name]
         along = axes.index(0)
-        for serialized, (begin, end) in zip(self.entries, pairwise(cuts), strict=True):
-            shape = (*tensor.shape[:along], end - begin, *tensor.shape[along + 1 :])
-            own = serialized.tensors[name]
-            if own.shape != shape or own.dtype != tensor.dtype:
-                raise ValueError(f"{name}: {own.dtype} {own.shape} for {tensor.dtype} {shape}")
+        before, behind, dtype = tensor.shape[:along], tensor.shape[along + 1 :], tensor.dtype
+        parts = [serialized.tensors[name] for serialized in self.entries]
+        expected = [((*before, end - begin, *behind), dtype) for begin, end in pairwise(cuts)]
+        if [(part.shape, part.dtype) for part in parts] != expected:
+            raise ValueError(f"{name}: parts of other shapes or dtypes than {dtype} {tensor.shape}")
         shape = tuple(tensor.shape[axes.index(i)] for i in range(len(axes)))
         return StoredTensor((cuts[-1], *shape[1:]), tensor.dtype)
 
@@ -534,53 +569,68 @@ def restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> tuple[int,
 
     None where the first one's cannot be had.
     """
-    count = _count(tree, nodes)
-    for some in dict.fromkeys((count, min(count, 1))):  # one by one it turns out which of them is lost
+    for limit in (len(nodes), 1):  # one by one it turns out which of them is lost
+        snapshots, serialized = _sources(tree, nodes[:limit])
+        count, tier = len(snapshots) + len(serialized), None
+        some = nodes[:count]
         try:
-            tier = _restore(tree, seq, nodes[:some], min(nodes[some - 1].end, target)) if some else None
+            if some:
+                tier = _restore(tree, seq, some, snapshots, serialized, min(some[-1].end, target))
         except (SnapshotCorruptError, SequenceLostError, InvalidRangeError) as error:
-            tier = None
-            if some == 1:
+            if count == 1:
                 log.warning("%s; the snapshot is dropped", error)
         if tier is not None:
-            return some, tier
+            return count, tier
+        if count < 2:
+            break
     return None
 
 
-def _count(tree: PrefixTree, nodes: Nodes) -> int:
-    """How many of the first go in one step; 0 where the first one has nothing."""
-    count, on_host = 0, False
+def _sources(tree: PrefixTree, nodes: Nodes) -> tuple[list[Snapshot], list[SerializedSnapshot]]:
+    """What the first nodes have that goes in one step, one kind alone; nothing where the first has none."""
+    snapshots: list[Snapshot] = []
+    serialized: list[SerializedSnapshot] = []
+    before: Node[TreeEntry] | None = None
     for node in nodes:
         entry = node.data
         if entry is None or (entry.snapshot is None and not entry.present):
             break
+        if before is not None and entry.begin != before.end:
+            break
         source = entry.snapshot or content_of(entry)
-        serialized = isinstance(source, SerializedSnapshot)
-        if count:
-            before = nodes[count - 1]
-            if serialized is not on_host or entry.begin != before.end:
+        if isinstance(source, SerializedSnapshot):
+            if snapshots or (before is not None and (tree.divisible or len(before.children) > 1)):
                 break
-            if on_host and (tree.divisible or len(before.children) > 1):
-                break
-        if not isinstance(source, SerializedSnapshot) and not source.joins_in_place:
-            return count or 1
-        count, on_host = count + 1, serialized
-    return count
+            serialized.append(source)
+        elif serialized or not source.joins_in_place:
+            if before is None:
+                snapshots.append(source)
+            break
+        else:
+            snapshots.append(source)
+        before = node
+    return snapshots, serialized
 
 
-def _restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> str | None:
+def _restore(
+    tree: PrefixTree,
+    seq: int,
+    nodes: Nodes,
+    snapshots: Sequence[Snapshot],
+    serialized: Sequence[SerializedSnapshot],
+    target: int,
+) -> str | None:
     cache, node = tree.cache, nodes[-1]
-    entries = [each.data for each in nodes if each.data is not None]
-    last, begin = entries[-1], entries[0].begin
-    sources = [content_of(each) for each in entries]
-    snapshots = [source for source in sources if not isinstance(source, SerializedSnapshot)]
+    first, last = nodes[0].data, node.data
+    assert first is not None
+    assert last is not None
+    begin = first.begin
     restored: Snapshot | None
     if snapshots:
         restored = snapshots[0] if len(snapshots) == 1 else cache.join(snapshots)
         if not cache.restore(seq, restored, target if restored.divisible else None):
             return None
     else:
-        serialized = [source for source in sources if isinstance(source, SerializedSnapshot)]
         restored = restore_serialized(cache, seq, serialized, target)
         if restored is None:
             return None

@@ -152,7 +152,7 @@ class PrefixTree:
     def along(self, path: Path) -> tuple[int, tuple[Node[TreeEntry], ...]]:
         """The longest prefix of a path that is kept, and the nodes to restore it from, in order."""
         if not self.divisible:
-            chain = chain_of([node for node in path.nodes if node.end <= path.length])
+            chain = chain_of(path.nodes[:-1] if path.inside else path.nodes)
             return (chain[-1].end if chain else 0), chain
         usable = tuple(itertools.takewhile(is_present, path.nodes))
         return (min(path.length, usable[-1].end) if usable else 0), usable
@@ -284,6 +284,8 @@ class PrefixTree:
             path.nodes.append(self.radix_tree.add(above, path.tokens[path.length : at]))
             path.length = at
         nodes = path.nodes
+        if nodes[-1].end == at:  # as of what is added at the end, one after another
+            return nodes[-1]
         i = bisect.bisect_left(nodes, at, key=lambda node: node.end)
         if nodes[i].end == at:
             return nodes[i]

@@ -10,7 +10,7 @@ tokens, so that a walk costs one comparison of arrays per node and not one step 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -97,14 +97,16 @@ class RadixTree(Generic[D]):
         nodes: list[Node[D]] = []
         node = self.root if above is None else above
         length = start = node.end
+        size, itemsize = int(tokens.size), tokens.itemsize
         rest = b""  # with one comparison for an edge, several times as fast as common_length
-        while length < tokens.size:
-            child = node.children.get(int(tokens[length]))
+        while length < size:
+            child = node.children.get(tokens.item(length))
             if child is None:
                 break
             nodes.append(child)
             rest = rest or tokens[start:].tobytes()
-            if not rest.startswith(child.tokens.data, (length - start) * tokens.itemsize):
+            edge: Any = child.tokens  # a buffer, which NumPy does not say of it before Python 3.12
+            if not rest.startswith(edge, (length - start) * itemsize):
                 length += common_length(child.tokens, tokens[length : length + child.tokens.size])
                 break
             length, node = child.end, child

@@ -67,7 +67,8 @@ class TreeEntry:
 
     @property
     def present(self) -> bool:
-        return self.snapshot is not None or self.host is not None or self.leaving is not None
+        below = self.serialized is not None or self.writing is not None or self.leaving is not None
+        return self.snapshot is not None or below
 
     @property
     def host(self) -> SerializedSnapshot | None:
@@ -136,8 +137,9 @@ def content_of(entry: TreeEntry) -> Snapshot | SerializedSnapshot:
         return entry.snapshot
     if entry.leaving is not None:
         return entry.leaving.content()
-    assert entry.host is not None
-    return entry.host
+    host = entry.host
+    assert host is not None
+    return host
 
 
 def in_cells(entry: TreeEntry) -> bool:
@@ -165,31 +167,32 @@ class Chain:
 
     def __init__(self, start: int = 0) -> None:
         self._start = start
-        self._ends: list[int] = []
-        self._reached: list[tuple[Node[TreeEntry], int]] = []
-        """With the place of the one that each follows, -1 for none."""
+        self._nodes: list[Node[TreeEntry]] = []
+        """Those whose snapshots can be had."""
+        self._before: list[int] = []
+        """The place of the one that each follows, -1 for none."""
 
     def add(self, node: Node[TreeEntry]) -> bool:
         """Whether the node's snapshot can be had."""
         entry = node.data
         if entry is None or (entry.snapshot is None and not entry.present):
             return False
-        begin, before = entry.begin, -1
+        begin, nodes, before = entry.begin, self._nodes, -1
         if begin > self._start:
-            before = len(self._ends) - 1
-            if before < 0 or self._ends[before] < begin:
+            before = len(nodes) - 1
+            if before < 0 or nodes[before].end < begin:
                 return False
-            if self._ends[before] > begin:
-                before = bisect.bisect_left(self._ends, begin)
-        self._ends.append(node.end)
-        self._reached.append((node, before))
+            if nodes[before].end > begin:
+                before = bisect.bisect_left(nodes, begin, key=lambda one: one.end)
+        nodes.append(node)
+        self._before.append(before)
         return True
 
     def nodes(self) -> tuple[Node[TreeEntry], ...]:
         """Those that lead to the last one that can be had, and it."""
         nodes: list[Node[TreeEntry]] = []
-        at = len(self._reached) - 1
+        at = len(self._nodes) - 1
         while at >= 0:
-            node, at = self._reached[at]
-            nodes.append(node)
+            nodes.append(self._nodes[at])
+            at = self._before[at]
         return tuple(nodes[::-1])

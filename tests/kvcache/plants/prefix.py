@@ -86,8 +86,8 @@ def copied_by_the_caller(f: Any, self: Any, snapshot: Any, owner: object) -> Any
     return transfer
 
 
-def one_by_one(f: Any, tree: Any, nodes: Any) -> int:
-    return min(f(tree, nodes), 1)
+def one_by_one(f: Any, tree: Any, nodes: Any) -> Any:
+    return f(tree, nodes[:1])
 
 
 def parted_before_its_snapshot(f: Any, self: Any, node: Any, at: int) -> Any:
@@ -122,7 +122,7 @@ BUGS: dict[str, list[Bug]] = {
     ],
     "tests/kvcache/prefix/test_conversations.py": [
         ("prefix.loading:_restore", "sessions_see",
-         lambda f, tree, seq, nodes, target: f(tree, seq, nodes, nodes[-1].end)),
+         lambda f, tree, seq, nodes, *args: f(tree, seq, nodes, *args[:-1], nodes[-1].end)),
         ("prefix.radix_tree:common_length", "sessions_see",
          lambda f, one, other: min(f(one, other) + 1, one.size, other.size)),
         ("caches.causal:CausalCache.split", "sessions_see[causal", lambda f, *args: f(*args)[::-1]),
@@ -238,11 +238,11 @@ BUGS: dict[str, list[Bug]] = {
         ("prefix.eviction:Evictor._has_room", "without_a_budget[sliding]", always(True)),
         ("prefix.eviction:_span", "what_is_left_of[wrapper]",
          lambda f, node: None if f(node) is None else 0),
-        ("prefix.loading:_count", "one_state_is_restored[wrapper]", one_by_one),
+        ("prefix.loading:_sources", "one_state_is_restored[wrapper]", one_by_one),
         ("prefix.session:Session.above", "one_state_is_restored[recurrent-True]", NOTHING),
     ],
     "tests/kvcache/prefix/test_restoring.py": [
-        ("prefix.loading:_count", "a_chain_in_host_memory", one_by_one),
+        ("prefix.loading:_sources", "a_chain_in_host_memory", one_by_one),
         ("prefix.prefix_tree:span_of", "a_chain_in_host_memory", always((0, 0))),
         ("prefix.loading:join_serialized", "a_chain_in_host_memory", lambda f, parts: parts[-1]),
     ],
@@ -274,7 +274,7 @@ BUGS: dict[str, list[Bug]] = {
         ("storage.cell_table:CellTable.hold", "an_interrupted", like("storage.cell_table:CellTable.pin")),
         ("prefix.loading:_Approach.discard", "an_interrupted_restore",
          lambda f, self: self.tracks.clear()),
-        ("prefix.loading:_Approach._tracks_of", "a_stored_conversation", lambda f, self, i: f(self, 0)),
+        ("prefix.loading:_Approach._tracks_of", "a_stored_conversation", lambda f, self, *_: f(self, 0, 1)),
         ("prefix.loading:_run_together", "damage_costs_the_pages", failures_passed_over),
     ],
 }  # fmt: skip
