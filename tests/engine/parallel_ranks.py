@@ -242,10 +242,10 @@ def forgetful(rank: Rank) -> None:
 
 def _lose_pages(folder: Path, seed: int) -> None:
     """Every second of them, drawn by chance."""
-    manifests = sorted(folder.rglob("*.json"))
-    assert len(manifests) > 4, manifests
-    for manifest in random.Random(seed).sample(manifests, len(manifests) // 2):
-        manifest.unlink()
+    entries = sorted(folder.rglob("*.entry"))
+    assert len(entries) > 4, entries
+    for entry in random.Random(seed).sample(entries, len(entries) // 2):
+        entry.unlink()
 
 
 def last_one_raises(rank: Rank) -> None:

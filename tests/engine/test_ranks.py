@@ -122,9 +122,9 @@ def test_ranks_that_keep_different_things_answer_as_one_that_keeps_nothing(
         folder = tmp_path / str(group.rank)
         with FileStore(folder) as store, Engine(model, None, OPTIONS, [store]) as engine:
             engine.complete(prompts[::2], SETTINGS)
-        manifests = sorted(folder.rglob("*.json"))
-        for manifest in draw.sample(manifests, len(manifests) // 2):
-            manifest.unlink()
+        entries = sorted(folder.rglob("*.entry"))
+        for entry in draw.sample(entries, len(entries) // 2):
+            entry.unlink()
         own = replace(OPTIONS, budget=draw.choice([None, 0, 3000]))
         with FileStore(folder) as store, Engine(model, None, own, [store]) as engine:
 
