@@ -84,11 +84,6 @@ class RaggedPlan:
         """Takes an I32 array, not to be changed; what it returns gives it on the device of a context."""
         self._laid: dict[str, tuple[Any, Callable[[Context], Tensor]]] = {}
 
-    @property
-    def most_parts(self) -> int:
-        """In how many segments the query with the most of them reads."""
-        return int((self.part_starts[1:] - self.part_starts[:-1]).max())
-
     def rows(self, segment: int) -> np.ndarray:
         """The buffer rows of a segment, in order."""
         gathered, start, length, _, _ = self.segments[segment].tolist()

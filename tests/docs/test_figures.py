@@ -13,6 +13,7 @@ from benchmarks import front, pages, report
 from benchmarks.pages import DOCS
 from examples import pictures
 
+ROOT = DOCS.parent
 RESULTS = DOCS / "benchmarks" / "results.json"
 
 
@@ -46,6 +47,30 @@ def test_every_picture_that_is_shown_is_drawn_and_every_drawing_shown(
     drawn = {f"pictures/{path.name}": path.read_bytes() for path in (tmp_path / "new").iterdir()}
     assert drawn == {name: content for name, content in found.items() if name.startswith("pictures/")}
     assert len(drawn) == len(pictures.PICTURES) + 1
+
+
+def numbers(text: str, behind: str = "") -> list[str]:
+    return [found.replace(",", "") for found in re.findall(rf"\d[\d,]*(?:\.\d+)?{behind}", text)]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=["README", "index"])
+def test_each_figure_of_the_front_page_is_one_of_the_page_that_it_links_to(page: Path) -> None:
+    """As it stands there, or rounded."""
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    measured = {}
+    for _, what, *cells in (row.split("|") for row in rows):
+        links = re.findall(r"\]\(((?:docs/)?(?:benchmarks/)?[\w-]+\.md)", cells[0])
+        figures = numbers(
+            re.sub(r"\]\([^)]*\)", "", "".join(cells)), "(?= to [0-9]|.? ?(?:µs|ms|s|times|tokens/s)\\b)"
+        )
+        if links and figures:
+            measured[what] = figures
+            there = numbers((page.parent / links[0]).read_text(encoding="utf-8"))
+            for figure in figures:
+                digits = len(figure.partition(".")[2])
+                thousands = -3 if figure.endswith("000") else digits
+                assert any(round(float(one), thousands) == float(figure) for one in there), (what, figure)
+    assert len(measured) >= 6
 
 
 def test_the_plot_of_the_front_page_is_that_of_its_figures() -> None:
