@@ -80,7 +80,7 @@ AREAS = {
     ),
     "read plan": Area(
         (
-            *_files("kvcache/integrations/", "dense_batch", "ragged_batch"),
+            *_files("kvcache/integrations/rows/", "dense_batch", "ragged_batch"),
             *_files(
                 "kvcache/attention/", "batch", "forward_pass", "fixed_shapes", "masks", "plan", "history"
             ),
