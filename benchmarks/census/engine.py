@@ -24,6 +24,8 @@ class Library(Protocol):
     """A module of the census."""
 
     PAGE: str
+    MARK: str
+    """Between which comments of the page the tables are: <!-- MARK --> and <!-- /MARK -->."""
     MODES: Mapping[str, Callable[[Any, str], Any]]
     """What each does with a case and with "theirs" or "ours" as the cache: what it found."""
     CANNOT: Mapping[str, str]

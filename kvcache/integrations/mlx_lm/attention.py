@@ -21,6 +21,7 @@ from kvcache.integrations.mlx_lm.layers import (
     mlx_caches,
 )
 from kvcache.integrations.mlx_lm.locking import waiting
+from kvcache.integrations.mlx_lm.packed import Given
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.rows.ragged_batch import read_positions, visible_mask
 
@@ -473,6 +474,8 @@ def attend_by_entries(model: Any) -> bool:
 def _scaled_dot_product_attention(
     queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None
 ) -> Any:
+    if isinstance(keys, Given):
+        return keys.attend(queries, values, scale, mask, sinks)
     if isinstance(cache, Attending):
         found = cache.attend(queries, keys, values, scale, mask, sinks)
         if found is not None:
