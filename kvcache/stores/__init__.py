@@ -19,8 +19,10 @@ from kvcache.stores.errors import (
     StoreReadOnlyError,
     StoreUnavailableError,
     StoreValueError,
+    UnknownModelError,
 )
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
+from kvcache.stores.identity import files_digest, identity_of
 from kvcache.stores.keys import Chain, Keys, SaltedToken
 from kvcache.stores.memory import MemoryStore
 from kvcache.stores.options import parse_bytes
@@ -61,14 +63,17 @@ __all__ = [
     "StoreSpec",
     "StoreUnavailableError",
     "StoreValueError",
+    "UnknownModelError",
     "Usage",
     "ValkeyStore",
     "WritableBuffer",
     "check_budget",
     "check_key",
     "compose",
+    "files_digest",
     "get_snapshot",
     "hookimpl",
+    "identity_of",
     "open_store",
     "pack",
     "parse_bytes",
