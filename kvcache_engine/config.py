@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvcache.storage.layer_shape import LayerShape
+from kvcache import LayerShape
 from kvcache_engine.errors import ModelError
 from ml.nn import RopeSpec
 

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache import PrefixCache, Session
+from kvcache import PrefixCache, Session, Tenant
 from kvcache.cache import CacheFullError, SequenceLostError
-from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache_engine.parallel import FAILED, NO_ROOM, Share, failed_elsewhere, of_all
 
 __all__ = ["Agreement"]
@@ -50,7 +49,7 @@ class Agreement:
         found: list[int] = np.reshape(self._of_all(*values), (-1, len(values))).min(0).tolist()
         return found
 
-    def begin(self, prefix: PrefixCache, tokens: Sequence[int], tenant: Tenant = EVERYONE) -> Session:
+    def begin(self, prefix: PrefixCache, tokens: Sequence[int], tenant: Tenant) -> Session:
         """A session that begins at the same position on all ranks: what one of them lacks, none reuses.
 
         Raises what ``prefix.begin`` raised here; where that was elsewhere, or where another rank fails and

@@ -14,10 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 import ml
+from kvcache import branches, common_length
 from kvcache.cache import Batch, Cache, CacheDType
-from kvcache.caches import branches
-from kvcache.prefix.radix_tree import common_length
-from kvcache.stores.closing import Closing
+from kvcache.stores import Closing
 from kvcache_engine.errors import RequestError
 from kvcache_engine.language_model import LanguageModel, cache_for, start_pass
 from kvcache_engine.sampling import Sampler

@@ -23,7 +23,7 @@ from os import PathLike
 from typing import Any
 
 import ml
-from kvcache import BreakEven, HostTier, PrefixCache, Retention, Session
+from kvcache import BreakEven, HostTier, PrefixCache, Retention, Session, Tenant, Turns, in_turn
 from kvcache.cache import (
     CacheFullError,
     ClosedError,
@@ -31,11 +31,7 @@ from kvcache.cache import (
     SequenceLostError,
     SnapshotCache,
 )
-from kvcache.caches.turns import Turns, in_turn
-from kvcache.prefix.alphabet import Tenant
-from kvcache.prefix.retention import check_retention
-from kvcache.stores import SnapshotStore
-from kvcache.stores.closing import Closing
+from kvcache.stores import Closing, SnapshotStore
 from kvcache_engine.consensus import Agreement
 from kvcache_engine.drafts import Draft, DraftsInCache
 from kvcache_engine.errors import RequestError, RunnerError
@@ -235,7 +231,8 @@ class Engine(Closing):
         tokens = self.encode(prompt)
         try:
             tenant = Tenant(salt, shared)
-            check_retention(retention)
+            if retention is not None and not isinstance(retention, Retention):
+                raise InvalidRangeError(f"retention={retention!r:.80}; it must be a Retention, or None")
         except InvalidRangeError as error:
             raise RequestError(f"submit: {error}") from error
         run = RequestState(self._submitted, tokens, settings, settings.sampler(stream))

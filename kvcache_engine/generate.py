@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from kvcache import Turns
 from kvcache.cache import SnapshotCache
-from kvcache.caches.turns import Turns
-from kvcache.stores.closing import Closing
+from kvcache.stores import Closing
 from kvcache_engine.drafts import Draft
 from kvcache_engine.engine import Engine, EngineEvent
 from kvcache_engine.errors import RequestError, RunnerError

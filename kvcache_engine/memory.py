@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ml
+from kvcache import CacheFormat, bytes_text
 from kvcache.cache import CacheDType
-from kvcache.storage.formats import CacheFormat
-from kvcache.storage.sizes import bytes_text
 from kvcache_engine.config import ModelSizes
 from kvcache_engine.errors import CapacityError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.caches import branches
+from kvcache import branches
 from kvcache_engine.drafts import Draw, GuessedDraft, Guesser
 from kvcache_engine.errors import RequestError
 from kvcache_engine.models.mtp import MTP, TAIL

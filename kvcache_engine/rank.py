@@ -13,8 +13,7 @@ from typing import NoReturn
 
 import ml
 from kvcache_engine.errors import RunnerError
-from ml.base.group import check_timeout
-from ml.distributed import launched
+from ml.distributed import check_timeout, launched
 
 __all__ = ["ADDRESS", "LATE", "LOST", "UNREAD", "Limits", "RanksError", "exit_code", "job_of_rank", "leave"]
 

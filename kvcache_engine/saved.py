@@ -18,10 +18,16 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache import deserialize, serialize
+from kvcache import Tenant, deserialize, serialize
 from kvcache.cache import CacheDType, InvalidRangeError
-from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, pack, unpack
-from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, digest_of_snapshot
+from kvcache.stores import (
+    SNAPSHOT_DIGEST,
+    SerializedSnapshot,
+    SnapshotCorruptError,
+    digest_of_snapshot,
+    pack,
+    unpack,
+)
 from kvcache_engine.engine import Engine
 from kvcache_engine.errors import RunnerError
 from kvcache_engine.request_state import RequestState
@@ -85,7 +91,7 @@ def _captured(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
     if evaluated < 1:
         raise ConversationError("save: the conversation has only one token, so there is nothing to save")
     asked = [*tokens[:evaluated], 0]  # one token more: a session always leaves one to evaluate
-    with engine.prefix.stats.paused(), engine.ranks.begin(engine.prefix, asked) as session:
+    with engine.prefix.stats.paused(), engine.ranks.begin(engine.prefix, asked, Tenant()) as session:
         request = Request(RequestState(-1, asked[:-1], GenerationOptions(), Sampler()))
         request.session, request.run.stored = session, session.cached
         while request.run.stored < evaluated:

@@ -7,13 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache import PrefixCache, Retention, Session
+import kvcache
+from kvcache import Lookup, Prefetch, PrefixCache, Retention, Session, Tenant, common_length
 from kvcache.cache import Batch
-from kvcache.caches.branches import Mark
-from kvcache.prefix.alphabet import EVERYONE, Tenant
-from kvcache.prefix.prefetch import Prefetch
-from kvcache.prefix.radix_tree import common_length
-from kvcache.prefix.session import Lookup
 from kvcache_engine.consensus import Agreement
 from kvcache_engine.drafts import Draft
 from kvcache_engine.request_state import RequestState
@@ -47,7 +43,7 @@ class Request:
         self,
         run: RequestState,
         draft: Draft | None = None,
-        tenant: Tenant = EVERYONE,
+        tenant: Tenant = Tenant(),  # noqa: B008  frozen
         ids: np.ndarray | None = None,
     ) -> None:
         self.run = run
@@ -127,7 +123,7 @@ class Part:
     request: Request
     count: int
     branches: Sequence[Branch] = ()
-    mark: Mark | None = None
+    mark: kvcache.branches.Mark | None = None
 
     @property
     def tried(self) -> Sequence[Branch]:

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.caches import branches
+from kvcache import branches
 from kvcache_engine.drafts import Proposal, SamplingDraft
 from kvcache_engine.errors import RequestError
 from kvcache_engine.options import EngineOptions, SpeculativeOptions

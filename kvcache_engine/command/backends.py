@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 import ml
-from kvcache.storage.sizes import bytes_text
+from kvcache import bytes_text
 
 __all__ = ["Surveyed", "listing", "plain", "record", "survey"]
 

@@ -16,10 +16,8 @@ import typer
 from rich.console import Console
 
 import ml
-from kvcache import HostTier
-from kvcache.storage.sizes import bytes_text
-from kvcache.stores.builtin import path_of
-from kvcache.stores.options import without_secrets
+from kvcache import HostTier, bytes_text
+from kvcache.stores import path_of, without_secrets
 from kvcache.views.pictures import Picture
 from kvcache.views.rendering import render
 from kvcache.views.terminal import Beneath

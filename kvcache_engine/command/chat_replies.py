@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcache.storage.sizes import bytes_text
+from kvcache import bytes_text
 from kvcache.views.words import counted
 from kvcache_engine.command.json_output import statistics_record
 from kvcache_engine.conversations import Conversation

@@ -13,12 +13,13 @@ from pathlib import Path
 from rich.markup import escape
 
 from kvcache.stores import strict_json
-from kvcache.stores.serialized_snapshot import MAX_HEADER, MAX_VALUES
 from kvcache_engine.saved import FORMAT
 
 __all__ = ["backend_names", "cache_types", "conversations", "files_beginning", "mend_zsh", "stores",
            "stores_and_conversations"]  # fmt: skip
 
+_MAX_HEADER, _MAX_VALUES = 1 << 24, 1 << 20
+"""Bytes, and JSON values, of a header that is looked at."""
 MOST = 200
 """Files that are looked into: a folder of very many is not worth the wait."""
 
@@ -53,7 +54,7 @@ def backend_names(incomplete: str) -> list[tuple[str, str]]:
 
 def cache_types(incomplete: str) -> list[str]:
     """Names of storage formats, in small letters."""
-    from kvcache.storage.formats import format_names
+    from kvcache import format_names
 
     try:
         return [name.lower() for name in format_names() if name.startswith(incomplete.upper())]
@@ -63,12 +64,12 @@ def cache_types(incomplete: str) -> list[str]:
 
 def stores(incomplete: str) -> list[str]:
     """Folders of stores, and how the URLs of other stores begin."""
-    from kvcache.stores.plugins import registry
+    from kvcache.stores import store_schemes
     from kvcache.views.disk import is_store
 
     found = [name for name, path in _beside(incomplete) if path.is_dir() and is_store(path)]
     try:
-        schemes = [f"{name}://" for name in sorted(registry().specs())]
+        schemes = [f"{name}://" for name in store_schemes()]
     except Exception:
         schemes = []
     return [*found, *(scheme for scheme in schemes if scheme.startswith(incomplete))]
@@ -113,9 +114,9 @@ def _is_conversation(path: Path) -> bool:
             return False
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
-            if size > MAX_HEADER:
+            if size > _MAX_HEADER:
                 return False
-            header = strict_json.decode(file.read(size), MAX_VALUES)
+            header = strict_json.decode(file.read(size), _MAX_VALUES)
         return FORMAT in str(header.get("__metadata__", ""))
     except (OSError, ValueError, AttributeError, struct.error):
         return False

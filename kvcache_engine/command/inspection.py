@@ -13,10 +13,8 @@ from rich.console import Console
 from rich.live import Live
 
 import ml
-from kvcache import HostTier
-from kvcache.storage.sizes import bytes_text
-from kvcache.stores import files_digest, parse_bytes
-from kvcache.stores.builtin import path_of
+from kvcache import HostTier, bytes_text
+from kvcache.stores import files_digest, parse_bytes, path_of
 from kvcache.views.disk import is_store, look_at_page, look_at_store, page_meta
 from kvcache.views.pictures import Picture
 from kvcache.views.rendering import render

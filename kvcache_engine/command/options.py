@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 import ml
+from kvcache import format_names, open_format
 from kvcache.cache import CacheDType
-from kvcache.storage.formats import format_names, open_format
 from kvcache_engine.checkpoints.source import existing_model_path
 from kvcache_engine.command.completing import backend_names, cache_types
 from kvcache_engine.config import ModelConfig

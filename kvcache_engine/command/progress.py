@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from kvcache.storage.sizes import bytes_text
+from kvcache import bytes_text
 from kvcache_engine.requests import Event, Finished, Prefilled, Started
 
 __all__ = ["Bars", "bars_for", "bars_until_done", "draws"]

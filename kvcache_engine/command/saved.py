@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 import ml
+from kvcache import bytes_text
 from kvcache.cache import CacheDType
-from kvcache.storage.sizes import bytes_text
 from kvcache.stores import identity_of
 from kvcache_engine.command.answers import tell_full
 from kvcache_engine.command.completing import conversations

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvcache.storage.sizes import bytes_text
+from kvcache import bytes_text
 from kvcache.views.words import counted
 from kvcache_engine.command.answers import Answer, Answers
 from kvcache_engine.command.drafting import speculation_record, speculation_rows

@@ -17,7 +17,7 @@ from rich.console import Console
 import ml
 from kvcache import HostTier, TenantBudget
 from kvcache.cache import InvalidRangeError
-from kvcache.stores.sizes import parse_bytes
+from kvcache.stores import parse_bytes
 from kvcache_engine.command.completing import stores
 from kvcache_engine.command.drafting import Drafting
 from kvcache_engine.command.grouped import ungrouped
@@ -154,7 +154,7 @@ class Events:
             yield
             return
         try:
-            from kvcache.prefix.zmq_publisher import ZmqPublisher
+            from kvcache import ZmqPublisher
         except ImportError as error:
             raise ml.NotSupportedError(f"serve: --kv-events: {error}") from error
         import zmq

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ml
-from kvcache import CausalCache
+from kvcache import CausalCache, LayerShape
 from kvcache.cache import Batch, Cache
-from kvcache.storage.layer_shape import LayerShape
 from kvcache_engine.config import common_fields, experts_per_token, refuse
 from kvcache_engine.errors import ModelError
 from kvcache_engine.models.feedforward import group_routing

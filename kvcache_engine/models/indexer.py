@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ml
+from kvcache import ExtraSpec
 from kvcache.cache import ExtraShiftFunction
-from kvcache.storage.layer_shape import ExtraSpec
 from kvcache_engine.models.step import Step
 from kvcache_engine.weights import Linear, Loader, Shape
 from ml import nn

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvcache import Retention
+from kvcache import Retention, TokenRange
 from kvcache.cache import InvalidRangeError
-from kvcache.prefix.retention import TokenRange
 from kvcache_engine.errors import RequestError
 from kvcache_engine.requests import GenerationOptions
 from kvcache_engine.serve.errors import ApiError

@@ -19,8 +19,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar
 
-from kvcache import Retention
-from kvcache.prefix.session import Lookup
+from kvcache import Lookup, Retention
 from kvcache_engine.engine import Engine, EngineEvent, Failed, Request
 from kvcache_engine.requests import Finished, GenerationOptions
 from kvcache_engine.serve.options import ServeOptions
