@@ -19,8 +19,8 @@ pytest.importorskip("typer")
 
 from rich.console import Console
 
-from kvcache.command import conformance
-from kvcache.command.conformance import Suite, counted, record
+from kvcache_engine.command import conformance
+from kvcache_engine.command.conformance import Suite, counted, record
 from ml.testing.results import Result, Run, Selection, load, run_suites
 
 from . import cli_rig
