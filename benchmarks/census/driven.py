@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.census import engine as census
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, SpeculativeOptions
-from kvcache.runner.drafts import ModelDraft, prompt_lookup
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, SpeculativeOptions
+from kvcache_engine.drafts import ModelDraft, prompt_lookup
 
 __all__ = ["MODES", "Case", "agree", "drafts", "is_right", "judge", "mixed"]
 
