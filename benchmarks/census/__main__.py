@@ -1,7 +1,7 @@
 """A library's models with our caches, mode by mode, against its own caches and against no cache at all.
 
-    python -m benchmarks.census {mlx-lm,transformers,mlx-lm-engine,transformers-engine} [--type NAME ...] [--mode NAME ...]
-                                [--results FILE] [--render]
+    python -m benchmarks.census {mlx-lm,transformers,mlx-lm-engine,transformers-engine} [--type NAME ...]
+                                [--mode NAME ...] [--results FILE] [--render]
 
 Every type that writes text is built small with random weights, and runs in a process of its own. Types that
 the results have already are not run again. ``--render`` writes the table of docs/*-models.md from them.

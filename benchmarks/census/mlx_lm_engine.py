@@ -13,7 +13,7 @@ from benchmarks.census import driven
 from benchmarks.census import mlx_lm_types as small
 from benchmarks.census.driven import agree, is_right, judge
 from benchmarks.census.mlx_lm import draw, quiet
-from kvcache.integrations.mlx_lm.model import MLXModel
+from kvcache.integrations.mlx_lm import MLXModel
 
 __all__ = ["CANNOT", "MARK", "MODES", "PAGE", "Case", "agree", "is_right", "judge", "quiet", "types"]
 

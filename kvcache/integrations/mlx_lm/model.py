@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,8 +43,9 @@ class MLXModel(DrivenModel):
 
     Where it is made, the model computes a few tokens, of two sequences in several passes, and once more with
     mlx-lm's own prompt cache in one; where the logits differ in every ``layout``, it is refused:
-    NotSupportedError. The model still works by itself and with other prompt caches. Its weights must not change
-    while an engine drives it: what is kept of prefixes was computed with those before (``Engine.forget``).
+    NotSupportedError. The model still works by itself and with other prompt caches. Its weights must not
+    change while an engine drives it: what is kept of prefixes was computed with those before
+    (``Engine.forget``).
     """
 
     parts_outputs = True
@@ -56,7 +55,8 @@ class MLXModel(DrivenModel):
     ) -> None:
         if not (callable(model) and hasattr(model, "parameters")):
             raise InvalidRangeError(
-                f"MLXModel: model is a {type(model).__name__}; it must be the first of what mlx_lm.load returns"
+                f"MLXModel: model is a {type(model).__name__}; it must be the first of what mlx_lm.load "
+                "returns"
             )
         asked = layers_of(model)
         mx.eval(model.parameters())  # now, and not by whichever thread asks first
@@ -70,8 +70,8 @@ class MLXModel(DrivenModel):
         self._last: Any = None
         self._storage_of_last = new
         self._sequences = SequencePool(new, 0, None)
-        ways = [partial(setattr, self, "layout", layout) for layout in Layout]
-        self.config = self.settled(ways, type(model).__module__, "call the model with a CachePool")
+        self.config = self.settled(self._ways(), type(model).__module__, "call the model with a CachePool")
+        self._last = None
 
     def __repr__(self) -> str:
         return f"<MLXModel: {type(self.model).__module__}, one call of it has {self.layout.value}>"
@@ -88,15 +88,18 @@ class MLXModel(DrivenModel):
     def identity(self) -> dict[str, str]:
         """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once."""
         total = hashlib.sha256()
-        args = self.model.args
-        told = dataclasses.asdict(args) if dataclasses.is_dataclass(args) else vars(args)
-        total.update(json.dumps(told, sort_keys=True, default=str).encode())
+        args = {**self._args, "text_config": _named(self._args.get("text_config"))}
+        total.update(json.dumps(args, sort_keys=True, default=str).encode())
         found: Any = tree_flatten(self.model.parameters())
         for name, array in sorted(found, key=lambda named: str(named[0])):
             total.update(f"{name} {array.dtype} {array.shape}".encode())
             if array.size:
                 total.update(np.array(array.reshape(-1).view(mx.uint8)))
         return {"mlx_lm": total.hexdigest(), "dtype": self.dtype.name}
+
+    @property
+    def _args(self) -> dict[str, Any]:
+        return _named(getattr(self.model, "args", None))
 
     def call(
         self, ctx: ml.Context, cache: Any, ids: Any, positions: np.ndarray, sequences: np.ndarray,
@@ -134,6 +137,11 @@ class MLXModel(DrivenModel):
 
     # How it is driven.
 
+    def _ways(self) -> Iterator[None]:
+        """Layouts, the fastest first."""
+        for self.layout in Layout:
+            yield
+
     def without(self, text: Sequence[int]) -> np.ndarray:
         """Logits (tokens, vocabulary) of a text in one pass with mlx-lm's own prompt cache."""
         logits = self.model(mx.array([list(text)], mx.int32), cache=wanted_by(self.model))
@@ -142,7 +150,6 @@ class MLXModel(DrivenModel):
     def sizes(self, cache: Any, vocabulary: int) -> Sizes:
         """Of what the layers store, and what config and model say."""
         storage = self._storage_for(cache)
-        self._last = None
         windows = {
             i: layer.window + LOOKBACK
             for i, layer in enumerate(storage.layers)
@@ -154,8 +161,11 @@ class MLXModel(DrivenModel):
             if isinstance(layer, Recurrent)
             for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True)
         )
-        eos = self._config.get("eos_token_id")
-        most = positions_in(SimpleNamespace(**{**vars(self.model.args), **self._config}))
+        told: dict[str, Any] = {}
+        for config in (self._args, self._config):
+            told |= {**config, **_named(config.get("text_config"))}
+        eos = told.get("eos_token_id")
+        most = positions_in(SimpleNamespace(**told))
         return Sizes(
             vocab_size=vocabulary,
             max_positions=int(min(most, storage.longest)),
@@ -164,3 +174,8 @@ class MLXModel(DrivenModel):
             windows=windows,
             states=states,
         )
+
+
+def _named(config: Any) -> dict[str, Any]:
+    """Of a mapping or an object what it says, by name; of None nothing."""
+    return dict(config) if isinstance(config, Mapping) else {} if config is None else dict(vars(config))

@@ -1,8 +1,8 @@
 """Entries of a prompt cache where every token of a pass is a row of its own, whatever sequence it is of.
 
-A model of mlx-lm has one offset for each row, and a row of one token asks for no mask. So the tokens of a pass
-over many sequences, of prompts and of answers, are one call of as many rows; attention, which is asked of the
-cache, tells the sequences apart::
+A model of mlx-lm has one offset for each row, and a row of one token asks for no mask. So the tokens of a
+pass over many sequences, of prompts and of answers, are one call of as many rows; attention, which is asked
+of the cache, tells the sequences apart::
 
     sequence   0  0  0  1  2  2
     offset     7  8  9 41  0  1
@@ -24,7 +24,7 @@ __all__ = ["Given", "PackedPass"]
 
 @dataclass(frozen=True, slots=True)
 class PackedPass:
-    """A pass over tokens at ``positions``, an array (tokens,), which was begun in the caches of ``storage``."""
+    """A pass over tokens at ``positions``, an array (tokens,), begun in the caches of ``storage``."""
 
     storage: Storage
     ctx: ml.Context

@@ -85,7 +85,7 @@ class ModelCaches:
 
     @classmethod
     def over(cls, kinds: Iterable[Kind], cache: Any) -> ModelCaches:
-        """Those of these kinds of attention, and of states where there are more, whose ``all`` is ``cache``."""
+        """Those whose ``all`` is ``cache``: of these kinds of attention, and of states where it has more."""
         found = cls.__new__(cls)
         found.tops, found.all, found.encoder = unwrapped(cache), cache, None
         found.caches = dict(zip(dict.fromkeys(kinds), found.tops, strict=False))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -152,17 +152,15 @@ class DrivenModel(ABC):
     def sizes(self, cache: Any, vocabulary: int) -> Sizes:
         """The sizes of the model, whose cache has had a few tokens."""
 
-    def settled(self, ways: Iterable[Callable[[], object]], name: str, instead: str) -> Sizes:
-        """Go the first of these ways in which the model ``name`` gives what it gives alone; its sizes.
+    def settled(self, ways: Iterable[object], name: str, instead: str) -> Sizes:
+        """Find a way in which the model ``name`` gives what it gives alone; its sizes.
 
-        Raises NotSupportedError where it is none of them, and says what to do ``instead``.
+        Drawing one of ``ways`` has the model driven so. Raises NotSupportedError where it is none of them,
+        and says what to do ``instead``.
         """
-        if self.dtype not in _TOLERANCES:
-            raise NotSupportedError(f"{type(self).__name__}: {name} computes in {self.dtype.name}")
         expected = [self.without(text) for text in _TEXTS]
         refusals: list[str] = []
-        for way in ways:
-            way()
+        for _ in ways:
             try:
                 return self._tried(expected)
             except Exception as error:
