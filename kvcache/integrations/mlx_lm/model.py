@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
 
 import ml
 from kvcache.cache import Batch, InvalidRangeError
@@ -26,6 +29,9 @@ from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Size
 from kvcache.snapshots.layer_shapes import layers_of_cache
 
 __all__ = ["MLXModel"]
+
+
+_DTYPES = {ml.DType.F32: mx.float32, ml.DType.F16: mx.float16, ml.DType.BF16: mx.bfloat16}
 
 
 class MLXModel(DrivenModel):
@@ -72,6 +78,13 @@ class MLXModel(DrivenModel):
         self._sequences = SequencePool(new, 0, None)
         self.config = self.settled(self._ways(), type(model).__module__, "call the model with a CachePool")
         self._last = None
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], backend: ml.Backend, dtype: ml.DType) -> MLXModel:
+        """The model in a folder, in ``dtype``, on a ``backend`` of MLX; quantized weights stay so."""
+        made, config = load_model(Path(folder))
+        made.set_dtype(_DTYPES[dtype])
+        return cls(made, config, backend)
 
     def __repr__(self) -> str:
         return f"<MLXModel: {type(self.model).__module__}, one call of it has {self.layout.value}>"

@@ -12,18 +12,20 @@ import hashlib
 import inspect
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
 import ml
 from kvcache import Batch, NotSupportedError, StateCache, StateSpec
 from kvcache.integrations.rows.caches import ModelCaches
 from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Sizes, positions_in
 from kvcache.integrations.transformers.arguments import check_model
-from kvcache.integrations.transformers.bridge import bridge_to, dtype_of
+from kvcache.integrations.transformers.bridge import bridge_to, dtype_of, torch_dtype
 from kvcache.integrations.transformers.cache import cache_argument
 from kvcache.integrations.transformers.kinds import ATTENTION, Plan, Trait, layer_plan
 from kvcache.integrations.transformers.packed import Call, PassCache
@@ -78,6 +80,12 @@ class TransformersModel(DrivenModel):
             raise
         finally:
             self._last = self._last_of = None
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], backend: ml.Backend, dtype: ml.DType) -> TransformersModel:
+        """The model in a folder, in ``dtype``, on the first device of a torch ``backend``."""
+        made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype(dtype))
+        return cls(made.to(backend.devices[0].name).eval(), backend)
 
     def __repr__(self) -> str:
         return f"<TransformersModel: {type(self.model).__name__}, one call of it has {self.layout.value}>"
