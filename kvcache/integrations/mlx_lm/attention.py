@@ -98,9 +98,7 @@ class Attending(LayerCache):
         if seen is None:
             return None
         if seen is not ml.CAUSAL:
-            found = mx.array(np.asarray(seen))
-            # Models with indexers choose columns of one query's, as a batch has it: (1, 1, 1, history).
-            return found[None, None] if tokens == 1 and self._spec.assigned else found
+            return mx.array(np.asarray(seen))
         if not return_array:
             return "causal"
         history = self._storage.tokens_of(self.layer, self.rows.held[0].seq)

@@ -78,6 +78,8 @@ class Storage:
         """What K and V are stored in."""
         self.one_length = one_length or any(isinstance(x, Attention) and x.chunked for x in self.layers)
         """Whether the model takes for granted that rows hold as many tokens as the others."""
+        self.chooses = any(isinstance(x, Attention) and x.assigned for x in self.layers)
+        """Whether the model has indexers, which choose from what it reads: of hidden columns too."""
         self.alike_from = math.inf if self.one_length else max(map(_alike_from, self.layers), default=0)
         """Rows without padding are alike to the model from so many tokens on; 0: it tells any rows apart."""
         limits = [x.capacity for x in self.layers if isinstance(x, Recurrent) and x.capacity is not None]
@@ -180,7 +182,7 @@ class Storage:
 
     def reads_cells(self, one: ForwardPass) -> bool:
         """Whether K and V of a pass are read as they lie, with a mask of what the row sees of that."""
-        return one.rows == 1 and one.is_full and not self.one_length
+        return one.rows == 1 and one.is_full and not (self.one_length or self.chooses)
 
     def get_by_position(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
         """As ``get``, in the order of positions, whatever lies where."""

@@ -31,6 +31,7 @@ LAYOUTS = {
     "gpt_oss": "PACKED",  # sinks
     "gemma2": "ROWS",  # soft caps, by attention of its own
     "deepseek_v3": "ROWS",  # latents that it reads itself
+    "deepseek_v32": "ROWS",  # an indexer
     "qwen3_next": "ROWS",  # recurrences
     "mamba": "ROWS",
     "llama4_text": "ROWS",  # chunks, by a mask of its own
