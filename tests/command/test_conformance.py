@@ -75,7 +75,8 @@ def test_a_failure_is_named_with_its_reason_and_a_closer_look(ran: None) -> None
         "ml.testing.casts        0        0        0        1",
         "abacus 1.0              1        1        1        1",
         "FAILED ml.testing.casts: test_casts[F32-F16]: AssertionError: assert 1 == 2",
-        "To run one again: pytest --pyargs ml.testing kvcache.testing --ml-backend=abacus -k test_casts",
+        "To run one again: pytest --pyargs ml.testing kvcache.testing kvcache_engine.testing "
+        "--ml-backend=abacus -k test_casts",
     ]
 
 
