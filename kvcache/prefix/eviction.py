@@ -290,8 +290,8 @@ class InteriorSnapshots:
         512 -- 1024 -- 1536 -- 2000 -- 2001     512, 1024 and 1536 are inside; 2001 goes on, 2000 answers anew
 
     In the order of how many tokens lie between their neighbours, the fewest first: so that those that are
-    left lie at even distances, and what is joined is joined in few steps. What changes is noted, and looked at
-    when somebody asks which goes first.
+    left lie at even distances, and what is joined is joined in few steps. What changes is noted, and
+    looked at when somebody asks which goes first.
     """
 
     def __init__(self) -> None:
