@@ -208,7 +208,7 @@ def test_as_a_module_and_without_a_framework(make_model: Make) -> None:
     code = (
         "import runpy, sys\n"
         f"sys.argv[1:] = ['generate', '--model', {str(make_model())!r}, '--prompt', 'x']\n"
-        "try: runpy.run_module('kvcache', run_name='__main__', alter_sys=True)\n"
+        "try: runpy.run_module('kvcache_engine', run_name='__main__', alter_sys=True)\n"
         "except SystemExit as e: assert not e.code, e.code\n"
         "found = {'torch', 'mlx', 'cupy', 'jax', 'transformers'} & set(sys.modules)\n"
         "assert not found, found"
