@@ -44,7 +44,7 @@ def serialize(backend: ml.Backend, snapshot: Snapshot) -> SerializedSnapshot:
 
 
 def begin_serialize(
-    backend: ml.SupportsPageTransfer, snapshot: Snapshot
+    backend: ml.SupportsTransfers, snapshot: Snapshot
 ) -> tuple[SerializedSnapshot, ml.PageTransfer] | None:
     """As ``serialize``; the arrays are good when the transfer is done. None where the backend copies at once.
 
@@ -144,7 +144,7 @@ class _Writer:
 class _Reader:
     def __init__(self, ctx: ml.Context, backend: ml.Backend, arrays: Mapping[str, np.ndarray]) -> None:
         self.ctx, self.arrays = ctx, arrays
-        self.borrow = backend.borrow if isinstance(backend, ml.SupportsZeroCopyRead) else None
+        self.borrow = backend.borrow if isinstance(backend, ml.SupportsHostMemory) else None
 
     def decode(self, meta: Meta, at: str = "") -> Snapshot:
         kind, begin, end = meta["kind"], meta["begin"], meta["end"]

@@ -40,7 +40,7 @@ class HostArrays:
 
     def pending(self, ctx: ml.Context) -> bool:
         """Whether a transfer to the device of ``ctx`` has a price, and was not made yet."""
-        priced = nn.offers(getattr(ctx, "backend", None), ml.SupportsUpload)
+        priced = nn.offers(getattr(ctx, "backend", None), ml.SupportsTransfers)
         return priced and not self._near.get(device_of(ctx))
 
     def gather(self) -> None:
@@ -56,7 +56,7 @@ class HostArrays:
 
 def _upload(ctx: ml.Context, arrays: list[tuple[np.ndarray, ml.DType]]) -> list[ml.Tensor]:
     backend: Any = getattr(ctx, "backend", None)
-    if nn.offers(backend, ml.SupportsUpload):
+    if nn.offers(backend, ml.SupportsTransfers):
         return backend.upload(ctx, arrays)  # type: ignore[no-any-return]
     return [ctx.from_numpy(array, dtype) for array, dtype in arrays]
 

@@ -112,11 +112,11 @@ class LayerBuffers:
         key, value, backend = self.key, self.value, getattr(ctx, "backend", None)
         if self.shape.is_latent or self.extra:
             return None
-        if self.is_quantized and isinstance(backend, ml.SupportsQuantizedStore):
-            return backend.quantized_store(*self.whole, self.formats)
-        if self.permuted_v or not isinstance(key, Buffer) or not isinstance(value, Buffer):
+        if not isinstance(backend, ml.SupportsKVStorage):
             return None
-        if not isinstance(backend, ml.SupportsKVStore):
+        if self.is_quantized:
+            return backend.kv_store(*self.whole, self.formats)
+        if self.permuted_v or not isinstance(key, Buffer) or not isinstance(value, Buffer):
             return None
         return backend.kv_store(key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells))
 

@@ -1,7 +1,7 @@
 """Buffers of what a format makes of numbers: encoded on ``put`` and read back on ``get``.
 
 A part of the format lies in a plain buffer of its own (see :class:`kvcache.StorageFormat`). Encoding and
-decoding are the format's: by the backend where it can (:class:`ml.SupportsBlockFormats`), else with
+decoding are the format's: by the backend where it can (:class:`ml.SupportsKVStorage`), else with
 protocol operations alone, so that every backend with compute has them, for every attention cache.
 """
 

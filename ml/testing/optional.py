@@ -10,10 +10,9 @@ import pytest
 import ml
 from ml.capabilities import (
     SupportsCacheConfig,
-    SupportsHostWrite,
+    SupportsHostMemory,
     SupportsRope,
-    SupportsUpload,
-    SupportsZeroCopyRead,
+    SupportsTransfers,
 )
 from ml.dtypes import DType
 from ml.nn import (
@@ -97,8 +96,8 @@ class CapabilityTests(BackendCase):
     # Arrays in host memory.
 
     def test_arrays_that_go_together_arrive_as_one_by_one(self, backend: Backend, ctx: Context) -> None:
-        if not isinstance(backend, SupportsUpload):
-            pytest.skip("no SupportsUpload: arrays go one by one")
+        if not isinstance(backend, SupportsTransfers):
+            pytest.skip("no SupportsTransfers: arrays go one by one")
         given = [(_any_bits(dtype, shape), dtype) for dtype in DTYPES for shape in ((3, 5), (0, 2), (7,), ())]
         given += [(np.arange(9)[::-2], DType.I32), (np.array([[0.5, -np.inf]]), DType.BF16)]
         found = backend.upload(ctx, given)
@@ -116,8 +115,8 @@ class CapabilityTests(BackendCase):
 
     @each(dtype=DTYPES)
     def test_a_borrowed_array_reads_as_it_is(self, backend: Backend, ctx: Context, dtype: DType) -> None:
-        if not isinstance(backend, SupportsZeroCopyRead):
-            pytest.skip("no SupportsZeroCopyRead: arrays are copied")
+        if not isinstance(backend, SupportsHostMemory):
+            pytest.skip("no SupportsHostMemory: arrays are copied")
         array = _any_bits(dtype, (2, 3, 4))
         for given in (
             array,
@@ -140,8 +139,8 @@ class CapabilityTests(BackendCase):
     def test_what_is_written_over_a_tensor_from_outside_is_what_it_holds(
         self, backend: Backend, ctx: Context, dtype: DType
     ) -> None:
-        if not isinstance(backend, SupportsHostWrite):
-            pytest.skip("no SupportsHostWrite: arrays are copied")
+        if not isinstance(backend, SupportsHostMemory):
+            pytest.skip("no SupportsHostMemory: arrays are copied")
         host = _any_bits(dtype, (2, 4, 6))
         whole = ctx.from_numpy(np.zeros((2, 4, 6), dtype.numpy))
         # Others that may share the memory, pending or not: they stay what they were.
@@ -169,8 +168,8 @@ class CapabilityTests(BackendCase):
         assert whole.to_numpy().tobytes() == host.tobytes()
 
     def test_what_shows_an_element_twice_is_not_written_over(self, backend: Backend, ctx: Context) -> None:
-        if not isinstance(backend, SupportsHostWrite):
-            pytest.skip("no SupportsHostWrite: arrays are copied")
+        if not isinstance(backend, SupportsHostMemory):
+            pytest.skip("no SupportsHostMemory: arrays are copied")
         tensor = ctx.zeros((1, 4), DType.F32)
         assert backend.overwrite(ctx, tensor.view(ctx, 0, (3, 4), (0, 1))) is None
         empty = backend.overwrite(ctx, tensor.slice(ctx, 1, 2, 2))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ml.capabilities import KVStore, SupportsQuantizedAttention, SupportsQuantizedStore
+from ml.capabilities import KVStore, SupportsKVStorage, SupportsRaggedAttention
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
 from ml.ragged import RaggedPlan
@@ -64,7 +64,7 @@ def laid_out(ctx: Context, parts: Arrays, order: tuple[int, ...], room: int = 3)
 
 
 class QuantizedTests(BackendCase):
-    """What SupportsQuantizedAttention and SupportsQuantizedStore promise, where a backend offers them."""
+    """What SupportsRaggedAttention and SupportsKVStorage promise of formats, where a backend offers them."""
 
     @_stores_codes
     @each(
@@ -126,16 +126,15 @@ class QuantizedTests(BackendCase):
         self, backend: Backend, ctx: Context, name: str
     ) -> None:
         """The second time that one tensor of codes is read, with others."""
-        if not isinstance(backend, SupportsQuantizedAttention):
-            pytest.skip("no SupportsQuantizedAttention: caches read blocks back")
+        if not isinstance(backend, SupportsRaggedAttention):
+            pytest.skip("no SupportsRaggedAttention: caches read blocks back")
         query, plan = normal((1, 2, 32), DType.F32, 57, spread=1), random_plan(9, 1, 8)
         codes, scales = encoded(normal((8, 1, 32), DType.F32, 58, spread=1), name)
         held = ctx.from_numpy(codes)
         for parts in ((codes, scales), (codes, scales[::-1] * np.float16(3))):
             given = held, ctx.from_numpy(parts[1])
-            found = backend.quantized_attention(
-                ctx, ctx.from_numpy(query), given, given, (name, name), plan, 0.3
-            )
+            asked = ctx.from_numpy(query)
+            found = backend.ragged_attention(ctx, asked, given, given, plan, 0.3, None, (name, name))
             if found is None:
                 pytest.skip("the kernel leaves this case to blocks that are read back")
             values = decoded(parts, name)
@@ -157,12 +156,12 @@ class QuantizedTests(BackendCase):
         self, backend: Backend, ctx: Context, query: np.ndarray, key: Arrays, value: Arrays,
         formats: tuple[str, str], order: tuple[int, ...], plan: RaggedPlan, sinks: np.ndarray | None,
     ) -> Tensor:  # fmt: skip
-        if not isinstance(backend, SupportsQuantizedAttention):
-            pytest.skip("no SupportsQuantizedAttention: caches read blocks back")
+        if not isinstance(backend, SupportsRaggedAttention):
+            pytest.skip("no SupportsRaggedAttention: caches read blocks back")
         keys, values = laid_out(ctx, key, order), laid_out(ctx, value, order)
         logits = None if sinks is None else ctx.from_numpy(sinks)
         asked = ctx.from_numpy(query.transpose(1, 0, 2).copy()).permute(ctx, 1, 0, 2)
-        found = backend.quantized_attention(ctx, asked, keys, values, formats, plan, 0.3, logits)
+        found = backend.ragged_attention(ctx, asked, keys, values, plan, 0.3, logits, formats)
         if found is None:
             pytest.skip("the kernel leaves this case to blocks that are read back")
         return found
@@ -233,14 +232,14 @@ class QuantizedTests(BackendCase):
         dims: tuple[int, int] = (64, 96), room: int = 0,
     ) -> tuple[list[Arrays], list[list[Tensor]], KVStore]:  # fmt: skip
         """Twelve cells of two heads of each size: what they hold, where that lies, and the store."""
-        if not isinstance(backend, SupportsQuantizedStore):
-            pytest.skip("no SupportsQuantizedStore: codes are made first and then copied")
+        if not isinstance(backend, SupportsKVStorage):
+            pytest.skip("no SupportsKVStorage: codes are made first and then copied")
         before = [
             encoded(normal((12, 2, dim), DType.F32, 60 + dim), name)
             for dim, name in zip(dims, formats, strict=True)
         ]
         parts: Any = [laid_out(ctx, part, order, room) for part in before]
-        store = backend.quantized_store(parts[0], parts[1], formats)
+        store = backend.kv_store(parts[0], parts[1], formats)
         if store is None:
             pytest.skip("no store for parts like these")
         return before, parts, store

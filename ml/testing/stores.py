@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ml.capabilities import KVStore, SupportsKVStore
+from ml.capabilities import KVStore, SupportsKVStorage
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
 from ml.testing.harness import BackendCase, each
@@ -34,8 +34,8 @@ def halves(ctx: Context, order: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def store_of(backend: Backend, key: Tensor, value: Tensor) -> KVStore:
-    if not isinstance(backend, SupportsKVStore):
-        pytest.skip("no SupportsKVStore: caches use slice and copy")
+    if not isinstance(backend, SupportsKVStorage):
+        pytest.skip("no SupportsKVStorage: caches use slice and copy")
     store = backend.kv_store(key, value)
     if store is None:
         pytest.skip("no store for tensors like these")

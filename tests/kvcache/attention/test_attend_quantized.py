@@ -120,9 +120,7 @@ def test_a_kernel_that_declines_is_asked_again_with_fewer_segments_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(
-        NumpyBackend, "quantized_attention", lambda *given: asked.append(len(given[6].segments))
-    )
+    monkeypatch.setattr(NumpyBackend, "ragged_attention", lambda *given: asked.append(len(given[5].segments)))
     with ml.open_backend("numpy") as opened:
         pair = Pair(opened, ml.DType.Q8_0)
         steps = {0: 20, 1: 20, 2: 20}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 1}, {0: 1, 1: 1, 2: 1}, {0: 1}, {1: 1}
