@@ -27,11 +27,11 @@ class _Done:
 
 def pinned_memory(backend: Backend, nbytes: int) -> np.ndarray:
     """Host memory, uint8 (nbytes,), that holds anything: page-locked where ``backend`` has some to give."""
-    found = None
+    memory = None
     if isinstance(backend, SupportsTransfers):
         with contextlib.suppress(DeviceError):  # it has no more: other memory does as well, and more slowly
-            found = backend.pinned_memory(nbytes)
-    return np.empty(nbytes, np.uint8) if found is None else found
+            memory = backend.pinned_memory(nbytes)
+    return np.empty(nbytes, np.uint8) if memory is None else memory
 
 
 def page_out(

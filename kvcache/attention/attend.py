@@ -120,8 +120,8 @@ class Bound:
         ):
             return None
         (keys,), (values,) = buffers.whole
-        found: ml.Tensor | None = self._attend(self._ctx, query, keys, values, self._lowered, scale, None)
-        return found
+        result: ml.Tensor | None = self._attend(self._ctx, query, keys, values, self._lowered, scale, None)
+        return result
 
 
 class Kernels:
@@ -197,8 +197,8 @@ def _by_calls(
     tokens = query.shape[0]
     if len(levels) == 1:
         (calls,) = levels
-        found = [_whole(ctx, buffers, query, call, scale, sinks, block) for call in calls]
-        return _in_order(ctx, calls, found, tokens, 0.0)
+        outputs = [_whole(ctx, buffers, query, call, scale, sinks, block) for call in calls]
+        return _in_order(ctx, calls, outputs, tokens, 0.0)
     parts = []
     for calls in levels:
         each = [_part(ctx, buffers, _queries(ctx, query, call), call, scale, block) for call in calls]
@@ -220,15 +220,15 @@ def _queries(ctx: ml.Context, query: ml.Tensor, call: ml.AttentionCall) -> ml.Te
 def _in_order(
     ctx: ml.Context,
     calls: Sequence[ml.AttentionCall],
-    found: Sequence[ml.Tensor],
+    outputs: Sequence[ml.Tensor],
     tokens: int,
     missing: float,
 ) -> ml.Tensor:
     """What each call found for its queries, in the order of the batch; ``missing`` of those in no call."""
-    if len(calls) == 1 and found[0].shape[0] == tokens and isinstance(calls[0].tokens, slice):
-        return found[0]
-    result = ctx.full((tokens, *found[0].shape[1:]), missing, found[0].dtype)
-    for call, own in zip(calls, found, strict=True):
+    if len(calls) == 1 and outputs[0].shape[0] == tokens and isinstance(calls[0].tokens, slice):
+        return outputs[0]
+    result = ctx.full((tokens, *outputs[0].shape[1:]), missing, outputs[0].dtype)
+    for call, own in zip(calls, outputs, strict=True):
         if isinstance(call.tokens, slice):
             own.copy(ctx, result.slice(ctx, 0, call.tokens.start, call.tokens.stop))
         else:
@@ -265,9 +265,9 @@ def _part(
     return _flat(ctx, nn.partial_attention(ctx, stacked, key, value, call.mask, scale))
 
 
-def _cut(ctx: ml.Context, found: ml.Tensor, dim: int) -> ml.Tensor:
+def _cut(ctx: ml.Context, output: ml.Tensor, dim: int) -> ml.Tensor:
     """The first ``dim`` numbers of each head: those behind them are of keys that hold the values."""
-    return found if found.shape[2] == dim else found.slice(ctx, 2, 0, dim)
+    return output if output.shape[2] == dim else output.slice(ctx, 2, 0, dim)
 
 
 # Rows that queries choose.
@@ -378,8 +378,8 @@ class _Blocks:
         lse = ctx.empty((count, heads), ml.DType.F32)
         for first in range(0, batch, several):
             last = min(first + several, batch)
-            found = _flat(ctx, self._segments(first, last))
-            for own, whole in zip(found, (out, lse), strict=True):
+            part = _flat(ctx, self._segments(first, last))
+            for own, whole in zip(part, (out, lse), strict=True):
                 own.copy(ctx, whole.slice(ctx, 0, first * self.each, last * self.each))
         return out, lse
 

@@ -86,9 +86,9 @@ class CellReservation:
             views = self._views(ctx)
             if views is None:
                 return None
-            found = {i: [backend.overwrite(ctx.layer(i), one) for one in views[i]] for i in views}
-        places = {i: [place for place in layer if place is not None] for i, layer in found.items()}
-        if any(len(places[i]) < len(found[i]) for i in found):
+            memory = {i: [backend.overwrite(ctx.layer(i), one) for one in views[i]] for i in views}
+        places = {i: [place for place in layer if place is not None] for i, layer in memory.items()}
+        if any(len(places[i]) < len(memory[i]) for i in memory):
             return None
         self._places = places
         return places

@@ -37,10 +37,10 @@ _TO_COME = np.empty(0, np.uint8)
 
 def serialize(backend: ml.Backend, snapshot: Snapshot) -> SerializedSnapshot:
     """Copy a snapshot of a cache on ``backend`` to host memory, byte for byte; it stays as it is."""
-    found = _copied(backend, snapshot, functools.partial(page_out, backend))
-    assert found is not None
-    found[1].wait()
-    return found[0]
+    begun = _copied(backend, snapshot, functools.partial(page_out, backend))
+    assert begun is not None
+    begun[1].wait()
+    return begun[0]
 
 
 def begin_serialize(
@@ -111,8 +111,8 @@ class _Writer:
                 [i, [self._tensor(f"{at}{i}.{n}", tensor) for n, tensor in enumerate(pair)]]
                 for i, pair in snapshot.layers.items()
             ]
-            held = {"position": snapshot.position, "length": snapshot.length, "layers": layers}
-            return {"kind": "encoder", **meta, **held}
+            own = {"position": snapshot.position, "length": snapshot.length, "layers": layers}
+            return {"kind": "encoder", **meta, **own}
         if isinstance(snapshot, WrapperSnapshot):
             parts = [self.encode(part, f"{at}{i}/") for i, part in enumerate(snapshot.parts)]
             return {"kind": "wrapper", **meta, "parts": parts}

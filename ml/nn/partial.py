@@ -86,8 +86,8 @@ def partial_in_blocks(
         elif mask is not None:
             part = mask.slice(ctx, 1, start, stop)
         keys, values = key.slice(ctx, 1, 0, seen), value.slice(ctx, 1, 0, seen)
-        found = body(query.slice(ctx, 1, start, stop), keys, values, part)
-        for own, whole in zip(found, (out, lse), strict=True):
+        rows = body(query.slice(ctx, 1, start, stop), keys, values, part)
+        for own, whole in zip(rows, (out, lse), strict=True):
             own.copy(ctx, whole.slice(ctx, 1, start, stop))
     return out, lse
 

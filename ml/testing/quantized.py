@@ -115,8 +115,8 @@ class QuantizedTests(BackendCase):
         right = ragged_reference(query, decoded(key, name), decoded(value, name), plan, 0.3)
         for part in (key, value):
             part[1][39] = np.nan
-        found = self._attend(backend, ctx, query, key, value, (name, name), (1, 0, 2), plan, None)
-        out = exact(found.to_numpy())
+        actual = self._attend(backend, ctx, query, key, value, (name, name), (1, 0, 2), plan, None)
+        out = exact(actual.to_numpy())
         np.testing.assert_allclose(out[:3], right[:3], rtol=0, atol=2e-5)
         assert np.isnan(out[3]).all()
 
@@ -130,27 +130,27 @@ class QuantizedTests(BackendCase):
             pytest.skip("no SupportsRaggedAttention: caches read blocks back")
         query, plan = normal((1, 2, 32), DType.F32, 57, spread=1), random_plan(9, 1, 8)
         codes, scales = encoded(normal((8, 1, 32), DType.F32, 58, spread=1), name)
-        held = ctx.from_numpy(codes)
+        same_codes = ctx.from_numpy(codes)
         for parts in ((codes, scales), (codes, scales[::-1] * np.float16(3))):
-            given = held, ctx.from_numpy(parts[1])
+            stored = same_codes, ctx.from_numpy(parts[1])
             asked = ctx.from_numpy(query)
-            found = backend.ragged_attention(ctx, asked, given, given, plan, 0.3, None, (name, name))
-            if found is None:
+            actual = backend.ragged_attention(ctx, asked, stored, stored, plan, 0.3, None, (name, name))
+            if actual is None:
                 pytest.skip("the kernel leaves this case to blocks that are read back")
             values = decoded(parts, name)
             right = ragged_reference(exact(query), values, values, plan, 0.3)
-            np.testing.assert_allclose(exact(found.to_numpy()), right, rtol=0, atol=2e-5)
+            np.testing.assert_allclose(exact(actual.to_numpy()), right, rtol=0, atol=2e-5)
 
     def _check(
         self, backend: Backend, ctx: Context, query: np.ndarray, key: Arrays, value: Arrays,
         formats: tuple[str, str], order: tuple[int, ...], plan: RaggedPlan, sinks: np.ndarray | None,
     ) -> None:  # fmt: skip
-        found = self._attend(backend, ctx, query, key, value, formats, order, plan, sinks)
+        actual = self._attend(backend, ctx, query, key, value, formats, order, plan, sinks)
         dtype = DType.from_numpy(query.dtype)
-        assert found.dtype is dtype
+        assert actual.dtype is dtype
         keys, values = (decoded(part, name) for part, name in zip((key, value), formats, strict=True))
         right = ragged_reference(exact(query), keys, values, plan, 0.3, sinks)
-        np.testing.assert_allclose(exact(found.to_numpy()), right, rtol=0, atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(exact(actual.to_numpy()), right, rtol=0, atol=TOLERANCE[dtype])
 
     def _attend(
         self, backend: Backend, ctx: Context, query: np.ndarray, key: Arrays, value: Arrays,
@@ -161,10 +161,10 @@ class QuantizedTests(BackendCase):
         keys, values = laid_out(ctx, key, order), laid_out(ctx, value, order)
         logits = None if sinks is None else ctx.from_numpy(sinks)
         asked = ctx.from_numpy(query.transpose(1, 0, 2).copy()).permute(ctx, 1, 0, 2)
-        found = backend.ragged_attention(ctx, asked, keys, values, plan, 0.3, logits, formats)
-        if found is None:
+        actual = backend.ragged_attention(ctx, asked, keys, values, plan, 0.3, logits, formats)
+        if actual is None:
             pytest.skip("the kernel leaves this case to blocks that are read back")
-        return found
+        return actual
 
     # Writing.
 
