@@ -25,7 +25,7 @@ from kvcache.prefix.prefetch import Prefetch, Prefetcher
 from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.tiers import LookUp, StoreTier
-from kvcache.prefix.tree_entry import TreeEntry, span_of
+from kvcache.prefix.tree_entry import TreeEntry, is_folded, span_of
 from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache, layers_of_serialized
@@ -182,11 +182,12 @@ class PrefixMatcher:
 
         Returns how many tokens the sequence has then.
         """
+        failed: Node[TreeEntry] | None = None
         with self._tree.in_use(nodes, restoring=True):
             while nodes:
                 restored = restore(self._tree, seq, nodes, length)
                 if restored is None:
-                    self._tree.drop(nodes[0])
+                    failed = nodes[0]
                     break
                 count, tier = restored
                 reached = min(nodes[count - 1].end, length)
@@ -194,6 +195,10 @@ class PrefixMatcher:
                 at, nodes = reached, nodes[count:]
                 if tier == "host":
                     self._tell(length, at)
+        if failed is not None and is_folded(failed):
+            self._tree.unfold(failed)  # the next search finds out which of them it was
+        elif failed is not None:
+            self._tree.drop(failed)
         return at
 
     def _from_store(self, seq: int, ids: np.ndarray, source: Source, stored: int) -> int | None:

@@ -11,6 +11,10 @@ tree; sessions and eviction say when::
 
 Content that is divisible is parted with its edge. What is whole (a window, a recurrent state) belongs to the
 end of its edge, and an edge that is parted above it has nothing. ``drop`` and ``clear`` forget at once.
+
+A long prompt leaves hundreds of snapshots of what is whole. As long as nobody asks for one of them, they are
+``folded``: one edge has the chain of them. What parts there, leaves the device or is evicted is a node of its
+own (``unfold``).
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from kvcache.prefix.tree_entry import (
     Chain,
     TreeEntry,
     chain_of,
+    is_folded,
     is_present,
     priority_of,
     span_of,
@@ -45,7 +50,7 @@ from kvcache.prefix.tree_entry import (
 from kvcache.prefix.worker import OffloadWorker
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
-from kvcache.snapshots.snapshot import Snapshot
+from kvcache.snapshots.snapshot import Snapshot, SnapshotChain
 from kvcache.stores import Keys, SerializedSnapshot
 
 __all__ = ["Budgets", "Path", "PrefixTree"]
@@ -101,6 +106,8 @@ class PrefixTree:
         )
         self.watchers: list[Callable[[Node[TreeEntry]], object]] = []
         """Called with each node that keeps something else now, or has other children."""
+        self._folded: dict[Node[TreeEntry], None] = {}
+        """The nodes that hold a SnapshotChain, and some that did."""
         self.clock = 0
         """Counts uses: what tiers hold is ordered by it."""
         self.evicted = 0
@@ -143,6 +150,9 @@ class PrefixTree:
     def walk(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Path:
         """How far ``ids`` lead into the tree. ``above``: a node that they are known to lead through."""
         path = self.radix_tree.match(ids, above)
+        if path.inside and is_folded(path.nodes[-1]):
+            self.unfold(path.nodes[-1])
+            path = self.radix_tree.match(ids, above)
         if above is not None:
             path.nodes[:0] = above.path()
         return path
@@ -151,6 +161,10 @@ class PrefixTree:
         """The longest prefix of a path that is kept, and the nodes to restore it from, in order."""
         if not self.divisible:
             chain = chain_of(path.nodes[:-1] if path.inside else path.nodes)
+            if apart := [node for node in chain if is_folded(node) and not _joins_in_place(node)]:
+                self.unfold(*apart)  # they are restored one after another
+                self._walk_again(path)
+                return self.along(path)
             return (chain[-1].end if chain else 0), chain
         usable = tuple(itertools.takewhile(is_present, path.nodes))
         return (min(path.length, usable[-1].end) if usable else 0), usable
@@ -249,7 +263,10 @@ class PrefixTree:
     def _insert_whole(
         self, path: Path, pieces: Sequence[Snapshot], stored: bool, salt: str, own: int
     ) -> None:
-        """Keep snapshots of what is whole, each at its end."""
+        """Keep snapshots of what is whole, each at its end; those of a new edge folded, if they may be."""
+        new = [piece for piece in pieces if piece.end > path.length]
+        if self._folds(new, path, own):
+            pieces = [*pieces[: len(pieces) - len(new)], SnapshotChain(tuple(new))]
         chain, added, nodes = Chain(), 0, path.nodes
         for piece in pieces:
             node = self.end_at(path, piece.end)
@@ -265,16 +282,44 @@ class PrefixTree:
                 self._walk_again(path)
                 node, nodes = self.end_at(path, piece.end), path.nodes
                 added = nodes.index(node)
-            if new := node.data is None:
+            if added_here := node.data is None:
                 node.data = TreeEntry(piece.begin, stored=stored, tenant=salt if node.end > own else "")
                 if lost is not None:
                     node.data.rank, node.data.grants = lost.rank, lost.grants
             assert node.data is not None
             if node.data.snapshot is None and node.data.begin == piece.begin:
                 self.keep_on_device(node, piece)
-            if new:
+            if added_here:
                 chain.add(node)
             added += 1
+
+    def _folds(self, pieces: Sequence[Snapshot], path: Path, own: int) -> bool:
+        """Whether these, all of them behind a path, may be one chain: with one tenant, and for no store.
+
+        They follow one another, which windows alone do not.
+        """
+        if len(pieces) < 2 or self.store is not None or pieces[0].begin != path.length:
+            return False
+        if pieces[0].end <= own < pieces[-1].end:
+            return False
+        return all([one.end == other.begin for one, other in itertools.pairwise(pieces)])  # noqa: C419
+
+    def unfold(self, *nodes: Node[TreeEntry]) -> None:
+        """Give each snapshot of these a node of its own; none: of all but those that are being restored."""
+        for node in nodes or [*self._folded]:
+            entry = node.data
+            if entry is None or not isinstance(entry.snapshot, SnapshotChain):
+                self._folded.pop(node, None)
+            elif nodes or not entry.restoring:
+                del self._folded[node]
+                self._unfold(node, entry, entry.snapshot.parts)
+
+    def _unfold(self, node: Node[TreeEntry], entry: TreeEntry, parts: Sequence[Snapshot]) -> None:
+        uppers = self.radix_tree.part(node, [part.end for part in parts[:-1]])
+        for upper, part in zip(uppers, parts, strict=False):
+            upper.data = replace(entry, users=0, restoring=0, end_used=entry.used, watched=math.inf)
+            self.keep_on_device(upper, part)
+        self.keep_on_device(node, parts[-1])
 
     def end_at(self, path: Path, at: int) -> Node[TreeEntry]:
         """The node of a path that ends at position ``at``: found, parted from an edge, or added."""
@@ -290,7 +335,7 @@ class PrefixTree:
         i = bisect.bisect_left(nodes, at, key=lambda node: node.end)
         if nodes[i].end == at:
             return nodes[i]
-        if self._is_leaving(nodes[i]):
+        if self._is_leaving(nodes[i]) or self._was_folded(nodes[i]):
             self._walk_again(path)
             return self.end_at(path, at)
         nodes.insert(i, self.split(nodes[i], at))
@@ -309,6 +354,13 @@ class PrefixTree:
         self.worker.drain()
         self._land()
         return True
+
+    def _was_folded(self, node: Node[TreeEntry]) -> bool:
+        """Whether a node was folded; it is not now, and what is to be parted may end there."""
+        folded = is_folded(node)
+        if folded:
+            self.unfold(node)
+        return folded
 
     def split(self, node: Node[TreeEntry], at: int) -> Node[TreeEntry]:
         """Part an edge; content that is divisible is parted with it."""
@@ -343,6 +395,8 @@ class PrefixTree:
         entry = node.data
         assert entry is not None
         entry.snapshot, entry.begin = snapshot, snapshot.begin
+        if isinstance(snapshot, SnapshotChain):
+            self._folded[node] = None
         self.device.add(node, snapshot.nbytes)
         self._changed(node)
 
@@ -367,6 +421,8 @@ class PrefixTree:
 
     def offload(self, node: Node[TreeEntry]) -> None:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
+        if is_folded(node):
+            self.unfold(node)
         entry = node.data
         assert entry is not None
         if entry.serialized is None and entry.leaving is None and self._is_wanted(node, entry):
@@ -528,6 +584,7 @@ class PrefixTree:
                 self.host.discard(node)
             node.data = None
         self.radix_tree = RadixTree()
+        self._folded.clear()
         if self.worker is not None:
             self.worker.drain()
         if self.store is not None:
@@ -607,3 +664,7 @@ class PrefixTree:
                 self.tell()  # before the node goes, which only the stores have now
                 self._prune(node)
         self.tell()
+
+
+def _joins_in_place(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.joins_in_place

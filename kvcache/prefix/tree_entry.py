@@ -13,7 +13,7 @@ from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retention import DEFAULT_PRIORITY, Grants
 from kvcache.prefix.tiers import StoreWrite
 from kvcache.prefix.worker import OffloadJob
-from kvcache.snapshots.snapshot import Snapshot
+from kvcache.snapshots.snapshot import Snapshot, SnapshotChain
 from kvcache.stores import SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
@@ -24,6 +24,7 @@ __all__ = [
     "chain_of",
     "content_of",
     "in_cells",
+    "is_folded",
     "is_present",
     "is_restored",
     "priority_of",
@@ -148,6 +149,11 @@ def in_cells(entry: TreeEntry) -> bool:
 
 def is_restored(node: Node[TreeEntry]) -> bool:
     return node.data is not None and node.data.restoring > 0
+
+
+def is_folded(node: Node[TreeEntry]) -> bool:
+    """Whether several snapshots share a node: PrefixTree.unfold."""
+    return node.data is not None and isinstance(node.data.snapshot, SnapshotChain)
 
 
 def is_present(node: Node[TreeEntry]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import ml
 from kvcache.prefix.eviction_queue import TenantBudget
 from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.prefix.tiers import HostTier
+from kvcache.prefix.tree_entry import is_folded
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import only_protocol
 
@@ -22,7 +24,13 @@ every_whole = pytest.mark.parametrize("cache", WHOLE)
 
 def ends(r: Rig) -> list[int]:
     """Where conversations can be gone on with."""
-    return sorted(node.end for node in r.prefix.tree.radix_tree if node.data is not None)
+    nodes = (node for node in r.prefix.tree.radix_tree if node.data is not None)
+    return sorted(end for node in nodes for end in (node.end, *(each.end for each in _chain(node)[:-1])))
+
+
+def _chain(node: Any) -> Sequence[Any]:
+    """The snapshots of a node that has several."""
+    return node.data.snapshot.parts if is_folded(node) else ()
 
 
 def line(first: int, count: int) -> list[int]:
