@@ -166,6 +166,9 @@ class PrefixMatcher:
                 path = self._tree.walk(ids[: source.length])
                 self._tree.insert(seq, path, [self._cache.snapshot(seq, 0, source.length)])
             return True
+        if apart := [node for node in source.nodes if is_folded(node) and not _joins_in_place(node)]:
+            self._tree.unfold(*apart)  # they are restored one after another
+            return False
         self._cache.remove(seq, 0)
         if self._restore_along(seq, source.nodes, source.length) == source.length:
             return True
@@ -254,6 +257,10 @@ class PrefixMatcher:
     def _tell(self, total: int, reached: int) -> None:
         if self.on_restore is not None:
             self.on_restore(reached, total)
+
+
+def _joins_in_place(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.joins_in_place
 
 
 class StoreLookup:
@@ -504,4 +511,4 @@ class StoreLookup:
         return self._tree.store
 
     def _chain(self, ids: np.ndarray) -> Chain:
-        return self._tree.keys.chain(self._tree.alphabet.named(ids))
+        return self._tree.chain(ids)

@@ -33,13 +33,13 @@ from kvcache.cache import SequenceLostError, SnapshotCache
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.events import BlockEvents
 from kvcache.prefix.eviction_queue import TenantBudget, TenantQueue
-from kvcache.prefix.radix_tree import Match, Node, RadixTree
+from kvcache.prefix.radix_tree import Match, Node, RadixTree, common_length
 from kvcache.prefix.retention import Grants
 from kvcache.prefix.store_writer import StoreWriter
 from kvcache.prefix.tiers import HostTier, StoreTier
 from kvcache.prefix.tree_entry import (
-    Chain,
     TreeEntry,
+    Usable,
     chain_of,
     is_folded,
     is_present,
@@ -51,7 +51,7 @@ from kvcache.prefix.worker import OffloadWorker
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot, SnapshotChain
-from kvcache.stores import Keys, SerializedSnapshot
+from kvcache.stores import Chain, Keys, SerializedSnapshot
 
 __all__ = ["Budgets", "Path", "PrefixTree"]
 
@@ -102,8 +102,14 @@ class PrefixTree:
             self.host = TenantQueue(budgets.host.budget, priority_of, tenant_of, limit)
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.writer = (
-            None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible, self._to_write)
+            None
+            if store is None
+            else StoreWriter(store, keys.block_size, self.chain, self.divisible, self._to_write)
         )
+        self._chains: list[tuple[np.ndarray, Chain]] = []
+        """Tokens and keys of the conversations that were asked for last, the longest of each."""
+        self._most = max(8, cache.max_sequences)
+        """How many of them."""
         self.watchers: list[Callable[[Node[TreeEntry]], object]] = []
         """Called with each node that keeps something else now, or has other children."""
         self._folded: dict[Node[TreeEntry], None] = {}
@@ -147,6 +153,22 @@ class PrefixTree:
 
     # Finding.
 
+    def chain(self, ids: np.ndarray) -> Chain:
+        """The keys of the prefixes of ``ids``. Of a conversation that goes on only new blocks are hashed."""
+        like: tuple[np.ndarray, Chain] | None = None
+        shared = 0
+        for known in self._chains:
+            length = common_length(known[0], ids)
+            if length > shared:
+                like, shared = known, length
+        chain = self.keys.chain(
+            self.alphabet.named(ids), like=None if like is None else like[1], shared=shared
+        )
+        newest = like if like is not None and shared == ids.size else (ids, chain)
+        replaced = like if like is not None and shared in (ids.size, like[0].size) else None
+        self._chains = [newest, *(known for known in self._chains if known is not replaced)][: self._most]
+        return chain
+
     def walk(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Path:
         """How far ``ids`` lead into the tree. ``above``: a node that they are known to lead through."""
         path = self.radix_tree.match(ids, above)
@@ -161,10 +183,6 @@ class PrefixTree:
         """The longest prefix of a path that is kept, and the nodes to restore it from, in order."""
         if not self.divisible:
             chain = chain_of(path.nodes[:-1] if path.inside else path.nodes)
-            if apart := [node for node in chain if is_folded(node) and not _joins_in_place(node)]:
-                self.unfold(*apart)  # they are restored one after another
-                self._walk_again(path)
-                return self.along(path)
             return (chain[-1].end if chain else 0), chain
         usable = tuple(itertools.takewhile(is_present, path.nodes))
         return (min(path.length, usable[-1].end) if usable else 0), usable
@@ -267,16 +285,16 @@ class PrefixTree:
         new = [piece for piece in pieces if piece.end > path.length]
         if self._folds(new, path, own):
             pieces = [*pieces[: len(pieces) - len(new)], SnapshotChain(tuple(new))]
-        chain, added, nodes = Chain(), 0, path.nodes
+        usable, added, nodes = Usable(), 0, path.nodes
         for piece in pieces:
             node = self.end_at(path, piece.end)
             if path.nodes is not nodes:  # the tree has changed, and the path was walked again
-                chain, added, nodes = Chain(), 0, path.nodes
+                usable, added, nodes = Usable(), 0, path.nodes
             while nodes[added] is not node:
-                chain.add(nodes[added])
+                usable.add(nodes[added])
                 added += 1
             lost = None
-            if node.data is not None and not chain.add(node):  # what it follows is gone
+            if node.data is not None and not usable.add(node):  # what it follows is gone
                 lost = node.data
                 self.drop(node)
                 self._walk_again(path)
@@ -290,7 +308,7 @@ class PrefixTree:
             if node.data.snapshot is None and node.data.begin == piece.begin:
                 self.keep_on_device(node, piece)
             if added_here:
-                chain.add(node)
+                usable.add(node)
             added += 1
 
     def _folds(self, pieces: Sequence[Snapshot], path: Path, own: int) -> bool:
@@ -664,7 +682,3 @@ class PrefixTree:
                 self.tell()  # before the node goes, which only the stores have now
                 self._prune(node)
         self.tell()
-
-
-def _joins_in_place(node: Node[TreeEntry]) -> bool:
-    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.joins_in_place

@@ -18,9 +18,9 @@ from kvcache.stores import SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
 __all__ = [
-    "Chain",
     "Priority",
     "TreeEntry",
+    "Usable",
     "chain_of",
     "content_of",
     "in_cells",
@@ -162,13 +162,13 @@ def is_present(node: Node[TreeEntry]) -> bool:
 
 def chain_of(nodes: Sequence[Node[TreeEntry]], start: int = 0) -> tuple[Node[TreeEntry], ...]:
     """Of the nodes of a path those whose snapshots follow one another from ``start``, as far as any do."""
-    chain = Chain(start)
+    usable = Usable(start)
     for node in nodes:
-        chain.add(node)
-    return chain.nodes()
+        usable.add(node)
+    return usable.nodes()
 
 
-class Chain:
+class Usable:
     """The nodes of a path, added from the top down, whose snapshots can be had: they follow one another."""
 
     def __init__(self, start: int = 0) -> None:
