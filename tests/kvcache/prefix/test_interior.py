@@ -13,6 +13,7 @@ from kvcache.prefix.eviction_queue import TenantBudget
 from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.prefix.tiers import HostTier
 from kvcache.prefix.tree_entry import is_folded
+from kvcache.snapshots.snapshot import AttentionSnapshot, unwrapped_snapshot
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import only_protocol
 
@@ -35,6 +36,37 @@ def _chain(node: Any) -> Sequence[Any]:
 
 def line(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
+
+
+FOLDING = ("wrapper", "recurrent", "recurrent and sliding")
+"""Caches whose snapshots follow one another."""
+
+
+@pytest.mark.parametrize("cache", FOLDING)
+def test_a_new_prompt_is_one_edge_until_another_parts_from_it(talk: Talk, cache: str) -> None:
+    r = talk(cache, capacity=200)
+    nodes = r.prefix.tree.radix_tree
+    r.keep(line(100, 40))
+    assert (len(nodes), ends(r)) == (1, [8, 16, 24, 32, 39, 40])
+    assert r.keep([*line(100, 40), 7]) == 40
+    assert (len(nodes), ends(r)) == (2, [8, 16, 24, 32, 39, 40, 41])
+    r.check_books()
+    assert r.keep([*line(100, 20), 900]) == 16
+    assert {8, 16, 24, 32, 39, 40, 41} <= {node.end for node in nodes}
+    assert [r.peek([*line(100, at), 8]) for at in (8, 16, 24, 32, 39, 40)] == [8, 16, 24, 32, 39, 40]
+    r.check_books()
+
+
+@pytest.mark.parametrize("cache", FOLDING)
+def test_a_lost_snapshot_costs_what_is_behind_it(talk: Talk, cache: str) -> None:
+    r = talk(cache, capacity=200)
+    r.keep(line(100, 40))
+    (node,) = r.prefix.tree.radix_tree
+    for part in unwrapped_snapshot(_chain(node)[2]):
+        if isinstance(part, AttentionSnapshot) and part.source is not None:
+            part.source.pin.lost = True
+    assert r.peek([*line(100, 40), 7]) == 16
+    r.check_books()
 
 
 @every_whole
