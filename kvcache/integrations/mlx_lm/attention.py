@@ -21,8 +21,13 @@ from kvcache.integrations.mlx_lm.layers import (
     mlx_caches,
 )
 from kvcache.integrations.mlx_lm.locking import waiting
+from kvcache.integrations.mlx_lm.masks import (
+    read_positions,
+    seen_beside_kept,
+    visible_columns,
+    visible_mask,
+)
 from kvcache.integrations.mlx_lm.passes import ForwardPass
-from kvcache.integrations.rows.ragged_batch import read_positions, visible_mask
 
 __all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache", "attend_by_entries"]
 
@@ -106,9 +111,10 @@ class Attending(LayerCache):
         return mx.arange(history)[None] <= mx.arange(history - tokens, history)[:, None]
 
     def _batch_mask(self, one: ForwardPass, return_array: bool, window: int | None) -> Any:
-        reading = self._storage.reading(self._storage.attention_of(self.layer), one)
-        first, stop = reading.visible(one.positions(), window)
-        size, tokens = reading.length, one.tokens
+        cache = self._storage.attention_of(self.layer)
+        reading = self._storage.reading(cache, one)
+        first, stop = visible_columns(cache, reading, one.positions(), window)
+        size, tokens = reading.tokens, one.tokens
         if not first.any():
             if tokens == 1 and (stop == size).all():
                 return None
@@ -306,13 +312,13 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
         if by_cells:
             read = [read_positions(cache, storage.ctx)]
         else:
-            length = storage.reading(cache, one).length
+            length = storage.reading(cache, one).tokens
             stored = [cache.positions(seq) if seq is not None else np.empty(0, int) for seq in one.sequences]
             read = [np.pad(x, (0, length - x.size), constant_values=-1) for x in stored]
         size = min(self.max_size, window_size or self.max_size)
         each = zip(read, one.positions(), one.before, strict=True)
         seen = np.stack(
-            [_seen_beside_kept(x, queries, before, size, self.keep) for x, queries, before in each]
+            [seen_beside_kept(x, queries, before, size, self.keep) for x, queries, before in each]
         )
         in_order = all(np.array_equal(x, np.arange(one.before[0] + one.tokens)) for x in read)
         causal = in_order and one.is_full and read[0].size <= size
@@ -418,34 +424,6 @@ class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
 
 
 Bystander.__name__ = KVCache.__name__  # which save_prompt_cache writes
-
-
-def _seen_beside_kept(
-    read: np.ndarray, queries: np.ndarray, before: int, max_size: int, keep: int
-) -> np.ndarray:
-    """BOOL (queries, read): which of the positions ``read`` (-1: no token) queries at ``queries`` see.
-
-    First tokens stay as with mlx-lm's RotatingKVCache(max_size, keep). ``before`` is how many tokens there
-    were before the pass. The positions may come in any order, with more among them than mlx-lm's cache has.
-
-    A pass of several tokens there reads the first ``keep`` tokens, the last ``max_size - 1 - keep`` before
-    it and its own, in this order, and a query sees the last ``max_size`` of these columns up to itself. So
-    later queries of a pass do not see the first tokens, which the next pass sees again; the last token of a
-    prompt, which ``generate`` feeds alone, sees them. ``max_size`` 7, ``keep`` 2, the tokens at 20 to 23::
-
-        column    0  1  2  3  4  5  6  7  8  9
-        position  0  1 16 17 18 19 20 21 22 23
-        at 20     x  x  x  x  x  x  x                 as a pass of one token
-        at 21     .  x  x  x  x  x  x  x
-        at 23     .  .  .  x  x  x  x  x  x  x
-
-    Source: mlx_lm/models/cache.py (``_update_concat``, ``make_mask``) of mlx-lm 0.32.2.
-    """
-    lowest = max(keep, before - (max_size - 1 - keep))
-    there = (read >= lowest) | ((read >= 0) & (read < keep))
-    columns, own = (np.where(x < keep, x, x - lowest + keep) for x in (read, queries[:, None]))
-    seen: np.ndarray = there & (columns <= own) & (columns > own - max_size)
-    return seen
 
 
 # Attention by ``Cache.attend``, where that reads less than the arrays that ``update_and_fetch`` gives: these

@@ -295,15 +295,19 @@ class BatchRows:
         current, pool = self.enter(layer, tokens, rows, key), self.pool
         if kind in current.stored:
             return self._update_short(current, layer, kind, key, value)
-        self._put(pool.family.caches[kind], layer, key, value)
-        self.seen[layer] = self.length
         reading = current.readings.get(kind)
         if reading is None:
             reading = current.readings[kind] = self.reading(kind, current.begin)
         recorded = torch.is_grad_enabled() and is_recorded(key, value)
+        found = None if recorded else pool.step(kind, reading, layer, key, value)
+        if found is None:
+            self._put(pool.family.caches[kind], layer, key, value)
+            pool.learn_views(kind, layer, key)
+        self.seen[layer] = self.length
         if defer and current.attends and not recorded:
-            return Stored(pool, layer, kind, current, reading).pair(key, value)
-        found = pool.read(reading, layer, key, value)
+            return Stored(pool, layer, kind, current, reading).pair(key, value, found)
+        if found is None:
+            found = pool.read(reading, layer, key, value)
         return without_gradients(found, key, value) if recorded else found
 
     def _update_short(
