@@ -21,13 +21,13 @@ __all__ = ["LayerViews"]
 class LayerViews:
     """The buffers of one layer, plain numbers in memory that torch shares."""
 
-    __slots__ = ("_buffers", "_device", "_dtype", "_key", "_value")
+    __slots__ = ("_device", "_dtype", "_key", "_value", "buffers")
 
     def __init__(self, buffers: LayerBuffers, bridge: Bridge) -> None:
         key, value = buffers.key, buffers.value
         assert isinstance(key, Buffer)
         assert isinstance(value, Buffer)
-        self._buffers = buffers
+        self.buffers = buffers
         self._key, self._value = _Half(key, bridge), _Half(value, bridge)
         self._dtype, self._device = self._key.whole.dtype, self._key.whole.device
 
@@ -42,7 +42,7 @@ class LayerViews:
         """
         if (
             reading.even is None
-            or not forward.goes_straight(layer, self._buffers)
+            or not forward.goes_straight(layer, self.buffers)
             or not type(key) is type(value) is torch.Tensor
             or not key.dtype is value.dtype is self._dtype
             or not key.device == value.device == self._device
@@ -64,8 +64,8 @@ class LayerViews:
             return None
         k.view(rows, last, apart, new).copy_(key)
         v.view(rows, last, apart, new).copy_(value)
-        forward.note_put(self._buffers)
-        self._buffers.note_read()
+        forward.note_put(self.buffers)
+        self.buffers.note_read()
         return k.view(rows, first, apart, tokens), v.view(rows, first, apart, tokens)
 
 

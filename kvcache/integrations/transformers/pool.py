@@ -188,19 +188,15 @@ class CachePool:
         forward = self.family.caches[kind].pass_under_way()
         if views is None or forward is None:
             return None
-        found = views.step(layer, forward, reading, key, value)
-        return (
-            found
-            if found is None or not self._in_one_piece
-            else (found[0].contiguous(), found[1].contiguous())
-        )
+        return views.step(layer, forward, reading, key, value)
 
     def learn_views(self, kind: Kind, layer: int, key: torch.Tensor) -> None:
-        """Let ``step`` serve a layer from now on, if it can: it was put in the usual way."""
-        buffers = self.family.caches[kind].storage.buffers[layer]
-        shape = buffers.shape
-        plain = self.aliased(layer, key) and not (shape.is_latent or shape.extra or self._in_one_piece)
-        self._views[layer] = LayerViews(buffers, self.bridge) if plain else None
+        """After a ``put``: let ``step`` serve the layer from now on, if it can."""
+        buffers, known = self.family.caches[kind].storage.buffers[layer], self._views.get(layer)
+        if layer in self._views and (known is None or known.buffers is buffers):
+            return
+        plain = self.aliased(layer, key) and not (buffers.shape.is_latent or buffers.shape.extra)
+        self._views[layer] = LayerViews(buffers, self.bridge) if plain and not self._in_one_piece else None
 
     def aliased(self, layer: int, key: torch.Tensor) -> bool:
         """Whether what is read for ``key`` is the memory of the cache, where the cells allow it."""
