@@ -62,8 +62,11 @@ class LayerViews:
             or v.holds(value)
         ):
             return None
-        k.view(rows, last, apart, new).copy_(key)
-        v.view(rows, last, apart, new).copy_(value)
+        try:
+            k.view(rows, last, apart, new).copy_(key)
+            v.view(rows, last, apart, new).copy_(value)
+        except RuntimeError:  # of the device, say: ``put`` writes both anew, and says what it is
+            return None
         forward.note_put(self.buffers)
         self.buffers.note_read()
         return k.view(rows, first, apart, tokens), v.view(rows, first, apart, tokens)
