@@ -49,48 +49,45 @@ class LayerViews:
         ):
             return None
         rows, heads, new, dim = key.shape
-        first, apart = reading.even
-        tokens = reading.tokens
-        last = first + tokens - new
         k, v = self._key, self._value
+        key_at, value_at = key.data_ptr(), value.data_ptr()
         if (
             heads != k.heads
             or dim != k.dim
             or value.shape != (rows, heads, new, v.dim)
-            or k.holds(key)
-            or k.holds(value)  # keys are written first
-            or v.holds(value)
+            or k.begin <= key_at < k.end  # the copy would read what it writes
+            or k.begin <= value_at < k.end  # keys are written first
+            or v.begin <= value_at < v.end
         ):
             return None
         try:
-            k.view(rows, last, apart, new).copy_(key)
-            v.view(rows, last, apart, new).copy_(value)
+            found = k.step(key, reading.even, reading.tokens), v.step(value, reading.even, reading.tokens)
         except RuntimeError:  # of the device, say: ``put`` writes both anew, and says what it is
             return None
         forward.note_put(self.buffers)
         self.buffers.note_read()
-        return k.view(rows, first, apart, tokens), v.view(rows, first, apart, tokens)
+        return found
 
 
 class _Half:
-    """All cells of K, or of V."""
+    """All cells of K, or of V; ``begin`` and ``end`` are its addresses."""
 
-    __slots__ = ("_begin", "_end", "_offset", "_strides", "dim", "heads", "whole")
+    __slots__ = ("_offset", "_strides", "begin", "dim", "end", "heads", "whole")
 
     def __init__(self, buffer: Buffer, bridge: Bridge) -> None:
         self.whole = whole = bridge.alias(buffer.tensor)
         self.heads, self.dim = buffer.heads, buffer.dim
         self._strides, self._offset = buffer.strides, int(whole.storage_offset())
-        self._begin = whole.data_ptr()
-        self._end = self._begin + whole.nbytes
+        self.begin = whole.data_ptr()
+        self.end = self.begin + whole.nbytes
 
-    def holds(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` begins in this memory: the copy would read what it writes."""
-        return self._begin <= x.data_ptr() < self._end
+    def step(self, x: torch.Tensor, even: tuple[int, int], tokens: int) -> torch.Tensor:
+        """Write ``x`` (rows, heads, new, dim) to the ends of runs of ``tokens`` cells, and give these.
 
-    def view(self, rows: int, first: int, apart: int, count: int) -> torch.Tensor:
-        """(rows, heads, count, dim): of row i the cells from ``first + i * apart`` on."""
+        The run of row i begins at cell ``even[0] + i * even[1]``.
+        """
+        rows, heads, new, dim = x.shape
         cell, head, one = self._strides
-        return self.whole.as_strided(
-            (rows, self.heads, count, self.dim), (apart * cell, head, cell, one), self._offset + first * cell
-        )
+        strides, begin = (even[1] * cell, head, cell, one), self._offset + even[0] * cell
+        self.whole.as_strided(x.shape, strides, begin + (tokens - new) * cell).copy_(x)
+        return self.whole.as_strided((rows, heads, tokens, dim), strides, begin)
