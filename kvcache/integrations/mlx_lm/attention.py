@@ -106,7 +106,7 @@ class Attending(LayerCache):
             return mx.array(np.asarray(seen))
         if not return_array:
             return "causal"
-        history = self._storage.tokens_of(self.layer, self.rows.held[0].seq)
+        history = self._storage.tokens_of(self.layer, self.rows.claimed[0].seq)
         return mx.arange(history)[None] <= mx.arange(history - tokens, history)[:, None]
 
     def _batch_mask(self, one: ForwardPass, return_array: bool, window: int | None) -> Any:
@@ -134,7 +134,7 @@ class Attending(LayerCache):
         if self._spec.window is None or (self._storage.rollback and not self.rows.kept):
             return True
         cache = self._storage.attention_of(self.layer)
-        stored = [cache.positions(held.seq) for held in self.rows.held if held.seq is not None]
+        stored = [cache.positions(held.seq) for held in self.rows.claimed if held.seq is not None]
         return all(not x.size or x[-1] + 1 == x.size for x in stored)
 
     # What is stored, in the order of positions.
@@ -145,7 +145,7 @@ class Attending(LayerCache):
         self.rows.settle()
         if not any(self.rows.lengths):
             return None, None
-        sequences = [held.seq for held in self.rows.held]
+        sequences = [held.seq for held in self.rows.claimed]
         found = self._storage.stored(self.layer, sequences, self.rows.live())
         return self._kept(found[0]), self._kept(found[1])
 
@@ -217,7 +217,7 @@ class Attending(LayerCache):
 
     def _with_codes(self, *state: Any) -> SavedState:
         """What mlx-lm's class loads, with what is stored of one row."""
-        held, storage = self.rows.held, self._storage
+        held, storage = self.rows.claimed, self._storage
         return SavedState.of(
             state, self.layer, lambda: storage.codes(self.layer, held[0].seq) if len(held) == 1 else None
         )
@@ -231,7 +231,7 @@ class Attending(LayerCache):
     @waiting
     def nbytes(self) -> int:
         """Bytes of this layer that the rows hold; what they share with others counts for each."""
-        tokens = sum(self._storage.tokens_of(self.layer, held.seq) for held in self.rows.held)
+        tokens = sum(self._storage.tokens_of(self.layer, held.seq) for held in self.rows.claimed)
         return self._storage.token_bytes(self.layer) * tokens
 
 
@@ -256,7 +256,7 @@ def _to_quantized(self: Attending, group_size: int = 64, bits: int = 4) -> Any:
     made = mlx_caches.QuantizedKVCache(group_size=group_size, bits=bits)
     if self._storage.is_affine(bits, group_size):
         self.rows.settle()
-        codes = self._storage.codes(self.layer, self.rows.held[0].seq)
+        codes = self._storage.codes(self.layer, self.rows.claimed[0].seq)
         if codes is not None:
             parts = [mx.view(x, mx.uint32) if x.dtype == mx.int32 else x for x in codes.parts]
             made.keys, made.values, made.offset = parts[:3], parts[3:], parts[0].shape[2]
@@ -366,7 +366,7 @@ class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
         """The position of the first token that ``update_and_fetch`` of the next pass gives."""
         lengths, rows = self.rows.lengths_for(self._seen), self.rows
         begun = rows.lengths[0] - lengths[0]
-        return lengths[0] - self._reach(self._storage.tokens_of(self.layer, rows.held[0].seq) - begun)
+        return lengths[0] - self._reach(self._storage.tokens_of(self.layer, rows.claimed[0].seq) - begun)
 
     def maybe_trim_front(self) -> None:
         """Nothing: what has left the window goes when a pass begins."""

@@ -30,7 +30,7 @@ from kvcache import (
 from kvcache.integrations.conversations import MOST_DRAFTS, check_missing
 from kvcache.integrations.rows.caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
 from kvcache.integrations.rows.dense_batch import DenseBatch, read_encoded
-from kvcache.integrations.rows.sequences import SharedSequence
+from kvcache.integrations.rows.sequences import ClaimedRows, SharedSequence
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
@@ -58,12 +58,12 @@ def cannot_crop(length: int, held: int) -> InvalidRangeError:
     return InvalidRangeError(f"crop: cannot {wanted} tokens; the cache holds {held}")
 
 
-class BatchRows:
+class BatchRows(ClaimedRows):
     """As many sequences as the batch has rows, all of one length, growing in step."""
 
     def __init__(self, pool: CachePool) -> None:
+        super().__init__()
         self.pool = pool
-        self.claimed: list[SharedSequence] = []
         self.sequences: list[int] = []
         """Those of ``claimed``, one for each row."""
         self.length = 0
@@ -413,11 +413,8 @@ class BatchRows:
 
     def become(self, held: list[SharedSequence]) -> None:
         """Other sequences instead: those that nobody holds any more are emptied."""
-        for one in held:
-            one.claims += 1
-        for one in self.claimed:
-            one.release()
-        self.claimed, self.sequences = held, [one.seq for one in held if one.seq is not None]
+        self.claim(held)
+        self.sequences = [one.seq for one in held if one.seq is not None]
         if self.pool.bound:
             self.pool.sequences.reclaim()
 
