@@ -417,7 +417,9 @@ class OpenSessions:
         if self._tree.divisible:
             return
         others = (other.encoded() for other in self.sessions.values())
-        positions = positions_due(ids, cached, self._interval, parted, others)
+        # Of those at intervals none that would go as soon as it is kept.
+        interval = max(self._interval, int(min(self._evictor.gap / 2, ids.size)) + 1)
+        positions = positions_due(ids, cached, interval, parted, others)
         if positions:
             self._cache.schedule_snapshots(seq, positions)
 
@@ -510,6 +512,7 @@ class OpenSessions:
     def clear(self) -> None:
         """Forget all that is kept. What open sessions hold by now is theirs, and nobody else's any more."""
         self._tree.clear()
+        self._evictor.gap = 0.0
         for session in self.sessions.values():
             session.stale = True
 
