@@ -1,10 +1,11 @@
 """What an agent's requests find again: ``python -m benchmarks.agents [agents.jsonl.xz]``.
 
-A trace is a file with a JSON object per line (.xz is read too), whose ``hash_ids`` name the prompt's blocks of
-64 tokens, such as those of github.com/callanjfox/kv-cache-tester. The requests run one after another through
-the shipped PrefixCache over real caches, whose tensors are small. One token stands for a block; windows,
-states, ``interval`` and ``block_size`` are scaled likewise. Beside them stand two models: *blocks by LRU*,
-which share whole blocks as vLLM's do, and *Belady*, which evicts what is used again last, and knows the future.
+A trace is a file with a JSON object per line (.xz is read too), whose ``hash_ids`` name the prompt's blocks
+of 64 tokens, such as those of github.com/callanjfox/kv-cache-tester. The requests run one after another
+through the shipped PrefixCache over real caches, whose tensors are small. One token stands for a block;
+windows, states, ``interval`` and ``block_size`` are scaled likewise. Beside them stand two models: *blocks by
+LRU*, which share whole blocks as vLLM's do, and *Belady*, which evicts what is used again last, and knows the
+future.
 
 ``--part reuse`` (the default) replays the trace with little room. Each result is written to ``--out`` as soon
 as it is there, and a run that was interrupted goes on where it ended. ``--part time`` measures the processor
@@ -41,7 +42,6 @@ BLOCK = 64
 """Tokens of a block of the trace."""
 PASS = 8192
 """Tokens of a prompt in one pass."""
-HOUR = 3600
 PERCENTS = 2, 5, 10, 30
 """Of the distinct tokens of the trace, how many have room on the device."""
 HOST = 2
@@ -76,7 +76,7 @@ SETTINGS = {
     "device": "the device alone",
     "host": "and host memory",
     "folder": "and a folder",
-    "restarts": "a folder, and a restart every hour",
+    "restarts": "a folder, and a restart now and then",
     "cancelled": "the device alone; long prompts are cancelled, and sent again",
 }
 
@@ -147,7 +147,7 @@ class Replay(contextlib.AbstractContextManager["Replay"]):
             budget=self._room * self.token_bytes,
             tiers=tiers,
             identity={"model": kind.model},
-            block_size=128 // self.scale,
+            block_size=512 // self.scale,
             interval=512 // self.scale,
         )
 
@@ -221,18 +221,26 @@ class Outcome:
 
 
 def replay(
-    requests: Sequence[Request], kind: Kind, room: int, setting: str = "device", seed: int = 0
+    requests: Sequence[Request],
+    kind: Kind,
+    room: int,
+    setting: str = "device",
+    seed: int = 0,
+    period: float = 3600.0,
 ) -> Outcome:
-    """What requests find in a PrefixCache that keeps ``room`` blocks on the device."""
+    """What requests find in a PrefixCache that keeps ``room`` blocks on the device.
+
+    ``period``: seconds of the trace between restarts, where there are any.
+    """
     outcome, random, start = Outcome(), np.random.default_rng(seed), time.process_time()
     longest = max(request.blocks.size for request in requests) + 1
     tiers = {"host": ("host",), "folder": ("host", "folder"), "restarts": ("host", "folder")}
     with Replay(kind, room, longest, tiers=tiers.get(setting, ())) as run:
-        hour = requests[0].at // HOUR
+        due = requests[0].at + period
         for request in requests:
-            if setting == "restarts" and request.at // HOUR > hour:
+            if setting == "restarts" and request.at >= due:
                 run.restart()
-                hour = request.at // HOUR
+                due = request.at + period
             # A client that waits for as long as so many tokens take: 8,000 to 64,000.
             patience = int(random.integers(8000, 64000)) // BLOCK if setting == "cancelled" else None
             found, computed = run.serve(request.blocks, patience)
@@ -341,11 +349,13 @@ def measure_reuse(
     record: dict[str, Any],
     requests: Sequence[Request],
     combinations: Iterable[tuple[str, str, int]],
-    seed: int,
+    seed: int = 0,
+    period: float = 3600.0,
 ) -> Iterator[str]:
     """Add to a record what is not there yet; after each result, its name."""
     blocks, distinct = sum(request.blocks.size for request in requests), distinct_blocks(requests)
-    trace = {"requests": len(requests), "blocks": blocks, "distinct": distinct, "seed": seed}
+    trace = {"requests": len(requests), "blocks": blocks, "distinct": distinct}
+    trace |= {"seed": seed, "period": period}
     if record.get("trace", trace) != trace:
         raise SystemExit(f"--out has results of another trace, {record['trace']}; this one is {trace}")
     if "trace" not in record:
@@ -358,7 +368,7 @@ def measure_reuse(
             record["models"][str(percent)] = found
         key = _key(setting, kind, percent)
         if key not in record["replays"]:
-            record["replays"][key] = asdict(replay(requests, KINDS[kind], room, setting, seed))
+            record["replays"][key] = asdict(replay(requests, KINDS[kind], room, setting, seed, period))
             yield key
 
 
@@ -426,6 +436,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS], metavar="SETTING")
     parser.add_argument("--percents", type=int, nargs="+", default=PERCENTS)
     parser.add_argument("--seed", type=int, default=0, help="of when clients give up")
+    parser.add_argument("--period", type=float, default=3600.0, help="seconds between restarts")
     parser.add_argument("--out", type=Path, default=DOCS / "benchmarks" / RECORD)
     options = parser.parse_args()
     requests = read_trace(options.trace, options.requests)
@@ -443,7 +454,7 @@ def main() -> None:
         for percent in options.percents
         for kind in options.kinds
     ]
-    for key in measure_reuse(record, requests, combinations, options.seed):
+    for key in measure_reuse(record, requests, combinations, options.seed, options.period):
         found = record["replays"][key]
         print(f"{key}: {found['found'] / record['trace']['blocks']:.1%}  {found}", flush=True)
         save(options.out, record)

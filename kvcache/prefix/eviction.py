@@ -163,11 +163,11 @@ class Evictor:
         return None
 
     def _gap(self, node: Node[TreeEntry]) -> float:
-        """Up to how many tokens between its neighbours a snapshot inside a conversation is not worth its room.
+        """Between neighbours that are no further apart a snapshot is not worth its room; in tokens.
 
-        A conversation that has to go goes from its end, snapshot by snapshot. Wide gaps waste room there, half
-        a gap; narrow ones everywhere: of ``kept`` bytes every gap has a snapshot of ``whole`` bytes. The sum,
-        gap / 2 + kept * whole / gap, in bytes, is least at the square root of 2 * kept * whole.
+        A conversation that has to go goes from its end, snapshot by snapshot. Wide gaps waste room there,
+        half a gap; narrow ones everywhere: of ``kept`` bytes every gap has a snapshot of ``whole`` bytes. The
+        sum, gap / 2 + kept * whole / gap, in bytes, is least at the square root of 2 * kept * whole.
         """
         assert node.data is not None
         snapshot = node.data.snapshot
