@@ -16,7 +16,7 @@ import pytest
 
 import ml
 from kvcache.cache import Batch, CacheFullError
-from kvcache.runner import (
+from kvcache_engine import (
     EngineOptions,
     GenerationOptions,
     Generator,
@@ -25,13 +25,13 @@ from kvcache.runner import (
     bundled_model,
     load_model,
 )
-from kvcache.runner.checkpoints.weights import open_weights
-from kvcache.runner.config import ModelConfig
-from kvcache.runner.loading import load_config
-from kvcache.runner.models.families import FAMILIES, expected_shapes, family_of, parameter_count
-from kvcache.runner.parallel import device_of_rank, failed_elsewhere, join, share_of, sizes_of
-from kvcache.runner.rank import RanksError
-from kvcache.runner.ranks import run_ranks
+from kvcache_engine.checkpoints.weights import open_weights
+from kvcache_engine.config import ModelConfig
+from kvcache_engine.loading import load_config
+from kvcache_engine.models.families import FAMILIES, expected_shapes, family_of, parameter_count
+from kvcache_engine.parallel import device_of_rank, failed_elsewhere, join, share_of, sizes_of
+from kvcache_engine.rank import RanksError
+from kvcache_engine.ranks import run_ranks
 from ml.distributed import free_ports, launched
 
 from ..rigs import small_models
@@ -131,11 +131,11 @@ def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_those_
 
 
 def test_families_that_are_not_divided_say_so_and_name_those_that_are() -> None:
-    config = replace(load_config(bundled_model()), architecture="GptOssForCausalLM")
+    config = replace(load_config(bundled_model()), architecture="MixtralForCausalLM")
     with pytest.raises(
-        ModelError, match=r"GptOssForCausalLM is not split .*LlamaForCausalLM.*Gemma3ForCausalLM"
+        ModelError, match=r"MixtralForCausalLM is not split .*LlamaForCausalLM.*Gemma3ForCausalLM"
     ):
-        FAMILIES["GptOssForCausalLM"].check_ranks(config, 2)
+        FAMILIES["MixtralForCausalLM"].check_ranks(config, 2)
 
 
 def test_a_backend_without_an_engine_is_refused_with_those_that_have_one() -> None:
