@@ -312,7 +312,8 @@ class InteriorSnapshots:
 
     After the eviction of restore points in Ollama's x/mlxrunner. A window or a recurrent state is that of one
     position. One from which nothing but a later one of the same conversation goes on is of use to prompts
-    alone that part in between: it goes before the end of any, where it would be gone for good::
+    that part in between, and to what is left of a conversation whose end has gone. Where it would be gone for
+    good, it goes before the end of any if its neighbours are close (``Evictor._gap``)::
 
         512 -- 1024 -- 1536 -- 2000 -- 2001     512, 1024 and 1536 are inside; 2001 goes on, 2000 answers anew
 

@@ -84,9 +84,9 @@ class PrefixCache(Closing):
     required with a store, which others may share. ``salt`` separates this PrefixCache from others with the
     same identity; ``begin`` takes a salt for each conversation. ``block_size`` is the number of tokens that a
     stored key covers. ``interval`` is the number of tokens between snapshots of windows and recurrent states
-    in a prompt. ``backlog`` limits the bytes that wait to be written to the stores. ``in_flight`` limits the
-    bytes on their way from the device to host memory, which a thread copies (0: the caller copies). These
-    are numbers or sizes, too, as is ``read_ahead``.
+    in a prompt, the least number where room is short. ``backlog`` limits the bytes that wait to be written to
+    the stores. ``in_flight`` limits the bytes on their way from the device to host memory, which a thread
+    copies (0: the caller copies). These are numbers or sizes, too, as is ``read_ahead``.
 
     ``layers`` gives the shapes that the model stores, {layer: ((heads, dim) of K, (heads, dim) of V)} for all
     attention layers; stored content with other shapes is corrupt. None: the shapes of the cache, which an

@@ -1,4 +1,4 @@
-"""Snapshots inside conversations go before the end of any, where what goes is gone for good."""
+"""Close snapshots inside conversations go before the end of any, where what goes is gone for good."""
 
 from __future__ import annotations
 
