@@ -439,6 +439,8 @@ def main() -> None:
     parser.add_argument("--period", type=float, default=3600.0, help="seconds between restarts")
     parser.add_argument("--out", type=Path, default=DOCS / "benchmarks" / RECORD)
     options = parser.parse_args()
+    if not options.trace.is_file():
+        parser.error(f"{options.trace} is not there; name a trace")
     requests = read_trace(options.trace, options.requests)
     record = load(options.out)
     if options.part == "time":
