@@ -28,10 +28,10 @@ import httpx
 import ml
 from benchmarks.servers import listening
 from kvcache.cache import Batch
-from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.tokenizer import Tokenizer
 from kvcache.testing.bench.timing import machine
 from kvcache.testing.servers import ValkeyServer
+from kvcache_engine.loading import bundled_model, load_model
+from kvcache_engine.tokenizer import Tokenizer
 
 NEW, CAPACITY, SEQUENCES = 24, 192, 6
 TENANTS = ("", "a", "b")
@@ -150,7 +150,7 @@ async def run(minutes: float, clients: int) -> Watched:
     asked = prompts(200)
     answers = expected(asked)
     seen = Watched()
-    words = f"-m kvcache serve --port {{port}} --max-sequences {SEQUENCES} --capacity {CAPACITY}"
+    words = f"-m kvcache_engine serve --port {{port}} --max-sequences {SEQUENCES} --capacity {CAPACITY}"
     words += " --host-memory 2MiB --write-interval 1 --store "
     with (
         ValkeyServer("--maxmemory", "32mb") as store,

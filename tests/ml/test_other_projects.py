@@ -32,7 +32,7 @@ def test_theirs_is_what_is_imported(request):
     assert {name}.THEIRS
 
 def test_nothing_of_ours_is_loaded_that_was_not_asked_for():
-    tops = {{"ml", "kvcache", "backends", "numpy", "ml_dtypes"}}
+    tops = {{"ml", "kvcache", "kvcache_engine", "backends", "numpy", "ml_dtypes"}}
     loaded = {{name: module for name, module in sys.modules.items() if name.split(".")[0] in tops}}
     assert {{name for name, module in loaded.items() if not hasattr(module, "THEIRS")}} == set()
 
@@ -182,6 +182,17 @@ def test_a_project_with_a_backend_runs_the_suites_as_its_own_tests(project: Proj
 def test_the_command_runs_the_suites_where_a_project_has_names_of_ours(project: Project) -> None:
     pytest.importorskip("typer")
     folder = project("ml, a package")
-    start = ["-P", "-m", "kvcache", "conformance", "--backend", "numpy", "--suite", "ml", "-k", "outlive"]
+    start = [
+        "-P",
+        "-m",
+        "kvcache_engine",
+        "conformance",
+        "--backend",
+        "numpy",
+        "--suite",
+        "ml",
+        "-k",
+        "outlive",
+    ]
     done = run(folder, *start)
     assert done.returncode == 0, done.stdout + done.stderr

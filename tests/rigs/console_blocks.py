@@ -79,7 +79,9 @@ class Shell:
         for package in ("typer", "rich", "xxhash"):
             pytest.importorskip(package)
         need_program("bash")
-        (home / "kvcache").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcache "$@"\n')
+        (home / "kvcache").write_text(
+            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcache_engine "$@"\n'
+        )
         (home / "kvcache").chmod(0o755)
         self.folder = folder
         self.code = 0
@@ -115,7 +117,7 @@ class Shell:
             return self._bash(text)
         from typer.testing import CliRunner
 
-        from kvcache.command.main import app
+        from kvcache_engine.command.main import app
 
         given = self._bash(plain["source"])[1] if plain["source"] else f"{plain['text'] or ''}\n"
         with contextlib.chdir(self.folder):

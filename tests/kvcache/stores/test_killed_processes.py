@@ -54,7 +54,7 @@ say(cache.prefix, lambda text: [token for token, _ in cache.generate(text, max_t
         "numpy",
         """
 import ml
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, bundled_model, load_model
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, bundled_model, load_model
 options = EngineOptions(capacity=128, block_size=8, fetch="always")
 engine = Engine(load_model(bundled_model(), ml.open_backend("numpy")), None, options, [store])
 wanted = GenerationOptions(max_new_tokens=4, ignore_eos=True)
