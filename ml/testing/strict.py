@@ -107,30 +107,30 @@ class _Scope(_Wrapper):
 class _BackendRules(_Scope):
     def __init__(self, inner: Any, run: Run) -> None:
         super().__init__(inner, run)
-        self.lent: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+        self._natives: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
         """The snapshots that ``native`` has lent views of, by their ids."""
 
 
 class _ContextRules(_Scope):
-    thread: int | None = None
+    _thread: int | None = None
 
     @property
     def backend(self) -> Any:
         return self._owner
 
     def _check(self, name: str, arguments: Sequence[Any]) -> None:
-        if self.thread is None:
-            self.thread = threading.get_ident()
-        elif self.thread != threading.get_ident() and name != "close":
+        if self._thread is None:
+            self._thread = threading.get_ident()
+        elif self._thread != threading.get_ident() and name != "close":
             raise DeviceError(
-                f"{name}: this context is used by thread {self.thread}; make one for each thread with "
+                f"{name}: this context is used by thread {self._thread}; make one for each thread with "
                 "backend.new_context()"
             )
 
     def _unwrap(self, value: Any) -> Any:
         """What ``native`` has lent is a framework's own array like any other: tensors over it are written."""
         if isinstance(value, np.ndarray) and value.base is not None:
-            snapshot = self._owner.lent.get(id(value.base))
+            snapshot = self._owner._natives.get(id(value.base))
             if value.base is snapshot and (value.shape, value.strides) == (snapshot.shape, snapshot.strides):
                 return snapshot
         return super()._unwrap(value)
@@ -161,7 +161,7 @@ class _TensorRules(_Wrapper):
     def native(self) -> np.ndarray:
         snapshot = np.array(self._inner.native)
         self._snapshots().append(weakref.ref(snapshot))
-        self._owner.lent[id(snapshot)] = snapshot
+        self._owner._natives[id(snapshot)] = snapshot
         lent = snapshot.view()
         lent.flags.writeable = False
         return lent
