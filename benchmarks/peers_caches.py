@@ -20,7 +20,7 @@ import numpy as np
 import kvcache
 import ml
 from benchmarks.pages import DOCS, fill, load, save, table
-from kvcache.testing.driven import (
+from kvcache.testing import (
     AREAS,
     DIM,
     LONGEST,
@@ -423,11 +423,7 @@ def main() -> None:
         if options.only in name and not (name == QUANTO and _version("optimum-quanto") == "not installed"):
             print(f"{name} ...", flush=True)
             record["caches"][name] = outcomes(name, options.traces)
-            record["versions"] = {
-                one: version(one)
-                for one in VERSIONS
-                if find_spec(one.replace("optimum-", "optimum.").replace("-", "_"))
-            }
+            record["versions"] = {one: _version(one) for one in VERSIONS}
             save(options.out / RECORD, record)
     fill(options.out / PAGE, tables(record))
 

@@ -4,7 +4,7 @@ A driver feeds tokens to the cache and says which of them each query attends to.
 :func:`keys_and_values` makes rows of them that survive quantization, and :func:`attended` reads what a query
 sees off the rows and the mask that the cache hands to attention::
 
-    from kvcache.testing.driven import *
+    from kvcache.testing import CacheDriver, DrivenTests, attended, keys_and_values
 
     class Mine(CacheDriver):
         absent = frozenset({"window", "select", "copy", "save"})
@@ -33,6 +33,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -41,8 +42,7 @@ import pytest
 from kvcache.cache import NotSupportedError
 
 __all__ = [
-    "AREAS", "CacheDriver", "DrivenTests", "Outcome", "Span", "attended", "check", "check_area",
-    "keys_and_values",
+    "AREAS", "CacheDriver", "DrivenTests", "Outcome", "Span", "attended", "check", "keys_and_values",
 ]  # fmt: skip
 
 AREAS: Mapping[str, str] = {
@@ -222,10 +222,10 @@ class _Play:
             elif name == "draft":
                 self.draft(*argument)
             elif name == "crop" and (count := min(argument, min(map(len, self.model)) - 1)) > 0:
-                if self.asked(f"crop {count}", lambda count=count: self.driver.crop(count)):
+                if self.asked(f"crop {count}", partial(self.driver.crop, count)):
                     self.model = [row[:-count] for row in self.model]
             elif name == "select" and max(argument) < len(self.model):
-                if self.asked(f"select {argument}", lambda rows=argument: self.driver.select(rows)):
+                if self.asked(f"select {argument}", partial(self.driver.select, argument)):
                     self.model = [list(self.model[row]) for row in argument]
             elif name == "join":
                 self.join(argument)
@@ -299,7 +299,7 @@ class _Play:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one area: "passes", "refuses" (raises at some calls, is never wrong), "fails" or "absent".
+    """What became of one area: "passes", "refuses" (some calls, and is never wrong), "fails" or "absent".
 
     ``why``: the shortest trace that goes wrong, and how; or what a refusal says.
     """
