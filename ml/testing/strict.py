@@ -5,22 +5,22 @@
     with strict(ml.open_backend("numpy")) as backend:
         ...
 
-It wraps any backend by the required protocol, and is slow. What the contract leaves open is as unlike what one
-would expect as can be:
+It wraps any backend by the required protocol, and is slow. What the contract leaves open is as unlike what
+one would expect as can be:
 
 * Only the members of ``ml.Backend``, ``ml.Context`` and ``ml.Tensor`` are there; it has no capability.
 * ``empty`` is full of NaN, or of an extreme integer. So is what a cast makes of a float that the integer does
   not hold.
 * ``strides`` of axes of size 1 and of empty tensors are absurd.
-* ``native`` is a read-only snapshot, an array of NumPy. A later write to the storage poisons the snapshot, since
-  on some frameworks it shows the write and on others it does not.
-* Indices in an I32 tensor, for which the caller answers, are checked: BoundsError outside the axis, ShapeError
-  where a row is written twice.
+* ``native`` is a read-only snapshot, an array of NumPy. A later write to the storage poisons the snapshot:
+  on some frameworks it would show the write and on others it would not.
+* Indices in an I32 tensor, for which the caller answers, are checked: BoundsError outside the axis,
+  ShapeError where a row is written twice.
 * A context belongs to the first thread that uses it: DeviceError in any other.
 * ``input`` and ``layer`` give another context each time.
 
-What the contract promises holds: ``to_numpy`` computes what is pending, with or without ``compute``, and returns a
-copy that the caller may write to.
+What the contract promises holds: ``to_numpy`` computes what is pending, with or without ``compute``, and
+returns a copy that the caller may write to.
 """
 
 from __future__ import annotations
