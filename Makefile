@@ -126,7 +126,7 @@ newest: ENDS += tests/kvcache/prefix $(addprefix tests/kvcache/snapshots/test_, 
 oldest newest:
 	rm -rf .$@
 	$(PYTHON) -m venv .$@
-	.$@/bin/python -m pip install --quiet $(CONSTRAINTS) -e ".[cli,gguf,mlx,plots,server,testing]"
+	.$@/bin/python -m pip install --quiet $(CONSTRAINTS) -e ".[engine,gguf,mlx,plots,server,testing]"
 	.$@/bin/python -m pytest -q -p no:cacheprovider $(ENDS)
 
 clean:
@@ -140,7 +140,7 @@ $(VENV)/bin/python:
 
 # Each stamp is as new as the project file, so that a changed dependency is installed.
 $(VENV)/.installed-run: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet -e ".[cli]"
+	$(BIN)/python -m pip install --quiet -e ".[engine]"
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python

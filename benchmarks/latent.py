@@ -18,8 +18,8 @@ import torch
 import ml
 from benchmarks.models import SMALL, random_model
 from benchmarks.whole_model import PART, Ours, Theirs
-from kvcache.runner import cache_bytes, load_config, load_model
 from kvcache.testing.bench.timing import interleave, machine
+from kvcache_engine import cache_bytes, load_config, load_model
 
 DEEPSEEK: dict[str, Any] = {
     **SMALL, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "hidden_size": 512,

@@ -26,7 +26,7 @@ RANK = """
 import os, pathlib, signal, sys, time
 how, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 if "KVCACHE_RANKS" in os.environ:
-    from kvcache.runner.rank import job_of_rank, leave
+    from kvcache_engine.rank import job_of_rank, leave
     job_of_rank()
 else:
     leave = sys.exit
@@ -45,7 +45,7 @@ time.sleep(600)
 """
 OURS = """
 import sys
-from kvcache.runner.ranks import RanksError, run_ranks
+from kvcache_engine.ranks import RanksError, run_ranks
 try:
     run_ranks(eval(sys.argv[1]), eval(sys.argv[2]), 2, b"", 5.0)
 except RanksError as error:

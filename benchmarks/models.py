@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache.runner.loading import load_config
-from kvcache.runner.models.families import expected_shapes, parse_config
-from kvcache.runner.models.llama import Llama
+from kvcache_engine.loading import load_config
+from kvcache_engine.models.families import expected_shapes, parse_config
+from kvcache_engine.models.llama import Llama
 
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
 RANDOM: dict[str, Any] = {

@@ -23,10 +23,10 @@ import ml
 from benchmarks.pages import show
 from examples.eviction import nats_of, pieces_of
 from kvcache import Batch, CausalCache
-from kvcache.runner import Llama, Tokenizer, bundled_model, load_model
-from kvcache.runner.checkpoints.weights import open_weights
-from kvcache.runner.loading import load_config
 from kvcache.testing.bench.timing import machine
+from kvcache_engine import Llama, Tokenizer, bundled_model, load_model
+from kvcache_engine.checkpoints.weights import open_weights
+from kvcache_engine.loading import load_config
 
 FORMATS = (
     "F32", "F16", "BF16", "Q8_0", "ROTATED_Q8_0", "AFFINE8_32", "F8_E4M3", "Q8_0/Q4_0", "Q8_0/AFFINE4_32",

@@ -23,9 +23,9 @@ from kvcache import Batch, HostTier, PrefixCache, serialize
 from kvcache.prefix import loading as arriving
 from kvcache.prefix.loading import restore_serialized
 from kvcache.prefix.tree_entry import TreeEntry
-from kvcache.runner.loading import load_model
 from kvcache.stores import FileStore
 from kvcache.testing.bench.timing import Contender, Trial, interleave, machine
+from kvcache_engine.loading import load_model
 
 MIB = 1 << 20
 

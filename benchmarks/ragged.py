@@ -27,8 +27,8 @@ from benchmarks.ragged_engine import engine, peers
 from benchmarks.ragged_hand import DIM, GROWTH, HEADS, KV, SCALE, Case, Hand, Ops
 from benchmarks.report import Row, rows_of, summary
 from kvcache import Batch, CausalCache
-from kvcache.runner import bundled_model
 from kvcache.testing.bench.timing import Contender, Trial, interleave, machine
+from kvcache_engine import bundled_model
 
 RECORD = "ragged.json"
 CELLS = 1 << 19

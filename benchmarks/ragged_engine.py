@@ -14,7 +14,7 @@ import numpy as np
 import ml
 from benchmarks.models import SMALL, random_model
 from benchmarks.report import Row, summary
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, load_model
 
 
 def prompts(vocabulary: int, count: int, prefix: int, own: int) -> list[list[int]]:

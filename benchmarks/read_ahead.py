@@ -26,10 +26,10 @@ import ml
 from benchmarks.hosts.network import unavailable
 from benchmarks.hosts.processes import end_in_order
 from benchmarks.two_hosts import GIGABIT, PLANS, Machines, questions
-from kvcache.runner import GenerationOptions, Token, load_model
-from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.loading import load_config
 from kvcache.testing.bench.timing import machine
+from kvcache_engine import GenerationOptions, Token, load_model
+from kvcache_engine.engine import Engine, EngineOptions
+from kvcache_engine.loading import load_config
 
 OTHER = 64
 """Tokens of the prompt that is answered meanwhile."""

@@ -30,9 +30,9 @@ from pathlib import Path
 import httpx
 
 from benchmarks.models import transformers_llama
-from kvcache.runner.loading import bundled_model
 from kvcache.testing.bench.timing import machine
 from kvcache.testing.servers import free_port
+from kvcache_engine.loading import bundled_model
 
 SIZES = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -28,10 +28,10 @@ import httpx
 import ml
 from benchmarks.servers import listening
 from kvcache.cache import Batch
-from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.tokenizer import Tokenizer
 from kvcache.testing.bench.timing import machine
 from kvcache.testing.servers import ValkeyServer
+from kvcache_engine.loading import bundled_model, load_model
+from kvcache_engine.tokenizer import Tokenizer
 
 NEW, CAPACITY, SEQUENCES = 24, 192, 6
 TENANTS = ("", "a", "b")

@@ -17,16 +17,16 @@ from typing import Any
 import kvcache
 import ml
 from benchmarks.pages import show
-from kvcache.runner.checkpoints.weights import open_weights
-from kvcache.runner.drafts import Draft, ModelDraft, prompt_lookup
-from kvcache.runner.generate import Generator
-from kvcache.runner.loading import bundled_model, load_config, load_model
-from kvcache.runner.models.llama import Llama
-from kvcache.runner.options import Acceptance, SpeculativeOptions
-from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.tokenizer import Tokenizer
-from kvcache.runner.verification import Speculation
 from kvcache.testing.bench.timing import machine
+from kvcache_engine.checkpoints.weights import open_weights
+from kvcache_engine.drafts import Draft, ModelDraft, prompt_lookup
+from kvcache_engine.generate import Generator
+from kvcache_engine.loading import bundled_model, load_config, load_model
+from kvcache_engine.models.llama import Llama
+from kvcache_engine.options import Acceptance, SpeculativeOptions
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.tokenizer import Tokenizer
+from kvcache_engine.verification import Speculation
 
 PROMPTS = ("", "Tim had a big dog.", "Once upon a time, there was a girl", "The sun was hot. Lily")
 

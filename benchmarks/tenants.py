@@ -24,9 +24,9 @@ import httpx
 import numpy as np
 
 from benchmarks.servers import listening
-from kvcache.runner.loading import bundled_model
-from kvcache.runner.tokenizer import Tokenizer
 from kvcache.testing.bench.timing import machine
+from kvcache_engine.loading import bundled_model
+from kvcache_engine.tokenizer import Tokenizer
 
 KINDS = ("nobody", "stranger", "own")
 PERMUTATIONS = 20_000

@@ -26,12 +26,12 @@ import ml
 from benchmarks.models import RANDOM, RandomWeights, random_llama
 from benchmarks.pages import DOCS, fill
 from kvcache.cache import Batch
-from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.models.families import parse_config
-from kvcache.runner.models.llama import Llama
-from kvcache.runner.parallel import join, share_of
-from kvcache.runner.rank import LOST, job_of_rank, leave
-from kvcache.runner.ranks import run_ranks
+from kvcache_engine.loading import bundled_model, load_model
+from kvcache_engine.models.families import parse_config
+from kvcache_engine.models.llama import Llama
+from kvcache_engine.parallel import join, share_of
+from kvcache_engine.rank import LOST, job_of_rank, leave
+from kvcache_engine.ranks import run_ranks
 
 PAGE = DOCS / "tensor-parallel.md"
 ENGINES = ("torch", "mlx")

@@ -24,8 +24,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import ml
 from kvcache.integrations.transformers import TransformersModel
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
-from kvcache.runner.requests import Token
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, load_model
+from kvcache_engine.requests import Token
 
 OWN = 20
 """Tokens of a prompt behind its prefix."""

@@ -29,9 +29,9 @@ from benchmarks.hosts.processes import Process, end_in_order, store_server
 from benchmarks.models import RANDOM, random_model
 from benchmarks.two_hosts_report import Decided, Point
 from benchmarks.wire import link_speed
-from kvcache.runner import bundled_model
-from kvcache.runner.loading import load_config
 from kvcache.testing.bench.timing import Foreign, machine
+from kvcache_engine import bundled_model
+from kvcache_engine.loading import load_config
 
 GIGABIT = 1e9
 NEW = 8

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import pages
 from benchmarks.pages import axes_of, legend, svg, table
-from kvcache.storage.sizes import bytes_text
+from kvcache import bytes_text
 
 GIGABIT = 1e9
 

@@ -13,9 +13,9 @@ from benchmarks.models import RANDOM, STORIES, transformers_llama
 from benchmarks.report import Row
 from kvcache import Batch
 from kvcache.integrations import bench_torch
-from kvcache.runner import Llama
-from kvcache.runner.models.families import parse_config
 from kvcache.testing.bench.timing import Contender, interleave
+from kvcache_engine import Llama
+from kvcache_engine.models.families import parse_config
 
 LENGTHS = (128, 2048, 8192)
 PART, ROOM = 512, 600

@@ -20,7 +20,7 @@ import numpy as np
 
 import ml
 from kvcache import Batch, CausalCache
-from kvcache.runner import Llama, ModelError, Tokenizer, bundled_model, load_model
+from kvcache_engine import Llama, ModelError, Tokenizer, bundled_model, load_model
 
 
 class Weighed:

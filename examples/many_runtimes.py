@@ -75,7 +75,7 @@ def in_engine(
     folder: Path, store: str, warm: list[int], tokens: list[int], count: int, backend: str = "torch"
 ) -> Turn:
     import ml
-    from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
+    from kvcache_engine import Engine, EngineOptions, GenerationOptions, load_model
 
     options = EngineOptions(max_sequences=1, capacity=4096, block_size=PAGE, fetch="always")
     with ml.open_backend(backend, device="cpu") as opened:
@@ -123,7 +123,7 @@ RUNTIMES = {"transformers": in_transformers, "mlx-lm": in_mlx_lm, "engine": in_e
 
 def _options(folder: Path, store: str) -> dict[str, Any]:
     import ml
-    from kvcache.runner.fingerprint import identity_of
+    from kvcache.stores import identity_of
 
     stored = {"tiers": [store], "identity": identity_of(folder, ml.DType.F32)} if store else {}
     return {"capacity": 4096, "block_size": PAGE, **stored}

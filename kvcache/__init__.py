@@ -34,14 +34,18 @@ if TYPE_CHECKING:
         ShiftFunction,
         StorageFormat,
     )
+    from kvcache.caches import branches
     from kvcache.caches.causal import CausalCache
     from kvcache.caches.encoder import EncoderCache
     from kvcache.caches.recurrent import RecurrentCache
     from kvcache.caches.states import StateCache
+    from kvcache.caches.turns import Turns, in_turn
     from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
     from kvcache.caches.wrapper import WrapperCache
+    from kvcache.prefix.alphabet import Tenant
     from kvcache.prefix.break_even import BreakEven
     from kvcache.prefix.eviction_queue import TenantBudget
+    from kvcache.prefix.prefetch import Prefetch
     from kvcache.prefix.prefix_cache import (
         PrefixCache,
         PrefixStats,
@@ -49,8 +53,11 @@ if TYPE_CHECKING:
         SessionLimitError,
         SessionReplacedError,
     )
-    from kvcache.prefix.retention import Retention
+    from kvcache.prefix.radix_tree import common_length
+    from kvcache.prefix.retention import Retention, TokenRange
+    from kvcache.prefix.session import Lookup
     from kvcache.prefix.tiers import HostTier
+    from kvcache.prefix.zmq_publisher import ZmqPublisher
     from kvcache.snapshots.serialize import deserialize, serialize
     from kvcache.snapshots.snapshot import (
         AttentionSnapshot,
@@ -59,6 +66,9 @@ if TYPE_CHECKING:
         StateSnapshot,
         WrapperSnapshot,
     )
+    from kvcache.storage.formats import CacheFormat, format_names, open_format
+    from kvcache.storage.layer_shape import ExtraSpec, LayerShape
+    from kvcache.storage.sizes import bytes_text
     from kvcache.storage.state_specs import StateSpec
 
 __all__ = [
@@ -67,20 +77,25 @@ __all__ = [
     "BreakEven",
     "Cache",
     "CacheDType",
+    "CacheFormat",
     "CacheFullError",
     "CausalCache",
     "ChunkedCache",
     "ClosedError",
     "EncoderCache",
     "EncoderSnapshot",
+    "ExtraSpec",
     "HostTier",
     "InvalidBatchError",
     "InvalidRangeError",
     "InvalidSequenceError",
     "KVCacheError",
+    "LayerShape",
+    "Lookup",
     "Mask",
     "NotSupportedError",
     "OrderError",
+    "Prefetch",
     "PrefixCache",
     "PrefixStats",
     "RecurrentCache",
@@ -96,21 +111,36 @@ __all__ = [
     "StateSnapshot",
     "StateSpec",
     "StorageFormat",
+    "Tenant",
     "TenantBudget",
+    "TokenRange",
+    "Turns",
     "WrapperCache",
     "WrapperSnapshot",
+    "ZmqPublisher",
+    "branches",
+    "bytes_text",
+    "common_length",
     "deserialize",
+    "format_names",
+    "in_turn",
+    "open_format",
     "serialize",
 ]
 
 _ELSEWHERE = {
     "AttentionSnapshot": "snapshots.snapshot",
     "BreakEven": "prefix.break_even",
+    "CacheFormat": "storage.formats",
     "CausalCache": "caches.causal",
     "ChunkedCache": "caches.windows",
     "EncoderCache": "caches.encoder",
     "EncoderSnapshot": "snapshots.snapshot",
+    "ExtraSpec": "storage.layer_shape",
     "HostTier": "prefix.tiers",
+    "LayerShape": "storage.layer_shape",
+    "Lookup": "prefix.session",
+    "Prefetch": "prefix.prefetch",
     "PrefixCache": "prefix.prefix_cache",
     "PrefixStats": "prefix.prefix_cache",
     "RecurrentCache": "caches.recurrent",
@@ -123,10 +153,19 @@ _ELSEWHERE = {
     "StateCache": "caches.states",
     "StateSnapshot": "snapshots.snapshot",
     "StateSpec": "storage.state_specs",
+    "Tenant": "prefix.alphabet",
     "TenantBudget": "prefix.eviction_queue",
+    "TokenRange": "prefix.retention",
+    "Turns": "caches.turns",
     "WrapperCache": "caches.wrapper",
     "WrapperSnapshot": "snapshots.snapshot",
+    "ZmqPublisher": "prefix.zmq_publisher",
+    "bytes_text": "storage.sizes",
+    "common_length": "prefix.radix_tree",
     "deserialize": "snapshots.serialize",
+    "format_names": "storage.formats",
+    "in_turn": "caches.turns",
+    "open_format": "storage.formats",
     "serialize": "snapshots.serialize",
 }
 """The modules of the names that are not in kvcache.cache."""
@@ -140,6 +179,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("ml-kvcache")
+    if name == "branches":
+        return importlib.import_module("kvcache.caches.branches")
     if name in __all__:
         module = importlib.import_module(f"kvcache.{_ELSEWHERE.get(name, 'cache')}")
         found = globals()[name] = getattr(module, name)

@@ -15,15 +15,31 @@ import os
 import random
 import socket
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
+from typing import Any
 
-from ml.errors import GroupError
+from ml.errors import GroupError, ShapeError
 
-__all__ = ["free_ports", "launched", "ring_hosts"]
+__all__ = ["check_timeout", "free_ports", "launched", "ring_hosts"]
 
 LOOPBACK = "127.0.0.1"
 _PORTS = range(20_000, 32_000)
 """Below those that systems give to outgoing connections, which could take one before a rank does."""
+
+
+LONGEST = 7 * 86_400
+"""Seconds: what all that waits for ranks can count, in milliseconds of 32 bits too."""
+
+
+def check_timeout(timeout: Any, op: str = "distributed") -> float:
+    """Seconds, more than none and at most LONGEST; else ShapeError."""
+    number: Any = timeout if isinstance(timeout, Real) else 0
+    if not 0 < number <= LONGEST:
+        raise ShapeError(
+            f"{op}: timeout={timeout!r:.40}; it must be a number of seconds above 0, at most {LONGEST}"
+        )
+    return float(number)
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ import pytest
 
 import ml
 from backends.numpy.backend import NumpyBackend
-from kvcache.runner.loading import load_model
+from kvcache_engine.loading import load_model
 
 from .needs import not_run, wanting
 from .rigs.small_models import KINDS
@@ -273,7 +273,7 @@ def save_tokenizer(folder: Path) -> None:
 def save_weights(folder: Path, config: dict[str, Any], replaced: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import save_file
 
-    from kvcache.runner.models.families import expected_shapes, parse_config
+    from kvcache_engine.models.families import expected_shapes, parse_config
 
     random = np.random.default_rng(7)
     tensors = {
@@ -288,7 +288,7 @@ def save_weights(folder: Path, config: dict[str, Any], replaced: dict[str, np.nd
 @pytest.fixture
 def interrupt_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Ctrl-C while the engine is about to take its n-th step from now on."""
-    from kvcache.runner.engine import Engine
+    from kvcache_engine.engine import Engine
 
     def interrupt(number: int) -> None:
         step, count = Engine.step, 0

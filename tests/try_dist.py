@@ -4,7 +4,7 @@
 environment that it runs in but Python itself:
 
 1. the wheel alone brings NumPy, ml_dtypes and pluggy only; a cache works; the command says what it needs;
-2. with ``[cli]`` the command generates text with the bundled model;
+2. with ``[engine]`` the command generates text with the bundled model;
 3. with ``[testing]`` the shipped suites run, on the installed files;
 4. pytest in a project that has an ``ml`` of its own runs as if this were not installed;
 5. a type checker sees the types;
@@ -79,7 +79,7 @@ def main() -> None:
         environment = Environment(place)
         environment.install(str(wheel))
         _check_core(environment)
-        environment.install(f"{wheel}[cli]")
+        environment.install(f"{wheel}[engine]")
         _check_command(environment)
         environment.install(f"{wheel}[testing]")
         _check_suites(environment)
@@ -134,9 +134,9 @@ def _check_source(source: Path) -> None:
         "tests/conftest.py",
         "ml/py.typed",
     ]
-    _expect("\n".join(sorted(names)), *wanted, "kvcache/runner/tiny/", "docs/index.md", "examples/own_loop")
+    _expect("\n".join(sorted(names)), *wanted, "kvcache_engine/tiny/", "docs/index.md", "examples/own_loop")
     weights = {name for name in names if name.endswith((".safetensors", ".gguf", ".bin", ".npz"))}
-    if foreign := sorted(name for name in weights if not name.startswith("kvcache/runner/tiny/")):
+    if foreign := sorted(name for name in weights if not name.startswith("kvcache_engine/tiny/")):
         raise SystemExit(f"the source distribution carries {foreign}")
 
 
@@ -146,7 +146,7 @@ def _check_core(environment: Environment) -> None:
     if names != CORE:
         raise SystemExit(f"the wheel brought {sorted(names)}; it should be {sorted(CORE)}")
     _expect(environment.run("python", "-c", CACHE), "a cache on numpy")
-    _expect(environment.run("kvcache", "backends", code=1), "pip install 'ml-kvcache[cli]'")
+    _expect(environment.run("kvcache", "backends", code=1), "pip install 'ml-kvcache[engine]'")
 
 
 def _check_command(environment: Environment) -> None:

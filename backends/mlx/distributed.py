@@ -22,8 +22,7 @@ from backends.mlx.rendezvous import JOINING, interrupted, rendezvous
 from backends.mlx.tensor import MlxTensor
 from backends.mlx.work import MlxWork
 from ml.base import BaseBackend, BaseGroup, SoloGroup
-from ml.base.group import check_timeout
-from ml.distributed import ring_hosts
+from ml.distributed import check_timeout, ring_hosts
 from ml.dtypes import DType
 from ml.errors import GroupError
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from backends.torch.convert import TO_TORCH
 from backends.torch.tensor import TorchTensor
 from ml.base import BaseBackend, BaseGroup, SoloGroup
-from ml.base.group import check_timeout
-from ml.distributed import launched
+from ml.distributed import check_timeout, launched
 from ml.dtypes import DType
 from ml.errors import GroupError, NotSupportedError
 

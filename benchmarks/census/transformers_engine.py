@@ -16,8 +16,8 @@ from benchmarks.census import transformers as library
 from benchmarks.census import transformers_types as small
 from benchmarks.census.transformers import quiet, tokens
 from kvcache.integrations.transformers import TransformersModel
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, SpeculativeOptions
-from kvcache.runner.drafts import ModelDraft, prompt_lookup
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, SpeculativeOptions
+from kvcache_engine.drafts import ModelDraft, prompt_lookup
 
 __all__ = ["CANNOT", "MODES", "PAGE", "Case", "agree", "is_right", "judge", "quiet", "types"]
 

@@ -11,7 +11,7 @@ import ml
 from benchmarks.gpu.record import Skipped, Stage, needs, needs_backend
 from benchmarks.gpu.suites import device_of
 from benchmarks.models import STORIES
-from kvcache.runner import (
+from kvcache_engine import (
     EngineOptions,
     GenerationOptions,
     Generator,
@@ -20,8 +20,8 @@ from kvcache.runner import (
     load_config,
     load_model,
 )
-from kvcache.runner.device_map import open_on_devices
-from kvcache.testing.suites.answers import PROMPT
+from kvcache_engine.device_map import open_on_devices
+from kvcache_engine.testing.answers import PROMPT
 
 PROMPTS = (PROMPT, PROMPT[:15], PROMPT[:11], PROMPT[:6])
 """One by one, and all at once: the second way reads what several sequences of different lengths hold."""

@@ -10,7 +10,7 @@ import torch
 from benchmarks import tensor_parallel
 from benchmarks.gpu.answers import over_devices
 from benchmarks.gpu.record import Skipped, Stage, needs_backend
-from kvcache.runner.rank import RanksError
+from kvcache_engine.rank import RanksError
 
 
 def _devices(stage: Stage) -> list[str]:

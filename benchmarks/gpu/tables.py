@@ -20,9 +20,9 @@ from benchmarks.models import RANDOM, SMALL, random_llama
 from benchmarks.put_get import DTYPES, GROUPS, LENGTHS, Case
 from kvcache import Batch
 from kvcache.integrations import bench_torch
-from kvcache.runner import Engine, EngineOptions, GenerationOptions
 from kvcache.testing.bench.decoding import DIM, HEADS, LAYERS, Decoding
 from kvcache.testing.bench.timing import Contender
+from kvcache_engine import Engine, EngineOptions, GenerationOptions
 
 GOALS = (64, 8192), (3, 130)
 """Sequences, and tokens of each, that goals are about; the second of a quick run."""

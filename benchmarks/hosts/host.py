@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, TextIO, get_args
 
 import ml
-from kvcache.runner import GenerationOptions, Token, Tokenizer, bundled_model, load_model
-from kvcache.runner.engine import Engine, EngineOptions, Failed
-from kvcache.runner.options import Fetch
 from kvcache.stores import SnapshotStore, open_store
+from kvcache_engine import GenerationOptions, Token, Tokenizer, bundled_model, load_model
+from kvcache_engine.engine import Engine, EngineOptions, Failed
+from kvcache_engine.options import Fetch
 
 
 class Host:

@@ -1,1 +1,1 @@
-"""Trains the small Llama that ships in `kvcache/runner/tiny`: run `python examples/train_tiny`."""
+"""Trains the small Llama that ships in `kvcache_engine/tiny`: run `python examples/train_tiny`."""

@@ -151,7 +151,7 @@ class SharedPrefixes(Closing):
         if ranks > 1 and options.get("tiers"):
             raise NotSupportedError(
                 f"{op}: tiers= of a model split over {ranks} ranks, whose heads differ under the same keys; "
-                "leave tiers= out, or use kvcache.runner.Engine on a model loaded with group="
+                "leave tiers= out, or use kvcache_engine.Engine on a model loaded with group="
             )
 
     @property

@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvcache.stores import strict_json
 from kvcache.stores.buffers import Buffer, WritableBuffer
+from kvcache.stores.builtin import path_of
+from kvcache.stores.closing import Closing
 from kvcache.stores.composing import Part, compose
 from kvcache.stores.errors import (
     SnapshotCorruptError,
@@ -19,16 +22,20 @@ from kvcache.stores.errors import (
     StoreReadOnlyError,
     StoreUnavailableError,
     StoreValueError,
+    UnknownModelError,
 )
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
+from kvcache.stores.identity import files_digest, identity_of
 from kvcache.stores.keys import Chain, Keys, SaltedToken
 from kvcache.stores.memory import MemoryStore
-from kvcache.stores.options import parse_bytes
-from kvcache.stores.plugins import open_store
+from kvcache.stores.options import parse_bytes, without_secrets
+from kvcache.stores.plugins import open_store, store_schemes
 from kvcache.stores.protocol import SnapshotStore, Stat, Usage, check_budget, check_key
 from kvcache.stores.serialized_snapshot import (
+    SNAPSHOT_DIGEST,
     SNAPSHOT_FORMAT,
     SerializedSnapshot,
+    digest_of_snapshot,
     get_snapshot,
     pack,
     put_snapshot,
@@ -41,9 +48,11 @@ if TYPE_CHECKING:
     from kvcache.stores.valkey import ValkeyStore
 
 __all__ = [
+    "SNAPSHOT_DIGEST",
     "SNAPSHOT_FORMAT",
     "Buffer",
     "Chain",
+    "Closing",
     "FileStore",
     "Keys",
     "MemoryStore",
@@ -61,19 +70,27 @@ __all__ = [
     "StoreSpec",
     "StoreUnavailableError",
     "StoreValueError",
+    "UnknownModelError",
     "Usage",
     "ValkeyStore",
     "WritableBuffer",
     "check_budget",
     "check_key",
     "compose",
+    "digest_of_snapshot",
+    "files_digest",
     "get_snapshot",
     "hookimpl",
+    "identity_of",
     "open_store",
     "pack",
     "parse_bytes",
+    "path_of",
     "put_snapshot",
+    "store_schemes",
+    "strict_json",
     "unpack",
+    "without_secrets",
 ]
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "StoreReadOnlyError",
     "StoreUnavailableError",
     "StoreValueError",
+    "UnknownModelError",
     "is_read_only",
     "translated",
 ]
@@ -48,6 +49,10 @@ class SnapshotCorruptError(StoreError, ValueError):
 
 class StoreValueError(StoreError, ValueError):
     """A key, a buffer, a budget or an address that a store does not take."""
+
+
+class UnknownModelError(StoreError, ValueError):
+    """Nothing tells which weights computed K and V, so that entries could be taken for another model's."""
 
 
 class StoreClosedError(StoreError, ClosedError):

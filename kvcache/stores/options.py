@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, overload
 
 from kvcache.cache import InvalidRangeError
 from kvcache.stores.errors import StoreValueError
@@ -39,6 +39,10 @@ def read_truth(owner: str, name: str, value: Any) -> bool:
     return found
 
 
+@overload
+def parse_bytes(size: int | str, what: str = "size") -> int: ...
+@overload
+def parse_bytes(size: int | str | None, what: str = "size") -> int | None: ...
 def parse_bytes(size: int | str | None, what: str = "size") -> int | None:
     """Bytes of 4096, "4096", "1.5GB" (powers of 1000), "10GiB" or "10G" (powers of 1024); None stays None.
 

@@ -16,7 +16,7 @@ from kvcache.stores.options import without_secrets
 from kvcache.stores.protocol import SnapshotStore
 from ml.plugin_host import Hook, PluginHost, misfit
 
-__all__ = ["ENTRY_POINT_GROUP", "StoreRegistry", "open_store", "registry"]
+__all__ = ["ENTRY_POINT_GROUP", "StoreRegistry", "open_store", "registry", "store_schemes"]
 
 ENTRY_POINT_GROUP = "kvcache.stores"
 
@@ -114,3 +114,8 @@ def open_store(store: str | PathLike[str], **options: Any) -> SnapshotStore:
     range.
     """
     return registry().open(store, options)
+
+
+def store_schemes() -> tuple[str, ...]:
+    """The schemes of the URLs that ``open_store`` takes, ascending: of the built-in stores and of plugins."""
+    return tuple(sorted(registry().specs()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvcache.testing.faults import FaultTests
 from kvcache.testing.storing import StoringTests
-from kvcache.testing.suites.answers import AnswerTests
 from kvcache.testing.suites.attending import AttendingTests
 from kvcache.testing.suites.encoder import EncoderTests
 from kvcache.testing.suites.extras import ExtrasTests
@@ -30,7 +29,6 @@ class CacheTests(
     SnapshotTests,
     EncoderTests,
     RecurrentTests,
-    AnswerTests,
 ):
     """Everything that depends on the backend. Subclass it; see :mod:`kvcache.testing`.
 

@@ -11,14 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from kvcache import CausalCache, ChunkedCache, EncoderCache, SlidingWindowCache, StateCache, WrapperCache
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.history import find_history
 from kvcache.cache import ClosedError, NotSupportedError, OrderError
-from kvcache.caches.causal import CausalCache
-from kvcache.caches.encoder import EncoderCache
-from kvcache.caches.states import StateCache
-from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
-from kvcache.caches.wrapper import WrapperCache
 from kvcache.storage.cell_table import CellTable, Row
 from kvcache.views.blocks import CellMap, CellRun, SequenceView
 from kvcache.views.pictures import (

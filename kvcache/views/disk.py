@@ -16,10 +16,16 @@ from typing import Any
 import numpy as np
 
 from kvcache.prefix.tree_entry import span_of
-from kvcache.stores.errors import SnapshotCorruptError, StoreUnavailableError
+from kvcache.stores import (
+    SNAPSHOT_DIGEST,
+    SerializedSnapshot,
+    SnapshotCorruptError,
+    StoreUnavailableError,
+    digest_of_snapshot,
+    unpack,
+)
 from kvcache.stores.folder import CHANGING, LOCK, PAGES, STORE_FORMAT
 from kvcache.stores.manifest import ENTRY, MANIFEST_BYTES, Manifest, is_stem, unkeyed_digest
-from kvcache.stores.serialized_snapshot import SNAPSHOT_DIGEST, SerializedSnapshot, digest_of_snapshot, unpack
 from kvcache.views.pictures import NOT_CHECKED, EntryView, PagePart, PagePicture, StorePicture
 from kvcache.views.words import Decode, preview, printable
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvcache import bytes_text
 from kvcache.cache import InvalidRangeError
-from kvcache.storage.sizes import bytes_text
 from kvcache.views import html, svg, text
 from kvcache.views.blocks import (
     Block,

@@ -8,15 +8,10 @@ import itertools
 import time
 from typing import Any, overload
 
+from kvcache import CausalCache, EncoderCache, PrefixCache, Session, StateCache, WrapperCache
 from kvcache.cache import ClosedError, InvalidRangeError, NotSupportedError, OrderError
-from kvcache.caches.causal import CausalCache
-from kvcache.caches.encoder import EncoderCache
-from kvcache.caches.states import StateCache
-from kvcache.caches.wrapper import WrapperCache
-from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.radix_tree import Node
-from kvcache.prefix.session import Session
 from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.views import html
 from kvcache.views.blocks import NodeView, TierView

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from ml.base.checks import foreign
@@ -17,20 +16,6 @@ if TYPE_CHECKING:
     from ml.base.tensor import BaseTensor
 
 SUMMED = (DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64)
-
-
-LONGEST = 7 * 86_400
-"""Seconds: what all that waits for ranks can count, in milliseconds of 32 bits too."""
-
-
-def check_timeout(timeout: Any, op: str = "distributed") -> float:
-    """Seconds, more than none and at most LONGEST; else ShapeError."""
-    number: Any = timeout if isinstance(timeout, Real) else 0
-    if not 0 < number <= LONGEST:
-        raise ShapeError(
-            f"{op}: timeout={timeout!r:.40}; it must be a number of seconds above 0, at most {LONGEST}"
-        )
-    return float(number)
 
 
 class BaseGroup(ABC):

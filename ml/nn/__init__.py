@@ -26,6 +26,7 @@ from ml.nn.partial import (
 )
 from ml.nn.rejection import Drafted, RejectionSampler, draw, reject_on_host
 from ml.nn.rope import Positions, Rotation, apply_rope, multi_axis_tables, rope, rope_shift, rope_tables
+from ml.nn.rope_config import parse_rope
 from ml.nn.rope_spec import RopeSpec
 from ml.nn.sampling import BatchSampler, Draws, probabilities_on_host, sample_on_host
 from ml.nn.scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
@@ -70,6 +71,7 @@ __all__ = [
     "multi_axis_tables",
     "offers",
     "pad",
+    "parse_rope",
     "partial_attention",
     "partial_in_blocks",
     "probabilities_on_host",

@@ -240,7 +240,7 @@ np.save(sys.argv[1], outs)
 """
 WARM = """
 import importlib.util, sys, ml
-from kvcache.runner.warm_up import warm_up
+from kvcache_engine.warm_up import warm_up
 for name in ("numpy", "mlx")[: 1 + bool(importlib.util.find_spec("mlx"))]:
     with ml.open_backend(name) as backend:
         warm_up(backend)

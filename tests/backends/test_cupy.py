@@ -49,7 +49,7 @@ class TestDouble(BackendTests):
 
 
 class TestDoubleCaches(AttendingTests, QuantizedTests, PropertyTests):
-    """The part of the cache suite that asks most of tensors; the rest asks it of caches, in random traces too."""
+    """The part of the cache suite that asks most of tensors; the rest it asks in random traces."""
 
     colours = (0,)
     traces = 16

@@ -242,7 +242,7 @@ def test_the_command_ends_in_one_line_where_mlx_launch_has_lost_a_rank(mlx: None
     file.write_text(json.dumps(hosts(2)), encoding="utf-8")
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "kvcache", "generate", "--prompt", "And", "--backend", "mlx"),
+            *(sys.executable, "-m", "kvcache_engine", "generate", "--prompt", "And", "--backend", "mlx"),
             *("--tensor-parallel", "2", "--timeout", "1"),
         ],
         env={**os.environ, "MLX_HOSTFILE": str(file), "MLX_RANK": "0"},

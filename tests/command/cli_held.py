@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KVCACHE = (
     sys.executable,
     "-c",
-    "import sys; sys.modules['numba'] = None; from kvcache.command.main import main; main()",
+    "import sys; sys.modules['numba'] = None; from kvcache_engine.command.main import main; main()",
 )
 """The command as where numba is not installed, the import of which is half of what a start takes."""
 
@@ -43,7 +43,7 @@ def held(*args, **options):
 
 setattr(owner, name, held)
 sys.argv = ["kvcache", *arguments]
-from kvcache.command.main import main
+from kvcache_engine.command.main import main
 main()
 """
 """Runs the command, and waits where a function is called for the nth time."""

@@ -10,7 +10,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from kvcache.command.app import app
+from kvcache_engine.command.app import app
 
 __all__ = ["run"]
 

@@ -37,7 +37,7 @@ def drawn(arguments: Sequence[object], stdout: Path | None = None, **env: str) -
 
     from typer.main import get_command
 
-    from kvcache.command.main import app
+    from kvcache_engine.command.main import app
 
     leader, follower = pty.openpty()
     settings = {"TERM": "xterm", "COLUMNS": "70", **env}

@@ -148,7 +148,7 @@ def test_what_is_measured_has_a_row_for_ours_and_for_the_floor(name: str) -> Non
     "options", [(), ("--dtype", "f16", "--cache-type-v", "q4_0")], ids=["plain", "stored"]
 )
 def test_the_command_prints_rows_as_json(monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
-    from kvcache.command.app import app
+    from kvcache_engine.command.app import app
 
     monkeypatch.setattr(bench, "_LENGTHS", (8, 16, 24))
     original = bench.measure

@@ -19,17 +19,17 @@ pytest.importorskip("typer")
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-import kvcache.runner.saved
+import kvcache_engine.saved
 import ml
-from kvcache.command.chat import Chat
-from kvcache.runner.conversations import ConversationFullError, Conversations
-from kvcache.runner.engine import Engine, EngineOptions, Failed
-from kvcache.runner.errors import RequestError, TextTooLongError
-from kvcache.runner.loading import load_model
-from kvcache.runner.requests import Finished, GenerationOptions
-from kvcache.runner.sampling import Chosen
-from kvcache.runner.saved import ConversationError
-from kvcache.runner.tokenizer import Tokenizer
+from kvcache_engine.command.chat import Chat
+from kvcache_engine.conversations import ConversationFullError, Conversations
+from kvcache_engine.engine import Engine, EngineOptions, Failed
+from kvcache_engine.errors import RequestError, TextTooLongError
+from kvcache_engine.loading import load_model
+from kvcache_engine.requests import Finished, GenerationOptions
+from kvcache_engine.sampling import Chosen
+from kvcache_engine.saved import ConversationError
+from kvcache_engine.tokenizer import Tokenizer
 
 from ..rigs.small_models import KINDS
 from .cli_held import KVCACHE, piped
@@ -385,7 +385,7 @@ def test_ctrl_c_in_a_command_leaves_the_conversations_as_they_were(
 
     typed(monkeypatch, [f"/load {path} two", f"/save {path}", "/list"])
     with monkeypatch.context() as patch:
-        patch.setattr(kvcache.runner.saved, "deserialize", interrupted)
+        patch.setattr(kvcache_engine.saved, "deserialize", interrupted)
         patch.setattr(os, "fsync", interrupted)
         capsys.readouterr()
         small.run()

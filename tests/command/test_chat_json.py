@@ -13,9 +13,9 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-import kvcache.command.main
-from kvcache.command.chat_replies import aligned
-from kvcache.runner.saved import read
+import kvcache_engine.command.main
+from kvcache_engine.command.chat_replies import aligned
+from kvcache_engine.saved import read
 
 from .cli_rig import run
 
@@ -103,7 +103,7 @@ def test_an_output_that_lacks_letters_gets_them_escaped(tmp_path: Path) -> None:
     arguments = ["generate", "--prompt-file", str(path), "--max-tokens", "1", "--json"]
     found = {}
     for encoding in ("ascii", "utf-8"):
-        result = CliRunner(charset=encoding).invoke(kvcache.command.main.app, arguments)
+        result = CliRunner(charset=encoding).invoke(kvcache_engine.command.main.app, arguments)
         assert result.exit_code == 0, result.output
         found[encoding] = json.loads(result.stdout_bytes.decode(encoding))["outputs"][0]["prompt"]
         assert ("\\u201c" in result.stdout) == (encoding == "ascii")

@@ -22,12 +22,12 @@ if os.name != "posix":
 import resource
 
 import ml
-from kvcache.runner.conversations import Conversations
-from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.kept import Conversation, KeptConversations
-from kvcache.runner.loading import load_model
-from kvcache.runner.requests import Finished, GenerationOptions
-from kvcache.runner.tokenizer import Tokenizer
+from kvcache_engine.conversations import Conversations
+from kvcache_engine.engine import Engine, EngineOptions
+from kvcache_engine.kept import Conversation, KeptConversations
+from kvcache_engine.loading import load_model
+from kvcache_engine.requests import Finished, GenerationOptions
+from kvcache_engine.tokenizer import Tokenizer
 
 from ..rigs.small_models import KINDS
 from .cli_held import KVCACHE, held, piped

@@ -19,10 +19,10 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-import kvcache.command.main
+import kvcache_engine.command.main
 import ml
-from kvcache.command.backends import Surveyed, listing, plain, survey
-from kvcache.runner.engine import Engine
+from kvcache_engine.command.backends import Surveyed, listing, plain, survey
+from kvcache_engine.engine import Engine
 
 from .cli_held import KVCACHE, piped
 from .cli_rig import run
@@ -120,7 +120,7 @@ def test_the_backend_may_come_from_the_environment(make_model: Make) -> None:
 def test_without_the_bundled_model_another_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvcache.runner.loading.__file__", str(tmp_path / "loading.py"))
+    monkeypatch.setattr("kvcache_engine.loading.__file__", str(tmp_path / "loading.py"))
     result = run("generate", "--prompt", "x")
     assert result.exit_code == 1
     assert "name another with --model" in result.stderr
@@ -208,7 +208,7 @@ def test_as_a_module_and_without_a_framework(make_model: Make) -> None:
     code = (
         "import runpy, sys\n"
         f"sys.argv[1:] = ['generate', '--model', {str(make_model())!r}, '--prompt', 'x']\n"
-        "try: runpy.run_module('kvcache', run_name='__main__', alter_sys=True)\n"
+        "try: runpy.run_module('kvcache_engine', run_name='__main__', alter_sys=True)\n"
         "except SystemExit as e: assert not e.code, e.code\n"
         "found = {'torch', 'mlx', 'cupy', 'jax', 'transformers'} & set(sys.modules)\n"
         "assert not found, found"
@@ -222,7 +222,7 @@ def test_as_a_module_and_without_a_framework(make_model: Make) -> None:
 def test_threads_wait_without_spinning_unless_asked_to(given: dict[str, str], expected: str) -> None:
     """From before anything is imported: here the command gets no further."""
     code = (
-        "import atexit, os, sys; from kvcache.command.main import main; sys.modules['typer'] = None; "
+        "import atexit, os, sys; from kvcache_engine.command.main import main; sys.modules['typer'] = None; "
         "atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'])); main()"
     )
     without = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
@@ -232,16 +232,18 @@ def test_threads_wait_without_spinning_unless_asked_to(given: dict[str, str], ex
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
-    code = f"import sys; sys.modules[{missing!r}] = None\nfrom kvcache.command.main import main\nmain()"
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\nfrom kvcache_engine.command.main import main\nmain()"
+    )
     done = ended(sys.executable, "-c", code)
     assert done.returncode == 1
-    told = "is not installed; the command needs: pip install 'ml-kvcache[cli]'"
+    told = "is not installed; the command needs: pip install 'ml-kvcache[engine]'"
     assert done.stderr == f"kvcache: {missing} {told}\n"
 
 
 def test_cli_has_no_other_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = kvcache.command.main.nonsense
+        _ = kvcache_engine.command.main.nonsense
 
 
 def test_backends_lists_them_all() -> None:

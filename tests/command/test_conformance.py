@@ -19,8 +19,8 @@ pytest.importorskip("typer")
 
 from rich.console import Console
 
-from kvcache.command import conformance
-from kvcache.command.conformance import Suite, counted, record
+from kvcache_engine.command import conformance
+from kvcache_engine.command.conformance import Suite, counted, record
 from ml.testing.results import Result, Run, Selection, load, run_suites
 
 from . import cli_rig
@@ -69,13 +69,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failure_is_named_with_its_reason_and_a_closer_look(ran: None) -> None:
     result = run("--backend", "numpy")
     assert result.exit_code == 1
+    suites = "ml.testing kvcache.testing kvcache_engine.testing"
     assert result.stdout.splitlines() == [
         "area               passed   absent      n/a   failed",
         "ml.testing.sums         1        1        1        0",
         "ml.testing.casts        0        0        0        1",
         "abacus 1.0              1        1        1        1",
         "FAILED ml.testing.casts: test_casts[F32-F16]: AssertionError: assert 1 == 2",
-        "To run one again: pytest --pyargs ml.testing kvcache.testing --ml-backend=abacus -k test_casts",
+        f"To run one again: pytest --pyargs {suites} --ml-backend=abacus -k test_casts",
     ]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import kvcache.command.main
-from kvcache.command import conformance
+import kvcache_engine.command.main
+from kvcache_engine.command import conformance
 
 from ..rigs.console_blocks import Command, Shell, alike, commands, matches
 
@@ -47,7 +47,7 @@ def prepare(shell: Shell) -> None:
 def test_every_command_has_a_section_with_a_run_of_it() -> None:
     typer = pytest.importorskip("typer")
     run = "\n".join(command.text for command in COMMANDS)
-    for name in typer.main.get_command(kvcache.command.main.app).commands:
+    for name in typer.main.get_command(kvcache_engine.command.main.app).commands:
         assert f"`{name}" in PAGE.split("## generate")[0] or f"`{name}`" in PAGE
         assert f"kvcache {name}" in run
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvcache.command.drafting import Drafting, speculation_rows
-from kvcache.runner.engine import EngineOptions
-from kvcache.runner.loading import bundled_model
-from kvcache.runner.options import SpeculativeOptions
-from kvcache.runner.verification import Speculation
+from kvcache_engine.command.drafting import Drafting, speculation_rows
+from kvcache_engine.engine import EngineOptions
+from kvcache_engine.loading import bundled_model
+from kvcache_engine.options import SpeculativeOptions
+from kvcache_engine.verification import Speculation
 
 from .cli_rig import run
 

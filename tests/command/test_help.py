@@ -15,16 +15,16 @@ pytest.importorskip("typer")
 import typer
 from typer.testing import CliRunner
 
-import kvcache.command.main
+import kvcache_engine.command.main
 import ml
-from kvcache.command import completing
-from kvcache.command.usage import ORDER
 from kvcache.stores import open_store
+from kvcache_engine.command import completing
+from kvcache_engine.command.usage import ORDER
 
 from .cli_rig import run
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUP: Any = typer.main.get_command(kvcache.command.main.app)
+GROUP: Any = typer.main.get_command(kvcache_engine.command.main.app)
 NAMES = sorted(GROUP.commands)
 
 
@@ -109,7 +109,7 @@ def completed(line: str) -> list[str]:
     """What bash is told for the last word of a line."""
     words = line.split(" ")
     env = {"_KVCACHE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    result = CliRunner().invoke(kvcache.command.main.app, [], prog_name="kvcache", env=env)
+    result = CliRunner().invoke(kvcache_engine.command.main.app, [], prog_name="kvcache", env=env)
     assert result.exit_code == 0
     return sorted(result.stdout.split())
 

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from kvcache.runner.saved import read
+from kvcache_engine.saved import read
 
 from .cli_held import held
 from .cli_rig import run
@@ -29,11 +29,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "And God said unto Noah,"
 
 OPENING = "ml:open_backend:1"
-LOADING = "kvcache.runner.weights:Loader.take:5"
+LOADING = "kvcache_engine.weights:Loader.take:5"
 PREFILL = "kvcache.caches.causal:CausalCache.start_forward:1"
 DECODE = "kvcache.caches.causal:CausalCache.start_forward:3"
-READING = "kvcache.runner.saved:digest_of_snapshot:1"
-RESTORE = "kvcache.runner.saved:deserialize:1"
+READING = "kvcache_engine.saved:digest_of_snapshot:1"
+RESTORE = "kvcache_engine.saved:deserialize:1"
 WRITING = "os:fsync:1"
 
 At = Callable[..., None]
@@ -169,7 +169,7 @@ def test_any_other_moment_ends_with_a_short_message(
 STARTING = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
-from kvcache.command.main import main
+from kvcache_engine.command.main import main
 
 class Interrupting:
     left = int(sys.argv[1])

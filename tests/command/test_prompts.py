@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("typer")
 
-from kvcache.command.prompts import gathered, text_or_stdin
-from kvcache.runner.errors import RequestError
+from kvcache_engine.command.prompts import gathered, text_or_stdin
+from kvcache_engine.errors import RequestError
 
 from .cli_rig import run
 

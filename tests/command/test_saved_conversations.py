@@ -15,11 +15,11 @@ import pytest
 
 import ml
 from kvcache.cache import InvalidRangeError
-from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.saved import ConversationError, SavedConversation, adopt, capture, read, write
-from kvcache.runner.tokenizer import Tokenizer
+from kvcache_engine.engine import Engine, EngineOptions
+from kvcache_engine.loading import bundled_model, load_model
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.saved import ConversationError, SavedConversation, adopt, capture, read, write
+from kvcache_engine.tokenizer import Tokenizer
 from ml import DType
 
 from ..conftest import one_torch_thread
@@ -237,7 +237,7 @@ def test_a_write_that_fails_leaves_the_file_of_before(
     def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvcache.runner.saved.os.fsync", fail)
+    monkeypatch.setattr("kvcache_engine.saved.os.fsync", fail)
     with pytest.raises(ConversationError, match=r"c\.kv: cannot be written \(No space left on device\)"):
         write(path, saved)
     assert path.read_bytes() == b"before"
@@ -280,7 +280,7 @@ def test_load_prints_the_text_of_an_uninterrupted_run(
     if not {info.name: info for info in ml.available_backends()}[backend].available:
         pytest.skip(f"{backend} cannot run here")
     path, warmed = tmp_path / "noah.kv", []
-    monkeypatch.setattr("kvcache.command.saved.warm_up", lambda backend: warmed.append(backend.name))
+    monkeypatch.setattr("kvcache_engine.command.saved.warm_up", lambda backend: warmed.append(backend.name))
     first = run("save", "--prompt", PROMPT, "--max-tokens", 10, "--out", path, "--backend", "numpy")
     assert first.exit_code == 0, first.stderr
     assert first.stdout.startswith(uninterrupted(PROMPT, 10) + "\n")

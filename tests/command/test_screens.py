@@ -15,9 +15,9 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from kvcache.command.progress import Bars, draws
-from kvcache.command.screen import LiveScreen, PlainScreen, Totals
-from kvcache.runner.requests import Event, Finished, Prefilled, Started, Statistics, Token
+from kvcache_engine.command.progress import Bars, draws
+from kvcache_engine.command.screen import LiveScreen, PlainScreen, Totals
+from kvcache_engine.requests import Event, Finished, Prefilled, Started, Statistics, Token
 
 from .cli_terminal import CTRL_C, CTRL_D, Terminal, drawn, drive
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 import ml
-from kvcache.runner.rank import RanksError
-from kvcache.runner.ranks import run_ranks
+from kvcache_engine.rank import RanksError
+from kvcache_engine.ranks import run_ranks
 
 from ..engine import local_launcher
 from ..engine.test_tensor_parallel import engine
@@ -29,7 +29,7 @@ __all__ = ["engine"]
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 
 LIMIT = 6.0
-GENERATE = [sys.executable, "-m", "kvcache", "generate", "--dtype", "f32"]
+GENERATE = [sys.executable, "-m", "kvcache_engine", "generate", "--dtype", "f32"]
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def started(engine: str, program: str, job: bytes) -> None:
 ALONE = """
 import os, pathlib, sys, time
 import ml
-from kvcache.runner.rank import job_of_rank, leave
+from kvcache_engine.rank import job_of_rank, leave
 name, folder, *ways = job_of_rank().decode().split(":")
 there = pathlib.Path(folder, "told")
 backend = ml.open_backend(name)
@@ -292,7 +292,7 @@ def test_an_operation_raises_when_another_rank_is_late_or_gives_up_or_has_ended(
 CUT = """
 import os, sys, time
 import ml
-from kvcache.runner.rank import job_of_rank, leave
+from kvcache_engine.rank import job_of_rank, leave
 job_of_rank()
 backend = ml.open_backend("mlx")
 group = backend.distributed(timeout=20.0 if os.environ["RANK"] == "0" else 2.0)

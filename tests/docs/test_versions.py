@@ -18,7 +18,18 @@ def oldest() -> dict[str, str]:
 def admitted() -> dict[str, set[str]]:
     """The lower bounds of what users install, by package."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    users = ("cli", "gguf", "torch", "mlx", "mlx-cuda12", "mlx-cuda13", "disk", "server", "plots", "testing")
+    users = (
+        "engine",
+        "gguf",
+        "torch",
+        "mlx",
+        "mlx-cuda12",
+        "mlx-cuda13",
+        "disk",
+        "server",
+        "plots",
+        "testing",
+    )
     extras = project["optional-dependencies"]
     found: dict[str, set[str]] = {}
     for line in [*project["dependencies"], *(line for extra in users for line in extras[extra])]:

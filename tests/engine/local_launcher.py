@@ -18,7 +18,7 @@ from pathlib import Path
 from ml.distributed import free_ports
 
 LOOPBACK = "127.0.0.1"
-IMPORTS = {"torch": ("backends.torch.backend", "backends.torch.distributed"), "mlx": ("kvcache.runner",)}
+IMPORTS = {"torch": ("backends.torch.backend", "backends.torch.distributed"), "mlx": ("kvcache_engine",)}
 """What takes ranks most of the time before they begin. Of MLX itself that is nothing: each imports it."""
 
 

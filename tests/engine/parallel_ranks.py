@@ -1,4 +1,4 @@
-"""What each rank does in the tests of several processes: named checks, for ``kvcache.runner.ranks``.
+"""What each rank does in the tests of several processes: named checks, for ``kvcache_engine.ranks``.
 
 A check raises where something does not hold; its last line is what the starting test sees.
 """
@@ -21,11 +21,11 @@ import pytest
 
 import ml
 from kvcache.cache import Batch
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, Generator, load_model
-from kvcache.runner.fingerprint import model_identity
-from kvcache.runner.parallel import join, of_all
-from kvcache.runner.rank import LOST, job_of_rank, leave
 from kvcache.stores import FileStore
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, Generator, load_model
+from kvcache_engine.fingerprint import model_identity
+from kvcache_engine.parallel import join, of_all
+from kvcache_engine.rank import LOST, job_of_rank, leave
 from ml import DType
 
 Job = dict[str, Any]

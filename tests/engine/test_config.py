@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import ml
-from kvcache.runner.config import ModelConfig
-from kvcache.runner.errors import ModelError, RunnerError
-from kvcache.runner.loading import load_config
-from kvcache.runner.models.families import parse_config
+from kvcache_engine.config import ModelConfig
+from kvcache_engine.errors import ModelError, RunnerError
+from kvcache_engine.loading import load_config
+from kvcache_engine.models.families import parse_config
 from ml.nn import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
 LLAMA: dict[str, Any] = {

@@ -18,18 +18,18 @@ import pytest
 
 import ml
 from kvcache import Batch, CausalCache, HostTier
-from kvcache.runner.device_map import open_on_devices, parse_devices
-from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.generate import Generator
-from kvcache.runner.loading import bundled_model, load_config, load_model
-from kvcache.runner.memory import available_bytes
-from kvcache.runner.models.families import FAMILIES, family_of
-from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.saved import adopt, capture
-from kvcache.runner.tokenizer import Tokenizer
 from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.snapshots.snapshot import EncoderSnapshot
 from kvcache.stores import MemoryStore
+from kvcache_engine.device_map import open_on_devices, parse_devices
+from kvcache_engine.engine import Engine, EngineOptions
+from kvcache_engine.generate import Generator
+from kvcache_engine.loading import bundled_model, load_config, load_model
+from kvcache_engine.memory import available_bytes
+from kvcache_engine.models.families import FAMILIES, family_of
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.saved import adopt, capture
+from kvcache_engine.tokenizer import Tokenizer
 
 from ..rigs import cupy_double
 from ..rigs.small_models import KINDS
@@ -428,9 +428,9 @@ def run(*arguments: object) -> Any:
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 
-    import kvcache.command.main
+    import kvcache_engine.command.main
 
-    return CliRunner().invoke(kvcache.command.main.app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(kvcache_engine.command.main.app, [str(argument) for argument in arguments])
 
 
 def test_generate_takes_devices_and_prints_the_same() -> None:

@@ -20,19 +20,19 @@ import ml
 from kvcache import CacheFullError, ClosedError, HostTier, PrefixCache, Session
 from kvcache.caches import branches
 from kvcache.prefix.retention import Retention, TokenRange
-from kvcache.runner.drafts import prompt_lookup
-from kvcache.runner.engine import Engine, EngineOptions, Failed, Request
-from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError
-from kvcache.runner.fingerprint import files_digest, model_identity
-from kvcache.runner.generate import Generator
-from kvcache.runner.loading import load_model
-from kvcache.runner.options import SpeculativeOptions
-from kvcache.runner.request_state import RequestState
-from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Started, Token
-from kvcache.runner.sampling import Sampler
-from kvcache.runner.scheduler import Part
-from kvcache.runner.tokenizer import Tokenizer
-from kvcache.stores import MemoryStore
+from kvcache.stores import MemoryStore, files_digest
+from kvcache_engine.drafts import prompt_lookup
+from kvcache_engine.engine import Engine, EngineOptions, Failed, Request
+from kvcache_engine.errors import CapacityError, ModelError, RequestError, RunnerError
+from kvcache_engine.fingerprint import model_identity
+from kvcache_engine.generate import Generator
+from kvcache_engine.loading import load_model
+from kvcache_engine.options import SpeculativeOptions
+from kvcache_engine.request_state import RequestState
+from kvcache_engine.requests import Finished, GenerationOptions, Prefilled, Started, Token
+from kvcache_engine.sampling import Sampler
+from kvcache_engine.scheduler import Part
+from kvcache_engine.tokenizer import Tokenizer
 
 Make = Callable[..., Path]
 

@@ -10,9 +10,9 @@ import pytest
 
 import kvcache
 import ml
-from kvcache.runner.errors import ModelError
-from kvcache.runner.models import gemma3n
-from kvcache.runner.models.families import parse_config
+from kvcache_engine.errors import ModelError
+from kvcache_engine.models import gemma3n
+from kvcache_engine.models.families import parse_config
 
 from ..rigs.model_passes import close, prompt
 from .test_models import LENGTH, backend, expected_logits, feed, folders, models, new_cache, peer

@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 import kvcache
 import ml
 from kvcache import Session
-from kvcache.runner.errors import CapacityError, ModelError, RequestError, RunnerError, TextTooLongError
-from kvcache.runner.generate import Generator
-from kvcache.runner.loading import load_model
-from kvcache.runner.memory import cache_bytes, check_memory
-from kvcache.runner.options import EngineOptions, SpeculativeOptions
-from kvcache.runner.request_state import StopStrings
-from kvcache.runner.requests import Finished, GenerationOptions, Prefilled, Token
-from kvcache.runner.tokenizer import Tokenizer
 from kvcache.storage.sizes import bytes_text
+from kvcache_engine.errors import CapacityError, ModelError, RequestError, RunnerError, TextTooLongError
+from kvcache_engine.generate import Generator
+from kvcache_engine.loading import load_model
+from kvcache_engine.memory import cache_bytes, check_memory
+from kvcache_engine.options import EngineOptions, SpeculativeOptions
+from kvcache_engine.request_state import StopStrings
+from kvcache_engine.requests import Finished, GenerationOptions, Prefilled, Token
+from kvcache_engine.tokenizer import Tokenizer
 
 Make = Callable[..., Path]
 

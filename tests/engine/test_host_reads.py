@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
-from kvcache.runner.drafts import ModelDraft
-from kvcache.runner.options import SpeculativeOptions
 from kvcache.testing.rigs.protocol import only_protocol
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, load_model
+from kvcache_engine.drafts import ModelDraft
+from kvcache_engine.options import SpeculativeOptions
 
 from .test_models import peer
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.runner.checkpoints.source import existing_model_path, is_hub_name
-from kvcache.runner.errors import ModelError
-from kvcache.runner.loading import load_config
-from kvcache.runner.tokenizer import Tokenizer
+from kvcache_engine.checkpoints.source import existing_model_path, is_hub_name
+from kvcache_engine.errors import ModelError
+from kvcache_engine.loading import load_config
+from kvcache_engine.tokenizer import Tokenizer
 
 hub = pytest.importorskip("huggingface_hub")
 Make = Callable[..., Path]

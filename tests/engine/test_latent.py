@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import kvcache
-from kvcache.runner.engine import Engine
-from kvcache.runner.generate import Generator
-from kvcache.runner.memory import cache_bytes
-from kvcache.runner.models import indexer
-from kvcache.runner.options import EngineOptions
-from kvcache.runner.requests import GenerationOptions
 from kvcache.snapshots.layer_shapes import layers_of_cache
 from kvcache.storage.layer_shape import ExtraSpec, LayerShape
 from kvcache.stores.file import FileStore
+from kvcache_engine.engine import Engine
+from kvcache_engine.generate import Generator
+from kvcache_engine.memory import cache_bytes
+from kvcache_engine.models import indexer
+from kvcache_engine.options import EngineOptions
+from kvcache_engine.requests import GenerationOptions
 from ml import DType
 
 from ..rigs.model_passes import close, prompt

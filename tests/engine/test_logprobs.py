@@ -11,7 +11,7 @@ import pytest
 
 import ml
 from kvcache import Batch, CausalCache
-from kvcache.runner import (
+from kvcache_engine import (
     Engine,
     EngineOptions,
     Finished,
@@ -22,7 +22,7 @@ from kvcache.runner import (
     bundled_model,
     load_model,
 )
-from kvcache.runner.options import SpeculativeOptions
+from kvcache_engine.options import SpeculativeOptions
 from ml import nn
 
 from ..rigs.each_backend import host_and_tensors

@@ -20,13 +20,13 @@ import pytest
 
 import kvcache
 import ml
-from kvcache.runner.checkpoints.weights import open_weights
-from kvcache.runner.errors import ModelError, RequestError
-from kvcache.runner.generate import Generator
-from kvcache.runner.loading import load_config, load_model
-from kvcache.runner.models.families import FAMILIES, SUPPORTED_ARCHITECTURES, family_of, parse_config
-from kvcache.runner.options import EngineOptions
-from kvcache.runner.requests import GenerationOptions
+from kvcache_engine.checkpoints.weights import open_weights
+from kvcache_engine.errors import ModelError, RequestError
+from kvcache_engine.generate import Generator
+from kvcache_engine.loading import load_config, load_model
+from kvcache_engine.models.families import FAMILIES, SUPPORTED_ARCHITECTURES, family_of, parse_config
+from kvcache_engine.options import EngineOptions
+from kvcache_engine.requests import GenerationOptions
 from ml import DType
 
 from ..rigs.each_backend import each_backend, runnable

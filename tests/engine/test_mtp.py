@@ -14,16 +14,16 @@ import pytest
 import ml
 from kvcache import Batch
 from kvcache.caches import branches
-from kvcache.runner.drafts import prompt_lookup
-from kvcache.runner.engine import Engine
-from kvcache.runner.errors import ModelError, RequestError
-from kvcache.runner.fingerprint import model_identity
-from kvcache.runner.generate import Generator
-from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.models.mtp import TAIL
-from kvcache.runner.mtp import MTPDraft
-from kvcache.runner.options import EngineOptions, SpeculativeOptions
-from kvcache.runner.requests import GenerationOptions
+from kvcache_engine.drafts import prompt_lookup
+from kvcache_engine.engine import Engine
+from kvcache_engine.errors import ModelError, RequestError
+from kvcache_engine.fingerprint import model_identity
+from kvcache_engine.generate import Generator
+from kvcache_engine.loading import bundled_model, load_model
+from kvcache_engine.models.mtp import TAIL
+from kvcache_engine.mtp import MTPDraft
+from kvcache_engine.options import EngineOptions, SpeculativeOptions
+from kvcache_engine.requests import GenerationOptions
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch")

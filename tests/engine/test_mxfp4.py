@@ -10,10 +10,10 @@ import pytest
 
 import ml
 from kvcache import Batch
-from kvcache.runner import load_model
-from kvcache.runner.checkpoints.weights import open_weights
-from kvcache.runner.errors import ModelError
-from kvcache.runner.loading import load_config
+from kvcache_engine import load_model
+from kvcache_engine.checkpoints.weights import open_weights
+from kvcache_engine.errors import ModelError
+from kvcache_engine.loading import load_config
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvcache.prefix.break_even import BreakEven, Link
-from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.errors import RequestError
-from kvcache.runner.requests import Finished, GenerationOptions, Started
 from kvcache.stores import MemoryStore
+from kvcache_engine.engine import Engine, EngineOptions
+from kvcache_engine.errors import RequestError
+from kvcache_engine.requests import Finished, GenerationOptions, Started
 
 from ..kvcache.prefix.rigs.stores import GatedStore
 from .test_engine import engine_of, reference, run, tokens_of

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ml
-from kvcache.runner.errors import RunnerError
-from kvcache.runner.rank import LATE, LOST, Limits, RanksError, exit_code
-from kvcache.runner.ranks import run_ranks
+from kvcache_engine.errors import RunnerError
+from kvcache_engine.rank import LATE, LOST, Limits, RanksError, exit_code
+from kvcache_engine.ranks import run_ranks
 
 from . import local_launcher
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "WUNTRACED"), reason="starts ran
 TIMEOUTS = st.floats(0.1, 3600.0)
 RANK = """
 import os, pathlib, signal, sys, time
-from kvcache.runner.rank import LATE, LOST, job_of_rank, leave
+from kvcache_engine.rank import LATE, LOST, job_of_rank, leave
 job, rank = job_of_rank().decode(), int(os.environ["RANK"])
 there = pathlib.Path(job.split()[0])
 (there / str(rank)).write_text(f"{os.getpid()} {os.environ['WORLD_SIZE']}")
@@ -41,7 +41,7 @@ def wait(name):
 
 
 def launcher(size: int) -> list[str]:
-    return local_launcher.launcher(size, "kvcache.runner.rank")
+    return local_launcher.launcher(size, "kvcache_engine.rank")
 
 
 def run(program: str, folder: Path, size: int = 2, timeout: float = 5.0, job: str = "") -> None:
@@ -137,7 +137,7 @@ def test_ranks_end_when_their_starter_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "start.py"
     command = [sys.executable, "-P", "-c", RANK + "time.sleep(60)"]
     script.write_text(
-        "from kvcache.runner.ranks import run_ranks\n"
+        "from kvcache_engine.ranks import run_ranks\n"
         f"run_ranks({launcher(2)!r}, {command!r}, 2, {str(tmp_path).encode()!r}, 5.0)\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -18,11 +18,11 @@ import pytest
 import ml
 from kvcache.cache import CacheFullError, SequenceLostError
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
-from kvcache.runner.errors import RunnerError
-from kvcache.runner.options import SpeculativeOptions
-from kvcache.runner.saved import ConversationError, adopt, capture, read, write
 from kvcache.stores import FileStore
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, load_model
+from kvcache_engine.errors import RunnerError
+from kvcache_engine.options import SpeculativeOptions
+from kvcache_engine.saved import ConversationError, adopt, capture, read, write
 
 from ..backends import thread_ranks
 from ..rigs import small_models

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.runner.models.recurrences import (
+from kvcache_engine.models.recurrences import (
     chunk_masks,
     chunk_size,
     gated_delta_rule,

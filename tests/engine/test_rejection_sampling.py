@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.runner.config import ModelConfig
-from kvcache.runner.drafts import ModelDraft, Proposal
-from kvcache.runner.engine import Engine
-from kvcache.runner.errors import RequestError
-from kvcache.runner.generate import Generator
-from kvcache.runner.loading import bundled_model, load_config
-from kvcache.runner.options import EngineOptions, SpeculativeOptions
-from kvcache.runner.requests import Finished, GenerationOptions
-from kvcache.runner.sampling import Choice, Proposed, Sampler
+from kvcache_engine.config import ModelConfig
+from kvcache_engine.drafts import ModelDraft, Proposal
+from kvcache_engine.engine import Engine
+from kvcache_engine.errors import RequestError
+from kvcache_engine.generate import Generator
+from kvcache_engine.loading import bundled_model, load_config
+from kvcache_engine.options import EngineOptions, SpeculativeOptions
+from kvcache_engine.requests import Finished, GenerationOptions
+from kvcache_engine.sampling import Choice, Proposed, Sampler
 from ml import nn
 
 from ..rigs.each_backend import host_and_tensors, runnable

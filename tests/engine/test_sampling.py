@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import ml
-from kvcache.runner.errors import RunnerError
-from kvcache.runner.sampling import Choice, Sampler
+from kvcache_engine.errors import RunnerError
+from kvcache_engine.sampling import Choice, Sampler
 from ml import nn
 from ml.selection import largest
 

@@ -12,7 +12,7 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch, CausalCache, ChunkedCache, SlidingWindowCache
-from kvcache.runner import Llama, load_model
+from kvcache_engine import Llama, load_model
 from ml import DType, nn
 
 CAPACITY, KEEP, DROPPED = 40, 4, 18

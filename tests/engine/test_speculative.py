@@ -19,13 +19,13 @@ import kvcache
 import ml
 from kvcache.caches import branches
 from kvcache.caches.wrapper import unwrapped
-from kvcache.runner.drafts import Draft, ModelDraft, prompt_lookup
-from kvcache.runner.errors import RequestError
-from kvcache.runner.generate import Generator
-from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.options import EngineOptions, SpeculativeOptions
-from kvcache.runner.requests import Finished, GenerationOptions
-from kvcache.runner.tokenizer import Tokenizer
+from kvcache_engine.drafts import Draft, ModelDraft, prompt_lookup
+from kvcache_engine.errors import RequestError
+from kvcache_engine.generate import Generator
+from kvcache_engine.loading import bundled_model, load_model
+from kvcache_engine.options import EngineOptions, SpeculativeOptions
+from kvcache_engine.requests import Finished, GenerationOptions
+from kvcache_engine.tokenizer import Tokenizer
 
 COUNT = 20
 PROMPT = 13

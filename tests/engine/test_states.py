@@ -15,10 +15,10 @@ import kvcache
 import ml
 from kvcache import Batch
 from kvcache.caches import branches
-from kvcache.runner.engine import Engine
-from kvcache.runner.generate import Generator
-from kvcache.runner.options import EngineOptions, SpeculativeOptions
-from kvcache.runner.requests import GenerationOptions
+from kvcache_engine.engine import Engine
+from kvcache_engine.generate import Generator
+from kvcache_engine.options import EngineOptions, SpeculativeOptions
+from kvcache_engine.requests import GenerationOptions
 
 from ..rigs.model_passes import close, prompt, run
 from .test_models import (

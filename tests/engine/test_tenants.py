@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvcache import HostTier
-from kvcache.runner.engine import Engine
-from kvcache.runner.errors import RequestError
-from kvcache.runner.requests import Finished, GenerationOptions
+from kvcache_engine.engine import Engine
+from kvcache_engine.errors import RequestError
+from kvcache_engine.requests import Finished, GenerationOptions
 
 from ..kvcache.prefix.rigs.stores import FlakyStore
 from .test_engine import GREEDY, engine_of, reference, run, tokens_of

@@ -16,7 +16,7 @@ import pytest
 
 import ml
 from kvcache.cache import Batch, CacheFullError
-from kvcache.runner import (
+from kvcache_engine import (
     EngineOptions,
     GenerationOptions,
     Generator,
@@ -25,13 +25,13 @@ from kvcache.runner import (
     bundled_model,
     load_model,
 )
-from kvcache.runner.checkpoints.weights import open_weights
-from kvcache.runner.config import ModelConfig
-from kvcache.runner.loading import load_config
-from kvcache.runner.models.families import FAMILIES, expected_shapes, family_of, parameter_count
-from kvcache.runner.parallel import device_of_rank, failed_elsewhere, join, share_of, sizes_of
-from kvcache.runner.rank import RanksError
-from kvcache.runner.ranks import run_ranks
+from kvcache_engine.checkpoints.weights import open_weights
+from kvcache_engine.config import ModelConfig
+from kvcache_engine.loading import load_config
+from kvcache_engine.models.families import FAMILIES, expected_shapes, family_of, parameter_count
+from kvcache_engine.parallel import device_of_rank, failed_elsewhere, join, share_of, sizes_of
+from kvcache_engine.rank import RanksError
+from kvcache_engine.ranks import run_ranks
 from ml.distributed import free_ports, launched
 
 from ..rigs import small_models

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.runner.loading import bundled_model
-from kvcache.runner.tokenizer import Tokenizer
 from kvcache.stores import MemoryStore, open_store
 from kvcache.testing.servers import ValkeyServer
+from kvcache_engine.loading import bundled_model
+from kvcache_engine.tokenizer import Tokenizer
 
 pytest.importorskip("valkey")
 pytest.importorskip("xxhash")

@@ -14,14 +14,14 @@ from safetensors.numpy import load_file, save_file
 
 import kvcache
 import ml
-from kvcache.runner.checkpoints.gguf import half_split_rows
-from kvcache.runner.checkpoints.gguf_vocab import merges_from_scores
-from kvcache.runner.checkpoints.weights import open_weights
-from kvcache.runner.errors import ModelError
-from kvcache.runner.generate import Generator
-from kvcache.runner.loading import bundled_model, check_weights, load_config, load_model
-from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.tokenizer import Tokenizer
+from kvcache_engine.checkpoints.gguf import half_split_rows
+from kvcache_engine.checkpoints.gguf_vocab import merges_from_scores
+from kvcache_engine.checkpoints.weights import open_weights
+from kvcache_engine.errors import ModelError
+from kvcache_engine.generate import Generator
+from kvcache_engine.loading import bundled_model, check_weights, load_config, load_model
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
 Make = Callable[..., Path]

@@ -11,9 +11,9 @@ import pytest
 
 import kvcache
 import ml
-from kvcache.runner.errors import ModelError, RequestError
-from kvcache.runner.models.families import FAMILIES
-from kvcache.runner.models.whisper import Whisper, make_cache
+from kvcache_engine.errors import ModelError, RequestError
+from kvcache_engine.models.families import FAMILIES
+from kvcache_engine.models.whisper import Whisper, make_cache
 from ml import DType
 
 from ..rigs.each_backend import runnable

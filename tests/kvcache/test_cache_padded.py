@@ -12,12 +12,12 @@ from typing import Any
 
 import ml
 from backends.numpy.backend import NumpyBackend
-from kvcache.runner.generate import Generator
-from kvcache.runner.loading import load_model
-from kvcache.runner.options import EngineOptions
-from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.tokenizer import Tokenizer
 from kvcache.testing import CacheTests
+from kvcache_engine.generate import Generator
+from kvcache_engine.loading import load_model
+from kvcache_engine.options import EngineOptions
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.tokenizer import Tokenizer
 from ml.testing import BackendTests
 
 from ..rigs.each_backend import opener

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import ml
-from kvcache.runner.generate import Generator
-from kvcache.runner.loading import load_model
-from kvcache.runner.options import EngineOptions
-from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.tokenizer import Tokenizer
+from kvcache_engine.generate import Generator
+from kvcache_engine.loading import load_model
+from kvcache_engine.options import EngineOptions
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.tokenizer import Tokenizer
 
 OpenAny = Callable[[str], AbstractContextManager[ml.Backend]]
 

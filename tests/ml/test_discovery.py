@@ -178,7 +178,7 @@ def test_the_command_shows_all_of_them(tmp_path: Path) -> None:
     pytest.importorskip("typer")
     hide(tmp_path, "torch", "cupy")
     install(tmp_path, "whole", "probe", "missing", "absent", "open", "memory")
-    done = run(tmp_path, "-m", "kvcache", "backends")
+    done = run(tmp_path, "-m", "kvcache_engine", "backends")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for shown in (
@@ -202,7 +202,7 @@ def test_the_command_tells_all_of_it_as_json(tmp_path: Path) -> None:
     pytest.importorskip("typer")
     hide(tmp_path, "torch", "cupy")
     install(tmp_path, "whole", "open", "missing")
-    done = run(tmp_path, "-m", "kvcache", "backends", "--json")
+    done = run(tmp_path, "-m", "kvcache_engine", "backends", "--json")
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     whole = rows["whole"]
     assert whole["capabilities"] == ["SupportsCacheConfig"]

@@ -182,6 +182,17 @@ def test_a_project_with_a_backend_runs_the_suites_as_its_own_tests(project: Proj
 def test_the_command_runs_the_suites_where_a_project_has_names_of_ours(project: Project) -> None:
     pytest.importorskip("typer")
     folder = project("ml, a package")
-    start = ["-P", "-m", "kvcache", "conformance", "--backend", "numpy", "--suite", "ml", "-k", "outlive"]
+    start = [
+        "-P",
+        "-m",
+        "kvcache_engine",
+        "conformance",
+        "--backend",
+        "numpy",
+        "--suite",
+        "ml",
+        "-k",
+        "outlive",
+    ]
     done = run(folder, *start)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -115,7 +115,7 @@ class Shell:
             return self._bash(text)
         from typer.testing import CliRunner
 
-        from kvcache.command.main import app
+        from kvcache_engine.command.main import app
 
         given = self._bash(plain["source"])[1] if plain["source"] else f"{plain['text'] or ''}\n"
         with contextlib.chdir(self.folder):

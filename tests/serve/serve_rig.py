@@ -23,11 +23,11 @@ import httpx
 import openai
 
 import ml
-from kvcache.runner.engine import Engine, EngineOptions, Tier
-from kvcache.runner.loading import bundled_model, load_model
-from kvcache.runner.tokenizer import Tokenizer
-from kvcache.serve import ServeOptions, Worker, make_app, template_of
-from kvcache.serve.running import Server, configured
+from kvcache_engine.engine import Engine, EngineOptions, Tier
+from kvcache_engine.loading import bundled_model, load_model
+from kvcache_engine.serve import ServeOptions, Worker, make_app, template_of
+from kvcache_engine.serve.running import Server, configured
+from kvcache_engine.tokenizer import Tokenizer
 
 __all__ = ["NAME", "PROMPT", "Gate", "Serving", "app_of", "asked_in_process", "gated", "opened", "served",
            "until"]  # fmt: skip

@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from kvcache.runner.engine import EngineOptions
-from kvcache.runner.errors import RequestError
-from kvcache.serve import ServeOptions
-from kvcache.serve.connections import Shedding, descriptors
+from kvcache_engine.engine import EngineOptions
+from kvcache_engine.errors import RequestError
+from kvcache_engine.serve import ServeOptions
+from kvcache_engine.serve.connections import Shedding, descriptors
 
 from .serve_rig import PROMPT, Serving, asked_in_process, served, until
 
@@ -151,7 +151,7 @@ def test_a_client_of_http_1_0_has_no_host(serving: Serving) -> None:
 def test_what_it_listens_on_says_which_names_it_has(
     monkeypatch: pytest.MonkeyPatch, listening: str, host: str, served: bool
 ) -> None:
-    from kvcache.serve.guard import HostGuard, hosts_of
+    from kvcache_engine.serve.guard import HostGuard, hosts_of
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -296,7 +296,7 @@ def test_connections_leave_descriptors_for_stores(monkeypatch: pytest.MonkeyPatc
 CROWDED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from kvcache.command.main import main
+from kvcache_engine.command.main import main
 main()
 """
 

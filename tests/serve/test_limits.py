@@ -18,11 +18,11 @@ pytest.importorskip("starlette")
 
 import httpx
 
-from kvcache.runner.engine import EngineOptions
-from kvcache.runner.options import SpeculativeOptions
-from kvcache.serve import ServeOptions, Worker
-from kvcache.serve.worker import Stopped
 from kvcache.stores import MemoryStore
+from kvcache_engine.engine import EngineOptions
+from kvcache_engine.options import SpeculativeOptions
+from kvcache_engine.serve import ServeOptions, Worker
+from kvcache_engine.serve.worker import Stopped
 
 from .serve_rig import PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
 

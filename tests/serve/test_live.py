@@ -14,11 +14,11 @@ pytest.importorskip("prometheus_client")
 
 from rich.console import Console
 
-from kvcache.command.live import EngineBoard, EnginePicture, watching
-from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.requests import GenerationOptions
-from kvcache.serve import Worker
-from kvcache.serve.worker import Ticket
+from kvcache_engine.command.live import EngineBoard, EnginePicture, watching
+from kvcache_engine.engine import Engine, EngineOptions
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.serve import Worker
+from kvcache_engine.serve.worker import Ticket
 
 from ..command.cli_rig import run
 from .serve_rig import PROMPT, app_of, asked_in_process, opened

@@ -18,9 +18,9 @@ pytest.importorskip("prometheus_client")
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvcache.runner.engine import EngineOptions
-from kvcache.runner.requests import GenerationOptions
-from kvcache.serve import ServeOptions
+from kvcache_engine.engine import EngineOptions
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.serve import ServeOptions
 
 from .serve_rig import Serving, opened, served, until
 

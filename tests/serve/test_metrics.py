@@ -17,13 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache.prefix.eviction_queue import TenantBudget
 from kvcache.prefix.tiers import HostTier
-from kvcache.runner.drafts import ModelDraft
-from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.loading import bundled_model
-from kvcache.runner.options import SpeculativeOptions
-from kvcache.runner.tokenizer import Tokenizer
-from kvcache.serve import ServeOptions, Worker
 from kvcache.stores import MemoryStore, StoreUnavailableError
+from kvcache_engine.drafts import ModelDraft
+from kvcache_engine.engine import Engine, EngineOptions
+from kvcache_engine.loading import bundled_model
+from kvcache_engine.options import SpeculativeOptions
+from kvcache_engine.serve import ServeOptions, Worker
+from kvcache_engine.tokenizer import Tokenizer
 
 from .serve_rig import NAME, PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
 

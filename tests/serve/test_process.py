@@ -20,9 +20,9 @@ pytest.importorskip("openai")
 
 import openai
 
-from kvcache.runner.engine import EngineOptions
-from kvcache.runner.requests import GenerationOptions
 from kvcache.stores import open_store
+from kvcache_engine.engine import EngineOptions
+from kvcache_engine.requests import GenerationOptions
 
 from ..command.cli_held import KVCACHE, piped
 from .serve_rig import PROMPT, opened, until
@@ -136,7 +136,7 @@ def test_a_router_hears_which_prefixes_are_kept() -> None:
 
 WITHOUT = """
 import sys
-from kvcache.command.main import main
+from kvcache_engine.command.main import main
 for missing in ("starlette", "uvicorn"):
     sys.modules[missing] = None
     try:
@@ -144,7 +144,7 @@ for missing in ("starlette", "uvicorn"):
     except SystemExit as ended:
         assert ended.code == 1
     del sys.modules[missing]
-    for name in [name for name in sys.modules if name.startswith("kvcache.serve")]:
+    for name in [name for name in sys.modules if name.startswith("kvcache_engine.serve")]:
         del sys.modules[name]
 """
 

@@ -1,4 +1,4 @@
-"""kvcache.serve: OpenAI's own client over loopback, against the bundled model."""
+"""kvcache_engine.serve: OpenAI's own client over loopback, against the bundled model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ import httpx
 import openai
 
 import ml
-from kvcache.runner.engine import Engine, EngineOptions, Failed
-from kvcache.runner.loading import bundled_model
-from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.tokenizer import Tokenizer
-from kvcache.serve import ServeOptions, Worker, make_app, template_of
+from kvcache_engine.engine import Engine, EngineOptions, Failed
+from kvcache_engine.loading import bundled_model
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.serve import ServeOptions, Worker, make_app, template_of
+from kvcache_engine.tokenizer import Tokenizer
 
 from .serve_rig import NAME, PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
 

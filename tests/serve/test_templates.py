@@ -1,4 +1,4 @@
-"""kvcache.serve: prompts by a model's own chat template, as transformers makes them."""
+"""kvcache_engine.serve: prompts by a model's own chat template, as transformers makes them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("jinja2")
 pytest.importorskip("starlette")
 
-from kvcache.runner.errors import ModelError
-from kvcache.serve import template_of
-from kvcache.serve.errors import ApiError
+from kvcache_engine.errors import ModelError
+from kvcache_engine.serve import template_of
+from kvcache_engine.serve.errors import ApiError
 
 USER = [{"role": "user", "content": "And God said"}]
 

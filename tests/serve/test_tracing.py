@@ -20,11 +20,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
 from kvcache.prefix.tiers import HostTier
-from kvcache.runner.engine import EngineOptions
-from kvcache.runner.loading import bundled_model
-from kvcache.runner.tokenizer import Tokenizer
-from kvcache.serve import ServeOptions, Worker
 from kvcache.stores import MemoryStore
+from kvcache_engine.engine import EngineOptions
+from kvcache_engine.loading import bundled_model
+from kvcache_engine.serve import ServeOptions, Worker
+from kvcache_engine.tokenizer import Tokenizer
 
 from .serve_rig import NAME, PROMPT, app_of, asked_in_process, gated, opened, served, until
 
@@ -233,6 +233,7 @@ def test_without_opentelemetry_the_server_answers_and_none_of_it_is_imported(
     assert ask(worker).json()["usage"]["completion_tokens"] == 4
     assert not exporter.get_finished_spans()
     code = (
-        "import sys, kvcache.serve; sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
+        "import sys, kvcache_engine.serve\n"
+        "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

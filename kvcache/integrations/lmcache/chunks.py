@@ -11,9 +11,7 @@ import numpy as np
 
 from kvcache.integrations.model_folder import model_folder
 from kvcache.integrations.open_stores import check_number, parse_options
-from kvcache.runner.errors import ModelError
-from kvcache.runner.fingerprint import files_digest
-from kvcache.stores import SerializedSnapshot, SnapshotCorruptError
+from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, UnknownModelError, files_digest
 from kvcache.stores.composing import digest_of
 
 __all__ = ["ChunkShape", "ConnectorOptions", "chunk_key", "identity_of_model"]
@@ -51,11 +49,11 @@ class ConnectorOptions:
 def identity_of_model(name: str) -> dict[str, Any]:
     """A digest of the files of a model, by its folder or its name on the hub.
 
-    Raises ModelError where they are not here.
+    Raises UnknownModelError where they are not here.
     """
     folder = model_folder(name)
     if folder is None:
-        raise ModelError(
+        raise UnknownModelError(
             f"KVStoreConnector: no files tell which weights {name!r} has; name them in extra_config: "
             f"{PREFIX}identity: {{model: ..., weights: ...}}"
         )

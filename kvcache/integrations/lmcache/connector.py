@@ -40,8 +40,8 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
     A chunk that no store has, or that is damaged, is a miss, and is computed again. A store that is out of
     reach is left alone for a while.
 
-    Raises InvalidRangeError for an unknown option, StoreError where a store does not open, ModelError where
-    nothing tells which weights are loaded.
+    Raises InvalidRangeError for an unknown option, StoreError where a store does not open,
+    UnknownModelError where nothing tells which weights are loaded.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 from kvcache.integrations.model_folder import model_folder, weights_digest
 from kvcache.integrations.sglang.options import WHERE
-from kvcache.runner.errors import ModelError
-from kvcache.runner.fingerprint import files_digest
+from kvcache.stores import UnknownModelError, files_digest
 
 __all__ = ["identity_of_server", "share_of"]
 
@@ -24,7 +23,7 @@ def identity_of_server(args: Any, adapters: Sequence[Any] = ()) -> dict[str, Any
     """JSON-able: a digest of the model's files, and what else ``ServerArgs`` say about its K and V.
 
     So is a digest of each of the LoRA ``adapters``: SGLang tells them apart by names and paths alone.
-    Raises ModelError where no files tell which weights are loaded.
+    Raises UnknownModelError where no files tell which weights are loaded.
     """
     dummy = args is not None and str(getattr(args, "load_format", "auto")).lower().endswith("dummy")
     path = None
@@ -51,8 +50,8 @@ def _weights(what: str, path: str, revision: str | None = None) -> str:
     return found
 
 
-def _unknown(what: str) -> ModelError:
-    return ModelError(
+def _unknown(what: str) -> UnknownModelError:
+    return UnknownModelError(
         f"HiCacheStore: no files tell which weights {what} has; name them in {WHERE}: "
         '"identity": {"model": ..., "weights": ...}'
     )

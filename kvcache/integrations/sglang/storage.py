@@ -46,8 +46,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     SGLang calls it from threads of its own, which look up, read and write. A page that no store has, or that
     is damaged, has failed, and SGLang computes it. A store that is out of reach is left alone for a while.
 
-    Raises InvalidRangeError for an unknown option, StoreError where a store does not open, ModelError where
-    nothing tells which weights are loaded.
+    Raises InvalidRangeError for an unknown option, StoreError where a store does not open,
+    UnknownModelError where nothing tells which weights are loaded.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:

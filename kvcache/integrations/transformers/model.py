@@ -45,7 +45,7 @@ _UNLIMITED = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """A ``kvcache.runner.config.ModelSizes``: what is asked of the model's config, or was found by trying."""
+    """A ``kvcache_engine.config.ModelSizes``: what is asked of the model's config, or was found by trying."""
 
     vocab_size: int
     max_positions: int

@@ -8,7 +8,6 @@ from typing import Any
 
 import ml
 from kvcache import InvalidRangeError, NotSupportedError, ShiftFunction
-from kvcache.runner.rope_config import parse_rope
 from ml import nn
 
 __all__ = ["check_rotation", "rope_shift", "rotation_limit"]
@@ -75,5 +74,5 @@ def _layer(config: Any, i: int) -> Callable[..., ml.Tensor] | None:
     types = getattr(config, "layer_types", None)
     kind = "full_attention" if types is None else types[i]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    spec = parse_rope(given, head_dim, kind, partial=True)
+    spec = nn.parse_rope(given, head_dim, kind, partial=True)
     return nn.rope_shift(replace(spec, interleaved=config.model_type in _PAIRS))

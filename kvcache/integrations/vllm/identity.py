@@ -12,8 +12,7 @@ import ml
 from kvcache.cache import NotSupportedError
 from kvcache.integrations.model_folder import model_folder
 from kvcache.integrations.vllm.options import ConnectorOptions
-from kvcache.runner.errors import ModelError
-from kvcache.runner.fingerprint import identity_of
+from kvcache.stores import UnknownModelError, identity_of
 
 __all__ = ["SHARED", "check_config", "identity_of_config", "settings_of"]
 
@@ -73,7 +72,7 @@ def _specs(spec: Any) -> Iterator[Any]:
 def identity_of_config(config: Any, options: ConnectorOptions) -> dict[str, Any]:
     """What names the model: what the options say, else a digest of its files, as ``model_identity`` has it.
 
-    Whatever else changes K and V is added. Raises ModelError where nothing tells the weights.
+    Whatever else changes K and V is added. Raises UnknownModelError where nothing tells the weights.
     """
     model = config.model_config
     more = {**_quantization(model), **_overrides(config), **_lengths(model)}
@@ -88,14 +87,16 @@ def identity_of_config(config: Any, options: ConnectorOptions) -> dict[str, Any]
 def _dtype(model: Any) -> ml.DType:
     name = str(model.dtype).removeprefix("torch.")
     if name not in _DTYPES:
-        raise ModelError(f"KVCacheConnector: a model of {name}; it must be one of {', '.join(_DTYPES)}")
+        raise NotSupportedError(
+            f"KVCacheConnector: a model of {name}; it must be one of {', '.join(_DTYPES)}"
+        )
     return _DTYPES[name]
 
 
 def _folder(model: Any, dummy: bool) -> Path:
     path = None if dummy else model_folder(model.model, model.revision)
     if path is None:
-        raise ModelError(
+        raise UnknownModelError(
             f"KVCacheConnector: no files tell which weights {model.model!r} has; name them in "
             'kv_connector_extra_config: "identity": {"model": ..., "weights": ...}'
         )
@@ -112,7 +113,9 @@ def _overrides(config: Any) -> dict[str, Any]:
     """What was set in place of what the model's files say."""
     model, images = config.model_config, config.model_config.multimodal_config
     if callable(model.hf_overrides):
-        raise ModelError("KVCacheConnector: hf_overrides is a function, which names no model; give a dict")
+        raise UnknownModelError(
+            "KVCacheConnector: hf_overrides is a function, which names no model; give a dict"
+        )
     loader = config.load_config.model_loader_extra_config
     if isinstance(loader, Mapping):
         loader = {name: value for name, value in loader.items() if name not in _HOW}

@@ -10,8 +10,14 @@ import pytest
 
 from kvcache import InvalidRangeError
 from kvcache.integrations.lmcache.chunks import ChunkShape, ConnectorOptions, identity_of_model
-from kvcache.runner.errors import ModelError
-from kvcache.stores import MemoryStore, SerializedSnapshot, SnapshotCorruptError, get_snapshot, put_snapshot
+from kvcache.stores import (
+    MemoryStore,
+    SerializedSnapshot,
+    SnapshotCorruptError,
+    UnknownModelError,
+    get_snapshot,
+    put_snapshot,
+)
 
 SHAPE = ChunkShape("KV_2LTD", ((2, 3, 8, 4), (2, 1, 8, 2)), ("bfloat16", "float16"))
 
@@ -63,7 +69,7 @@ def test_a_model_is_named_by_its_files(tmp_path: Path) -> None:
     before = identity_of_model(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"Weights")
     assert identity_of_model(str(tmp_path)) != before
-    with pytest.raises(ModelError, match="no files tell which weights 'nowhere/none' has"):
+    with pytest.raises(UnknownModelError, match="no files tell which weights 'nowhere/none' has"):
         identity_of_model("nowhere/none")
 
 

@@ -18,8 +18,7 @@ from kvcache.integrations.sglang.identity import identity_of_server, share_of
 from kvcache.integrations.sglang.options import StorageOptions
 from kvcache.integrations.sglang.page_store import PageKind, PageStore
 from kvcache.prefix.tiers import StoreTier
-from kvcache.runner.errors import ModelError
-from kvcache.stores import MemoryStore, SerializedSnapshot, StoreUnavailableError, pack
+from kvcache.stores import MemoryStore, SerializedSnapshot, StoreUnavailableError, UnknownModelError, pack
 
 PAGE, PAGES, LAYERS, WIDTH = 4, 8, 3, 5
 
@@ -166,7 +165,7 @@ def test_the_model_is_named_by_its_files_and_what_changes_them(tmp_path: Path) -
     write_model(tmp_path, b"Weights")
     assert identity_of_server(args)["files"] != plain["files"]
     for unknown in (None, SimpleNamespace(**{**vars(args), "load_format": "dummy"})):
-        with pytest.raises(ModelError, match="no files tell which weights"):
+        with pytest.raises(UnknownModelError, match="no files tell which weights"):
             identity_of_server(unknown)
 
 
@@ -182,7 +181,7 @@ def test_the_model_is_named_by_its_adapters_files_too(tmp_path: Path) -> None:
         found.append(identity_of_server(args, [ref])["lora"]["fine"])
     assert found[0] != found[1]
     missing = SimpleNamespace(lora_name="x", lora_path=str(tmp_path / "no"))
-    with pytest.raises(ModelError, match=r"which weights the adapter '.*' has"):
+    with pytest.raises(UnknownModelError, match=r"which weights the adapter '.*' has"):
         identity_of_server(args, [missing])
 
 
@@ -195,7 +194,7 @@ def test_a_draft_model_is_named_by_its_files_wherever_they_lie(tmp_path: Path) -
 
     assert identity("a", "draft") == identity("b", "draft") != identity("c", "draft", b"others")
     assert "sglang" not in identity("d", "model")  # layers of the model itself
-    with pytest.raises(ModelError, match=r"which weights the draft model '.*' has"):
+    with pytest.raises(UnknownModelError, match=r"which weights the draft model '.*' has"):
         identity("e", "no")
 
 

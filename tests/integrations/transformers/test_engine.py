@@ -20,9 +20,9 @@ import ml
 from benchmarks.census import transformers_engine as census
 from kvcache import Batch, NotSupportedError
 from kvcache.integrations.transformers import TransformersModel
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, SpeculativeOptions
-from kvcache.runner.drafts import ModelDraft
-from kvcache.runner.fingerprint import model_identity
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, SpeculativeOptions
+from kvcache_engine.drafts import ModelDraft
+from kvcache_engine.fingerprint import model_identity
 
 from ...rigs import hf_models as hf
 

@@ -24,9 +24,7 @@ from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.options import ConnectorOptions
 from kvcache.integrations.vllm.sides import SchedulerSide
 from kvcache.integrations.vllm.steps import Report
-from kvcache.runner.errors import ModelError
-from kvcache.runner.fingerprint import identity_of
-from kvcache.stores import Keys, SaltedToken
+from kvcache.stores import Keys, SaltedToken, UnknownModelError, identity_of
 
 SETTINGS = {"kind": "CausalCache", "dtype": "F32"}
 
@@ -321,7 +319,7 @@ def test_what_is_changed_as_the_model_is_loaded_is_named_too(make_model: Callabl
     assert one == other
     dynamic = space(rope_parameters={"full": {"rope_type": "dynamic"}, "other": {"rope_type": "default"}})
     assert identify(config(folder, hf_text_config=dynamic))["vllm"] == {"max_model_len": 100}
-    with pytest.raises(ModelError, match="hf_overrides is a function"):
+    with pytest.raises(UnknownModelError, match="hf_overrides is a function"):
         identify(config(folder, hf_overrides=lambda one: one))
 
 
@@ -330,7 +328,7 @@ def test_weights_that_nothing_tells_have_to_be_named(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for given in (config("nobody/nothing"), config(make_model(), load_format="dummy")):
-        with pytest.raises(ModelError, match='"identity"'):
+        with pytest.raises(UnknownModelError, match='"identity"'):
             identify(given)
         assert identify(given, identity={"model": "mine"}) == {"model": "mine"}
 

@@ -12,9 +12,9 @@ import pytest
 import kvcache
 import ml
 from kvcache import NotSupportedError
-from kvcache.runner import bundled_model, load_model
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.snapshots import CopyRig
+from kvcache_engine import bundled_model, load_model
 
 from ...rigs.each_backend import each_backend
 

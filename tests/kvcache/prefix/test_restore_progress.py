@@ -116,8 +116,8 @@ def test_a_chat_shows_a_bar_while_a_store_gives_back_what_it_has(
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 
-    import kvcache.command.main
-    from kvcache.command.progress import Bars
+    import kvcache_engine.command.main
+    from kvcache_engine.command.progress import Bars
 
     shown: list[str] = []
     monkeypatch.setattr(
@@ -125,10 +125,10 @@ def test_a_chat_shows_a_bar_while_a_store_gives_back_what_it_has(
     )
     line = ["chat", "--max-tokens", "2", "--store", str(tmp_path / "kept")]
     prompt = "And God said unto Noah, Make thee an ark of gopher wood. " * 20
-    assert CliRunner().invoke(kvcache.command.main.app, line, input=f"{prompt}\n").exit_code == 0
+    assert CliRunner().invoke(kvcache_engine.command.main.app, line, input=f"{prompt}\n").exit_code == 0
     assert not any(each.startswith("restoring") for each in shown)
     shown.clear()
-    result = CliRunner().invoke(kvcache.command.main.app, line, input=" and he\n")
+    result = CliRunner().invoke(kvcache_engine.command.main.app, line, input=" and he\n")
     assert result.exit_code == 0, result.output
     restored = [re.fullmatch(r"restoring (\d+)/(\d+) tokens", each) for each in shown]
     done, total = [(int(each[1]), int(each[2])) for each in restored if each][-1]

@@ -13,11 +13,11 @@ import pytest
 import kvcache
 import ml
 from kvcache import Batch, CacheDType, PrefixCache
-from kvcache.runner.language_model import cache_for
-from kvcache.runner.loading import load_model
 from kvcache.snapshots.layer_shapes import check_layers, layers_of_cache, layers_of_serialized
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.stores import FileStore, SerializedSnapshot, SnapshotCorruptError, get_snapshot, put_snapshot
+from kvcache_engine.language_model import cache_for
+from kvcache_engine.loading import load_model
 from ml import DType
 
 from ...rigs.small_models import KINDS as MODELS

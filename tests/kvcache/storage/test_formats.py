@@ -276,7 +276,7 @@ def test_the_example_serves_a_cache(turbo: Any) -> None:
 
 
 def test_ranks_are_told_a_format_of_ones_own_too(turbo: Any) -> None:
-    from kvcache.runner.options import EngineOptions
+    from kvcache_engine.options import EngineOptions
 
     told = pickle.loads(pickle.dumps(EngineOptions(cache_dtype=(turbo, DType.Q8_0))))
     assert CacheFormat.of(told.cache_dtype).name == "TURBO4/Q8_0"

@@ -7,10 +7,10 @@ import pytest
 
 import ml
 from kvcache import Batch, CausalCache, SlidingWindowCache
-from kvcache.runner import load_model
 from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.storage.formats import CacheFormat, Rotated, open_format
 from kvcache.storage.formats.plain import Plain
+from kvcache_engine import load_model
 
 from ...rigs.each_backend import each_backend
 

@@ -47,7 +47,7 @@ say("mlx_lm", mlx_cache.prefix, lambda text: [token for token, _ in mlx_cache.ge
 """,
     "numpy": """
 import ml
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, bundled_model, load_model
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, bundled_model, load_model
 settings = EngineOptions(capacity=128, block_size=8, fetch="always")
 model = load_model(bundled_model(), ml.open_backend("numpy"))
 engine = Engine(model, None, settings, options("numpy")["tiers"])

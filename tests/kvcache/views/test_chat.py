@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("typer")
 
 import ml
-from kvcache.command.chat import Chat
-from kvcache.runner.conversations import Conversations
-from kvcache.runner.engine import Engine, EngineOptions
-from kvcache.runner.errors import RunnerError
-from kvcache.runner.loading import load_model
-from kvcache.runner.requests import GenerationOptions
-from kvcache.runner.tokenizer import Tokenizer
+from kvcache_engine.command.chat import Chat
+from kvcache_engine.conversations import Conversations
+from kvcache_engine.engine import Engine, EngineOptions
+from kvcache_engine.errors import RunnerError
+from kvcache_engine.loading import load_model
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.tokenizer import Tokenizer
 
 from ...command.cli_terminal import Terminal
 

@@ -18,10 +18,10 @@ import pytest
 import ml
 from kvcache import CausalCache, EncoderCache, RecurrentCache, SlidingWindowCache, WrapperCache, serialize
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.runner.loading import bundled_model
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, StoreUnavailableError, pack
 from kvcache.views.disk import look_at_page, look_at_store
 from kvcache.views.pictures import PagePart
+from kvcache_engine.loading import bundled_model
 
 from .views_rig import bound, talk
 
@@ -29,7 +29,7 @@ pytest.importorskip("xxhash")
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-import kvcache.command.main
+import kvcache_engine.command.main
 from kvcache.stores.file import FileStore
 
 CELL = 32
@@ -276,7 +276,7 @@ def test_a_page_of_no_snapshot_is_refused(tmp_path: Path, meta: dict[str, Any]) 
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(kvcache.command.main.app, ["inspect", *map(str, arguments)])
+    return CliRunner().invoke(kvcache_engine.command.main.app, ["inspect", *map(str, arguments)])
 
 
 def test_inspect_a_store(folder: Path) -> None:
@@ -315,7 +315,8 @@ def test_inspect_one_prompt_and_one_token(make_model: Make) -> None:
 def test_inspect_a_saved_conversation(make_model: Make, tmp_path: Path) -> None:
     model, out = make_model(), tmp_path / "talk.kv"
     saved = CliRunner().invoke(
-        kvcache.command.main.app, ["save", "--model", str(model), "--prompt", "hello", "--out", str(out)]
+        kvcache_engine.command.main.app,
+        ["save", "--model", str(model), "--prompt", "hello", "--out", str(out)],
     )
     assert saved.exit_code == 0, saved.stderr
     result = run(out, "--model", model)
@@ -357,7 +358,16 @@ def test_a_page_that_cannot_be_written_is_one_line(
 
 @pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="there is no /dev/stdout")
 def test_a_page_may_go_to_a_pipe(folder: Path) -> None:
-    words = [sys.executable, "-m", "kvcache", "inspect", str(folder), "--html", "/dev/stdout", "--quiet"]
+    words = [
+        sys.executable,
+        "-m",
+        "kvcache_engine",
+        "inspect",
+        str(folder),
+        "--html",
+        "/dev/stdout",
+        "--quiet",
+    ]
     piped = subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=60)
     assert piped.stdout.startswith(b"<!doctype html>")
 
@@ -365,7 +375,7 @@ def test_a_page_may_go_to_a_pipe(folder: Path) -> None:
 def test_on_a_terminal_it_is_drawn_in_colours(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    from kvcache.command import inspection
+    from kvcache_engine.command import inspection
 
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(file=nowhere, force_terminal=True, width=90, record=True)

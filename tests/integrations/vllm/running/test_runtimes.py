@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import ml
 from kvcache.integrations.transformers import HFPrefixCache
-from kvcache.runner import Engine, EngineOptions, GenerationOptions, load_model
-from kvcache.runner.fingerprint import identity_of
+from kvcache.stores import identity_of
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, load_model
 
 from .engines import engine, transfer
 from .models import SHARED, prompt, write_model

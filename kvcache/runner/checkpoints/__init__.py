@@ -1,4 +1,0 @@
-"""Weights, configurations and vocabularies in files: safetensors, GGUF.
-
-Others use ``weights`` and ``source``; ``kvcache.runner.loading`` puts models together from them.
-"""

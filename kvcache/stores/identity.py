@@ -1,0 +1,68 @@
+"""Which model computed K and V: what entries that outlive the process are named by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml
+from kvcache.stores.errors import UnknownModelError
+
+__all__ = ["files_digest", "identity_of"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def identity_of(path: Path | str, dtype: ml.DType | str) -> dict[str, str]:
+    """The ``identity=`` of a model that was loaded from files: a digest of them, and what it computes in.
+
+    ``path`` is a folder with config.json and weights, or a .gguf file; ``dtype``, or its name, is F32, F16 or
+    BF16. Two models agree in it exactly where config.json says the same and the weight files are equal byte
+    for byte; where they lie and which backend runs them does not matter. Reads all weights once.
+
+    >>> from kvcache.stores import identity_of
+    >>> identity_of("model", "BF16")  # doctest: +SKIP
+    {'files': '5f0c...', 'dtype': 'BF16'}
+
+    Raises UnknownModelError where there is no model, DTypeError for another dtype.
+    """
+    path, name = Path(path), dtype if isinstance(dtype, str) else getattr(dtype, "name", "")
+    if name not in ("F32", "F16", "BF16"):
+        raise ml.DTypeError(f"identity_of: dtype={dtype!r}; it must be F32, F16 or BF16")
+    whole = (path / "config.json").is_file() and any((path / name).is_file() for name in (_SINGLE, _INDEX))
+    if not whole and (not path.is_file() or path.suffix == ".json"):
+        raise UnknownModelError(
+            f"identity_of: {path} has no config.json, or no weights beside it; give the folder that the "
+            "model was loaded from (of a model on the Hub: huggingface_hub.snapshot_download(name))"
+        )
+    return {"files": files_digest(path), "dtype": name}
+
+
+def files_digest(path: Path) -> str:
+    """sha256 (hex) of a model folder's config.json and weight files, or of a .gguf file."""
+    total = hashlib.sha256()
+    for part in _parts(path):
+        if isinstance(part, bytes):
+            total.update(hashlib.sha256(part).digest())
+        else:
+            with part.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+def _parts(path: Path) -> Iterator[bytes | Path]:
+    """What the digest is over, in order; the config without the blanks and the order of its JSON."""
+    if path.is_file():
+        yield path
+        return
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    yield json.dumps(config, sort_keys=True).encode()
+    if (path / _SINGLE).is_file():
+        yield path / _SINGLE
+        return
+    shards = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+    for name in sorted(set(shards.values())):
+        yield path / name

@@ -1,0 +1,133 @@
+"""Where a checkpoint lies, and what it offers in whatever format: its tensors by Hugging Face's names.
+
+Models by their name on the Hugging Face Hub are found in its cache on this machine, or fetched into it.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvcache_engine.errors import ModelError
+
+__all__ = ["WeightSource", "existing_model_path", "is_hub_name", "located", "model_on_hub"]
+
+
+T = TypeVar("T")
+
+
+class WeightSource(Mapping[str, np.ndarray]):
+    """Tensors by Hugging Face name; each ``[]`` reads one and keeps nothing.
+
+    BF16 comes as ``ml_dtypes.bfloat16``. Arrays alias the mapped file; a write stays in this process.
+    """
+
+    origin: Path
+    """The folder or file that this was opened from."""
+
+    @abc.abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the data. ModelError where there is no such tensor."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+
+    def _found(self, names: Mapping[str, T], name: str) -> T:
+        """What ``names`` has under a tensor's name; ModelError where there is none."""
+        if name not in names:
+            raise ModelError(
+                f"{self.origin}: no tensor {name!r}; the file is incomplete or belongs to another model"
+            )
+        return names[name]
+
+
+def located(path: str | Path) -> Path:
+    """What lies there or, where nothing does, the model of this name on the Hugging Face Hub.
+
+    Raises ModelError where the Hub was asked in vain.
+    """
+    found = Path(path).expanduser()
+    return model_on_hub(str(path)) if not found.exists() and is_hub_name(str(path)) else found
+
+
+def existing_model_path(path: str | Path) -> Path:
+    """A folder, or a file whose name ends in .gguf, as ``located`` finds it; else ModelError."""
+    found = located(path)
+    if not found.exists():
+        raise ModelError(f"{found}: no such model folder or .gguf file")
+    if found.is_file() and found.suffix != ".gguf":
+        raise ModelError(f"{found}: a model must be a folder in the Hugging Face format, or a .gguf file")
+    return found
+
+
+_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.-]+))?(?:/(?P<file>[\w.-]+\.gguf))?")
+_READ = ["*.json", "*.safetensors", "*.jinja"]
+"""What is read of a model's folder; not what lies in folders in it."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether it could be OWNER/NAME, OWNER/NAME@REVISION, or a file of one: OWNER/NAME/FILE.gguf."""
+    return _NAME.fullmatch(name) is not None
+
+
+def model_on_hub(name: str) -> Path:
+    """The folder or .gguf file of that name in the Hugging Face cache; what is not there is fetched.
+
+    huggingface_hub shows the progress of a download on standard error, and goes by its own variables
+    (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT``). Raises ModelError where there is no such
+    model, or no way to it.
+    """
+    try:
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise ModelError(
+            f"{name}: no such model folder or .gguf file; to find models by their name on the Hugging Face "
+            "Hub: pip install huggingface_hub"
+        ) from error
+    try:
+        return _find(name, local=True)
+    except errors.LocalEntryNotFoundError:
+        pass
+    try:
+        return _find(name, local=False)
+    except Exception as error:  # huggingface_hub's own, or those of its HTTP client
+        reason = str(error).strip().split("\n", 1)[0]
+        raise ModelError(
+            f"{name}: no such model folder or .gguf file, nor one of that name in the Hugging Face cache; it "
+            f"cannot be fetched: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _find(name: str, local: bool) -> Path:
+    """In the cache (``local``), or fetched. Raises what huggingface_hub raises."""
+    from huggingface_hub import errors, hf_hub_download, snapshot_download
+
+    found = _NAME.fullmatch(name)
+    assert found is not None
+    repo, revision, file = found.group("repo", "revision", "file")
+    if file is not None:
+        return Path(hf_hub_download(repo, file, revision=revision, local_files_only=local))
+    folder = Path(
+        snapshot_download(
+            repo, revision=revision, local_files_only=local, allow_patterns=_READ, ignore_patterns=["*/*"]
+        )
+    )
+    if local and not (any(folder.glob("*.safetensors")) and (folder / "config.json").exists()):
+        raise errors.LocalEntryNotFoundError(f"{folder} has no weights or no config")  # a tokenizer, say
+    return folder
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON holds; ModelError where it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from error

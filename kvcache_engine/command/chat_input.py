@@ -1,0 +1,77 @@
+"""Lines for ``kvcache chat``: typed at a prompt, with history and completion, or read from a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kvcache_engine.errors import RequestError
+
+__all__ = ["Complete", "Reader", "words_of"]
+
+Complete = Callable[[str, str], list[str]]
+"""From the line up to the word, and the word, what the word may become."""
+LEAVES = "\n/quit or Ctrl-D leaves"
+
+
+class Reader:
+    """``read`` gives one line after the other, and None at the end."""
+
+    def __init__(self, complete: Complete, say: Callable[[str], None]) -> None:
+        self.typed = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text are refused line by line
+            sys.stdin.reconfigure(errors="surrogateescape")
+        self._say = say
+        self._complete = complete
+        self._found: list[str] = []
+        self._editor = _editor() if self.typed else None
+        if self._editor is not None:
+            self._editor.set_completer_delims(" \t")
+            self._editor.set_completer(self._offer)
+            libedit = "libedit" in (self._editor.__doc__ or "")
+            self._editor.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
+
+    def read(self, prompt: str) -> str | None:
+        if not self.typed:
+            line = sys.stdin.readline()
+            return line.rstrip("\r\n") if line else None
+        while True:
+            try:
+                return input(prompt)
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                self._say(LEAVES)
+
+    def _offer(self, word: str, index: int) -> str | None:
+        """As readline asks: for the first, the second ... completion until there is none."""
+        if index == 0:
+            assert self._editor is not None
+            before = self._editor.get_line_buffer()[: self._editor.get_begidx()]
+            self._found = []
+            with contextlib.suppress(Exception):  # readline would print it into the line
+                self._found = self._complete(before, word)
+        return self._found[index] if index < len(self._found) else None
+
+
+def _editor() -> Any:
+    """The readline module, which gives ``input`` its history and keys; None where there is none."""
+    try:
+        import readline
+    except ImportError:
+        return None
+    return readline
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a command without its slash; quotes keep blanks in a file's name. Raises RequestError."""
+    if '"' not in line and "'" not in line:
+        return line.split()
+    try:
+        return shlex.split(line)
+    except ValueError:
+        raise RequestError(f"/{line}: the quotation mark is not closed") from None

@@ -1,0 +1,83 @@
+"""What a line of ``kvcache chat`` comes to: as text for people, as a record for programs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcache import bytes_text
+from kvcache.views.words import counted
+from kvcache_engine.command.json_output import statistics_record
+from kvcache_engine.conversations import Conversation
+from kvcache_engine.engine import Engine
+
+__all__ = ["Reply", "aligned", "conversation_records", "conversation_rows", "engine_record",
+           "engine_rows"]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """``text`` is None where people have seen all of it already."""
+
+    text: str | None
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+def conversation_rows(conversations: Iterable[Conversation], current: Conversation) -> list[tuple[str, str]]:
+    """The current one is marked."""
+    return [
+        (f"{'*' if each is current else ' '} {each.name}", counted(len(each.tokens), "token"))
+        for each in conversations
+    ]
+
+
+def conversation_records(
+    conversations: Iterable[Conversation], current: Conversation
+) -> list[dict[str, Any]]:
+    return [
+        {"name": each.name, "tokens": len(each.tokens), "current": each is current} for each in conversations
+    ]
+
+
+def engine_rows(engine: Engine) -> list[tuple[str, str]]:
+    """What was computed, where the rest came from, and what is kept."""
+    totals, reused = engine.statistics, engine.prefix.stats
+    shown = ", ".join(f"{name} {count}" for name, count in _origins(engine).items() if count)
+    kept = ", ".join(f"{name} {bytes_text(size)}" for name, size in engine.prefix.nbytes.items())
+    return [
+        ("tokens reused", f"{reused.reused}{f' ({shown})' if shown else ''}"),
+        ("tokens computed", str(totals.computed_tokens)),
+        ("tokens generated", str(totals.generated_tokens)),
+        ("decode", f"{totals.decode_tokens_per_second:.1f} tokens/s"),
+        ("kept", kept),
+        ("cache", bytes_text(engine.cache_bytes)),
+    ]
+
+
+def engine_record(engine: Engine) -> dict[str, Any]:
+    """The same figures; ``kept`` is in bytes."""
+    return {
+        "statistics": statistics_record(engine.statistics, engine.cache_bytes),
+        "reused": _origins(engine),
+        "kept": dict(engine.prefix.nbytes),
+    }
+
+
+def _origins(engine: Engine) -> dict[str, int]:
+    """Where the tokens came from that were not computed."""
+    found = engine.prefix.stats
+    return {"live": found.live, "device": found.device, "host": found.host, "store": found.store}
+
+
+def aligned(rows: list[tuple[str, str]], width: int | None = None) -> str:
+    """Names on the left, values beside them: in ``width`` columns, where what is longer goes on below."""
+    left = max(len(name) for name, _ in rows) + 2
+    if width is None or width < 2 * left:
+        return "\n".join(f"{name:<{left}}{value}" for name, value in rows)
+    lines = []
+    for name, value in rows:
+        first, *more = textwrap.wrap(value, width - left) or [""]
+        lines += [f"{name:<{left}}{first}", *(" " * left + line for line in more)]
+    return "\n".join(lines)

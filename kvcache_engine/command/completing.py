@@ -1,0 +1,122 @@
+"""What a shell is offered for a backend, a format, a store or a saved conversation; nothing is opened for it.
+
+A shell that is offered nothing completes file names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.markup import escape
+
+from kvcache.stores import strict_json
+from kvcache_engine.saved import FORMAT
+
+__all__ = ["backend_names", "cache_types", "conversations", "files_beginning", "mend_zsh", "stores",
+           "stores_and_conversations"]  # fmt: skip
+
+_MAX_HEADER, _MAX_VALUES = 1 << 24, 1 << 20
+"""Bytes, and JSON values, of a header that is looked at."""
+MOST = 200
+"""Files that are looked into: a folder of very many is not worth the wait."""
+
+
+_FIRST_TAB = """
+if [ "$funcstack[1]" = "_%(prog_name)s" ]; then
+  %(complete_func)s "$@"
+fi
+"""
+
+
+def mend_zsh() -> None:
+    """Have the first Tab of a zsh answered too, which loads the script and, as typer has it, does no more."""
+    with contextlib.suppress(ImportError, KeyError):  # what typer has is good from the second on
+        from typer._completion_shared import _completion_scripts as scripts
+
+        if "funcstack" not in scripts["zsh"]:
+            scripts["zsh"] += _FIRST_TAB
+
+
+def backend_names(incomplete: str) -> list[tuple[str, str]]:
+    """Names of the plugins, whether they can run here or not; no framework is imported."""
+    import ml
+
+    try:
+        specs = ml.plugins.registry().specs()
+    except Exception:  # whatever a plugin does: a shell shows no trace
+        return []
+    found = sorted(name for name in specs if name.startswith(incomplete))
+    return [(name, escape(specs[name].install_hint)) for name in found]
+
+
+def cache_types(incomplete: str) -> list[str]:
+    """Names of storage formats, in small letters."""
+    from kvcache import format_names
+
+    try:
+        return [name.lower() for name in format_names() if name.startswith(incomplete.upper())]
+    except Exception:  # whatever a plugin does
+        return []
+
+
+def stores(incomplete: str) -> list[str]:
+    """Folders of stores, and how the URLs of other stores begin."""
+    from kvcache.stores import store_schemes
+    from kvcache.views.disk import is_store
+
+    found = [name for name, path in _beside(incomplete) if path.is_dir() and is_store(path)]
+    try:
+        schemes = [f"{name}://" for name in store_schemes()]
+    except Exception:
+        schemes = []
+    return [*found, *(scheme for scheme in schemes if scheme.startswith(incomplete))]
+
+
+def conversations(incomplete: str) -> list[str]:
+    """Files that ``kvcache save`` wrote."""
+    return [name for name, path in _beside(incomplete) if _is_conversation(path)]
+
+
+def stores_and_conversations(incomplete: str) -> list[str]:
+    from kvcache.views.disk import is_store
+
+    return [
+        name
+        for name, path in _beside(incomplete)
+        if (is_store(path) if path.is_dir() else _is_conversation(path))
+    ]
+
+
+def files_beginning(word: str) -> list[str]:
+    """Files and folders, the latter with a slash, as one would go on typing them."""
+    return [f"{name}{'/' if path.is_dir() else ''}" for name, path in _beside(word, None)]
+
+
+def _beside(word: str, most: int | None = MOST) -> Iterator[tuple[str, Path]]:
+    """What begins with the word, as one would go on typing it, and where it lies."""
+    folder, slash, start = word.rpartition("/")
+    try:
+        paths = sorted(Path(f"{folder}{slash}" or ".").expanduser().iterdir())
+    except OSError:
+        return
+    names = [path for path in paths if path.name.startswith(start) and (start or path.name[0] != ".")]
+    for path in names[:most]:
+        yield f"{folder}{slash}{path.name}", path
+
+
+def _is_conversation(path: Path) -> bool:
+    """By the header of the file, which is all that is read of it."""
+    try:
+        if not path.is_file():  # a pipe would keep its reader waiting
+            return False
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > _MAX_HEADER:
+                return False
+            header = strict_json.decode(file.read(size), _MAX_VALUES)
+        return FORMAT in str(header.get("__metadata__", ""))
+    except (OSError, ValueError, AttributeError, struct.error):
+        return False

@@ -1,0 +1,94 @@
+"""The options of speculative decoding, and the draft that they name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import ml
+from kvcache_engine.checkpoints.source import existing_model_path
+from kvcache_engine.drafts import Draft, ModelDraft, prompt_lookup
+from kvcache_engine.errors import RequestError
+from kvcache_engine.loading import load_config, load_model
+from kvcache_engine.mtp import MTPDraft
+from kvcache_engine.options import EngineOptions, SpeculativeOptions
+from kvcache_engine.verification import Speculation
+
+__all__ = ["Drafting", "speculation_record", "speculation_rows"]
+
+LOOKUP, MTP = "lookup", "mtp"
+
+
+class Accepting(StrEnum):
+    """How drawn drafts are accepted."""
+
+    REJECTION = "rejection"
+    EXACT = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Whether tokens are drafted, by what, and how they are accepted."""
+
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Speculative decoding by lookup (n-grams of the text), mtp (the model's own layer), or a "
+            "model of the same vocabulary."
+        ),
+    ] = None
+    draft_tokens: Annotated[int, typer.Option(help="Drafted tokens per pass.", min=1, max=31)] = 4
+    acceptance: Annotated[
+        Accepting,
+        typer.Option(
+            help="Of drawn drafts: rejection keeps the distribution, exact the text of each seed.",
+            case_sensitive=False,
+        ),
+    ] = Accepting.REJECTION
+
+    @property
+    def mtp(self) -> bool:
+        """Whether the model is to be loaded with its layer for multi-token prediction."""
+        return self.draft == MTP
+
+    def options(self, options: EngineOptions) -> EngineOptions:
+        """With room for drafts, if there are any."""
+        if self.draft is None:
+            return options
+        fields = {name: getattr(options, name) for name in EngineOptions.__slots__}
+        return SpeculativeOptions(**fields, tokens=self.draft_tokens, acceptance=self.acceptance.value)
+
+    @contextlib.contextmanager
+    def opened(self, model: Any, dtype: ml.DType, options: EngineOptions) -> Iterator[Draft | None]:
+        """The draft for an engine of ``options``, None without one; a model of its own is closed again."""
+        if self.draft is None or self.draft in (LOOKUP, MTP):
+            yield None if self.draft is None else MTPDraft(model) if self.mtp else prompt_lookup
+            return
+        path = existing_model_path(Path(self.draft))
+        theirs, ours = load_config(path).vocab_size, model.config.vocab_size
+        if theirs != ours:
+            raise RequestError(
+                f"--draft {self.draft}: a vocabulary of {theirs}; it must be that of the model, {ours}"
+            )
+        small, context = load_model(path, model.backend, dtype), options.context_for(model.config)
+        with ModelDraft(small, options.max_sequences, capacity=context) as draft:
+            yield draft
+
+
+def speculation_rows(found: Speculation) -> list[tuple[str, str]]:
+    """For a summary; nothing where nothing was drafted."""
+    if not found.drafted:
+        return []
+    accepted = f"{found.accepted} of {found.drafted} ({found.acceptance:.0%})"
+    return [("drafts accepted", accepted), ("tokens per pass", f"{found.tokens_per_pass:.2f}")]
+
+
+def speculation_record(found: Speculation) -> dict[str, Any]:
+    """For JSON."""
+    return {**asdict(found), "acceptance": found.acceptance, "tokens_per_pass": found.tokens_per_pass}

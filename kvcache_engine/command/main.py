@@ -1,0 +1,134 @@
+"""Starts the ``kvcache`` command, whose parts are in kvcache_engine.command.
+
+This module imports without the packages of the ``engine`` extra, to say so where they are missing, and
+quickly, so that there is a short message for Ctrl-C as soon as there can be one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+from kvcache_engine.command.exit_codes import INTERRUPTED
+
+TYPE_CHECKING = False  # typing's, without the cost of importing typing
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["app", "main"]
+
+MISSING = "kvcache: {name} is not installed; the command needs: pip install 'ml-kvcache[engine]'"
+_EXTRA = {"click", "rich", "typer"}
+
+app: Any  # the typer application: __getattr__ loads it when it is asked for
+
+
+def main() -> None:
+    """Run the command and exit: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    # PyTorch's threads, where it is loaded: waiting for each other they let other processes run.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Numba's coloured errors come by colorama, which sends an escape to the terminal when Python ends.
+    os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
+    try:
+        before = _end_at_interrupt()
+        _mend_streams()
+        command = _app()
+        _raise_at_interrupt(before)
+        _exit_at_termination()
+        try:
+            command(prog_name="kvcache")
+        finally:
+            _flush()
+            _end_at_interrupt()
+    except KeyboardInterrupt:
+        print("kvcache: interrupted", file=sys.stderr)  # noqa: T201
+        sys.exit(INTERRUPTED)
+
+
+def _end_at_interrupt() -> Any:
+    """From now on Ctrl-C says so and ends the process there and then: for where nothing is lost by that.
+
+    Python's own answer, an exception wherever the interpreter happens to be, is lost or printed with a
+    trace in the midst of an import. Returns what answered until now; None, and nothing is changed, where
+    that is not Python (Ctrl-C is ignored in a job in the background), and in threads, which get no signals.
+    """
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return None
+    try:
+        return signal.signal(signal.SIGINT, _end)
+    except ValueError:  # not the main thread
+        return None
+
+
+def _raise_at_interrupt(before: Any) -> None:
+    """Go back to what answered ``before``."""
+    import signal
+
+    if before is not None:
+        signal.signal(signal.SIGINT, before)
+
+
+def _exit_at_termination() -> None:
+    """SIGTERM, and SIGHUP where the terminal goes, end the command as an error would: what is open is closed.
+
+    The exit code is that of shells, 128 + the signal's number. Where the signal is ignored, as nohup has
+    it, it stays so; a second one changes nothing.
+    """
+    import signal
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            try:
+                signal.signal(number, leave)
+            except ValueError:  # not the main thread
+                return
+
+
+def _end(number: int, frame: object) -> None:
+    try:
+        os.write(2, b"kvcache: interrupted\n")
+    finally:
+        os._exit(INTERRUPTED)
+
+
+def _mend_streams() -> None:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed by whoever started this
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without some character shows a "?"
+            stream.reconfigure(errors="replace")
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:  # noqa: SIM105 - importing contextlib takes longer than all of this module
+            stream.flush()
+        except (OSError, ValueError):  # Python says so at its end
+            pass
+
+
+def _app() -> Any:
+    try:
+        from kvcache_engine.command.app import app
+    except ModuleNotFoundError as error:
+        name = (error.name or "").split(".")[0]
+        if name not in _EXTRA:
+            raise
+        print(MISSING.format(name=name), file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        return _app()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,219 @@
+"""The options that several commands of ``kvcache`` share, those that go together as a group (grouped.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import ml
+from kvcache import format_names, open_format
+from kvcache.cache import CacheDType
+from kvcache_engine.checkpoints.source import existing_model_path
+from kvcache_engine.command.completing import backend_names, cache_types
+from kvcache_engine.config import ModelConfig
+from kvcache_engine.device_map import open_on_devices, parse_devices
+from kvcache_engine.errors import RequestError
+from kvcache_engine.loading import bundled_model
+from kvcache_engine.requests import GenerationOptions
+
+__all__ = [
+    "BackendName",
+    "Debug",
+    "Device",
+    "Dtypes",
+    "Json",
+    "MaxTokens",
+    "ModelPath",
+    "Place",
+    "Quiet",
+    "Sampling",
+    "TensorParallel",
+    "Timeout",
+    "device_options",
+    "finite",
+    "named_store",
+]
+
+
+class Precision(StrEnum):
+    """The dtypes that weights and activations are held in."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+
+    @property
+    def dtype(self) -> ml.DType:
+        return ml.DType[self.name]
+
+
+ModelPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        help="A Hugging Face folder or .gguf file, or OWNER/NAME on the Hub.",
+        show_default="the bundled model",
+    ),
+]
+BackendName = Annotated[
+    str,
+    typer.Option(
+        "--backend", help="See: kvcache backends.", envvar="ML_BACKEND", autocompletion=backend_names
+    ),
+]
+Device = Annotated[str | None, typer.Option(help="A device name of the backend: cpu, cuda, mps ...")]
+TensorParallel = Annotated[
+    int, typer.Option(help="Split the model over this many processes (torch, mlx).", min=1)
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds until the command ends if a process of --tensor-parallel stops responding.", min=0.1
+    ),
+]
+
+
+def _stored(value: str | None) -> str | None:
+    """The name of a format, as the library has it."""
+    try:
+        return None if value is None else open_format(value).name
+    except ml.DTypeError:
+        known = ", ".join(name.lower() for name in format_names())
+        raise typer.BadParameter(f"Input should be one of {known}") from None
+
+
+def _format_option(what: str, default: str) -> Any:
+    return typer.Option(
+        help=what, metavar="FORMAT", callback=_stored, autocompletion=cache_types, show_default=default
+    )
+
+
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens per answer.", min=1)]
+
+
+def finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise typer.BadParameter("Input should be a finite number")
+    return value
+
+
+def _share(value: float) -> float:
+    if not 0 < value <= 1:
+        raise typer.BadParameter("Input should be above 0 and at most 1 (1 keeps all tokens)")
+    return value
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print only the result: no progress bars, no summary.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def device_options(device: str | None) -> dict[str, str]:
+    """For ``ml.open_backend``."""
+    return {} if device is None else {"device": device}
+
+
+def named_store(store: str) -> str | Path:
+    """What --store says as ``open_store`` takes it, which a bare folder is not."""
+    if "://" in store or store.startswith("file:"):
+        return store
+    path = Path(store).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise RequestError(
+            f"--store {store}: is a file; --store must be a folder (use /load FILE for a saved conversation)"
+        )
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which model, and where it runs."""
+
+    model: ModelPath = None
+    backend: BackendName = "numpy"
+    device: Device = None
+    devices: Annotated[
+        str | None, typer.Option(help="Split the layers over these devices, in order: cuda:0,cuda:1 ...")
+    ] = None
+
+    @property
+    def path(self) -> Path:
+        return bundled_model() if self.model is None else existing_model_path(self.model)
+
+    def open(self, config: ModelConfig) -> ml.Backend:
+        """The backend, for a model of this config."""
+        if self.devices is None:
+            return ml.open_backend(self.backend, **device_options(self.device))
+        if self.device is not None:
+            raise ml.DeviceError(
+                f"--device {self.device} and --devices {self.devices}: give one of them, not both"
+            )
+        return open_on_devices(self.backend, parse_devices(self.devices), config)
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """What weights, and what keys and values, are held in."""
+
+    dtype: Annotated[
+        Precision, typer.Option(help="The dtype of weights and activations.", case_sensitive=False)
+    ] = Precision.F32
+    cache_dtype: Annotated[
+        str | None,
+        _format_option(
+            "The storage format of keys and values: f16, q8_0, q4_0, f8_e4m3, affine4_64 ...", "--dtype"
+        ),
+    ] = None
+    cache_type_k: Annotated[str | None, _format_option("The storage format of keys.", "--cache-dtype")] = None
+    cache_type_v: Annotated[str | None, _format_option("The storage format of values.", "--cache-dtype")] = (
+        None
+    )
+
+    @property
+    def weights(self) -> ml.DType:
+        return self.dtype.dtype
+
+    @property
+    def cache(self) -> CacheDType:
+        """For ``Cache.init``."""
+        both = self.cache_dtype or self.weights.name
+        return self.cache_type_k or both, self.cache_type_v or both
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the text is drawn."""
+
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0, callback=finite)
+    ] = 0.0
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.", min=0)] = 0
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Keep the most likely tokens up to this total probability; 1: all.", callback=_share
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Keep tokens with at least this fraction of the highest probability; 0: all.", min=0, max=1
+        ),
+    ] = 0.0
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed: the same seed gives the same text.", min=0)
+    ] = None
+
+    def settings(self, max_tokens: int, stop: Sequence[str] | None = None) -> GenerationOptions:
+        return GenerationOptions(
+            max_tokens, self.temperature, self.top_k, self.top_p, self.seed, tuple(stop or ()),
+            min_p=self.min_p,
+        )  # fmt: skip

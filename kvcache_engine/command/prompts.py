@@ -1,0 +1,67 @@
+"""Where prompts come from: the command line, files, and standard input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvcache_engine.errors import RequestError
+
+__all__ = ["STDIN", "gathered", "text_or_stdin"]
+
+STDIN = "-"
+"""Names standard input, as a prompt or as a file."""
+
+
+def gathered(given: Sequence[str], files: Sequence[Path], lines: Sequence[Path]) -> list[str]:
+    """``given`` first, then each of ``files`` whole, then every line of ``lines`` that is not blank.
+
+    Lines end at line feeds, as for other commands: a form feed or U+2028 is part of a prompt.
+
+    Where nothing is named and standard input is no terminal, that is the prompt. Line ends at the end of
+    a file are no part of it. Empty where there is nothing at all. Raises RequestError for what cannot be
+    read, for standard input named twice, and for a file without text.
+    """
+    named = [*given, *map(str, files), *map(str, lines)]
+    if named.count(STDIN) > 1:
+        raise RequestError("prompt: '-' is given more than once, but standard input can be read only once")
+    if not named:
+        if sys.stdin.isatty():
+            return []
+        text = _read(STDIN)
+        return [text] if text.strip() else []
+    found = [text_or_stdin(text) for text in given]
+    found += [_read_some(path) for path in files]
+    for path in lines:
+        found += [line for line in _read_some(path).split("\n") if line.strip()]
+    return found
+
+
+def text_or_stdin(text: str) -> str:
+    """The text itself; for "-" what standard input holds."""
+    return _read_some(Path(STDIN)) if text == STDIN else text
+
+
+def _read_some(path: Path) -> str:
+    text = _read(str(path))
+    if not text.strip():
+        raise RequestError(f"prompt: {_name(str(path))} is empty")
+    return text
+
+
+def _read(name: str) -> str:
+    try:
+        if name == STDIN:
+            text = sys.stdin.read()
+        else:
+            text = Path(name).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"prompt: {_name(name)} is not UTF-8 text ({error.reason})") from error
+    except OSError as error:
+        raise RequestError(f"prompt: {name}: cannot be read ({error.strerror or error})") from error
+    return text.removeprefix("\ufeff").rstrip("\r\n")  # a byte order mark says how to read, not what
+
+
+def _name(name: str) -> str:
+    return "standard input" if name == STDIN else name

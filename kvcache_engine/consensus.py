@@ -1,0 +1,157 @@
+"""Ranks that share a model and keep what they computed: agreeing on what all of them can do.
+
+What a rank has kept may differ from what another has: a store lost a page, a budget was used up a moment
+earlier, a thread was not done. So ranks agree where that decides what is computed next: whether a request
+waits for another, how much of a prompt is reused, and whether there is room for a pass. Every rank asks in
+the same order, since all else is the same on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache import PrefixCache, Session, Tenant
+from kvcache.cache import CacheFullError, SequenceLostError
+from kvcache_engine.parallel import FAILED, NO_ROOM, Share, failed_elsewhere, of_all
+
+__all__ = ["Agreement"]
+
+
+@dataclass(slots=True)
+class Telling:
+    """How the other ranks hear of an error here; None: somebody else tells them."""
+
+    how: Callable[[BaseException], None] | None
+
+
+class Agreement:
+    """Of the ranks of ``model``; where it is on one alone, all is as it is there, and nobody is asked."""
+
+    def __init__(self, model: Any) -> None:
+        share: Share | None = getattr(model, "share", None)
+        self._group = share.group if share is not None and share.group.size > 1 else None
+        self._backend: ml.Backend = model.backend
+
+    @property
+    def alone(self) -> bool:
+        return self._group is None
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Of each value, the least that any rank has."""
+        if self._group is None or not values:
+            return list(values)
+        found: list[int] = np.reshape(self._of_all(*values), (-1, len(values))).min(0).tolist()
+        return found
+
+    def begin(self, prefix: PrefixCache, tokens: Sequence[int], tenant: Tenant) -> Session:
+        """A session that begins at the same position on all ranks: what one of them lacks, none reuses.
+
+        Raises what ``prefix.begin`` raised here; where that was elsewhere, or where another rank fails and
+        this one only has no room, CacheFullError or GroupError. No session has begun on any rank then.
+        """
+        if self._group is None:
+            return prefix.begin(tokens, tenant.salt, tenant.shared)
+        session: Session | None = None
+        error: Exception | None = None
+        try:
+            try:
+                session = prefix.begin(tokens, tenant.salt, tenant.shared)
+            except Exception as found:
+                error = found
+            while True:
+                own = _outcome(session, error)
+                cached = self._of_all(own)
+                if min(cached) < 0:
+                    if error is None or min(cached) < own:
+                        raise failed_elsewhere("begin", cached) from error
+                    raise error
+                if min(cached) == max(cached):
+                    assert session is not None
+                    return session
+                error = error or _shorten(session, tokens, min(cached))
+        except BaseException:
+            if session is not None:
+                session.close(keep=False)
+            raise
+
+    def all_fail(self) -> bool:
+        """Whether what has failed here, before a pass, has failed on all ranks.
+
+        Else the others, who are about to check the pass, raise GroupError.
+        """
+        return self._group is None or set(self._of_all(FAILED)) == {FAILED}
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the others, who are about to check the pass, that it is not computed here.
+
+        Raises GroupError where it fails for another reason on another rank. An interruption does not wait
+        for them, and ends the group, as does a lost sequence: the others still hold theirs.
+        """
+        if self._group is None:
+            return
+        if not isinstance(error, Exception) or isinstance(error, SequenceLostError):
+            self.abandon(error)
+            return
+        own = NO_ROOM if isinstance(error, CacheFullError) else FAILED
+        if min(found := self._of_all(own)) < own:
+            raise failed_elsewhere("forward", found) from error
+
+    def abandon(self, error: BaseException) -> None:
+        """End the group: the others go on with what has failed here."""
+        if self._group is not None:
+            self._group.abandon("step", error)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What all ranks do alike: one that is interrupted in it (Ctrl-C) ends the group."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.abandon(error)
+            raise
+
+    @contextmanager
+    def telling(self) -> Iterator[Telling]:
+        """Around a pass: the others, who are about to check it, are told of an error, or as ``how`` says."""
+        telling = Telling(self.refuse)
+        try:
+            yield telling
+        except BaseException as error:
+            if telling.how is not None:
+                telling.how(error)
+            raise
+
+    def _of_all(self, *values: int) -> list[int]:
+        """Those of each rank, in their order. Where that fails here, the others do not wait for it."""
+        assert self._group is not None
+        try:
+            with self._backend.new_context() as ctx:
+                return of_all(ctx, self._group, *values)
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
+
+def _outcome(session: Session | None, error: Exception | None) -> int:
+    if error is not None or session is None:
+        return NO_ROOM if isinstance(error, CacheFullError) else FAILED
+    return session.cached
+
+
+def _shorten(session: Session | None, tokens: Sequence[int], length: int) -> Exception | None:
+    """Let a session go on from ``length`` at most; the error where that is not possible."""
+    assert session is not None
+    if session.cached > length:
+        try:
+            session.rewind(length)
+            session.extend(tokens[length:])
+        except Exception as error:
+            return error
+    return None

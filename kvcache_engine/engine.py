@@ -1,0 +1,632 @@
+"""Continuous batching: requests come and go at any time, and never recompute what a PrefixCache has.
+
+After the iteration-level scheduling of Orca (Yu et al., 2022). A request is submitted, waits for a free
+sequence, and then takes part in the forward passes that ``step`` makes, one each::
+
+    engine = Engine(model, tokenizer)
+    handle = engine.submit("And God said", GenerationOptions(max_new_tokens=8))
+    while engine.busy:
+        for event in engine.step():
+            ...                                  # Started, Prefilled, Token, Finished, Failed
+
+While prompts and answers both want a pass, they take turns. Where the cache is full, the request that
+came last makes room and is continued later, from what is kept of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from os import PathLike
+from typing import Any
+
+import ml
+from kvcache import BreakEven, HostTier, PrefixCache, Retention, Session, Tenant, Turns, in_turn
+from kvcache.cache import (
+    CacheFullError,
+    ClosedError,
+    InvalidRangeError,
+    SequenceLostError,
+    SnapshotCache,
+)
+from kvcache.stores import Closing, SnapshotStore
+from kvcache_engine.consensus import Agreement
+from kvcache_engine.drafts import Draft, DraftsInCache
+from kvcache_engine.errors import RequestError, RunnerError
+from kvcache_engine.fingerprint import model_identity
+from kvcache_engine.language_model import (
+    LanguageModel,
+    Prompt,
+    cache_for,
+    encode_prompt,
+    settings_for,
+    start_pass,
+)
+from kvcache_engine.memory import cache_bytes, check_memory
+from kvcache_engine.options import EngineOptions
+from kvcache_engine.request_state import RequestState, has_token
+from kvcache_engine.requests import Event, Finished, GenerationOptions, Prefilled, Statistics, Token
+from kvcache_engine.sampling import Choice, Chosen
+from kvcache_engine.scheduler import (
+    Branch,
+    Failed,
+    Part,
+    Request,
+    batch_of,
+    chunks,
+    draws_of,
+    logprobs_of,
+    plan_sharing,
+    proposed_in,
+    worth_waiting,
+)
+from kvcache_engine.tokenizer import Tokenizer
+from kvcache_engine.verification import Speculation, Verifier, accept
+
+log = logging.getLogger("kvcache")
+
+__all__ = ["Engine", "EngineEvent", "EngineOptions", "Failed", "Request", "Tier"]
+
+EngineEvent = Event | Failed
+Tier = HostTier | SnapshotStore | str | PathLike[str]
+
+
+class Engine(Closing):
+    """Generates for requests that come at any time. A context manager.
+
+    Any thread may call it: one call at a time is made (a ``step`` is one pass), and the others wait, in the
+    order in which they came. Each event is told once, by whichever ``step`` comes next; ``complete`` leaves
+    those of other requests to it. Hold ``lock`` over calls that belong together.
+
+    ``tiers``: where snapshots go that the device has no room for, as PrefixCache takes them. A store
+    among them is shared by all that load the same weights: ``identity`` says which these are (None: a
+    digest of the files that the model was loaded from, computed only where there is a store). Of a model
+    that is split over ranks, "tensor_parallel" is added to it where it lacks that: each rank has heads of
+    its own. ``cache`` is a fresh one with snapshots, which the engine binds and closes (None: one for the
+    model's layers).
+
+    After every call, whatever it raised, as many sessions are open as requests are running.
+
+    Raises CapacityError, before anything is allocated, where the cache does not fit in memory.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer | None = None,
+        options: EngineOptions | None = None,
+        tiers: Sequence[Tier] = (),
+        identity: Mapping[str, Any] | None = None,
+        cache: SnapshotCache | None = None,
+    ) -> None:
+        self.options = options = options or EngineOptions()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.ranks = Agreement(model)
+        """What is asked of the other ranks, where the model is split over several."""
+        self.limit = options.context_for(model.config)
+        """How many tokens one request can hold: prompt and answer together."""
+        sizes = options.cache_sizes(model.config)
+        check_memory(model.config, model.backend, *sizes)
+        self.cache_bytes = cache_bytes(
+            model.config, *sizes, options.largest_batch, getattr(model, "dtype", ml.DType.F32)
+        )
+        """What the cache takes when its buffers are there, which is from the first token on."""
+        share = getattr(model, "share", None)
+        if share is not None and isinstance(identity, Mapping) and identity:
+            identity = {"tensor_parallel": share.name, **identity}
+        self._identity = identity
+        stores = any(not isinstance(tier, HostTier) for tier in tiers)
+        identity = self.identity if stores else identity
+        bound: Any = cache_for(model) if cache is None else cache
+        bound.init(model.backend, *sizes, options.largest_batch)
+        self.cache = bound
+        budget = 2 * self.cache_bytes if options.budget is None else options.budget
+        try:
+            self.prefix = PrefixCache(
+                self.cache,
+                budget,
+                tiers,
+                identity=identity,
+                block_size=options.block_size,
+                interval=options.interval,
+                layers=model.config.cached_layers,
+                tenant_budget=options.tenant_budget,
+                break_even=BreakEven(always=options.fetch == "always"),
+                read_ahead=options.read_ahead,
+                backlog=options.backlog,
+                write_through=options.write_through,
+            )
+        except BaseException:
+            self.cache.close()
+            raise
+        self.lock = Turns(getattr(bound, "take_over", lambda: None))
+        """Held by the thread whose call is made."""
+        self._completing: set[int] = set()
+        """Requests whose events nobody is told."""
+        self._verifier = Verifier(self.cache, options, model.config.vocab_size)
+        self.draft: Draft | None = None
+        """Of requests that bring none."""
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._full = False
+        self._prefilled_last = False
+        self.closed = False
+        self.reset()
+
+    @in_turn
+    def reset(self) -> None:
+        """Reset counts and request numbers, forget events not told yet. Only while the engine is not busy."""
+        self._events: list[EngineEvent] = []
+        """What happened before a pass that failed: the next ``step`` or ``take_events`` tells."""
+        self.statistics = Statistics()
+        self.preemptions = 0
+        """How often a request had to make room for others."""
+        self._submitted = 0
+        self._verifier.speculation = Speculation()
+
+    @property
+    def speculation(self) -> Speculation:
+        """Counts of drafted and accepted tokens."""
+        return self._verifier.speculation
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What was given, and the rank; or ``model_identity``, which reads all weights once."""
+        if self._identity is None:
+            self._identity = model_identity(self.model)
+        return self._identity
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is running or waiting."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """Requests that hold a sequence, the longest running first."""
+        return tuple(self._running)
+
+    # Requests.
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's token ids. Raises RequestError for an empty or too long prompt, or an invalid id."""
+        return encode_prompt(self.tokenizer, prompt, self.model.config, self.limit)
+
+    @in_turn
+    def submit(
+        self,
+        prompt: Prompt,
+        settings: GenerationOptions | None = None,
+        draft: Draft | None = None,
+        stream: int = 0,
+        salt: str = "",
+        shared: int = 0,
+        retention: Retention | None = None,
+    ) -> Request:
+        """Queue a request; it starts in a ``step`` that finds a sequence for it.
+
+        Only requests with the same ``salt`` reuse what it computes; all requests reuse its first ``shared``
+        tokens (``PrefixCache.begin``). ``retention``: how long it is kept after the request ends.
+
+        ``draft`` proposes tokens of the answer, so that it takes fewer passes. It requires an engine with
+        SpeculativeOptions. Requests of one seed draw alike unless their ``stream`` differs.
+
+        Raises RequestError for a prompt or settings that cannot be served; nothing is queued then.
+        """
+        self._check("submit")
+        draft = draft or self.draft
+        if draft is not None and not self._verifier.enabled:
+            raise RequestError("submit: draft= needs an engine with SpeculativeOptions")
+        drafts: object = draft
+        if isinstance(drafts, DraftsInCache):
+            drafts.bind(self.model, self.cache)
+        settings = settings_for(self.tokenizer, settings)
+        tokens = self.encode(prompt)
+        try:
+            tenant = Tenant(salt, shared)
+            if retention is not None and not isinstance(retention, Retention):
+                raise InvalidRangeError(f"retention={retention!r:.80}; it must be a Retention, or None")
+        except InvalidRangeError as error:
+            raise RequestError(f"submit: {error}") from error
+        run = RequestState(self._submitted, tokens, settings, settings.sampler(stream))
+        if self.tokenizer is not None:
+            run.decoder = self.tokenizer.stream(tokens)
+        self._submitted += 1
+        self.statistics.prompt_tokens += len(tokens)
+        request = Request(run, draft, tenant, self.prefix.alphabet.encode(tokens, tenant))
+        request.retention = retention
+        for other in self._running:
+            plan_sharing(other, [request], self.prefix)
+        if self.busy:  # else it starts in the next step, and reads its own
+            request.ahead = self.prefix.prefetch(tokens, salt, shared)
+        self._waiting.append(request)
+        return request
+
+    @in_turn
+    def cancel(self, request: Request) -> bool:
+        """End a request without an answer and keep what it computed. False: it had already ended."""
+        if request.done:
+            return False
+        self._over(request, [], [])
+        return True
+
+    def complete(
+        self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
+    ) -> list[Finished]:
+        """Submit all, and step until they are done: one answer per prompt, in their order.
+
+        Raises the error of a failed request. Whatever is raised, these requests have ended. Other requests go
+        on meanwhile, those of ``complete`` in other threads too; their events are told by the next ``step``.
+        """
+        if isinstance(prompts, str):
+            raise RequestError("complete: prompts is a string; it must be a sequence of prompts")
+        requests: list[Request] = []
+        with ExitStack() as ending:
+            for prompt in prompts:
+                with self.lock:
+                    requests.append(request := self.submit(prompt, settings))
+                    self._completing.add(request.id)
+                ending.callback(self._completed, request)
+            while not all(request.done for request in requests):
+                with self.lock:
+                    self._events = self.step()  # of others
+                for request in requests:
+                    if request.error is not None:
+                        raise request.error
+        return [self._answer(request) for request in requests]
+
+    @in_turn
+    def _completed(self, request: Request) -> None:
+        self.cancel(request)
+        self._events = self.take_events()
+        self._completing.discard(request.id)
+
+    def _answer(self, request: Request) -> Finished:
+        if request.error is not None:
+            raise request.error
+        if request.answer is None:
+            self._check("complete")
+            raise RequestError(f"complete: request {request.id} was cancelled meanwhile")
+        return request.answer
+
+    @in_turn
+    def forget(self) -> None:
+        """Discard what is kept in the cache and in host memory; running requests and stores are unchanged."""
+        self._verifier.clear()
+        self.prefix.clear()
+
+    @in_turn
+    def close(self, flush: bool = True) -> None:
+        """Cancel all requests, write what is kept to the stores (``flush``) and close the cache."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            for request in [*self._waiting, *self._running]:
+                self.cancel(request)
+            self.prefix.close(flush)
+        finally:
+            self.cache.close()
+
+    # The loop.
+
+    @in_turn
+    def admit(self) -> list[EngineEvent]:
+        """Start requests while there is room, as ``step`` does before its pass; returns the events."""
+        self._check("admit")
+        with self.ranks.together():
+            self._read_again()
+            self._admit(self._events)
+        return self.take_events()
+
+    @in_turn
+    def take_events(self) -> list[EngineEvent]:
+        """The events from before a pass that failed, which the next ``step`` would return; none as a rule."""
+        events, self._events = self._events, []
+        return [event for event in events if event.request not in self._completing]
+
+    @in_turn
+    def step(self) -> list[EngineEvent]:
+        """Start requests while there is room, then make one forward pass; returns the events in order.
+
+        A request that cannot start, or continue even alone, ends with ``Failed``, or with "capacity" if it
+        has part of an answer. Any other error of a pass is raised here: the pass has not happened then, its
+        requests remain, and the next ``step`` tries again. It then also returns the events from before the
+        failed pass; ``take_events`` returns them without a pass. Where ranks share the model and one of them
+        fails while it begins a pass, the others raise GroupError and can try again too. One that fails
+        later, or is interrupted, ends the group: from then on ``step`` raises GroupError on all of them.
+        """
+        self._check("step")
+        with self.ranks.together():
+            events = self._events = self.admit()
+            drafting = self._verifier.enabled
+            while parts := self._plan(drafting, events):
+                began = time.perf_counter()
+                prefill = parts[0].request.prefilling
+                try:
+                    chosen = self.forward(parts)
+                except CacheFullError as error:
+                    self._agree_on(parts)
+                    if any(part.branches for part in parts):
+                        drafting = False
+                    else:
+                        self._make_room(error, events)
+                    continue
+                self._take(parts, chosen, prefill, events)
+                self._count(parts, prefill, time.perf_counter() - began)
+                self._prefilled_last = prefill
+                break
+        return self.take_events()
+
+    @in_turn
+    def forward(self, parts: Sequence[Part]) -> Chosen:
+        """One pass over the next tokens of some sessions; what follows the parts that end there.
+
+        The logits stay on the device: it is asked once, for the tokens drawn of all of them.
+        A pass that fails takes its tokens out of the cache again. Where that takes more with it (a
+        state that nothing of before is left of), that is computed again.
+        """
+        try:
+            with self.ranks.telling() as telling, self.model.backend.new_context() as ctx:
+                here, batch = ctx.input(), batch_of(parts)
+                vocabulary = self.model.config.vocab_size
+                wanted, proposed = logprobs_of(parts), proposed_in(parts)
+                choice = Choice(here, draws_of(parts), vocabulary, wanted, proposed)
+                start_pass(self.model, ctx, batch, self.cache)
+                telling.how = None  # the model tells them
+                logits = self.model.forward(ctx, batch, self.cache)
+                telling.how = self.ranks.abandon
+                chosen = choice(here, logits)
+        except BaseException as error:
+            self._take_back(parts, isinstance(error, SequenceLostError))
+            raise
+        for part in parts:
+            part.request.run.stored += part.count
+        return chosen
+
+    def _admit(self, events: list[EngineEvent]) -> None:
+        """In their order; while others compute, those go first that nothing is being read for."""
+        alone = self.ranks.alone  # what others read is not known here
+        for request in sorted(self._waiting, key=lambda request: alone and request.fetching):
+            if self._full or len(self.prefix.sessions) == self.options.max_sequences:
+                return
+            if alone and self._running and request.fetching:
+                continue
+            if worth_waiting(request, self._running, self.prefix, self.ranks):
+                continue
+            try:
+                session = self.ranks.begin(self.prefix, request.run.tokens, request.tenant)
+            except Exception as error:
+                full = isinstance(error, CacheFullError)
+                if full and self._running:
+                    self._full = True
+                    return
+                if not (full or self.ranks.alone):  # other ranks may have begun it
+                    raise
+                self._over(request, events, [Failed(request.id, error)])
+                continue
+            self._start(request, session, events)
+
+    def _start(self, request: Request, session: Session, events: list[EngineEvent]) -> None:
+        self._waiting.remove(request)
+        self._running.append(request)
+        request.session = session
+        if (mtp := getattr(self.model, "mtp", None)) is not None:
+            mtp.forget(self.cache, session.seq)
+        session.retention = request.retention
+        self.statistics.reused_tokens += session.cached
+        if request.started:
+            request.run.stored = session.cached
+        else:
+            request.started, request.lookup = True, session.lookup
+            events.append(request.run.start(session.cached, session.spared))
+        request.release()
+        plan_sharing(request, self._waiting, self.prefix)
+
+    def _plan(self, drafting: bool, events: list[EngineEvent]) -> list[Part]:
+        """The next pass: chunks of prompts, or the next of every answer; in turns where both want one."""
+        prefill = [request for request in self._running if request.prefilling]
+        decode = [request for request in self._running if not request.prefilling]
+        if prefill and not (decode and self._prefilled_last):
+            return list(chunks(prefill, self.options.prefill_chunk, self.prefix))
+        if not drafting:
+            return [Part(request, len(request.run.tokens) - request.run.stored) for request in decode]
+        parts: list[Part] = []
+        for request in decode:
+            try:
+                parts.append(self._verifier.part(request, self.limit))
+            except Exception as error:  # its draft's, and so of this request alone
+                if not self.ranks.all_fail():
+                    raise
+                self._over(request, events, [Failed(request.id, error)])
+        return parts or (self._plan(drafting, events) if decode else [])
+
+    def _take(self, parts: Sequence[Part], chosen: Chosen, prefill: bool, events: list[EngineEvent]) -> None:
+        """Take in what was drawn where a part reached the end of its tokens."""
+        row = 0
+        for part in parts:
+            request, run, known = part.request, part.request.run, part.request.run.stored
+            if prefill and run.stored <= run.prompt_tokens:
+                events.append(Prefilled(request.id, run.stored, run.prompt_tokens))
+            tried = []
+            for branch in part.tried if run.stored == len(run.tokens) else ():
+                tried.append((branch, row))
+                row += len(branch.draft) + 1
+            try:
+                if prefill and request.session is not None:
+                    self._keep(request.session)
+                if tried:
+                    self._accept(part, chosen, tried, prefill, events)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    if tried and request.session is not None:
+                        self._rewind(request, min(known, len(run.tokens) - 1))
+                    raise
+                # Of this request alone: what was computed of the others is good.
+                if request.done:
+                    log.warning("request %d: its last pass could not be taken in", request.id, exc_info=True)
+                else:
+                    if not isinstance(error, RunnerError):  # which is of the logits, and so on all ranks
+                        self.ranks.abandon(error)
+                    self._over(request, events, [Failed(request.id, error)], keep=not part.branches)
+
+    def _keep(self, session: Session) -> None:
+        try:
+            session.keep()
+        except Exception:
+            if self.ranks.alone:
+                raise
+            # The others have kept it, and go on with all requests.
+            log.warning("sequence %d: what it computed could not be kept", session.seq, exc_info=True)
+
+    def _accept(
+        self,
+        part: Part,
+        chosen: Chosen,
+        tried: Sequence[tuple[Branch, int]],
+        prefill: bool,
+        events: list[EngineEvent],
+    ) -> None:
+        request, run, statistics = part.request, part.request.run, self.statistics
+        known = run.stored
+        told: list[Token | Finished] = []
+        settled = False
+        try:
+            winner = accept(run, chosen, tried, self.model.config.eos_ids, self.limit, told)
+            right = run.stored
+            new = sum(map(has_token, told))
+            statistics.generated_tokens += new
+            statistics.decoded_tokens += new - (run.generated == new > 0)  # the first comes of its prefill
+            if not prefill:
+                self.speculation.passes += request.draft is not None
+            if part.branches:
+                run.stored = self._verifier.settle(part, winner, known, right)
+            request.repeat = right - run.stored
+            if request.session is not None:
+                request.session.extend(run.tokens[known:])
+            settled = True
+        finally:
+            if told and isinstance(told[-1], Finished):
+                self._over(request, events, told, keep=settled or not part.branches)
+            else:
+                events.extend(told)
+
+    def _over(
+        self, request: Request, events: list[EngineEvent], last: Sequence[EngineEvent], keep: bool = True
+    ) -> None:
+        """A request has ended, with these events, whatever becomes of what it computed."""
+        request.done = True
+        events.extend(last)
+        if last and isinstance(last[-1], Failed):
+            request.error = last[-1].error
+        elif last and isinstance(last[-1], Finished):
+            request.answer = last[-1]
+        self._leave(request, keep)
+
+    # Where there is no room, or something fails.
+
+    def _make_room(self, error: CacheFullError, events: list[EngineEvent]) -> None:
+        """The request that started last goes back into the queue; a single one is over."""
+        if not self._running:  # all start anew
+            return
+        last = self._running[-1]
+        if len(self._running) > 1:
+            self.preemptions += 1
+            self._requeue(last, keep=True)
+            self._full = True
+        elif last.run.generated:
+            self._over(last, events, last.run.end("capacity"))
+        else:
+            self._over(last, events, [Failed(last.id, error)])
+
+    def _take_back(self, parts: Sequence[Part], lost: bool) -> None:
+        """Let every session be what it was before the pass, or have more of it computed again."""
+        with ExitStack() as rewinding:  # all of them, even if one is interrupted
+            for part in parts:
+                rewinding.callback(self._rewind, part.request, 0 if lost else part.request.run.stored)
+            self._verifier.clear()
+
+    def _agree_on(self, parts: Sequence[Part]) -> None:
+        """After a pass that no rank computed: each request goes on where all ranks can, or starts anew."""
+        while not self.ranks.alone:
+            stored = [part.request.run.stored if part.request.session else -1 for part in parts]
+            least = self.ranks.least(stored)
+            if self.ranks.least([-value for value in stored]) == [-value for value in least]:
+                return
+            for part, value, own in reversed(list(zip(parts, least, stored, strict=True))):
+                if value < 0:
+                    self._start_anew(part.request)
+                elif own > value:
+                    self._rewind(part.request, value)
+
+    def _start_anew(self, request: Request) -> None:
+        if request in self._running:
+            self._requeue(request, keep=False)
+        else:  # in the order in which all ranks do so
+            self._waiting.remove(request)
+            self._waiting.insert(0, request)
+
+    def _read_again(self) -> None:
+        """Where an interruption came before an answer was read, the token before it is computed again."""
+        self._verifier.clear()
+        for request in self.running:
+            if request.run.stored == len(request.run.tokens):
+                self._rewind(request, request.run.stored - 1)
+
+    def _rewind(self, request: Request, target: int) -> None:
+        session = request.session
+        assert session is not None
+        try:
+            request.run.stored = session.rewind(target)
+            session.extend(request.run.tokens[target:])
+        except BaseException as error:  # as good as lost: it starts anew
+            if request in self._running:
+                self._requeue(request, keep=False)
+            if not isinstance(error, Exception):
+                raise
+
+    def _requeue(self, request: Request, keep: bool) -> None:
+        """Back to the head of the queue, to be continued from what is kept."""
+        try:
+            self._leave(request, keep)
+        finally:
+            request.run.stored = 0
+            request.stops.clear()
+            self._waiting.insert(0, request)
+
+    def _leave(self, request: Request, keep: bool = True) -> None:
+        """Give up a request's place or sequence; where keeping its content fails, that is forgotten."""
+        session, request.session = request.session, None
+        if session is None:
+            self._waiting.remove(request)
+            request.release()
+            return
+        self._running.remove(request)
+        self._full = False
+        try:
+            session.close(keep)
+        except BaseException as error:
+            session.close(keep=False)  # if it is not over all the same
+            if not isinstance(error, Exception):
+                raise
+            log.warning("request %d: what it computed could not be kept", request.id, exc_info=True)
+
+    def _count(self, parts: Sequence[Part], prefill: bool, seconds: float) -> None:
+        if prefill:
+            count = sum(part.count for part in parts)
+            self.statistics.computed_tokens += count
+            self.statistics.prefill_seconds += seconds
+            self.prefix.break_even.computed(count, seconds)
+        else:
+            self.statistics.decode_seconds += seconds
+
+    def _check(self, op: str) -> None:
+        if self.closed:
+            raise ClosedError(f"{op}: the engine is closed")

@@ -1,0 +1,39 @@
+"""What the runner refuses; each is an ``ml.MLError`` and a ValueError, and reads as one line."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+from ml import MLError
+
+__all__ = ["CapacityError", "ModelError", "RequestError", "RunnerError", "TextTooLongError", "check_whole"]
+
+
+class RunnerError(MLError, ValueError):
+    """Base of the runner's errors."""
+
+
+class ModelError(RunnerError):
+    """A model folder, configuration, tokenizer or weights file that cannot be used."""
+
+
+class RequestError(RunnerError):
+    """A prompt or a sampling setting outside its limits."""
+
+
+class TextTooLongError(RequestError):
+    """A text of more than ``most`` tokens: ``count`` were found before the rest of it was looked at."""
+
+    def __init__(self, count: int, most: int) -> None:
+        super().__init__(f"the text has {count} tokens or more, and the maximum is {most}; shorten it")
+        self.count, self.most = count, most
+
+
+class CapacityError(RunnerError):
+    """A cache, or a model with its cache, larger than the memory there is."""
+
+
+def check_whole(owner: str, name: str, value: object, least: int, note: str = "") -> None:
+    """Raise RequestError unless an option is a whole number >= ``least``; ``note`` ends the message."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise RequestError(f"{owner}: {name}={value!r}; it must be a whole number of at least {least}{note}")

@@ -1,0 +1,144 @@
+"""What the engine asks of a model, and what it takes for a prompt."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import ml
+from kvcache import CausalCache
+from kvcache.cache import Batch, Cache
+from kvcache_engine.config import ModelSizes
+from kvcache_engine.errors import RequestError, TextTooLongError
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.tokenizer import Tokenizer
+
+__all__ = [
+    "LanguageModel",
+    "Prompt",
+    "cache_for",
+    "check_prompt",
+    "encode_prompt",
+    "settings_for",
+    "start_pass",
+]
+
+Prompt = str | Sequence[int]
+"""A text, or token ids as they are."""
+
+
+class LanguageModel(Protocol):
+    """What the loop needs of a model: ``Llama`` and its relatives, ``TransformersModel``, or one of yours.
+
+    It may have more: ``make_cache()`` gives the cache of its layers (without it: a ``CausalCache``),
+    ``dtype`` says what it computes in (F32), ``identity()`` names its weights for stores.
+    """
+
+    @property
+    def backend(self) -> ml.Backend: ...
+    @property
+    def config(self) -> ModelSizes: ...
+
+    def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
+        """Logits (len(batch.outputs), vocab_size); keys and values go through ``cache``.
+
+        ``cache.start_forward(ctx, batch)`` was called, but for a model that ``StartsPasses``.
+        """
+
+
+@runtime_checkable
+class StartsPasses(Protocol):
+    """A model whose ``forward`` calls ``start_forward`` itself, for it may make several passes of a batch."""
+
+    starts_passes: Literal[True]
+
+
+@runtime_checkable
+class MakesCache(Protocol):
+    """A model whose layers need another cache than a ``CausalCache``."""
+
+    def make_cache(self) -> Cache:
+        """A fresh cache, bound to no backend."""
+
+
+def cache_for(model: LanguageModel) -> Any:
+    """A fresh cache for the model's layers, bound to no backend."""
+    if isinstance(model, MakesCache):
+        return model.make_cache()
+    return CausalCache(getattr(model, "shift", None))
+
+
+def start_pass(model: LanguageModel, ctx: ml.Context, batch: Batch, cache: Cache) -> None:
+    """What comes before ``model.forward(ctx, batch, cache)``."""
+    if not isinstance(model, StartsPasses):
+        cache.start_forward(ctx, batch)
+
+
+def encode_prompt(
+    tokenizer: Tokenizer | None, prompt: Prompt, config: ModelSizes, capacity: int
+) -> list[int]:
+    """A text's token ids, or the ids as they are, checked as ``check_prompt`` does."""
+    if not isinstance(prompt, str):
+        return check_prompt(prompt, config, capacity)
+    if tokenizer is None:
+        raise RequestError("the prompt is text and there is no tokenizer; pass token ids")
+    try:
+        found = tokenizer.encode(prompt, most=min(capacity, config.max_positions))
+    except TextTooLongError as error:
+        _check_length(error.count, config, capacity, "at least ")
+        raise
+    return check_prompt(found, config, capacity)
+
+
+def check_prompt(tokens: Sequence[int], config: ModelSizes, capacity: int) -> list[int]:
+    """The tokens as a list. Raises RequestError for a prompt that the model or the cache cannot take."""
+    try:
+        if isinstance(tokens, bytes | bytearray | Mapping | Set):
+            raise TypeError
+        if not len(tokens):
+            raise RequestError(
+                "the prompt is empty and this model adds no BOS token; give a prompt with text"
+            )
+        _check_length(len(tokens), config, capacity)
+        found = [_id(token) for token in tokens]
+    except TypeError:
+        raise RequestError(
+            f"the prompt is {tokens!r:.80}; it must be a text or a sequence of token ids"
+        ) from None
+    wrong = [token for token in found if not 0 <= token < config.vocab_size]
+    if wrong:
+        raise RequestError(
+            f"the prompt has token {wrong[0]}; the model's ids are 0 to {config.vocab_size - 1}: "
+            "does the tokenizer belong to another model?"
+        )
+    return found
+
+
+def settings_for(tokenizer: Tokenizer | None, settings: GenerationOptions | None) -> GenerationOptions:
+    """The settings, or the default ones. Raises RequestError for stop strings where there is no text."""
+    settings = settings or GenerationOptions()
+    if settings.stop and tokenizer is None:
+        raise RequestError(
+            f"stop={list(settings.stop)} is text and there is no tokenizer; give the engine one"
+        )
+    return settings
+
+
+def _id(token: Any) -> int:
+    if isinstance(token, bool):
+        raise TypeError
+    return operator.index(token)
+
+
+def _check_length(count: int, config: ModelSizes, capacity: int, least: str = "") -> None:
+    if count > config.max_positions:
+        raise RequestError(
+            f"the prompt has {least}{count} tokens, more than the model's {config.max_positions} positions; "
+            "shorten it"
+        )
+    if count > capacity:
+        raise RequestError(
+            f"the prompt has {least}{count} tokens, more than the capacity of {capacity} per sequence; "
+            f"raise it (the model supports up to {config.max_positions}) or shorten the prompt"
+        )

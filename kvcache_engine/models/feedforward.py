@@ -1,0 +1,309 @@
+"""Gated MLPs, and mixtures of them: routers, experts, and the tensors that hold them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+import ml
+from kvcache_engine.errors import ModelError
+from kvcache_engine.weights import GroupedLinear, Linear, Loader, Shape
+from ml import nn
+
+__all__ = [
+    "Activation",
+    "GatedMLP",
+    "GroupLimited",
+    "Routing",
+    "SparseMLP",
+    "expert_shapes",
+    "geglu",
+    "group_routing",
+    "load_corrected",
+    "load_each_expert",
+    "load_experts",
+    "load_mlp",
+    "mlp_shapes",
+]
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+Activation = Callable[[ml.Context, ml.Tensor, ml.Tensor], ml.Tensor]
+"""(ctx, gate, up) -> the gated product."""
+
+
+def geglu(ctx: ml.Context, gate: ml.Tensor, up: ml.Tensor) -> ml.Tensor:
+    """``gelu(gate) * up`` with the tanh approximation (Shazeer, 2020)."""
+    return gate.gelu(ctx, "tanh").mul(ctx, up)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """``down(activation(gate(x), up(x)))``; gate and up are one product, gate first."""
+
+    gate_up: Linear
+    down: Linear
+    activation: Activation = nn.swiglu
+
+    def __call__(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
+        both = self.gate_up(ctx, x)
+        inner = both.shape[1] // 2
+        gate, up = both.slice(ctx, 1, 0, inner), both.slice(ctx, 1, inner, 2 * inner)
+        return self.down(ctx, self.activation(ctx, gate, up))
+
+
+def load_mlp(
+    load: Loader,
+    ctx: ml.Context,
+    prefix: str,
+    activation: Activation = nn.swiglu,
+    names: Sequence[str] = PROJECTIONS,
+) -> GatedMLP:
+    """Of the tensors below ``prefix``; ``names`` of gate, up and down."""
+    gate, up, down = (f"{prefix}.{name}" for name in names)
+    return GatedMLP(load.linear(ctx, gate, up), load.summed(ctx, down), activation)
+
+
+def mlp_shapes(
+    prefix: str, hidden: int, inner: int, bias: bool = False, names: Sequence[str] = PROJECTIONS
+) -> dict[str, Shape]:
+    """The tensors that ``load_mlp`` reads."""
+    shapes: dict[str, Shape] = {}
+    for name, (rows, columns) in zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+        shapes[f"{prefix}.{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{prefix}.{name}.bias"] = (rows,)
+    return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts (Shazeer et al., 2017): every token goes through k of them, gated MLPs all.
+
+    The pairs (token, expert) are sorted by expert on the device, so that each expert is one run of rows.
+    """
+
+    gate_up: GroupedLinear
+    down: GroupedLinear
+    activation: Activation = nn.swiglu
+
+    def __call__(
+        self,
+        ctx: ml.Context,
+        x: ml.Tensor,
+        weights: ml.Tensor,
+        chosen: ml.Tensor,
+        weigh_input: bool = False,
+    ) -> ml.Tensor:
+        """x (tokens, hidden), weights (tokens, k), chosen I32 (tokens, k) -> (tokens, hidden).
+
+        The weights multiply what comes out of the experts, or what goes in (``weigh_input``).
+        """
+        (tokens, k), hidden = chosen.shape, x.shape[1]
+        pairs = chosen.reshape(ctx, tokens * k)
+        order = pairs.argsort(ctx)
+        experts = nn.Groups(pairs.rows(ctx, order))
+        share = weights.reshape(ctx, tokens * k, 1).rows(ctx, order)
+        if tokens == 1:
+            inputs = x.view(ctx, 0, (k, hidden), (0, x.strides[1]))
+        else:
+            token = ctx.arange(0, tokens, 1, ml.DType.I32).view(ctx, 0, (tokens, k), (1, 0)).contiguous(ctx)
+            inputs = x.rows(ctx, token.reshape(ctx, tokens * k).rows(ctx, order))
+        both = self.gate_up(ctx, inputs.mul(ctx, share) if weigh_input else inputs, experts)
+        inner = both.shape[1] // 2
+        gate, up = both.slice(ctx, 1, 0, inner), both.slice(ctx, 1, inner, 2 * inner)
+        result = self.down(ctx, self.activation(ctx, gate, up), experts)
+        if not weigh_input:
+            result = result.mul(ctx, share)
+        if tokens == 1:  # in whatever order they are added up
+            return result.sum(ctx, 0, keepdims=True)
+        return result.rows(ctx, order.argsort(ctx)).reshape(ctx, tokens, k, hidden).sum(ctx, 1)
+
+
+Routing = Literal["softmax", "normalized", "softmax of top", "sigmoid of top"]
+"""What the weights of the chosen experts are: their share of the softmax over all experts (Qwen),
+scaled to sum to 1 (Qwen with norm_topk_prob), the softmax over the chosen alone (gpt-oss), or the
+sigmoid of each, which multiplies the expert's input (Llama 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimited:
+    """DeepSeek's routing: experts are chosen within the ``kept`` best of ``groups`` groups of them.
+
+    An expert's score is its share of the softmax, and a group is as good as its best expert (DeepSeek-AI,
+    "DeepSeek-V2", 2024). With ``correction``, F32 (experts,), it is a sigmoid, experts are chosen by both
+    together, and a group is as good as its two best (DeepSeek-AI, "DeepSeek-V3", 2024). Weights
+    are the scores alone, divided by their sum with ``normalize``, times ``scale``. ``corrected``: there is a
+    correction, once weights are loaded.
+    """
+
+    groups: int
+    kept: int
+    scale: float
+    normalize: bool
+    corrected: bool
+    correction: ml.Tensor | None = None
+
+    def __call__(self, ctx: ml.Context, logits: ml.Tensor, count: int) -> tuple[ml.Tensor, ml.Tensor]:
+        """logits F32 (tokens, experts) -> weights and experts I32, both (tokens, count)."""
+        if self.correction is None:
+            scores = logits.softmax(ctx)
+            weights, chosen = self._in_groups(ctx, scores, 0.0).top_k(ctx, count)
+        else:
+            scores = logits.sigmoid(ctx)
+            corrected = scores.add(ctx, self.correction)
+            _, chosen = self._in_groups(ctx, corrected, -math.inf).top_k(ctx, count)
+            weights = _picked(ctx, scores, chosen)
+        if self.normalize:
+            weights = weights.div(ctx, weights.sum(ctx, 1, keepdims=True))
+        return weights.scale(ctx, self.scale), chosen
+
+    def _in_groups(self, ctx: ml.Context, scores: ml.Tensor, left_out: float) -> ml.Tensor:
+        """The scores, those of other groups replaced by ``left_out``."""
+        if self.kept == self.groups:
+            return scores
+        tokens, experts = scores.shape
+        size, best = experts // self.groups, 1 if self.correction is None else 2
+        members = scores.reshape(ctx, tokens, self.groups, size)
+        worth = members.top_k(ctx, min(best, size))[0].sum(ctx, 2)
+        kept = worth.top_k(ctx, self.kept)[1].reshape(ctx, tokens, self.kept, 1)
+        hits = kept.compare(ctx, "==", ctx.arange(0, self.groups, 1, ml.DType.I32))
+        shown = hits.cast(ctx, ml.DType.F32).sum(ctx, 1).compare(ctx, ">", ctx.zeros((1,), ml.DType.F32))
+        other = ctx.full((1,), left_out, ml.DType.F32)
+        found = shown.reshape(ctx, tokens, self.groups, 1).where(ctx, members, other)
+        return found.reshape(ctx, tokens, experts)
+
+
+def group_routing(raw: Mapping[str, Any], corrected: bool = True) -> GroupLimited:
+    """What config.json says of groups. Raises ModelError if they do not fit."""
+    grouped = raw.get("topk_method") != "greedy"
+    groups, kept = (raw["n_group"] or 1, raw["topk_group"] or 1) if grouped else (1, 1)
+    experts, chosen = raw["n_routed_experts"], raw["num_experts_per_tok"]
+    if experts % groups or not 1 <= kept <= groups or chosen > kept * (experts // groups):
+        raise ModelError(
+            f"{chosen} of {experts} experts within {kept} of {groups} groups; groups are of one size, and "
+            "those that are kept must contain at least the experts that are chosen"
+        )
+    scale, normalize = float(raw["routed_scaling_factor"]), bool(raw["norm_topk_prob"])
+    return GroupLimited(groups, kept, scale, normalize, corrected)
+
+
+def _picked(ctx: ml.Context, scores: ml.Tensor, chosen: ml.Tensor) -> ml.Tensor:
+    """scores (tokens, experts) of chosen I32 (tokens, count)."""
+    (tokens, experts), count = scores.shape, chosen.shape[1]
+    lines = ctx.arange(0, tokens * experts, experts, ml.DType.I32).reshape(ctx, tokens, 1)
+    at = chosen.add(ctx, lines).reshape(ctx, tokens * count)
+    return scores.reshape(ctx, tokens * experts).rows(ctx, at).reshape(ctx, tokens, count)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMLP:
+    """``experts_per_token`` of the experts for each token, and a ``shared`` one for all.
+
+    The router computes in the dtype of its weight.
+
+    ``shared_gate`` maps a token to the logit that its share of the shared expert is the sigmoid of.
+    """
+
+    router: Linear
+    experts: Experts
+    experts_per_token: int
+    routing: Routing | GroupLimited
+    shared: GatedMLP | None = None
+    shared_gate: Linear | None = None
+
+    def __call__(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
+        """x (tokens, hidden) -> the same."""
+        if x.shape[0] == 0:
+            return x
+        weights, chosen = self._route(ctx, x)
+        result = self.experts(ctx, x, weights, chosen, self.routing == "sigmoid of top")
+        if self.shared is None:
+            return result
+        shared = self.shared(ctx, x)
+        if self.shared_gate is not None:
+            shared = shared.mul(ctx, self.shared_gate(ctx, x).sigmoid(ctx))
+        return result.add(ctx, shared)
+
+    def _route(self, ctx: ml.Context, x: ml.Tensor) -> tuple[ml.Tensor, ml.Tensor]:
+        """Weights in x's dtype and experts I32, both (tokens, experts_per_token)."""
+        wanted = self.router.weight.dtype
+        logits = self.router(ctx, x if x.dtype is wanted else x.cast(ctx, wanted))
+        if logits.dtype is not ml.DType.F32:
+            logits = logits.cast(ctx, ml.DType.F32)
+        if isinstance(self.routing, GroupLimited):
+            weights, chosen = self.routing(ctx, logits, self.experts_per_token)
+            return weights.cast(ctx, x.dtype), chosen
+        over_all = self.routing in ("softmax", "normalized")
+        scores = logits.softmax(ctx) if over_all else logits
+        weights, chosen = scores.top_k(ctx, self.experts_per_token)
+        if self.routing == "normalized":
+            weights = weights.div(ctx, weights.sum(ctx, 1, keepdims=True))
+        elif self.routing == "softmax of top":
+            weights = weights.softmax(ctx)
+        elif self.routing == "sigmoid of top":
+            weights = weights.sigmoid(ctx)
+        return weights.contiguous(ctx).cast(ctx, x.dtype), chosen
+
+
+def load_experts(
+    load: Loader,
+    ctx: ml.Context,
+    prefix: str,
+    activation: Activation = nn.swiglu,
+    arrange: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
+) -> Experts:
+    """Of ``{prefix}.gate_up_proj`` (experts, hidden, 2 * inner) and ``down_proj`` (experts, inner, hidden).
+
+    With biases ``gate_up_proj_bias`` (experts, 2 * inner) and ``down_proj_bias`` where the config has
+    them. ``arrange`` puts the rows of gate and up (2 * inner, ...) in our order, all of gate first.
+    """
+    wide, narrow = (load.take(f"{prefix}.{name}_proj").swapaxes(1, 2) for name in ("gate_up", "down"))
+    wide_bias, narrow_bias = (_biases(load, f"{prefix}.{name}_proj_bias") for name in ("gate_up", "down"))
+    if wide_bias is not None:
+        wide_bias = np.stack([arrange(bias) for bias in wide_bias])
+    return Experts(
+        load.grouped(ctx, len(wide), map(arrange, wide), wide_bias),
+        load.grouped(ctx, len(narrow), narrow, narrow_bias),
+        activation,
+    )
+
+
+def load_each_expert(
+    load: Loader, ctx: ml.Context, prefix: str, count: int, names: Sequence[str] = PROJECTIONS
+) -> Experts:
+    """Of ``{prefix}.{i}``, gated MLPs that are stored one by one; ``names`` of gate, up and down."""
+    gate, up, down = names
+    each = [f"{prefix}.{i}" for i in range(count)]
+    wide = (load.rows(f"{name}.{gate}", f"{name}.{up}") for name in each)
+    narrow = (load.rows(f"{name}.{down}") for name in each)
+    return Experts(load.grouped(ctx, count, wide), load.grouped(ctx, count, narrow))
+
+
+def expert_shapes(
+    prefix: str, count: int, hidden: int, inner: int, names: Sequence[str] = PROJECTIONS
+) -> dict[str, Shape]:
+    """The tensors that ``load_each_expert`` reads."""
+    found: dict[str, Shape] = {}
+    for i in range(count):
+        found |= mlp_shapes(f"{prefix}.{i}", hidden, inner, names=names)
+    return found
+
+
+def load_corrected(
+    load: Loader, ctx: ml.Context, prefix: str, routing: GroupLimited
+) -> tuple[Linear, GroupLimited]:
+    """The router ``prefix``, and its routing with the correction; both are F32, as the reference computes."""
+    router = load.put(ctx, load.take(f"{prefix}.weight"), ml.DType.F32).permute(ctx, 1, 0)
+    if routing.corrected:
+        correction = load.take(f"{prefix}.e_score_correction_bias")
+        routing = replace(routing, correction=load.put(ctx, correction, ml.DType.F32))
+    return Linear(router), routing
+
+
+def _biases(load: Loader, name: str) -> np.ndarray | None:
+    return load.take(name) if name in load.shapes else None

@@ -1,0 +1,72 @@
+"""Configs and caches of models whose layers keep states, and what these models share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ml
+from kvcache import RecurrentCache, StateSpec
+from kvcache.cache import Batch, Cache
+from kvcache_engine.config import ModelConfig
+from kvcache_engine.errors import ModelError
+from kvcache_engine.models.decoder import CausalModel
+from kvcache_engine.models.state_runs import begin_runs
+from kvcache_engine.models.step import Step
+from ml import nn
+
+__all__ = ["RecurrentModel", "StateConfig", "recurrent_cache", "time_limits"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateConfig(ModelConfig):
+    """Of a model with states: those of layers that put no keys, where a family does not say otherwise."""
+
+    @property
+    def states(self) -> dict[str, StateSpec]:
+        """What a layer keeps of a sequence."""
+        raise NotImplementedError
+
+    @property
+    def state_layers(self) -> int:
+        """How many layers keep states."""
+        return self.layers - len(self.attending)
+
+    def state_bytes(self, max_sequences: int, capacity: int) -> int:
+        """Of states in F32, and as many checkpoints as RecurrentCache takes by default."""
+        values = self.state_layers * sum(math.prod(spec.shape) for spec in self.states.values())
+        return max_sequences * (1 + min(24, capacity // 256)) * values * 4
+
+
+def recurrent_cache(config: StateConfig, dtype: ml.DType | None = None, **options: Any) -> RecurrentCache:
+    """For the states of a model, and the keys of its layers with attention.
+
+    ``dtype`` is that of the model's activations; ``options`` go to RecurrentCache.
+    """
+    shift = nn.rope_shift(config.rope) if config.attending else None
+    states: dict[int | None, dict[str, StateSpec]] = {None: config.states}
+    return RecurrentCache(shift=shift, states=states, conv_dtype=dtype, delivers=True, **options)
+
+
+C = TypeVar("C", bound=StateConfig)
+
+
+class RecurrentModel(CausalModel[C]):
+    """A decoder some of whose mixers keep states."""
+
+    cache_type = RecurrentCache
+    cache_of = staticmethod(recurrent_cache)
+
+    def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
+        step = super().begin_pass(ctx, batch, cache) if self.config.attending else Step(batch, cache)
+        return begin_runs(ctx, step)
+
+
+def time_limits(raw: Mapping[str, Any]) -> None:
+    """ModelError where steps in time are limited, to anything but 0 and infinity."""
+    low, high = raw.get("time_step_limit") or (0.0, math.inf)
+    high = float("inf") if isinstance(high, Mapping) else float(high)
+    if low > 0 or high < math.inf:
+        raise ModelError(f"time_step_limit=({low}, {high}) is not supported; only (0, inf) is")

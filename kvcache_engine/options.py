@@ -1,0 +1,129 @@
+"""What an engine's cache has room for, and how its passes are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import ml
+from kvcache import TenantBudget
+from kvcache.cache import CacheDType
+from kvcache_engine.config import ModelSizes
+from kvcache_engine.errors import RequestError, check_whole
+
+__all__ = ["Acceptance", "EngineOptions", "Fetch", "SpeculativeOptions"]
+
+Acceptance = Literal["rejection", "exact"]
+Fetch = Literal["measured", "always"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The cache: ``max_sequences`` at a time, of ``capacity`` tokens each (None: the model's
+    ``max_positions``, at most 4096), stored as ``cache_dtype`` (what ``Cache.init`` takes);
+    ``prefill_chunk`` prompt tokens go through one forward pass at most.
+
+    ``context`` tokens are what one request may hold (None: ``capacity``). All sequences share
+    ``max_sequences * capacity`` tokens, so that a larger ``context`` lets some go beyond their share while
+    others need less. ``budget`` bounds the bytes of kept snapshots on the device, those in the cache's own
+    cells too (None: twice what the cache takes); ``interval`` and ``block_size`` are as PrefixCache has them:
+    entries of stores, and blocks that events tell of, have ``block_size`` tokens, and keys depend on it.
+    ``tenant_budget``, ``read_ahead`` and ``backlog`` are PrefixCache's, too, as is
+    ``write_through``: each answer is written to the stores when it ends, by a thread.
+
+    ``fetch``: "measured" asks a store where fetching beats computing, by what both took so far
+    (``BreakEven``); "always" asks for every prefix.
+    """
+
+    max_sequences: int = 4
+    capacity: int | None = None
+    prefill_chunk: int = 512
+    cache_dtype: CacheDType = ml.DType.F32
+    context: int | None = None
+    budget: int | None = None
+    interval: int = 512
+    block_size: int = 128
+    tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None
+    fetch: Fetch = "measured"
+    read_ahead: int = 256 << 20
+    backlog: int = 256 << 20
+    write_through: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_positive("max_sequences", "prefill_chunk", "block_size")
+        self._check_positive(*(name for name in ("capacity", "context") if getattr(self, name) is not None))
+        if self.fetch not in get_args(Fetch):
+            raise RequestError(f"EngineOptions: fetch={self.fetch!r}; it must be 'measured' or 'always'")
+        for name in ("read_ahead", "backlog"):
+            check_whole("EngineOptions", name, getattr(self, name), 0)
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            check_whole(type(self).__name__, name, getattr(self, name), 1)
+
+    def capacity_for(self, config: ModelSizes) -> int:
+        return min(config.max_positions, 4096) if self.capacity is None else self.capacity
+
+    def context_for(self, config: ModelSizes) -> int:
+        """How many tokens one request can hold: prompt and answer together."""
+        return min(self.context or self.capacity_for(config), config.max_positions)
+
+    def cache_sizes(self, config: ModelSizes) -> tuple[CacheDType, int, int]:
+        """What the cache stores, of how many sequences, with how many tokens each.
+
+        Raises RequestError for a ``context`` that is more than the cache has.
+        """
+        capacity = self.capacity_for(config)
+        total = capacity * self.max_sequences
+        if self.context is not None and self.context > total:
+            raise RequestError(
+                f"EngineOptions: context={self.context}; it must be in [1, {total}], what the cache has"
+            )
+        return self.cache_dtype, self.max_sequences, capacity
+
+    @property
+    def largest_batch(self) -> int:
+        return max(self.prefill_chunk, self.max_sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeOptions(EngineOptions):
+    """As EngineOptions, and: up to ``tokens`` drafted tokens a pass, in each of up to ``width`` branches.
+
+    With more than one the cache has ``width`` sequences more for each of ``max_sequences``, and room for
+    their drafts.
+
+    ``acceptance`` of what a ``SamplingDraft`` says where a request samples: "rejection" keeps the
+    distribution and accepts the most; "exact" gives the tokens that plain decoding draws by the same
+    seed. With more than one branch it is always exact.
+    """
+
+    tokens: int = 4
+    width: int = 1
+    acceptance: Acceptance = "rejection"
+
+    def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
+        self._check_positive("tokens", "width")
+        if self.acceptance not in get_args(Acceptance):
+            raise RequestError(
+                f"SpeculativeOptions: acceptance={self.acceptance!r}; it must be 'rejection' or 'exact'"
+            )
+
+    @property
+    def rejects(self) -> bool:
+        """Whether drafts are drawn and accepted by rejection sampling, where they can be."""
+        return self.acceptance == "rejection" and self.width == 1
+
+    def cache_sizes(self, config: ModelSizes) -> tuple[CacheDType, int, int]:
+        dtype, sequences, capacity = EngineOptions.cache_sizes(self, config)
+        if self.width == 1:
+            return dtype, sequences, capacity
+        # Cells are common to all: those of the texts, and of the drafts of all branches.
+        drafts = self.width * (self.tokens + 1)
+        return dtype, sequences * (1 + self.width), -(-(capacity + drafts) // (1 + self.width))
+
+    @property
+    def largest_batch(self) -> int:
+        return max(self.prefill_chunk, self.max_sequences * self.width * (self.tokens + 1))

@@ -1,0 +1,255 @@
+"""Tensor parallelism: one model split over ranks by heads, a cache of each rank's own KV heads.
+
+After Megatron-LM (Shoeybi et al., 2019, arXiv 1909.08053). Rank r of n has the rows of q, k, v, gate and up
+that make its heads and its part of the MLP, and the columns of o and down that read them::
+
+    hidden += sum over ranks of  o[:, heads]   (attention of the heads)
+    hidden += sum over ranks of  down[:, inner](silu(gate[inner]) * up[inner])
+
+Two sums per layer. Embeddings are on every rank, the head's rows are divided and the logits gathered, so
+that all ranks see the same logits bit for bit and sample the same token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+import ml
+from kvcache.cache import Batch, CacheFullError
+from kvcache_engine.config import ModelConfig
+from kvcache_engine.errors import ModelError
+from kvcache_engine.weights import Weights
+
+__all__ = [
+    "FAILED",
+    "NO_ROOM",
+    "Share",
+    "check_ranks",
+    "device_of_rank",
+    "failed_elsewhere",
+    "join",
+    "no_engine",
+    "of_all",
+    "share_of",
+    "sizes_of",
+]
+
+NO_ROOM, FAILED = -1, -2
+"""What a rank says instead of which pass it is about to compute: it cannot."""
+
+C = TypeVar("C", bound=ModelConfig)
+
+
+def join(backend: ml.Backend, size: int | None = None, timeout: float = 60.0) -> ml.Group:
+    """The group of the ranks that a launcher has started, ``size`` of them (None: as many as there are).
+
+    Raises NotSupportedError where the backend cannot join processes, GroupError where there are others.
+    """
+    if not isinstance(backend, ml.SupportsDistributed):
+        raise no_engine(backend.name)
+    group = backend.distributed(timeout)
+    if size is not None and group.size != size:
+        found = group.size
+        group.close()
+        raise ml.GroupError(
+            f"tensor parallelism: {size} ranks are asked for and the launcher has started {found}; "
+            "give both the same number"
+        )
+    return group
+
+
+def no_engine(backend: str) -> ml.NotSupportedError:
+    """The error of a backend that joins no processes."""
+    return ml.NotSupportedError(
+        f"tensor parallelism: backend {backend!r} has nothing to join processes with; take torch or mlx, "
+        "or a single rank"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank computes of a model: half-open ranges of query heads, KV heads, the MLP's inner
+    features and rows of the head. ``width``: rows of the head per rank, of which the last may lack some.
+    """
+
+    group: ml.Group
+    heads: range
+    kv_heads: range
+    inner: range
+    vocab: range
+    width: int
+
+    def config(self, config: C) -> C:
+        """The config of this rank's part: a model of its own, but for the sums."""
+        return dataclasses.replace(
+            config, heads=len(self.heads), kv_heads=len(self.kv_heads), intermediate_size=len(self.inner)
+        )
+
+    def weights(self, weights: Weights, head_dim: int) -> Weights:
+        """This rank's part of all weights; the head and embeddings are whole."""
+        return _PartialWeights(weights, self, head_dim)
+
+    @property
+    def name(self) -> str:
+        """ "1/4": the rank and the size, which are part of what snapshots are named by."""
+        return f"{self.group.rank}/{self.group.size}"
+
+    # Between ranks.
+
+    def all_logits(self, ctx: ml.Context, logits: ml.Tensor, vocab_size: int) -> ml.Tensor:
+        """(rows, vocab_size) of all ranks' parts of it."""
+        rows, columns = logits.shape
+        if columns < self.width:
+            logits = logits.concat(ctx, ctx.zeros((rows, self.width - columns), logits.dtype), 1)
+        whole = self.group.all_gather(ctx, logits, 1)
+        return whole if whole.shape[1] == vocab_size else whole.slice(ctx, 1, 0, vocab_size)
+
+    def check_step(self, ctx: ml.Context, batch: Batch) -> None:
+        """Raise GroupError unless all ranks are about to compute the same pass.
+
+        Where another has no room (``kvcache_engine.consensus``), raise CacheFullError as that one does.
+        """
+        try:
+            found = of_all(ctx, self.group, _digest(batch))
+        except BaseException as error:  # the others wait for it
+            self.group.abandon("forward", error)
+            raise
+        if min(found) < 0:
+            raise failed_elsewhere("forward", found)
+        others = [rank for rank, digest in enumerate(found) if digest != found[0]]
+        if others:
+            raise ml.GroupError(
+                f"forward: rank {self.group.rank} of {self.group.size} sees that rank {others[0]} computes "
+                "another pass than rank 0; give all ranks the same requests in the same order, and a seed "
+                "where they sample"
+            )
+
+
+def share_of(config: ModelConfig, group: ml.Group) -> Share:
+    """The part of this rank. Up to one rank per query head; KV heads that are too few are repeated.
+
+    Raises ModelError for a number of ranks that the heads cannot be divided among evenly.
+    """
+    size, rank = group.size, group.rank
+    check_ranks(config, size)
+    queries = config.heads // config.kv_heads
+    if size <= config.kv_heads:
+        kv_heads = _part(config.kv_heads, rank, size)
+        heads = range(kv_heads.start * queries, kv_heads.stop * queries)
+    else:
+        copies = size // config.kv_heads
+        kv = rank // copies
+        kv_heads, mine = range(kv, kv + 1), _part(queries, rank % copies, copies)
+        heads = range(kv * queries + mine.start, kv * queries + mine.stop)
+    width = -(-config.vocab_size // size)
+    first = min(rank * width, config.vocab_size)
+    vocab = range(first, min(first + width, config.vocab_size))
+    return Share(group, heads, kv_heads, _part(config.intermediate_size, rank, size), vocab, width)
+
+
+def check_ranks(config: ModelConfig, size: int) -> None:
+    """Raise ModelError for a number of ranks that the heads cannot be divided among evenly."""
+    if size not in sizes_of(config):
+        sizes = ", ".join(map(str, sizes_of(config)))
+        raise ModelError(
+            f"tensor parallelism: {config.heads} heads with {config.kv_heads} KV heads cannot be split over "
+            f"{size} ranks; this model supports {sizes}"
+        )
+
+
+def sizes_of(config: ModelConfig) -> list[int]:
+    """How many ranks a model can be split over: divisors of its KV heads, and multiples of their number
+    as long as each rank has a query head.
+    """
+    kv, queries = config.kv_heads, config.heads // config.kv_heads
+    divisors = [size for size in range(1, kv + 1) if kv % size == 0]
+    multiples = [kv * copies for copies in range(2, queries + 1)]
+    return [size for size in divisors + multiples if size <= config.intermediate_size]
+
+
+def of_all(ctx: ml.Context, group: ml.Group, *values: int) -> list[int]:
+    """Each rank's ``values``, I64, in the order of ranks."""
+    gathered = group.all_gather(ctx, ctx.from_numpy(list(values), ml.DType.I64))
+    return [int(found) for found in gathered.to_numpy()]
+
+
+def failed_elsewhere(op: str, found: Sequence[int]) -> Exception:
+    """The error for ranks of which the one with the least ``found`` cannot do this: NO_ROOM or FAILED."""
+    rank, size = found.index(min(found)), len(found)
+    if found[rank] != NO_ROOM:
+        return ml.GroupError(f"{op}: rank {rank} of {size} failed before this; look for its own error")
+    error = CacheFullError(0, 0, {}, op)
+    error.args = (f"{op}: rank {rank} of {size} has no room for this; all ranks stop",)
+    return error
+
+
+def device_of_rank(devices: Sequence[str], local_rank: int, local_size: int) -> str | None:
+    """Of what a backend has on this machine, the accelerator for one of its ranks; None: the default.
+
+    Raises GroupError where they are fewer than ranks, since NCCL takes no two ranks on one.
+    """
+    own = [name for name in devices if name.startswith("cuda")]
+    if not own:
+        return None
+    if len(own) < local_size:
+        raise ml.GroupError(
+            f"tensor parallelism: {local_size} ranks on a machine with {', '.join(own)}; start fewer, or "
+            "give --device cpu"
+        )
+    return own[local_rank]
+
+
+def _part(count: int, rank: int, size: int) -> range:
+    """The rank's share of ``count``; the shares are next to each other and differ by one at most."""
+    return range(rank * count // size, (rank + 1) * count // size)
+
+
+class _PartialWeights:
+    """One rank's slices; nothing of the others' is read from a mapped file."""
+
+    def __init__(self, weights: Weights, share: Share, head_dim: int) -> None:
+        self._weights = weights
+        self.origin: Path | None = getattr(weights, "origin", None)
+        self._first = share.group.rank == 0
+        queries, keys = (_scaled(part, head_dim) for part in (share.heads, share.kv_heads))
+        self._rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self._rows |= {"gate_proj": share.inner, "up_proj": share.inner}
+        self._columns = {"o_proj": queries, "down_proj": share.inner}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        array, owner, kind = self._weights[name], *name.split(".")[-2:]
+        if owner in self._rows:
+            part = self._rows[owner]
+            return array[part.start : part.stop]
+        if owner in self._columns and kind == "bias":  # what is summed over ranks is added by one of them
+            return array if self._first else np.zeros_like(array)
+        if owner in self._columns:
+            part = self._columns[owner]
+            return array[:, part.start : part.stop]
+        return array
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+
+def _scaled(part: range, by: int) -> range:
+    return range(part.start * by, part.stop * by)
+
+
+def _digest(batch: Batch) -> int:
+    """63 bits that two passes share only if they are the same."""
+    inputs: Any = batch.inputs
+    found = hashlib.blake2b(digest_size=8)
+    for part in (batch.positions, batch.sequences, inputs, batch.outputs):
+        host = part.to_numpy() if isinstance(part, ml.Tensor) else [] if part is None else part
+        array = np.asarray(host, np.int64)
+        found.update(len(array).to_bytes(8, "little") + array.tobytes())
+    found.update(bytes([batch.outputs is None]))
+    return int.from_bytes(found.digest(), "little") >> 1

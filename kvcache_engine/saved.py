@@ -1,0 +1,243 @@
+"""A conversation in one file: its tokens, and what a cache holds of them.
+
+The file is a page of kvcache.stores (safetensors layout). Its meta says which model and which settings
+computed it, and holds a sha256 over all of that and the arrays; it names no backend, so that it is resumed
+on any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ml
+from kvcache import Tenant, deserialize, serialize
+from kvcache.cache import CacheDType, InvalidRangeError
+from kvcache.stores import (
+    SNAPSHOT_DIGEST,
+    SerializedSnapshot,
+    SnapshotCorruptError,
+    digest_of_snapshot,
+    pack,
+    unpack,
+)
+from kvcache_engine.engine import Engine
+from kvcache_engine.errors import RunnerError
+from kvcache_engine.request_state import RequestState
+from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.sampling import Sampler
+from kvcache_engine.scheduler import Request, chunks
+
+__all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write", "write_whole"]
+
+FORMAT = "kvcache.conversation/1"
+_BLOCK = 16 << 20
+"""Bytes that are read between two looks at the progress."""
+_FIELDS = {"format", "tokens", "evaluated", "model", "cache", "snapshot"}
+
+
+class ConversationError(RunnerError):
+    """A saved conversation that cannot be used: a damaged file, or one of another model or cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedConversation:
+    """``tokens``, and a snapshot of the first ``evaluated`` of them: all, or all but the last.
+
+    ``model`` is the engine's identity, ``cache`` what the cache's ``settings`` say.
+    """
+
+    tokens: tuple[int, ...]
+    evaluated: int
+    model: Mapping[str, Any]
+    cache: Mapping[str, Any]
+    page: SerializedSnapshot
+
+    @property
+    def dtype(self) -> ml.DType:
+        """What the model computed in."""
+        found = str(_naming(self.model)["dtype"])
+        if found not in ml.DType.__members__:
+            raise ConversationError(
+                f"the conversation is of a model in {found!r:.40}, which is not a known dtype"
+            )
+        return ml.DType[found]
+
+    @property
+    def cache_dtype(self) -> CacheDType:
+        """What keys and values are stored in, by name."""
+        return str(_naming(self.cache)["dtype"])
+
+
+def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
+    """What the engine's cache holds of ``tokens``; what it no longer does is computed. Nothing is counted.
+
+    Raises CacheFullError or SessionLimitError where the engine's requests leave no room for that.
+    """
+    with engine.lock:
+        return _captured(engine, tokens)
+
+
+def _captured(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
+    complete = engine.ranks.least([engine.prefix.longest([*tokens, 0])]) == [len(tokens)]
+    evaluated = len(tokens) if complete else len(tokens) - 1
+    if evaluated < 1:
+        raise ConversationError("save: the conversation has only one token, so there is nothing to save")
+    asked = [*tokens[:evaluated], 0]  # one token more: a session always leaves one to evaluate
+    with engine.prefix.stats.paused(), engine.ranks.begin(engine.prefix, asked, Tenant()) as session:
+        request = Request(RequestState(-1, asked[:-1], GenerationOptions(), Sampler()))
+        request.session, request.run.stored = session, session.cached
+        while request.run.stored < evaluated:
+            engine.forward(list(chunks([request], engine.options.prefill_chunk, engine.prefix)))
+        page = serialize(engine.model.backend, engine.cache.snapshot(session.seq, 0, evaluated))
+    return SavedConversation(tuple(tokens), evaluated, engine.identity, engine.cache.settings(), page)
+
+
+def adopt(engine: Engine, saved: SavedConversation) -> None:
+    """Keep a saved conversation in the engine's cache: what begins with its tokens goes on from there.
+
+    Raises ConversationError for one of another model or kind of cache, CacheFullError where it does not
+    fit.
+    """
+    parts = [model.get("tensor_parallel", "0/1") for model in (saved.model, engine.identity)]
+    if parts[0] != parts[1]:
+        raise ConversationError(
+            f"the conversation holds the heads of rank {parts[0]}, and this is rank {parts[1]} of the model"
+        )
+    if dict(saved.model) != dict(engine.identity):
+        raise ConversationError(
+            "the conversation was saved with another model (its config.json, weights or dtype differ)"
+        )
+    settings = engine.cache.settings()
+    if dict(saved.cache) != settings:
+        raise ConversationError(f"the conversation is of a cache {dict(saved.cache)}; this one is {settings}")
+    try:
+        snapshot = deserialize(engine.model.backend, saved.page)
+        with engine.lock:
+            adopted = engine.prefix.adopt(saved.tokens[: saved.evaluated], snapshot)
+    except (SnapshotCorruptError, InvalidRangeError) as error:
+        raise ConversationError(f"the conversation does not fit the model's cache: {error}") from error
+    if not adopted:
+        raise ConversationError("the conversation does not fit the model's cache: it is not whole")
+
+
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """Where ``write`` would put the file; ConversationError where it would refuse to."""
+    target = Path(path).expanduser()
+    if target.is_dir():
+        raise ConversationError(f"{path}: is a folder; give a file")
+    if target.exists() and not target.is_file():
+        raise ConversationError(f"{path}: is a device or a pipe; give a regular file")
+    if not target.absolute().parent.is_dir():
+        raise ConversationError(f"{path}: there is no folder {Path(path).parent} to write it to")
+    return target
+
+
+def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
+    """Write the file, whole or not at all; returns its bytes. Raises ConversationError where it cannot."""
+    meta = {
+        "format": FORMAT,
+        "tokens": list(saved.tokens),
+        "evaluated": saved.evaluated,
+        "model": dict(saved.model),
+        "cache": dict(saved.cache),
+        "snapshot": saved.page.meta["snapshot"],
+    }
+    meta[SNAPSHOT_DIGEST] = digest_of_snapshot(SerializedSnapshot(meta, saved.page.arrays))
+    parts = pack(SerializedSnapshot(meta, saved.page.arrays))
+    target = check_target(path)
+    try:
+        write_whole(target, parts)
+    except OSError as error:
+        raise ConversationError(f"{target}: cannot be written ({error.strerror or error})") from error
+    return sum(part.nbytes for part in parts)
+
+
+def read(
+    path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
+) -> SavedConversation:
+    """Read a file and check it; ``progress(done, total)`` counts the bytes.
+
+    Raises ConversationError for anything but a whole one.
+    """
+    source = Path(path).expanduser()
+    try:
+        page = unpack(_bytes(source, progress))
+    except OSError as error:
+        raise ConversationError(f"{source}: cannot be read ({error.strerror or error})") from error
+    except SnapshotCorruptError as error:
+        raise ConversationError(f"{source}: damaged, or not a saved conversation ({error})") from error
+    meta = dict(page.meta)
+    if meta.get("format") != FORMAT:
+        raise ConversationError(f"{source}: not a saved conversation of the format {FORMAT}")
+    if meta.pop(SNAPSHOT_DIGEST, None) != digest_of_snapshot(page):
+        raise ConversationError(f"{source}: damaged: its digest does not match; save the conversation again")
+    if not _is_whole(meta):
+        raise ConversationError(f"{source}: a saved conversation with invalid fields")
+    content = SerializedSnapshot({"snapshot": meta["snapshot"]}, page.arrays)
+    return SavedConversation(tuple(meta["tokens"]), meta["evaluated"], meta["model"], meta["cache"], content)
+
+
+def _bytes(source: Path, progress: Callable[[int, int], None] | None) -> np.ndarray:
+    with source.open("rb", buffering=0) as file:
+        total = os.fstat(file.fileno()).st_size
+        data = np.empty(total, np.uint8)
+        done = 0
+        while count := file.readinto(data[done : done + _BLOCK].data):
+            done += count
+            if progress is not None:
+                progress(done, total)
+    return data[:done]
+
+
+def _is_whole(meta: Mapping[str, Any]) -> bool:
+    if meta.keys() != _FIELDS or not all(isinstance(meta[name], Mapping) for name in ("model", "cache")):
+        return False
+    tokens, evaluated = meta["tokens"], meta["evaluated"]
+    counts = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+    return counts and type(evaluated) is int and evaluated > 0 and evaluated in (len(tokens) - 1, len(tokens))
+
+
+def write_whole(target: Path, parts: Sequence[memoryview]) -> None:
+    """Write a file, whole or not at all: a temporary one takes its place when it is on the device.
+
+    Where it is a link, that stays, and what it points to is replaced.
+    """
+    target = target.resolve()
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # where folders cannot be synced, a crash of the machine may cost it
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _naming(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where a model's identity or a cache's settings name a dtype or format."""
+    for key in ("dtype", "attention", "caches"):
+        found = record.get(key)
+        if key == "dtype" and isinstance(found, str):
+            return record
+        if isinstance(found, list) and found:
+            found = found[0]
+        if isinstance(found, Mapping):
+            return _naming(found)
+    raise ConversationError("the conversation has no dtype")

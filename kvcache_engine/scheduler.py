@@ -1,0 +1,228 @@
+"""The requests of an engine, and which of their tokens go into a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import kvcache
+from kvcache import Lookup, Prefetch, PrefixCache, Retention, Session, Tenant, common_length
+from kvcache.cache import Batch
+from kvcache_engine.consensus import Agreement
+from kvcache_engine.drafts import Draft
+from kvcache_engine.request_state import RequestState
+from kvcache_engine.requests import Finished
+from kvcache_engine.sampling import Proposed, Sampler
+
+__all__ = [
+    "Branch", "Failed", "Part", "Request", "batch_of", "chunks", "draws_of", "logprobs_of", "plan_sharing",
+    "proposed_in", "worth_waiting",
+]  # fmt: skip
+
+MIN_SHARED = 16
+"""Tokens; for fewer no pass is cut short on models whose state cannot be shared from its middle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request that ended without an answer."""
+
+    request: int
+    error: Exception
+
+
+class Request:
+    """The handle of a request: ``run`` is its state, ``session`` its sequence while it is running.
+
+    ``draft`` proposes tokens, which are verified in the passes of the answer.
+    """
+
+    def __init__(
+        self,
+        run: RequestState,
+        draft: Draft | None = None,
+        tenant: Tenant = Tenant(),  # noqa: B008  frozen
+        ids: np.ndarray | None = None,
+    ) -> None:
+        self.run = run
+        self.tenant = tenant
+        self.ids = np.array(run.tokens, dtype=np.int64) if ids is None else ids
+        """The prompt, as the prefix cache has it: those of different tenants differ."""
+        self.draft = draft
+        self.repeat = 0
+        """Accepted tokens of a draft that are evaluated again with the next one."""
+        self.session: Session | None = None
+        self.retention: Retention | None = None
+        self.ahead: Prefetch | None = None
+        """What is read from stores while it waits."""
+        self.lookup: Lookup | None = None
+        """What came of the search for its prefix when it first got a sequence."""
+        self.started = False
+        self.done = False
+        """Whether it finished, failed or was cancelled."""
+        self.error: Exception | None = None
+        """What it failed with."""
+        self.answer: Finished | None = None
+        """What it ended with, if it did not fail, and was not cancelled."""
+        self.stops: set[int] = set()
+        """Where snapshots are scheduled for the sake of requests that go on from there."""
+
+    @property
+    def id(self) -> int:
+        """As the events have it in ``request``."""
+        return self.run.request
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The prompt, and what was generated so far."""
+        return tuple(self.run.tokens)
+
+    @property
+    def text(self) -> str:
+        """What was generated so far."""
+        return self.run.text
+
+    @property
+    def fetching(self) -> bool:
+        """Whether something is being read from stores for its sake."""
+        return self.ahead is not None and not self.ahead.done
+
+    def release(self) -> None:
+        """Let go of what was read for it."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.release()
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether more than the last token of an answer is still to be computed."""
+        return not self.run.generated or len(self.run.tokens) - self.run.stored > 1 + self.repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One draft of what follows, in a sequence of the cache.
+
+    ``probabilities`` (draft, vocabulary): what its tokens were drawn from; None where they were not.
+    """
+
+    seq: int
+    draft: list[int] = field(default_factory=list)
+    probabilities: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The next ``count`` tokens of a request; with drafts of what follows, if any, in ``branches``.
+
+    ``mark``: where the request's sequence stood, if its only branch is in that one.
+    """
+
+    request: Request
+    count: int
+    branches: Sequence[Branch] = ()
+    mark: kvcache.branches.Mark | None = None
+
+    @property
+    def tried(self) -> Sequence[Branch]:
+        """The branches, or where there are none the request's sequence without a draft."""
+        assert self.request.session is not None
+        return self.branches or (Branch(self.request.session.seq),)
+
+
+def batch_of(parts: Sequence[Part]) -> Batch:
+    """One pass; outputs are wanted of the parts that reach the end of their tokens, and of their drafts."""
+    positions: list[int] = []
+    sequences: list[int] = []
+    inputs: list[int] = []
+    outputs: list[int] = []
+    for part in parts:
+        run = part.request.run
+        end = run.stored + part.count
+        for branch in part.tried:
+            size = part.count + len(branch.draft)
+            positions += range(run.stored, run.stored + size)
+            sequences += [branch.seq] * size
+            inputs += run.tokens[run.stored : end] + branch.draft
+            if end == len(run.tokens):
+                outputs += range(len(positions) - len(branch.draft) - 1, len(positions))
+    return Batch(positions, sequences, inputs=inputs, outputs=outputs)
+
+
+def draws_of(parts: Sequence[Part]) -> list[tuple[Sampler, int]]:
+    """For each output of ``batch_of(parts)``: by whose draw of which index its token is chosen."""
+    return [(run.sampler, run.generated + i) for run, _, i in _outputs(parts)]
+
+
+def logprobs_of(parts: Sequence[Part]) -> list[int | None]:
+    """For each output of ``batch_of(parts)``: of how many likely tokens log probabilities are wanted."""
+    return [run.settings.logprobs for run, _, _ in _outputs(parts)]
+
+
+def proposed_in(parts: Sequence[Part]) -> list[Proposed]:
+    """The drafted tokens that were drawn, each with the output of ``batch_of(parts)`` that it guesses."""
+    return [
+        Proposed(row, branch.draft[i], branch.probabilities[i])
+        for row, (_, branch, i) in enumerate(_outputs(parts))
+        if branch.probabilities is not None and i < len(branch.draft)
+    ]
+
+
+def _outputs(parts: Sequence[Part]) -> Iterator[tuple[RequestState, Branch, int]]:
+    """Whose output it is, of which branch, and behind how many drafted tokens."""
+    for part in parts:
+        run = part.request.run
+        if run.stored + part.count == len(run.tokens):
+            for branch in part.tried:
+                for i in range(len(branch.draft) + 1):
+                    yield run, branch, i
+
+
+def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Iterator[Part]:
+    """At most ``budget`` tokens of prompts, first come first served, cut where snapshots are due."""
+    for request in requests:
+        run, session = request.run, request.session
+        assert session is not None
+        stop = min(len(run.tokens), run.stored + budget)
+        due = prefix.next_snapshot(session.seq)
+        count = (stop if due is None else min(stop, due)) - run.stored
+        if count:
+            yield Part(request, count)
+            budget -= count
+
+
+def worth_waiting(
+    request: Request, running: Iterable[Request], prefix: PrefixCache, ranks: Agreement
+) -> bool:
+    """Whether a prompt that is being computed will soon have more of this one's prefix than there is now."""
+    best = 0
+    for other in running:
+        shared = _shared(request, other)
+        if other.run.stored < shared and (prefix.tree.divisible or shared in other.stops):
+            best = max(best, shared)
+    tenant = request.tenant
+    return (
+        best > 0 and best > ranks.least([prefix.longest(request.run.tokens, tenant.salt, tenant.shared)])[0]
+    )
+
+
+def plan_sharing(request: Request, others: Iterable[Request], prefix: PrefixCache) -> None:
+    """Have what a prompt's passes leave be kept where others part from it.
+
+    Only where a model's state cannot be shared from its middle: a window, a recurrence.
+    """
+    session = request.session
+    if prefix.tree.divisible or session is None:
+        return
+    shared = {_shared(other, request) for other in others}
+    new = {end for end in shared if end >= max(MIN_SHARED, request.run.stored + 1)} - request.stops
+    if new:
+        prefix.cache.schedule_snapshots(session.seq, sorted(new))
+        request.stops |= new
+
+
+def _shared(request: Request, other: Request) -> int:
+    """How many tokens of a prompt another one begins with; the last is always computed."""
+    return min(common_length(request.ids, other.ids), request.ids.size - 1)

@@ -1,0 +1,125 @@
+"""What is refused before a route sees it: strange hosts, wrong keys, bodies that others read otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvcache_engine.serve.errors import ApiError
+
+__all__ = ["HostGuard", "KeyGuard", "check_json", "has_key", "hosts_of", "is_loopback"]
+
+OPEN = ("/health",)
+"""Paths that need no key: a probe has none."""
+
+
+class KeyGuard:
+    """An ASGI middleware: 401 without ``api_key`` (None: nobody needs one), 400 for a body of two lengths."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app, self._api_key = app, api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._refusal(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else _closing(error))(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if "transfer-encoding" in headers:
+            if "content-length" in headers:
+                return ApiError(
+                    400, "the body has a Content-Length and a Transfer-Encoding; it must have one"
+                )
+            if scope.get("http_version") == "1.0":
+                return ApiError(400, "the body has a Transfer-Encoding, which HTTP/1.0 does not know")
+        if scope["path"] in OPEN or has_key(headers, self._api_key):
+            return None
+        message = "this server needs its key: send the header 'Authorization: Bearer KEY'"
+        return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+class HostGuard:
+    """An ASGI middleware: 403 for a Host that is not among ``allowed``.
+
+    A browser sends the name that a page was loaded from, whatever address that name has by then: a page of
+    somebody else's could otherwise ask a server that only its reader reaches.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self._app, self._allowed = app, {_name(host) for host in allowed}
+        self._any_address = bool(self._allowed & {"0.0.0.0", "::"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is None or self._allows(host):  # HTTP/1.0, of no browser, may have none
+            await self._app(scope, receive, send)
+            return
+        message = f"the host {host[:200]!r} is not served; allow it with --allowed-host"
+        await _closing(ApiError(403, message))(scope, receive, send)
+
+    def _allows(self, host: str) -> bool:
+        name = _name(host)
+        return bool(self._allowed & {"*", name}) or (self._any_address and _address(name) is not None)
+
+
+def hosts_of(host: str) -> list[str]:
+    """By which names a server that listens on ``host`` is called: its own, and those of this machine.
+
+    One that listens on all addresses is called by any address: a page that is loaded by one is of whoever
+    has it.
+    """
+    address = _address(host)
+    if address is None:
+        return [host]
+    local = ["localhost", "127.0.0.1", "::1"] if address.is_loopback or address.is_unspecified else []
+    return [host, *local] if address.is_loopback else [host, *local, socket.gethostname()]
+
+
+def is_loopback(host: str) -> bool:
+    address = _address(host)
+    return address is not None and address.is_loopback
+
+
+def has_key(headers: Headers, api_key: str | None) -> bool:
+    """Whether a request has the key, if there is one; it takes as long whatever is wrong with it."""
+    if api_key is None:
+        return True
+    given = headers.getlist("authorization")
+    scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    digests = (hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in (key.strip(), api_key))
+    return hmac.compare_digest(*digests) and scheme.lower() == "bearer"
+
+
+def check_json(headers: Headers) -> None:
+    """Refuse a body that is not said to be JSON: a page of another site may send that one unasked."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"the content type is {kind[:200]!r}; it must be application/json")
+
+
+def _closing(error: ApiError) -> JSONResponse:
+    """Whose connection ends with it: how its body is to be read is not certain, or does not matter."""
+    return JSONResponse(error.body(), error.status, {**error.headers, "connection": "close"})
+
+
+def _name(host: str) -> str:
+    """A host as it is compared: without port, final dot and capitals, an address as Python writes it."""
+    name = host.lower()
+    if _address(name) is None:
+        name = name[1 : name.find("]")] if name.startswith("[") else name.rpartition(":")[0] or name
+    name = name.removesuffix(".")
+    return name if (address := _address(name)) is None else str(address)
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name)
+    return None

@@ -1,0 +1,47 @@
+"""Where a server listens, and what it takes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcache_engine.errors import RequestError
+
+__all__ = ["ServeOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """``host`` and ``port`` (0: a free one) to listen on, and limits; times in seconds.
+
+    ``max_waiting`` requests may wait for a sequence, further ones get 429. A body of more than ``max_body``
+    bytes gets 413. A request that is not answered, and read, within ``request_timeout`` is given up. When
+    the server is told to end, requests that are running or waiting have ``shutdown_timeout`` to finish.
+    Stores are given each answer when it ends, and every ``write_interval`` what they did not take then. A
+    client has ``client_timeout`` to send the head of a request, and from one part of its body to the next;
+    then its connection is closed, or it gets 408.
+
+    ``api_key``: what requests must have as "Authorization: Bearer KEY", but for /health, which tells those
+    without it nothing but that the server is there (None: nobody needs one). ``allowed_hosts`` are names by
+    which clients may call the server beside those that ``host`` has on this machine; "*": any.
+
+    ``show_cached``: answers, /health and /metrics say how many tokens were in the cache already, from which a
+    client learns what others have asked.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_waiting: int = 64
+    max_body: int = 8 << 20
+    request_timeout: float = 600.0
+    shutdown_timeout: float = 20.0
+    write_interval: float = 60.0
+    show_cached: bool = True
+    client_timeout: float = 30.0
+    api_key: str | None = field(default=None, repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """RequestError for a key that no header can have."""
+        key = self.api_key
+        if key is not None and not (key.strip() == key != "" and key.isascii() and key.isprintable()):
+            raise RequestError("serve: the API key must be printable ASCII, without spaces around it")

@@ -1,0 +1,195 @@
+"""A server from its first connection to its last: it listens, ends in order, and keeps its stores."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import math
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import uvicorn
+
+from kvcache_engine.engine import Engine
+from kvcache_engine.errors import RequestError
+from kvcache_engine.serve.app import make_app
+from kvcache_engine.serve.asked import Template
+from kvcache_engine.serve.connections import GuardedProtocol, Shedding, descriptors
+from kvcache_engine.serve.guard import HostGuard, hosts_of, is_loopback
+from kvcache_engine.serve.options import ServeOptions
+from kvcache_engine.serve.worker import Worker, has_stores
+
+__all__ = ["Server", "serve"]
+
+log = logging.getLogger("kvcache_engine.serve")
+
+_NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
+LAST_WORDS = 2.0
+"""Seconds for clients to read that their requests were given up."""
+
+
+def serve(
+    make: Callable[[], AbstractContextManager[Engine]],
+    name: str,
+    template: Template,
+    options: ServeOptions | None = None,
+    told: Callable[[str], None] = log.info,
+    watching: Callable[[Worker], AbstractContextManager[None]] | None = None,
+) -> None:
+    """Serve the engine that ``make`` opens, under ``name``, until SIGINT, SIGTERM or SIGHUP comes.
+
+    To be called from the main thread, which gets the signals. The address is taken before the engine is
+    opened, and answers after that. At the end requests that are running may finish, and then what is kept
+    goes to the engine's stores. ``told`` hears in a line each that it serves, and that it writes.
+    ``watching`` is entered while requests are served.
+
+    Raises RequestError for an address that cannot be had, and what ``make`` raises.
+    """
+    options = options or ServeOptions()
+    with (
+        _bound(options.host, options.port) as listening,
+        _ended_by_signals(),
+        Worker(make, options) as worker,
+    ):
+        app = make_app(worker, name, template, options)
+        watched = contextlib.nullcontext() if watching is None else watching(worker)
+        where = listening.getsockname()[0]
+        if options.api_key is None and not is_loopback(where):
+            log.warning("anybody who reaches %s can use the model; --api-key requires a key", where)
+        config = configured(app, options, [where])
+        try:
+            with contextlib.suppress(KeyboardInterrupt), watched:  # it has ended in order
+                told_ready = functools.partial(told, f"serving {name} on {_url(listening)}")
+                Server(config, worker, options.shutdown_timeout, told_ready).run([listening])
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one ends nothing half-written
+            if has_stores(worker.engine):
+                told("writing what is kept to the stores; Ctrl-C leaves it undone")
+
+
+def configured(app: Any, options: ServeOptions, where: Sequence[str]) -> uvicorn.Config:
+    """``app`` for a Server at the addresses ``where``, with the limits that ``options`` set to clients."""
+    hosts = [name for host in (options.host, *where) for name in hosts_of(host)]
+    most, spare = descriptors()
+    protocol: Any = functools.partial(
+        GuardedProtocol, timeout=options.client_timeout, shedding=Shedding(most)
+    )
+    return uvicorn.Config(
+        HostGuard(app, [*hosts, *options.allowed_hosts]), http=protocol, ws="none", lifespan="off",
+        backlog=max(1, spare // 4),  # asyncio accepts as many before it hands over the first
+        log_config=None, access_log=False,
+        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + LAST_WORDS),
+    )  # fmt: skip
+
+
+class Server(uvicorn.Server):
+    """Tells when it listens. Requests that are not over ``within`` seconds of its end are given up.
+
+    A connection that is closed has a second or two for what it is still to send: asyncio would wait for a
+    client that does not read for ever.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, worker: Worker, within: float, ready: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._worker, self._within, self._ready = worker, within, ready
+        self._closing: set[asyncio.Transport] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._failed)
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
+        self._ready()
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """asyncio tells of each connection that it has no descriptor for; it tries again a second later."""
+        error, limits = context.get("exception"), getattr(self.config.http, "keywords", {}).get("shedding")
+        if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS and limits is not None:
+            connections = self.server_state.connections
+            limits.make_room(connections, len(connections) // 2)
+        else:
+            loop.default_exception_handler(context)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # a second
+            transports = (connection.transport for connection in self.server_state.connections)
+            closing = {each for each in transports if each.is_closing()}
+            for each in closing & self._closing:
+                each.abort()
+            self._closing = closing
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens no more; connections that have no request are closed, the others when theirs are over."""
+        giving_up = asyncio.get_running_loop().call_later(self._within, self._worker.end_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            giving_up.cancel()
+
+
+@contextlib.contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that has the address and does not listen yet: who connects is refused until it does."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise RequestError(f"serve: {host}:{port}: no such address ({error})") from error
+    with listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(address)
+        except OSError as error:
+            raise RequestError(
+                f"serve: {host}:{port} is not available ({error.strerror}); choose another port, or 0"
+            ) from error
+        yield listening
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Ended(BaseException):
+    """A signal that ends the server, where uvicorn has not taken it."""
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what is kept goes to the stores.
+
+    uvicorn takes SIGTERM itself while it serves, and raises it anew when it has stopped.
+    """
+
+    def end(number: int, frame: object) -> None:
+        raise _Ended
+
+    def hang_up(number: int, frame: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    wanted = {"SIGTERM": end, "SIGHUP": hang_up}
+    before: dict[int, Any] = {}
+    for name, handler in wanted.items():
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            before[number] = signal.signal(number, handler)
+    try:
+        with contextlib.suppress(_Ended):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

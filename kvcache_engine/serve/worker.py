@@ -1,0 +1,331 @@
+"""The engine in a thread of its own, and its events in asyncio.
+
+Everything that touches model and cache happens in that thread. Coroutines hand it calls through a queue;
+between two steps it makes those that have come. Events come back through the loop of whoever asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, Self, TypeVar
+
+from kvcache import Lookup, Retention
+from kvcache_engine.engine import Engine, EngineEvent, Failed, Request
+from kvcache_engine.requests import Finished, GenerationOptions
+from kvcache_engine.serve.options import ServeOptions
+
+__all__ = ["Inbox", "Overloaded", "Stopped", "Ticket", "Worker", "has_stores"]
+
+log = logging.getLogger("kvcache_engine.serve")
+
+PART = 64 << 20
+"""Bytes that are handed to the stores between two passes, about."""
+BETWEEN_PARTS = 0.05
+"""Seconds until the next ones, at least."""
+
+
+class Overloaded(Exception):  # noqa: N818
+    """As many requests are waiting as may wait; there may be room in ``seconds``."""
+
+    def __init__(self, message: str, seconds: int) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class Stopped(RuntimeError):  # noqa: N818
+    """The engine has stopped, or is about to."""
+
+
+Inbox = asyncio.Queue[tuple[int, EngineEvent]]
+"""The events of the answers to one call, each with its number."""
+R = TypeVar("R")
+_Call = tuple[Callable[[Engine], Any], Future[Any]]
+
+
+class Ticket:
+    """One answer of a call: its events go to the call's inbox; ``cancel`` ends it."""
+
+    def __init__(self, worker: Worker, inbox: Inbox, choice: int) -> None:
+        self._worker, self._inbox, self._choice = worker, inbox, choice
+        self.asked = self.last = time.monotonic()
+        """When it was put in, and when its last token came."""
+        self.first: float | None = None
+        """When its first token came."""
+        self._loop = asyncio.get_running_loop()
+        self.request: Request | None = None
+        self.outcome: Finished | Failed | None = None
+        """How it ended; None while it has not, and where it was given up."""
+
+    @property
+    def lookup(self) -> Lookup | None:
+        """How its request came by its prefix; None while it waits."""
+        return None if self.request is None else self.request.lookup
+
+    def cancel(self, why: str) -> None:
+        """No more events; of one that is over nothing changes. ``why``: what it is counted as."""
+        self._worker.post(lambda engine: self._worker.forget(self, why))
+
+    def deliver(self, event: EngineEvent) -> None:
+        """Called in the worker's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._inbox.put_nowait, (self._choice, event))
+
+
+class _Keeper:
+    """Has the stores given, every ``interval`` seconds, what they did not take when it was computed.
+
+    A part at a time between two passes, and nobody waits for a store. Where one takes nothing, it is
+    tried less and less often.
+    """
+
+    def __init__(self, engine: Engine, interval: float) -> None:
+        self._prefix = engine.prefix
+        self._stored = has_stores(engine)
+        self._interval = self._pause = interval
+        self._due = time.monotonic() + interval
+        self._failed = 0
+
+    @property
+    def wait(self) -> float | None:
+        """Seconds until there is something to do; None: there are no stores."""
+        left = max(0.0, self._due - time.monotonic())
+        return min(threading.TIMEOUT_MAX, left) if self._stored else None
+
+    def keep(self) -> None:
+        if not self._stored or time.monotonic() < self._due:
+            return
+        failed = sum(self._prefix.failed.values())
+        try:
+            more = self._prefix.write_through(PART)
+        except Exception as error:
+            log.exception("what is kept was not given to the stores: %s", error)
+            more = False
+        if more:
+            self._due = time.monotonic() + BETWEEN_PARTS
+            return
+        self._pause = self._interval if failed == self._failed else min(2 * self._pause, 16 * self._interval)
+        self._failed = failed
+        self._due = time.monotonic() + self._pause
+
+
+def has_stores(engine: Engine) -> bool:
+    """Whether what is kept goes to stores."""
+    return "writing" in engine.prefix.nbytes
+
+
+class Worker:
+    """Runs the engine that ``make`` opens, in a thread, within the limits of ``options``. A context manager.
+
+    What the engine's stores, if it has any, did not take of an answer when it ended is offered to them now
+    and then, and at the end.
+    """
+
+    def __init__(
+        self, make: Callable[[], AbstractContextManager[Engine]], options: ServeOptions | None = None
+    ) -> None:
+        self._make = make
+        self._options = options or ServeOptions()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        """What is to be done in the thread, each with its result; None at the end."""
+        self._tickets: dict[int, Ticket] = {}
+        self._ends: deque[float] = deque(maxlen=16)
+        """When the last requests ended."""
+        self._ending = False
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._ready: Future[Engine] = Future()
+        self._engine: Engine | None = None
+        self._stopped = threading.Event()
+        self.idle = threading.Event()
+        """Set while no request is running or waiting."""
+        self.dropped = {"refused": 0, "timeout": 0, "cancelled": 0}
+        """Requests that did not begin or did not end, by why."""
+        self.observers: list[Callable[[Ticket, EngineEvent], None]] = []
+        """Called in the worker's thread with what happens to each request; they must not raise."""
+
+    def __enter__(self) -> Self:
+        """Returns when the model is loaded; raises what that raises."""
+        self._thread.start()
+        self._ready.result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Cancel what is running, and close the engine."""
+        self._calls.put(None)
+        self._thread.join()
+
+    @property
+    def engine(self) -> Engine:
+        """For what never changes: its limit, the tokenizer. All else is asked through ``post``."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def room(self) -> int:
+        """Answers that may run and wait at the same time."""
+        return self._options.max_waiting + self.engine.options.max_sequences
+
+    def post(self, call: Callable[[Engine], R]) -> Future[R]:
+        """Have a call made between two steps; once the engine has stopped, it raises that."""
+        done: Future[R] = Future()
+        self._calls.put((call, done))
+        if self._stopped.is_set():
+            self._refuse_calls()
+        return done
+
+    async def submit(
+        self,
+        tokens: Sequence[int],
+        settings: GenerationOptions,
+        inbox: Inbox,
+        choice: int = 0,
+        salt: str = "",
+        retention: Retention | None = None,
+        answers: int = 1,
+    ) -> Ticket:
+        """Raises RequestError for what cannot be served, Overloaded for what has to come later.
+
+        ``answers``: with this one, those that its call still has to submit. They are dropped with it.
+        """
+        ticket = Ticket(self, inbox, choice)
+
+        def call(engine: Engine) -> None:
+            if self._ending:
+                raise Stopped("the server is about to end")
+            if len(engine.waiting) + len(engine.running) >= self.room:
+                self.dropped["refused"] += answers
+                waiting = self._options.max_waiting
+                found = f"{waiting} requests are waiting" if waiting else "no sequence is free"
+                raise Overloaded(f"{found}; try again later", self._pause())
+            ticket.request = engine.submit(tokens, settings, salt=salt, retention=retention)
+            self._tickets[ticket.request.id] = ticket
+
+        pending = asyncio.wrap_future(self.post(call))
+        try:
+            await asyncio.shield(pending)
+        except asyncio.CancelledError:
+            # The call is made all the same, and then taken back.
+            self.post(lambda engine: self.forget(ticket, "timeout", answers))
+            raise
+        return ticket
+
+    def end_requests(self) -> None:
+        """Give up what is running and waiting, and take nothing more."""
+
+        def call(engine: Engine) -> None:
+            self._ending = True
+            for event in self._fail(
+                engine, (*engine.running, *engine.waiting), Stopped("the server is ending")
+            ):
+                self._dispatch(event)
+
+        self.post(call)
+
+    def forget(self, ticket: Ticket, why: str, answers: int = 1) -> None:
+        """End a request, and count it as so many; in the worker's thread."""
+        request = ticket.request
+        if request is not None and self._tickets.pop(request.id, None) is not None:
+            self.dropped[why] += answers * self.engine.cancel(request)
+
+    # The thread.
+
+    def _work(self) -> None:
+        try:
+            with self._make() as engine:
+                self._engine = engine
+                self.idle.set()
+                self._ready.set_result(engine)
+                self._serve(engine)
+        except BaseException as error:
+            if self._ready.done():
+                log.exception("the engine's thread has ended: %s: %s", type(error).__name__, error)
+            else:
+                self._ready.set_exception(error)
+        finally:
+            self._stopped.set()
+            self._refuse_calls()
+            for number in list(self._tickets):
+                self._dispatch(Failed(number, Stopped("the engine has stopped")))
+
+    def _refuse_calls(self) -> None:
+        """Let nobody wait for what will not be done."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found = self._calls.get_nowait()
+                if found is not None and found[1].set_running_or_notify_cancel():
+                    found[1].set_exception(Stopped("the engine has stopped"))
+
+    def _serve(self, engine: Engine) -> None:
+        keeper = _Keeper(engine, self._options.write_interval)
+        while self._take_calls(engine, keeper.wait):
+            keeper.keep()
+            try:
+                events = engine.step()
+            except Exception as error:
+                log.exception(
+                    "a pass failed, and its requests are given up: %s: %s", type(error).__name__, error
+                )
+                # A model that fails once would fail them again and again.
+                before = engine.take_events()
+                events = before + self._fail(engine, engine.running or engine.waiting, error)
+            for event in events:
+                self._dispatch(event)
+
+    def _take_calls(self, engine: Engine, longest: float | None) -> bool:
+        """Make the calls that have come; False at the end.
+
+        Where there is nothing to do it waits for one, ``longest`` seconds at most.
+        """
+        while True:
+            if engine.busy:
+                self.idle.clear()
+            else:
+                self.idle.set()
+            try:
+                found = self._calls.get(block=not engine.busy, timeout=longest)
+            except queue.Empty:
+                return True
+            if found is None:
+                return False
+            self.idle.clear()
+            call, done = found
+            if not done.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more
+            try:
+                done.set_result(call(engine))
+            except BaseException as error:
+                done.set_exception(error)
+
+    @staticmethod
+    def _fail(engine: Engine, requests: Sequence[Request], error: Exception) -> list[EngineEvent]:
+        for request in requests:
+            engine.cancel(request)
+        return [Failed(request.id, error) for request in requests]
+
+    def _pause(self) -> int:
+        """Seconds until a place is free, by how far apart the last requests ended: 1 to 60."""
+        if len(self._ends) < 2:
+            return 1
+        return min(60, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)) or 1)
+
+    def _dispatch(self, event: EngineEvent) -> None:
+        if isinstance(event, (Finished, Failed)):
+            found = self._tickets.pop(event.request, None)
+            self._ends.append(time.monotonic())
+            if found is not None:
+                found.outcome = event
+        else:
+            found = self._tickets.get(event.request)
+        if found is not None:
+            for observe in tuple(self.observers):
+                observe(found, event)
+            found.deliver(event)

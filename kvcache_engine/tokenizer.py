@@ -1,0 +1,296 @@
+"""Text to token ids and back, and text that streams without breaking a character."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvcache_engine.checkpoints.source import located, read_json
+from kvcache_engine.errors import ModelError, RequestError, TextTooLongError
+
+__all__ = ["StreamDecoder", "TokenBytes", "Tokenizer"]
+
+_CONTEXT = 8
+"""Tokens of context, and the longest wait while one broken character follows another."""
+_LONGEST = 4
+"""Tokens of one character."""
+_ANCHORS = "\n."
+"""A text that goes on is tokenized behind the first of these with which it shares no token."""
+_PIECE = 1 << 15
+"""Characters of a long text that are tokenized at a time to learn whether all of it may fit."""
+_SEAM = 16
+"""By how many tokens, at most, a piece may differ from the same characters inside the whole text."""
+
+
+class Tokenizer:
+    """A ``tokenizers.Tokenizer`` with the one question of a BOS token settled.
+
+    ``prefix`` are the tokens that the model expects before every text: what tokenizer.json's own
+    template puts there (Llama: BOS; Qwen: nothing), or BOS where tokenizer_config.json asks for it.
+    """
+
+    def __init__(self, backend: Any, prefix: Sequence[int] | None = None) -> None:
+        self._backend = backend
+        self._prefix = _template_prefix(backend) if prefix is None else list(prefix)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """From a folder's tokenizer.json; for a .gguf file from one beside it, else from its vocabulary.
+
+        Raises ModelError where there is none, or it cannot be read.
+        """
+        path = located(path)
+        folder = path if path.is_dir() else path.parent
+        file = folder / "tokenizer.json"
+        if file.is_file():
+            return cls._from_folder(folder, file)
+        if path.suffix == ".gguf":
+            from kvcache_engine.checkpoints.gguf import open_gguf
+            from kvcache_engine.checkpoints.gguf_vocab import tokenizer_from_gguf
+
+            backend, prefix = tokenizer_from_gguf(open_gguf(path))
+            return cls(backend, prefix)
+        raise ModelError(f"{folder}: no tokenizer.json; save one with AutoTokenizer(...).save_pretrained")
+
+    @classmethod
+    def _from_folder(cls, folder: Path, file: Path) -> Tokenizer:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ModelError("reading tokenizer.json needs: pip install 'ml-kvcache[engine]'") from error
+        try:
+            loaded = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the Rust side raises bare Exception
+            raise ModelError(f"{file}: not a tokenizer.json that tokenizers can read ({error})") from error
+        loaded.no_truncation()
+        loaded.no_padding()
+        prefix, bos = _template_prefix(loaded), _configured_bos(loaded, folder / "tokenizer_config.json")
+        return cls(loaded, prefix if bos is None or bos in prefix else [bos, *prefix])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._backend.get_vocab_size())
+
+    def encode(self, text: str, bos: bool = True, most: int | None = None) -> list[int]:
+        """The token ids of ``text``; with ``bos`` after the tokens that the model expects first.
+
+        Of a text that has certainly more than ``most`` tokens (None: no limit) only the beginning is
+        tokenized, to refuse it: one that is a little longer is returned. Other threads run meanwhile.
+
+        Raises TextTooLongError, and RequestError for what is no Unicode text.
+        """
+        _check_unicode(text)
+        if most is not None and len(text) > _PIECE:
+            count = 0
+            for piece in _pieces(text):
+                count += max(0, len(self._ids(piece)) - _SEAM)
+                if count > most:
+                    raise TextTooLongError(count, most)
+        ids = self._ids(text)
+        return [*self._prefix, *ids] if bos else ids
+
+    def encode_more(self, text: str, most: int | None = None) -> list[int]:
+        """The token ids of a text that goes on where another ended, within the limits of ``encode``.
+
+        SentencePiece puts a blank before every text: here there is none.
+        """
+        ids = self.encode(text, bos=False, most=most)
+        for anchor in _ANCHORS if self._begins_with_blank else ():
+            if (found := self._ids_after(anchor, text)) is not None:
+                return found
+        return ids
+
+    @cached_property
+    def _begins_with_blank(self) -> bool:
+        return self._ids_after(_ANCHORS[0], "a") not in (None, self._ids("a"))
+
+    def _ids_after(self, anchor: str, text: str) -> list[int] | None:
+        """None where the two share a token."""
+        head, whole = self._ids(anchor), self._ids(anchor + text)
+        return whole[len(head) :] if whole[: len(head)] == head else None
+
+    def _ids(self, text: str) -> list[int]:
+        # ``encode`` would hold Python's lock, and keep all threads waiting, for as long as it takes.
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return list(found.ids)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """By id, the bytes that a token stands for by itself."""
+        return TokenBytes(self._backend)
+
+    def stream(self, context: Sequence[int] = ()) -> StreamDecoder:
+        """A decoder of the tokens that follow ``context`` (the prompt: it decides on a leading space)."""
+        return StreamDecoder(self, context)
+
+
+class StreamDecoder:
+    """Text as its tokens arrive: each ``push`` returns what is new, and never half a character.
+
+    A token may hold part of a character's UTF-8 bytes, and how it reads may depend on the one before
+    it. So a short window of tokens is decoded twice, with and without the new one; the difference is
+    the new text, held back while the tokens' bytes end within a character: that the text ends in U+FFFD
+    does not say so, since a model may write one. The window begins with a character, since byte fallback
+    breaks whole ones behind half a one too; a character that the context does not finish is part of the
+    new text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        given = list(context[-_CONTEXT - _LONGEST :])
+        pieces = [self._bytes(token) for token in given]
+        begins = [0, *(i for i, piece in enumerate(pieces) if piece and piece[0] & 0xC0 != 0x80)]
+        first = max(i for i in begins if i <= max(0, len(given) - _CONTEXT))
+        self._show(given[first:])
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        ending = self._utf8.decode(b"".join(pieces[begins[-1] :]))
+        if self._unfinished:
+            self._read = begins[-1] - first
+            self._whole = len(tokenizer.decode(self._window[: self._read])) + len(ending)
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes; "" while a character is unfinished."""
+        self._window.append(token)
+        self._utf8.decode(self._bytes(token))
+        return self._advance(final=False)
+
+    def flush(self) -> str:
+        """What is left at the end: an unfinished character shows as U+FFFD."""
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        text = self._tokenizer.decode(self._window)
+        known = len(self._shown) if text.startswith(self._shown) else self._whole
+        waits = self._unfinished and not final and len(self._window) - self._read < _CONTEXT
+        if len(text) <= known or waits:
+            return ""
+        self._show(self._window[self._read :])
+        return text[known:]
+
+    def _bytes(self, token: int) -> bytes:
+        """Of what ``decode`` shows: of a special token nothing."""
+        known = self._tokenizer.token_bytes
+        return b"" if token in known.special else known[token]
+
+    @property
+    def _unfinished(self) -> bool:
+        return bool(self._utf8.getstate()[0])
+
+    def _show(self, window: list[int]) -> None:
+        """All of the window's text is known, and its first ``_whole`` characters are final."""
+        self._window, self._read = window, len(window)
+        self._shown = self._tokenizer.decode(window)
+        self._whole = len(self._shown)
+
+
+def _template_prefix(backend: Any) -> list[int]:
+    """What the template adds before a text; what it adds behind (an EOS) is no part of a prompt."""
+    plain = backend.encode("a", add_special_tokens=False).ids
+    full = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return list(full[:start])
+    return []
+
+
+def _configured_bos(backend: Any, file: Path) -> int | None:
+    """Older folders say ``add_bos_token`` and leave it out of the template."""
+    config = read_json(file) if file.is_file() else {}
+    if not isinstance(config, dict):
+        raise ModelError(f"{file}: not valid JSON (it must be an object)")
+    bos = config.get("bos_token") if config.get("add_bos_token") else None
+    return backend.token_to_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code, before = ord(text[error.start]), text[max(0, error.start - 20) : error.start]
+        what = f"U+{code:04X}, half of a surrogate pair"
+        if 0xDC80 <= code <= 0xDCFF:  # as Python decodes what is no UTF-8 in a terminal or an argument
+            what = f"the byte 0x{code & 0xFF:02X}, which is not UTF-8"
+        raise RequestError(f"the text is not valid Unicode: after {before!r} it has {what}") from None
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text cut at blanks where there are some: hardly any token reaches over these."""
+    start = 0
+    while start < len(text):
+        stop = start + _PIECE
+        if stop < len(text):
+            blank = text.rfind(" ", start + _PIECE // 2, stop)
+            stop = blank if blank > 0 else stop
+        yield text[start:stop]
+        start = stop
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """By id, of a ``tokenizers.Tokenizer``: as its decoder puts them together, and with a leading blank.
+
+    Knows what byte-level BPE (GPT-2, Llama 3, Qwen), SentencePiece (Llama 2, Gemma) and byte fallback write;
+    of another decoder it is the text of the token decoded alone.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        steps = list(_steps(backend.decoder))
+        kinds = {step["type"] for step in steps}
+        self._bytes = _byte_level() if "ByteLevel" in kinds else None
+        self._known = bool(kinds & {"ByteLevel", "Metaspace", "ByteFallback"})
+        self._fallback = "ByteFallback" in kinds
+        self._blank = next(filter(None, map(_blank, steps)), None)
+
+    def __getitem__(self, token: int) -> bytes:
+        """b"" for an id that the vocabulary lacks, as models padded to a round number have them."""
+        text = self._backend.id_to_token(token)
+        if text is None:
+            return b""
+        if token in self.special:
+            return str(text).encode()
+        if not self._known:
+            return str(self._backend.decode([token])).encode()
+        if self._bytes is not None and all(char in self._bytes for char in text):
+            return bytes(self._bytes[char] for char in text)
+        if self._fallback and (found := _BYTE.fullmatch(text)):
+            return bytes([int(found[1], 16)])
+        return str(text if self._blank is None else text.replace(self._blank, " ")).encode()
+
+
+def _steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
+    """Of which a decoder is made, those in others too."""
+    waiting = [] if decoder is None else [json.loads(decoder.__getstate__())]
+    while waiting:
+        step = waiting.pop(0)
+        waiting[:0] = step.get("decoders", ())
+        yield step
+
+
+def _blank(step: Mapping[str, Any]) -> str | None:
+    """What a step turns into a blank."""
+    if step["type"] == "Metaspace":
+        return str(step["replacement"])
+    if step["type"] == "Replace" and step["content"] == " ":
+        found: str | None = step["pattern"].get("String")
+        return found
+    return None
+
+
+def _byte_level() -> dict[str, int]:
+    """Characters of byte-level BPE to bytes: those that print stand for themselves (Radford et al., 2019)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in plain)
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
