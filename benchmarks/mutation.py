@@ -137,7 +137,17 @@ def prepare(name: str, area: Area) -> Path:
     """A folder with links to the project and a project file that tells mutmut of this area."""
     folder = WORK / name.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
-    for part in ("kvcache", "ml", "backends", "ml_kvcache", "tests", "benchmarks", "docs", "examples"):
+    for part in (
+        "kvcache",
+        "kvcache_engine",
+        "ml",
+        "backends",
+        "ml_kvcache",
+        "tests",
+        "benchmarks",
+        "docs",
+        "examples",
+    ):
         if not (folder / part).exists():
             (folder / part).symlink_to(ROOT / part)
     settings = {

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -269,62 +269,109 @@ def finding(nodes: int, length: int, rounds: int) -> Trial:
     )
 
 
-@dataclass
-class Returned:
-    """A conversation that comes back: seconds of the processor, without passes."""
+@dataclass(slots=True)
+class Returning:
+    """A conversation of ``count`` tokens that comes back: seconds of the processor, without passes.
 
-    new: float
-    """``close`` of the session that computed it, which puts what lies inside into the tree."""
-    begins: list[float]
-    """``begin`` with it and one more token, and ``close``, each time that it comes back."""
-    closes: list[float]
-
-    def row(self) -> tuple[str, ...]:
-        ends = (statistics.median(self.begins), min(self.begins), statistics.median(self.closes))
-        return tuple(f"{seconds * 1e3:.1f}" for seconds in (self.new, *ends, min(self.closes)))
-
-
-def returning(states: bool, array: bool, host: bool, count: int, rounds: int) -> Iterator[Returned]:
-    """A conversation of ``count`` tokens that comes back ``rounds`` times; after each, what it took so far.
-
-    ``states``: of a hybrid model, with a snapshot every 512 tokens; else full attention alone. ``array``: it
-    is given as an array, not a list. ``host``: all of it lies in host memory each time.
+    ``kind``: of full attention alone, of a hybrid with recurrent states, or of one with sliding windows; the
+    hybrids have a snapshot every 512 tokens. ``array``: it is given as an array, not a list. ``host``: all of
+    it lies in host memory each time that it comes back.
     """
-    backend, hybrid = ml.open_backend("numpy"), kvcache.RecurrentCache((8, 3), (2, 4, 4))
-    attention = hybrid.attention if states else kvcache.CausalCache()
-    cache = hybrid if states else attention
-    cache.init(backend, ml.DType.F16, 2, count + 2 * rounds, 512)
 
-    def evaluate(session: kvcache.Session) -> None:
+    kind: str
+    array: bool
+    host: bool
+    count: int
+    converted: list[float] = field(default_factory=list)
+    """``np.asarray`` of the prompt: what to take it in costs at least."""
+    news: list[float] = field(default_factory=list)
+    """``close`` of the session that computed it, which puts what lies inside into the tree."""
+    begins: list[float] = field(default_factory=list)
+    """``begin`` with it and one more token, and ``close`` of that."""
+    closes: list[float] = field(default_factory=list)
+
+    def turns(self) -> Iterator[None]:
+        """Each time it is computed, comes back, and is forgotten; what that took is noted."""
+        with ml.open_backend("numpy") as backend:
+            cache, attention = self._cache(backend)
+            with PrefixCache(cache, tiers=[HostTier("4GiB")] if self.host else ()) as prefix:
+                for turn in itertools.count():
+                    tokens: Any = [*range(self.count), self.count + turn]
+                    tokens = np.array(tokens) if self.array else tokens
+                    self.converted.append(_timed(lambda: np.asarray(tokens, np.int64).max())[0])  # noqa: B023
+                    self.news.append(self._turn(prefix, attention, tokens[: self.count], 0)[1])
+                    if self.host:
+                        prefix.evict()
+                    took = self._turn(prefix, attention, tokens, self.count)
+                    self.begins.append(took[0])
+                    self.closes.append(took[1])
+                    prefix.clear()
+                    yield
+
+    def _cache(self, backend: ml.Backend) -> tuple[Any, Any]:
+        """The cache, and the one in it of full attention."""
+        full = kvcache.CausalCache()
+        cache: Any = full
+        if self.kind == "states":
+            cache = kvcache.RecurrentCache((8, 3), (2, 4, 4))
+            full = cache.attention
+        elif self.kind == "windows":
+            cache = kvcache.WrapperCache(full, kvcache.SlidingWindowCache(1023))
+        cache.init(backend, ml.DType.F16, 2, self.count + 200, 512)
+        return cache, full
+
+    def _turn(self, prefix: PrefixCache, attention: Any, tokens: Any, known: int) -> tuple[float, float]:
+        began, session = _timed(lambda: prefix.begin(tokens))
+        if session.cached != min(known, len(tokens) - 1):
+            raise AssertionError(f"{session.cached} of {known} tokens were found")
         for part in session.chunks(512):
-            at, new = cache.offset(session.seq), len(part)
-            with backend.new_context() as ctx:
-                cache.start_forward(ctx, Batch(range(at, at + new), [session.seq] * new))
-                attention.set_layer(0)
-                attention.put(ctx, *[ctx.zeros((new, 1, 8), ml.DType.F16)] * 2)
-                if states:
-                    hybrid.set_conv_state(ctx, 1, hybrid.conv_state(ctx, 1))
-                    hybrid.set_recurrent_state(ctx, 1, hybrid.recurrent_state(ctx, 1))
+            self._pass(prefix.cache, attention, session.seq, len(part))
+        return began, _timed(session.close)[0]
 
-    def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-        start = time.thread_time()
-        found = call()
-        return time.thread_time() - start, found
+    def _pass(self, cache: Any, attention: Any, seq: int, new: int) -> None:
+        at = cache.offset(seq)
+        with cache.backend.new_context() as ctx:
+            cache.start_forward(ctx, Batch(range(at, at + new), [seq] * new))
+            for kind, part in enumerate(getattr(cache, "caches", (attention,))):
+                if isinstance(part, kvcache.CausalCache):
+                    if part is not cache:
+                        cache.set_layer_type(kind)
+                    part.set_layer(0)
+                    part.put(ctx, *[ctx.zeros((new, 1, 8), ml.DType.F16)] * 2)
+            if self.kind == "states":
+                cache.set_conv_state(ctx, 1, cache.conv_state(ctx, 1))
+                cache.set_recurrent_state(ctx, 1, cache.recurrent_state(ctx, 1))
 
-    begins, closes = [], []
-    with PrefixCache(cache, tiers=[HostTier("4GiB")] if host else ()) as prefix:
-        for turn in range(rounds + 1):
-            prompt: Any = [*range(count), count + turn]
-            prompt = np.array(prompt) if array else prompt
-            if host:
-                prefix.evict()
-            began, session = timed(lambda prompt=prompt: prefix.begin(prompt))  # type: ignore[misc]
-            if session.cached != (count if turn else 0):
-                raise AssertionError(f"{session.cached} of {count} tokens were found")
-            evaluate(session)
-            begins.append(began)
-            closes.append(timed(session.close)[0])
-            yield Returned(closes[0], begins[1:], closes[1:])
+
+def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.thread_time()
+    found = call()
+    return time.thread_time() - start, found
+
+
+def _show_returning(counts: Sequence[int], rounds: int) -> None:
+    """In turn: a processor has faster and slower minutes. Of each the median, and times full attention's."""
+    print("\n## a conversation that comes back: ms of the processor (and times full attention's)\n")
+    rows = []
+    for count, host, array in itertools.product(counts, (False, True), (False, True)):
+        given = (
+            f"{count:,}, {'an array' if array else 'a list'}, from {'host memory' if host else 'the cache'}"
+        )
+        kinds = [Returning(kind, array, host, count) for kind in ("full", "states", "windows")]
+        turns = [kind.turns() for kind in kinds]
+        for _ in range(rounds):
+            for turn in turns:
+                next(turn)
+        for turn in turns:
+            turn.close()
+        full = kinds[0]
+        for kind in kinds:
+            shown = [f"{statistics.median(kind.converted) * 1e3:.2f}"]
+            for name in ("news", "begins", "closes"):
+                one, base = (statistics.median(getattr(of, name)) for of in (kind, full))
+                shown.append(f"{one * 1e3:.2f}" if kind is full else f"{one * 1e3:.2f} ({one / base:.1f})")
+            rows.append((f"{given}: {kind.kind}", *shown))
+    show(("", "np.asarray", "close, new", "begin", "close"), rows)
 
 
 def _hold(tree, node, snapshot) -> None:
@@ -373,7 +420,7 @@ def _show_talk(found: Talk, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix", description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["talk", "host", "disk", "begin", "states"])
+    parser.add_argument("--parts", nargs="+", default=["talk", "host", "disk", "begin", "returning"])
     parser.add_argument("--backend", default="numpy", help="of the conversations (numpy)")
     parser.add_argument("--restores", nargs="+", default=["numpy", "torch", "mlx"])
     parser.add_argument("--conversations", type=int, default=50)
@@ -381,6 +428,7 @@ def main() -> None:
     parser.add_argument("--system", type=int, default=2000)
     parser.add_argument("--budget", type=int, default=256, help="of the host tier, in MiB (256)")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--returning", type=int, nargs="+", default=[32_768, 131_072], help="tokens")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--readers", type=int, default=arriving.READERS, help="pages read at a time")
@@ -408,16 +456,8 @@ def main() -> None:
         print("## begin, a prompt of 100,000 tokens, 100,000 nodes\n")
         found = finding(100_000, 100_000, args.rounds).samples()
         show(("", "ms"), ((name, milliseconds(sample, 1)) for name, sample in found.items()))
-    if "states" in args.parts:
-        print("\n## a conversation that comes back: ms of the processor\n")
-        rows = []
-        for host, array, count in itertools.product((False, True), (False, True), (32_768, 131_072)):
-            given = f"{'an array' if array else 'a list'}, from {'host memory' if host else 'the cache'}"
-            both = [returning(states, array, host, count, args.rounds) for states in (False, True)]
-            *_, last = zip(*both, strict=True)  # in turn: a processor has faster and slower minutes
-            for name, returned in zip(("full attention", "hybrid"), last, strict=True):
-                rows.append((f"{count:,} tokens, {given}: {name}", *returned.row()))
-        show(("", "close, new", "begin", "least", "close", "least"), rows)
+    if "returning" in args.parts:
+        _show_returning(args.returning, args.rounds)
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<
 MOST = 32
 MOST_RESETS = 1000
 SERVERS = {
-    "ours, PyTorch": "-m kvcache serve --model {model} --name {model} --port {port} --backend torch"
+    "ours, PyTorch": "-m kvcache_engine serve --model {model} --name {model} --port {port} --backend torch"
     f" --max-sequences {MOST} --capacity 512",
-    "ours, MLX": "-m kvcache serve --model {model} --name {model} --port {port} --backend mlx"
+    "ours, MLX": "-m kvcache_engine serve --model {model} --name {model} --port {port} --backend mlx"
     f" --max-sequences {MOST} --capacity 512",
     "transformers serve": "-m transformers.cli.transformers serve {model} --port {port} --host 127.0.0.1"
     " --device cpu --dtype float32 --log-level error",

@@ -150,7 +150,7 @@ async def run(minutes: float, clients: int) -> Watched:
     asked = prompts(200)
     answers = expected(asked)
     seen = Watched()
-    words = f"-m kvcache serve --port {{port}} --max-sequences {SEQUENCES} --capacity {CAPACITY}"
+    words = f"-m kvcache_engine serve --port {{port}} --max-sequences {SEQUENCES} --capacity {CAPACITY}"
     words += " --host-memory 2MiB --write-interval 1 --store "
     with (
         ValkeyServer("--maxmemory", "32mb") as store,

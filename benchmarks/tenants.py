@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
-    words = "-m kvcache serve --port {port} --host-memory 64MiB --write-interval 0.5 --store "
+    words = "-m kvcache_engine serve --port {port} --host-memory 64MiB --write-interval 0.5 --store "
     with (
         tempfile.TemporaryDirectory() as folder,
         listening("kvcache serve", f"{words}{folder}/store") as (url, _),

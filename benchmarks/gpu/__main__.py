@@ -28,7 +28,7 @@ STAGES = {
 FAILED, SKIPPED = 1, 5
 GRACE = 60.0
 """Seconds that a step may go on when the stage's are over, where several stages were asked for."""
-OURS = ("", "benchmarks", "backends", "kvcache", "ml")
+OURS = ("", "benchmarks", "backends", "kvcache", "kvcache_engine", "ml")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

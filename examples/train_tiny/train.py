@@ -23,7 +23,7 @@ from .model import Llama, LlamaConfig, make_optimizers
 from .text import BOS, EOS, PAD, SPECIAL, TrainTinyError, Windows, encode_chapters, read_bible, read_text
 from .text import train_tokenizer as learn
 
-BUNDLED = Path(__file__).resolve().parents[2] / "kvcache" / "runner" / "tiny"
+BUNDLED = Path(__file__).resolve().parents[2] / "kvcache_engine" / "tiny"
 DEFAULTS = {"text": None, "steps": 2200, "batch": 8, "seed": 0}
 CLIP, WARMUP = 1.0, 0.02
 CHECKPOINT_EVERY = 100

@@ -464,16 +464,15 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         if not taken:
             return []
         common = set.intersection(*({part.end for part in parts} for parts in taken.values()))
+        ends = sorted(common)
         columns = {i: _joined_at(keepers[i], parts, common) for i, parts in taken.items()}
-        found = []
-        for row, end in enumerate(sorted(common)):
-            begin = max(column[row].begin for column in columns.values())
-            parts = tuple(
-                columns[i][row] if i in columns else cache.snapshot(seq, begin, end)
-                for i, cache in enumerate(keepers)
-            )
-            found.append(WrapperSnapshot(begin, end, parts))
-        return found
+        begins = [max([part.begin for part in row]) for row in zip(*columns.values(), strict=True)]
+        for i, cache in enumerate(keepers):
+            if i not in columns:
+                spans = zip(begins, ends, strict=True)
+                columns[i] = [cache.snapshot(seq, begin, end) for begin, end in spans]
+        rows = zip(*(columns[i] for i in range(len(keepers))), strict=True)
+        return [WrapperSnapshot(*each) for each in zip(begins, ends, rows, strict=True)]
 
     def _keepers(self, op: str) -> list[Any]:
         """The wrapped caches, all of which have to know snapshots."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import struct
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ __all__ = ["EVERYONE", "Alphabet", "Tenant"]
 Tokens = Sequence[int | bytes] | np.ndarray
 _SPARE = 1024
 """Items that may be known besides those in use."""
+_PACKED = 1024
+"""Tokens that are converted in one go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +101,12 @@ class Alphabet:
                 f"tokens: {tokens!r:.60}; tokens must be a sequence of ids, or of bytes for items "
                 "without an id"
             )
-        elif set(map(type, tokens)) <= {int}:
-            try:
-                ids = np.fromiter(tokens, np.int64, len(tokens))
-            except OverflowError as error:
-                raise InvalidRangeError("tokens: an id of 2**63 or more; ids must be below that") from error
         else:
-            return np.array([self._number(token) for token in tokens], dtype=np.int64)
+            listed = tokens if isinstance(tokens, (list, tuple)) else [*tokens]
+            try:
+                ids = _packed(listed)
+            except struct.error:  # items without an id, or what is none
+                return np.array([self._number(token) for token in listed], dtype=np.int64)
         if ids.size and int(ids.min()) < 0:
             raise InvalidRangeError(
                 f"tokens: {int(ids.min())}; ids must be at least 0, and other items must be bytes"
@@ -113,7 +115,7 @@ class Alphabet:
 
     def tenant_of(self, tokens: np.ndarray) -> tuple[str, int]:
         """The salt of a conversation, and its first token that is the tenant's own; ("", all) without one."""
-        for at in np.flatnonzero(tokens < 0).tolist():
+        for at in np.flatnonzero(tokens < 0).tolist() if tokens.size and int(tokens.min()) < 0 else ():
             if isinstance(item := self._items[int(tokens[at])], SaltedToken) and item.salt:
                 return item.salt, at
         return "", int(tokens.size)
@@ -161,3 +163,13 @@ class Alphabet:
             self._codes[item], self._items[self._next] = self._next, item
             self._next -= 1
         return self._codes[item]
+
+
+def _packed(tokens: list[Any] | tuple[Any, ...]) -> np.ndarray:
+    """Integers as int64; struct.error for anything else.
+
+    struct takes integers alone, where ``np.asarray`` cuts floats short and parses bytes, and is faster. In
+    parts, which stay in the processor's cache from one look at them to the next.
+    """
+    parts = (tokens[start : start + _PACKED] for start in range(0, len(tokens), _PACKED))
+    return np.frombuffer(bytearray().join(struct.pack(f"{len(part)}q", *part) for part in parts), np.int64)

@@ -39,9 +39,12 @@ class Evictor:
         self._tree = tree
         self.retainer = Retainer(tree)
         self.windows = WindowCells(tree.cache)
-        self.interior = InteriorSnapshots(not tree.divisible and tree.store is None)
-        tree.watchers += [self.retainer.note, self.windows.note, self.interior.note]
-        tree.release_watchers.append(self.interior.released)
+        self.interior = InteriorSnapshots()
+        tree.watchers.append(self.retainer.note)
+        if any(self.windows.parts.values()):
+            tree.watchers.append(self.windows.note)
+        if not tree.divisible and tree.store is None:  # else nobody asks which are interior
+            tree.watchers.append(self.interior.note)
         size = tree.keys.block_size
         self.grain = BLOCK if tree.host is None and tree.store is None else -(-BLOCK // size) * size
         """Edges are parted at multiples of so many tokens when their end is evicted."""
@@ -287,44 +290,49 @@ class InteriorSnapshots:
         512 -- 1024 -- 1536 -- 2000 -- 2001     512, 1024 and 1536 are inside; 2001 goes on, 2000 answers anew
 
     In the order of how many tokens lie between their neighbours, the fewest first: so that those that are
-    left lie at even distances, and what is joined is joined in few steps. ``useful``: somebody asks for them.
+    left lie at even distances, and what is joined is joined in few steps. What changes is noted, and
+    looked at when somebody asks which goes first.
     """
 
-    def __init__(self, useful: bool) -> None:
-        self._useful = useful
+    def __init__(self) -> None:
         self._heap: Heap = []
         self._of: dict[str, Heap] = {}
         """By tenant."""
         self._spans: dict[Node[TreeEntry], int] = {}
         """What each node in the heaps counts for; what else they have of it is out of date."""
-        self._waiting: set[Node[TreeEntry]] = set()
-        """Those that changed while they were in use."""
+        self._changed: dict[Node[TreeEntry], None] = {}
+        """Those that changed since somebody asked, and those that were in use then."""
         self._count = itertools.count()
         self._pushed, self._most = 0, 64
 
     def note(self, node: Node[TreeEntry]) -> None:
-        """A node changed: that may make it, or one of the two before it, interior."""
-        one: Node[TreeEntry] | None = node
-        for _ in range(3 if self._useful else 0):
-            if one is None:
-                break
-            self._consider(one)
-            one = one.parent
+        """A node changed."""
+        if node.data is not None:
+            self._changed[node] = None
+        else:  # it may be gone from the tree: only what led to it may be interior now
+            self._changed.pop(node, None)
+            self._consider(node)
+            if node.parent is not None and node.parent.data is not None:
+                self._changed[node.parent] = None
+
+    def _look(self) -> None:
+        """Take note of which are interior by now: of those that changed, and of the two before each."""
+        changed, self._changed = self._changed, {}
+        for node in changed:
+            one: Node[TreeEntry] | None = node
+            for _ in range(3):
+                if one is not None:
+                    self._consider(one)
+                    one = one.parent
         if self._pushed > self._most:  # some of them are gone by now
             known, self._heap, self._of, self._spans, self._pushed = [*self._spans], [], {}, {}, 0
             for one in known:
                 self._consider(one)
             self._most = max(64, 2 * self._pushed)
 
-    def released(self) -> None:
-        """Some nodes are no longer in use."""
-        waiting, self._waiting = self._waiting, set()
-        for node in waiting:
-            self._consider(node)
-
     def _consider(self, node: Node[TreeEntry]) -> None:
         if node.data is not None and node.data.users:
-            self._waiting.add(node)
+            self._changed[node] = None
             return
         span = _span(node)
         if span is not None and self._spans.get(node) != span:
@@ -342,6 +350,7 @@ class InteriorSnapshots:
 
     def first(self, tenant: str | None = None) -> Node[TreeEntry] | None:
         """The one that goes first, of a tenant or of all; None: there is none."""
+        self._look()
         heap = self._heap if tenant is None else self._of.get(tenant, [])
         while heap:
             span, _, node = heap[0]
@@ -350,7 +359,7 @@ class InteriorSnapshots:
             heapq.heappop(heap)
             if self._spans.get(node) == span:
                 self.forget(node)
-                self.note(node)
+                self._consider(node)
         return None
 
     def forget(self, node: Node[TreeEntry]) -> None:

@@ -44,7 +44,7 @@ class EvictionQueue(Generic[N]):
         self.budget = budget
         self.nbytes = 0
         self._priority = priority
-        self._sizes: dict[int, tuple[N, int]] = {}
+        self._sizes: dict[N, int] = {}
         self._heap: list[tuple[Priority, int, N]] = []
         self._count = itertools.count()
 
@@ -52,29 +52,32 @@ class EvictionQueue(Generic[N]):
         return len(self._sizes)
 
     def __contains__(self, entry: N) -> bool:
-        return id(entry) in self._sizes
+        return entry in self._sizes
 
     def __iter__(self) -> Iterator[N]:
-        return (entry for entry, _ in [*self._sizes.values()])
+        return iter([*self._sizes])
 
     def add(self, entry: N, nbytes: int) -> None:
         """Count an entry, or count it anew with another size."""
-        self.discard(entry)
-        self._sizes[id(entry)] = entry, nbytes
+        if entry in self._sizes:
+            self.discard(entry)
+        self._sizes[entry] = nbytes
         self.nbytes += nbytes
-        self.touch(entry)
+        self._push(entry)
 
     def discard(self, entry: N) -> None:
-        _, nbytes = self._sizes.pop(id(entry), (entry, 0))
-        self.nbytes -= nbytes
+        self.nbytes -= self._sizes.pop(entry, 0)
 
     def touch(self, entry: N) -> None:
         """Order an entry by its present priority."""
-        if id(entry) in self._sizes:
-            heapq.heappush(self._heap, (self._priority(entry), next(self._count), entry))
-            if len(self._heap) > 64 + 4 * len(self._sizes):
-                self._heap = [(self._priority(e), next(self._count), e) for e in self]
-                heapq.heapify(self._heap)
+        if entry in self._sizes:
+            self._push(entry)
+
+    def _push(self, entry: N) -> None:
+        heapq.heappush(self._heap, (self._priority(entry), next(self._count), entry))
+        if len(self._heap) > 64 + 4 * len(self._sizes):
+            self._heap = [(self._priority(e), next(self._count), e) for e in self]
+            heapq.heapify(self._heap)
 
     @property
     def excess(self) -> int:
@@ -90,15 +93,15 @@ class EvictionQueue(Generic[N]):
 
     def in_order(self) -> Generator[N, None, None]:
         """The entries, as they go one after another; nothing is to change before this is closed."""
-        passed: dict[int, tuple[Priority, int, N]] = {}
+        passed: dict[N, tuple[Priority, int, N]] = {}
         try:
             while self._heap:
                 priority, _, entry = item = self._heap[0]
-                known = id(entry) in self._sizes and id(entry) not in passed
+                known = entry in self._sizes and entry not in passed
                 present = self._priority(entry) if known else priority
                 if known and priority == present:
                     yield entry
-                    passed[id(entry)] = item
+                    passed[entry] = item
                 heapq.heappop(self._heap)
                 if priority < present:  # it has risen
                     heapq.heappush(self._heap, (present, next(self._count), entry))

@@ -101,8 +101,6 @@ class PrefixTree:
         )
         self.watchers: list[Callable[[Node[TreeEntry]], object]] = []
         """Called with each node that keeps something else now, or has other children."""
-        self.release_watchers: list[Callable[[], object]] = []
-        """Called when nodes are no longer ``in_use``."""
         self.clock = 0
         """Counts uses: what tiers hold is ordered by it."""
         self.evicted = 0
@@ -213,8 +211,6 @@ class PrefixTree:
             for entry in entries:
                 entry.users -= 1
                 entry.restoring -= restoring
-            for watch in self.release_watchers:
-                watch()
 
     # Keeping.
 
@@ -262,30 +258,35 @@ class PrefixTree:
             while nodes[added] is not node:
                 chain.add(nodes[added])
                 added += 1
-            lost = None if node.data is None or chain.add(node) else node.data
-            if lost is not None:  # what it follows is gone
+            lost = None
+            if node.data is not None and not chain.add(node):  # what it follows is gone
+                lost = node.data
                 self.drop(node)
                 self._walk_again(path)
                 node, nodes = self.end_at(path, piece.end), path.nodes
                 added = nodes.index(node)
-            if node.data is None:
+            if new := node.data is None:
                 node.data = TreeEntry(piece.begin, stored=stored, tenant=salt if node.end > own else "")
                 if lost is not None:
                     node.data.rank, node.data.grants = lost.rank, lost.grants
-                chain.add(node)
+            assert node.data is not None
             if node.data.snapshot is None and node.data.begin == piece.begin:
                 self.keep_on_device(node, piece)
+            if new:
+                chain.add(node)
             added += 1
 
     def end_at(self, path: Path, at: int) -> Node[TreeEntry]:
         """The node of a path that ends at position ``at``: found, parted from an edge, or added."""
         if at > path.length:
-            above = self.end_at(path, path.length) if path.length else self.radix_tree.root
-            path.nodes.append(self.radix_tree.add(above, path.tokens[path.length : at]))
+            if path.inside:
+                self.end_at(path, path.length)
+            above = path.nodes[-1] if path.nodes else self.radix_tree.root
+            node = self.radix_tree.add(above, path.tokens[path.length : at])
+            path.nodes.append(node)
             path.length = at
+            return node
         nodes = path.nodes
-        if nodes[-1].end == at:  # as of what is added at the end, one after another
-            return nodes[-1]
         i = bisect.bisect_left(nodes, at, key=lambda node: node.end)
         if nodes[i].end == at:
             return nodes[i]
@@ -339,8 +340,9 @@ class PrefixTree:
 
     def keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
         """Keep a snapshot of a node, which may begin before what the tiers below have of it."""
-        assert node.data is not None
-        node.data.snapshot, node.data.begin = snapshot, snapshot.begin
+        entry = node.data
+        assert entry is not None
+        entry.snapshot, entry.begin = snapshot, snapshot.begin
         self.device.add(node, snapshot.nbytes)
         self._changed(node)
 

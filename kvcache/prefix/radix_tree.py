@@ -9,8 +9,9 @@ tokens, so that a walk costs one comparison of arrays per node and not one step 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -96,21 +97,18 @@ class RadixTree(Generic[D]):
         """
         nodes: list[Node[D]] = []
         node = self.root if above is None else above
-        length = start = node.end
-        size, itemsize = int(tokens.size), tokens.itemsize
-        rest = b""  # with one comparison for an edge, several times as fast as common_length
-        while length < size:
-            child = node.children.get(tokens.item(length))
-            if child is None:
-                break
+        start, size, item = node.end, int(tokens.size), tokens.item
+        # By the first token of each edge alone; then all that they have is compared at once.
+        while node.end < size and (child := node.children.get(item(node.end))) is not None:
             nodes.append(child)
-            rest = rest or tokens[start:].tobytes()
-            edge: Any = child.tokens  # a buffer, which NumPy does not say of it before Python 3.12
-            if not rest.startswith(edge, (length - start) * itemsize):
-                length += common_length(child.tokens, tokens[length : length + child.tokens.size])
-                break
-            length, node = child.end, child
-        return Match(tokens, nodes, length)
+            node = child
+        edges = [node.tokens for node in nodes[:-1]] + [
+            node.tokens[: size - node.begin] for node in nodes[-1:]
+        ]
+        led = edges[0] if len(edges) == 1 else np.concatenate([tokens[:0], *edges])
+        length = start + common_length(led, tokens[start:])
+        there = bisect.bisect_left(nodes, length, key=lambda node: node.end) + 1
+        return Match(tokens, nodes[:there], length)
 
     def add(self, parent: Node[D], tokens: Tokens, data: D | None = None) -> Node[D]:
         """A new child of ``parent``; its first token differs from those of the others."""

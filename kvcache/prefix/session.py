@@ -152,7 +152,7 @@ class Session:
         self.following = contextlib.ExitStack()
         """Keeps what its next snapshot follows where it is."""
         self.point: Node[TreeEntry] | None = None
-        """The node of what its next snapshot follows."""
+        """The last node that what is kept of it leads through, or did."""
         self.complete: Callable[[], int] | None = None
         """Tells how many tokens all layers of a runtime have had: the cache knows of no layer that has stored
         nothing yet. None: as many as the cache says."""
@@ -438,12 +438,12 @@ class OpenSessions:
     def _follow(self, session: Session, path: Path) -> None:
         """What the next snapshot of a session follows stays where it is, as long as the session does."""
         session.following.close()
-        session.point = None
-        if session.kept and not self._tree.divisible:
-            before = (node for node in reversed(path.nodes) if node.end <= session.kept)
-            session.point = next((node for node in before if node.parent is not None), None)
-            if session.point is not None and session.point.end == session.kept:
-                session.following.enter_context(self._tree.in_use([session.point]))
+        before = (node for node in reversed(path.nodes) if node.end <= session.kept)
+        session.point = next((node for node in before if node.parent is not None), None)
+        if self._tree.divisible or session.point is None:
+            return
+        if session.point.end == session.kept:
+            session.following.enter_context(self._tree.in_use([session.point]))
 
     def _insert(self, session: Session, path: Path, pieces: Sequence[Snapshot]) -> None:
         """Keep what a session holds of a path, for as long as it asks for."""

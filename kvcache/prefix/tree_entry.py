@@ -169,22 +169,23 @@ class Chain:
         self._start = start
         self._nodes: list[Node[TreeEntry]] = []
         """Those whose snapshots can be had."""
+        self._ends: list[int] = []
+        """Where each of them ends."""
         self._before: list[int] = []
         """The place of the one that each follows, -1 for none."""
 
     def add(self, node: Node[TreeEntry]) -> bool:
         """Whether the node's snapshot can be had."""
-        entry = node.data
+        entry, ends, before = node.data, self._ends, -1
         if entry is None or (entry.snapshot is None and not entry.present):
             return False
-        begin, nodes, before = entry.begin, self._nodes, -1
+        begin = entry.begin
         if begin > self._start:
-            before = len(nodes) - 1
-            if before < 0 or nodes[before].end < begin:
+            if not ends or ends[-1] < begin:
                 return False
-            if nodes[before].end > begin:
-                before = bisect.bisect_left(nodes, begin, key=lambda one: one.end)
-        nodes.append(node)
+            before = len(ends) - 1 if ends[-1] == begin else bisect.bisect_left(ends, begin)
+        self._nodes.append(node)
+        ends.append(node.end)
         self._before.append(before)
         return True
 

@@ -30,6 +30,7 @@ from kvcache.snapshots.snapshot import (
     tensors_of,
 )
 from kvcache.storage.cell_storage import CellStorage
+from kvcache.storage.cell_table import in_order
 
 __all__ = ["AttentionSnapshots", "Window", "first_missing"]
 
@@ -314,9 +315,10 @@ class AttentionSnapshots:
         assert snapshot.source is not None
         table, row = self.storage.table, self.storage.table.rows[seq]
         table.drop(seq, row.index(snapshot.begin), len(row))
-        positions, cells = snapshot.positions[some], snapshot.source.pin.cells[some]
+        pin, positions = snapshot.source.pin, snapshot.positions[some]
+        cells = pin.cells[some]
         if positions.size:
-            table.adopt(seq, positions, cells)
+            table.adopt(seq, positions, cells, pin.where if cells.size == pin.cells.size else None)
 
     def _put_back(self, seq: int, snapshot: AttentionSnapshot, some: slice | np.ndarray) -> None:
         """Replace the row's end first, then the data; the row is changed back where the data fails."""
@@ -397,12 +399,11 @@ class AttentionSnapshots:
         pins = [source.pin for source in sources]
         if any([pin.lost for pin in pins]):  # noqa: C419 - a generator takes longer than all of them
             next(source for source in sources if source.pin.lost).check()
-        cells = np.concatenate([pin.cells for pin in pins])
-        if cells.size == last.end - first.begin:  # no gaps: numbers are made faster than copied
+        found = InCache(sources[0].backend, table, sources[0].buffers, in_order(pins))
+        if found.pin.cells.size == last.end - first.begin:  # no gaps: numbers are made faster than copied
             positions = np.arange(first.begin, last.end)
         else:
             positions = np.concatenate([part.positions for part in parts])
-        found = InCache(sources[0].backend, table, sources[0].buffers, cells)
         return self._remember(first.begin, last.end, positions, found)
 
     def _spanning(self, snapshot: AttentionSnapshot, begin: int, end: int) -> AttentionSnapshot:

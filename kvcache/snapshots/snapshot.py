@@ -120,8 +120,13 @@ class InCache:
     __slots__ = ("backend", "buffers", "pin", "table")
 
     def __init__(
-        self, backend: ml.Backend, table: CellTable, buffers: Mapping[int, LayerBuffers], cells: np.ndarray
+        self,
+        backend: ml.Backend,
+        table: CellTable,
+        buffers: Mapping[int, LayerBuffers],
+        cells: np.ndarray | slice,
     ) -> None:
+        """``cells``, or a run of them."""
         self.backend, self.table, self.buffers = backend, table, buffers
         self.pin: Pin = table.pin(cells)
 
@@ -131,7 +136,7 @@ class InCache:
 
     @property
     def nbytes(self) -> int:
-        stored = sum(held.nbytes for held in self.buffers.values())
+        stored = sum([held.nbytes for held in self.buffers.values()])
         return stored // self.table.cells * self.pin.cells.size
 
     @property
@@ -366,7 +371,7 @@ class EncoderSnapshot:
         """Nothing to do, either."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class WrapperSnapshot:
     """A snapshot of each wrapped cache, in the wrapper's order, all of one ``[begin, end)``."""
 
@@ -378,7 +383,7 @@ class WrapperSnapshot:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum([part.nbytes for part in self.parts])
 
     @property
     def in_cache(self) -> bool:
@@ -398,7 +403,10 @@ class WrapperSnapshot:
 
     @property
     def joins_in_place(self) -> bool:
-        return all([part.joins_in_place for part in self.parts])  # noqa: C419 - a generator takes longer
+        for part in self.parts:  # noqa: SIM110 - a generator takes longer
+            if not part.joins_in_place:
+                return False
+        return True
 
     def detach(self) -> None:
         for part in self.parts:

@@ -24,8 +24,8 @@ import numpy as np
 import ml
 
 Array = np.ndarray
-SavedRow = tuple[np.ndarray, np.ndarray, int, int, bool]
-"""What ``Row.save`` gives: buffers, head, tail, and whether the cells are a run."""
+SavedRow = tuple[np.ndarray, np.ndarray, int, int, bool, bool]
+"""What ``Row.save`` gives: buffers, head, tail, whether the cells are a run, and whether buffers are lent."""
 _EMPTY = np.zeros(0, dtype=np.int64)
 
 
@@ -34,15 +34,18 @@ class Row:
 
     ``positions`` and ``cells`` are views of buffers with room to grow; a change that is not an
     append or a cut makes new buffers, so a saved (buffers, head, tail) brings a row back exactly.
+    A row that holds what a snapshot does shares its arrays, until it appends.
     """
 
-    __slots__ = ("_cells", "_head", "_positions", "_tail", "contiguous", "cut_off", "lost")
+    __slots__ = ("_cells", "_head", "_lent", "_positions", "_tail", "contiguous", "cut_off", "lost")
 
     def __init__(self) -> None:
         self._positions = _EMPTY
         self._cells = _EMPTY
         self._head = 0
         self._tail = 0
+        self._lent = False
+        """The buffers are a snapshot's, and end where the row does: to append makes new ones."""
         self.contiguous = True
         """The cells are c, c+1, c+2, ... in the order of positions."""
         self.cut_off = 0
@@ -110,19 +113,25 @@ class Row:
         return int(held[0]) if held.size else None
 
     def save(self) -> SavedRow:
-        return self._positions, self._cells, self._head, self._tail, self.contiguous
+        return self._positions, self._cells, self._head, self._tail, self.contiguous, self._lent
 
     def save_copy(self) -> SavedRow:
         """What ``save`` gives, safe from any change of the row."""
-        return self.positions.copy(), self.cells.copy(), 0, len(self), self.contiguous
+        return self.positions.copy(), self.cells.copy(), 0, len(self), self.contiguous, False
 
     def load(self, saved: SavedRow) -> None:
-        self._positions, self._cells, self._head, self._tail, self.contiguous = saved
+        self._positions, self._cells, self._head, self._tail, self.contiguous, self._lent = saved
 
-    def assign(self, positions: Array, cells: Array) -> None:
+    def assign(self, positions: Array, cells: Array, contiguous: bool | None = None) -> None:
+        """``contiguous``: whether the cells are a run, where that is known."""
         self._positions, self._cells = positions, cells
-        self._head, self._tail = 0, positions.size
-        self.contiguous = is_run(cells)
+        self._head, self._tail, self._lent = 0, positions.size, False
+        self.contiguous = is_run(cells) if contiguous is None else contiguous
+
+    def borrow(self, positions: Array, cells: Array, contiguous: bool) -> None:
+        """As ``assign``, of arrays that others read too."""
+        self.assign(positions, cells, contiguous)
+        self._lent = True
 
     def append_run(self, position: int, cell: int, count: int) -> None:
         """Add positions and cells that both count up, after the last position."""
@@ -163,6 +172,8 @@ class Row:
     def cut_tail(self, index: int) -> None:
         """Keep the first ``index`` entries."""
         self._tail = self._head + index
+        if self._lent:
+            self._positions, self._cells = self._positions[: self._tail], self._cells[: self._tail]
         self.contiguous = self.contiguous or is_run(self.cells)
 
     def _grow(self, count: int) -> None:
@@ -174,18 +185,25 @@ class Row:
             buffer = np.empty(size, dtype=np.int64)
             buffer[: len(self)] = getattr(self, name)[self._head : self._tail]
             setattr(self, name, buffer)
-        self._head, self._tail = 0, self._tail - self._head
+        self._head, self._tail, self._lent = 0, self._tail - self._head, False
 
 
 class Pin:
     """Cells that a snapshot reads where they lie; they follow a defragmentation."""
 
-    __slots__ = ("cells", "lost")
+    __slots__ = ("cells", "lost", "where")
 
-    def __init__(self, cells: Array) -> None:
-        self.cells = cells
+    def __init__(self, cells: Array | slice) -> None:
+        self.set_cells(cells)
         self.lost = False
         """The device failed while these cells were being moved."""
+
+    def set_cells(self, cells: Array | slice) -> None:
+        """``cells``, or a run of them."""
+        is_slice = isinstance(cells, slice)
+        self.cells: Array = np.arange(cells.start, cells.stop) if is_slice else cells
+        self.where: Array | slice = cells if is_slice else indices(cells)
+        """What takes them out of an array."""
 
 
 class Arrivals:
@@ -257,23 +275,27 @@ class CellTable:
 
     # Pins.
 
-    def pin(self, cells: Array) -> Pin:
-        """Keep ``cells`` (distinct, each in use) from being given to others until ``unpin``."""
+    def pin(self, cells: Array | slice) -> Pin:
+        """Keep ``cells`` (distinct, each in use), or a run of them, from being given to others.
+
+        Until ``unpin``.
+        """
         pin = Pin(cells)
         self.changes += 1
-        self.references[indices(cells)] += 1
+        self.references[pin.where] += 1
         self.pins[id(pin)] = pin
         return pin
 
     def hold(self, cells: Array) -> Pin:
         """Pin free cells, for what is about to be put there."""
         self.free -= cells.size
-        self._number(indices(cells))
-        return self.pin(cells)
+        pin = self.pin(cells)
+        self._number(pin.where)
+        return pin
 
     def unpin(self, pin: Pin) -> None:
         if self.pins.pop(id(pin), None) is not None:
-            self._release(pin.cells)
+            self._release(pin.cells, where=pin.where)
 
     def drop_pin(self, pin: Pin) -> None:
         """Have ``pin`` taken out at the next ``sweep``: safe wherever a garbage collector runs."""
@@ -461,11 +483,19 @@ class CellTable:
         self.rows[dst].assign(source.positions[:count].copy(), cells)
         self.references[cells] += 1
 
-    def adopt(self, seq: int, positions: Array, cells: Array) -> None:
-        """Append positions to a row in cells that a pin or another row owns already."""
+    def adopt(self, seq: int, positions: Array, cells: Array, where: slice | Array | None = None) -> None:
+        """Append positions to a row in cells that a pin or another row owns already.
+
+        ``where``: what ``indices`` gives for the cells, if it is known. An empty row shares both arrays,
+        which nobody is to write to any more.
+        """
         self.changes += 1
-        self.rows[seq].insert(positions, cells)
-        self.references[indices(cells)] += 1
+        row, where = self.rows[seq], indices(cells) if where is None else where
+        if len(row) or not cells.size:
+            row.insert(positions, cells)
+        else:
+            row.borrow(positions, cells, isinstance(where, slice))
+        self.references[where] += 1
 
     def drop(self, seq: int, start: int, stop: int) -> None:
         """Forget entries ``[start, stop)`` of a row (indices, not positions)."""
@@ -507,7 +537,8 @@ class CellTable:
     def _number(self, cells: int | slice | Array) -> None:
         self.taken[cells] = next(self._numbers)
 
-    def _release(self, cells: Array, distinct: bool = True) -> None:
+    def _release(self, cells: Array, distinct: bool = True, where: slice | Array | None = None) -> None:
+        """``where``: as in ``adopt``."""
         self.changes += 1
         if cells.size == 1:
             cell = int(cells[0])
@@ -519,7 +550,7 @@ class CellTable:
         if not distinct:
             cells, counts = np.unique(cells, return_counts=True)
             times = counts.astype(self.references.dtype)
-        where = indices(cells)
+        where = indices(cells) if where is None else where
         self.blank[where] = False
         left = self.references[where] - times
         self.references[where] = left
@@ -576,7 +607,7 @@ class CellTable:
         for _, row in self.occupied():
             row.assign(row.positions.copy(), target[row.cells])
         for pin in self.pins.values():
-            pin.cells = target[pin.cells]
+            pin.set_cells(target[pin.cells])
 
 
 def is_run(cells: Array) -> bool:
@@ -588,3 +619,14 @@ def is_run(cells: Array) -> bool:
 def indices(cells: Array) -> slice | Array:
     """What takes these cells out of an array: a slice where they are a run, for which that is much faster."""
     return slice(int(cells[0]), int(cells[-1]) + 1) if cells.size and is_run(cells) else cells
+
+
+def in_order(pins: Sequence[Pin]) -> Array | slice:
+    """The cells of one pin after another; a slice where all of them are a run."""
+    start = stop = -1
+    for pin in pins:
+        where = pin.where
+        if not isinstance(where, slice) or (stop >= 0 and where.start != stop):
+            return np.concatenate([pin.cells for pin in pins])
+        start, stop = (where.start if stop < 0 else start), where.stop
+    return slice(start, stop)

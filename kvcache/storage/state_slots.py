@@ -35,7 +35,7 @@ class HeldStates:
     asks for ``tensors``.
     """
 
-    __slots__ = ("__weakref__", "_buffers", "_tensors", "lost", "slot")
+    __slots__ = ("__weakref__", "_buffers", "_nbytes", "_tensors", "lost", "slot")
 
     def __init__(
         self, tensors: States | None = None, buffers: StateBuffers | None = None, slot: int | None = None
@@ -43,6 +43,8 @@ class HeldStates:
         """Copies, or a slot of ``buffers``."""
         self._tensors: States = tensors or {}
         self._buffers = buffers
+        self._nbytes: int | None = None
+        """Of copies, once somebody has asked."""
         self.slot = slot
         """Where they lie; None when they are copies."""
         self.lost = False
@@ -58,7 +60,9 @@ class HeldStates:
     def nbytes(self) -> int:
         if self._buffers is not None:
             return self._buffers.nbytes // self._buffers.slots
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        if self._nbytes is None:
+            self._nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
+        return self._nbytes
 
     @property
     def held(self) -> States:
@@ -108,7 +112,7 @@ class HeldStates:
         self.moved_out({})
 
     def moved_out(self, tensors: States) -> None:
-        self._tensors, self._buffers, self.slot = tensors, None, None
+        self._tensors, self._buffers, self.slot, self._nbytes = tensors, None, None, None
 
 
 @dataclass(frozen=True, slots=True)

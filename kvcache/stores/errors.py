@@ -51,7 +51,7 @@ class StoreValueError(StoreError, ValueError):
     """A key, a buffer, a budget or an address that a store does not take."""
 
 
-class UnknownModelError(StoreError, ValueError):
+class UnknownModelError(KVCacheError, ValueError):
     """Nothing tells which weights computed K and V, so that entries could be taken for another model's."""
 
 

@@ -231,7 +231,7 @@ def serve(
             import kvcache_engine.serve as server
         except ModuleNotFoundError as error:
             name = str(error.name).partition(".")[0]
-            if name in ("kvcache", "ml"):
+            if name in ("kvcache", "kvcache_engine", "ml"):
                 raise
             raise ml.NotSupportedError(f"serve needs {name}: pip install 'ml-kvcache[server]'") from error
         if live and not draws(sys.stdout):

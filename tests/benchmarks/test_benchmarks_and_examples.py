@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OURS = ("ml", "ml_kvcache", "kvcache", "backends", "benchmarks", "examples")
+OURS = ("ml", "ml_kvcache", "kvcache", "kvcache_engine", "backends", "benchmarks", "examples")
 
 
 def is_there(module: str, name: str) -> bool:

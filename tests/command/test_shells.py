@@ -29,7 +29,7 @@ def home(tmp_path: Path) -> dict[str, str]:
     """Settings with an empty home, where ``kvcache`` is this checkout's."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "kvcache"
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcache "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcache_engine "$@"\n')
     program.chmod(0o755)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / ".zshrc").write_text("PS1='> '\n")

@@ -58,7 +58,7 @@ def perform(project: Path, plugins: Any, command: str) -> None:
         assert arguments == ["install", "-e", "."]
         plugins.install(project)
     elif program == "kvcache":
-        rows = plugins.run([sys.executable, "-m", program, *arguments]).splitlines()
+        rows = plugins.run([sys.executable, "-m", "kvcache_engine", *arguments]).splitlines()
         assert any(row.startswith("put + get of 1 after 8192") and "x floor" in row for row in rows)
     else:
         assert program == "pytest"

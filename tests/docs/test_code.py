@@ -36,6 +36,10 @@ def test_the_code_of_a_page_runs(
         line = text.count("\n", 0, block.start()) + 1
         source = "\n" * line + block.group(1)  # so that a trace names the page's lines
         exec(compile(source, str(path), "exec"), namespace)
+    if path.name == "README.md":
+        printed = capsys.readouterr().out
+        assert printed
+        assert f"\n```\n{printed}```\n" in text
     if path.name == "seeing.md":
         assert {file.name for file in tmp_path.iterdir()} >= {"cells.html", "occupancy.svg"}
         assert " 0  ++00" in capsys.readouterr().out

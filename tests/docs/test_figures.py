@@ -53,8 +53,10 @@ def numbers(text: str, behind: str = "") -> list[str]:
     return [found.replace(",", "") for found in re.findall(rf"\d[\d,]*(?:\.\d+)?{behind}", text)]
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=["README", "index"])
-def test_each_figure_of_the_front_page_is_one_of_the_page_that_it_links_to(page: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "least"), [(ROOT / "README.md", 3), (DOCS / "index.md", 6)], ids=["README", "index"]
+)
+def test_each_figure_of_the_front_page_is_one_of_the_page_that_it_links_to(page: Path, least: int) -> None:
     """As it stands there, or rounded."""
     rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     measured = {}
@@ -70,7 +72,7 @@ def test_each_figure_of_the_front_page_is_one_of_the_page_that_it_links_to(page:
                 digits = len(figure.partition(".")[2])
                 thousands = -3 if figure.endswith("000") else digits
                 assert any(round(float(one), thousands) == float(figure) for one in there), (what, figure)
-    assert len(measured) >= 6
+    assert len(measured) >= least
 
 
 def test_the_plot_of_the_front_page_is_that_of_its_figures() -> None:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from examples.train_tiny import card, text, train
 
-BUNDLED = Path(__file__).resolve().parents[2] / "kvcache" / "runner" / "tiny"
+BUNDLED = Path(__file__).resolve().parents[2] / "kvcache_engine" / "tiny"
 WORDS = ["and", "the", "LORD", "said", "unto", "Moses", "speak", "children", "of", "Israel", "bread", "day"]
 
 

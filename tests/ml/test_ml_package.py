@@ -35,7 +35,7 @@ def brought() -> set[str]:
 
 
 def test_the_packages_are_typed() -> None:
-    for package in ("ml", "kvcache", "backends"):
+    for package in ("ml", "kvcache", "kvcache_engine", "backends"):
         (folder,) = importlib.import_module(package).__path__
         assert (Path(folder) / "py.typed").exists()
 

@@ -79,7 +79,9 @@ class Shell:
         for package in ("typer", "rich", "xxhash"):
             pytest.importorskip(package)
         need_program("bash")
-        (home / "kvcache").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcache "$@"\n')
+        (home / "kvcache").write_text(
+            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcache_engine "$@"\n'
+        )
         (home / "kvcache").chmod(0o755)
         self.folder = folder
         self.code = 0

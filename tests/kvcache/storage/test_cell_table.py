@@ -203,14 +203,14 @@ class Driver:
         self.table.sweep()
 
     def adopt(self) -> None:
-        """What restoring a snapshot in its cache does."""
+        """What restoring a snapshot in its cache does: the row shares what the pin goes on to read."""
         seq = self.sequence()
         row = self.naive.rows[seq]
-        for _, cells in self.naive.pins:
+        for pin, cells in self.naive.pins:
             if cells and not {cell for _, cell in row}.intersection(cells):
                 last = row[-1][0] if row else -1
                 positions = list(range(last + 1, last + 1 + len(cells)))
-                self.table.adopt(seq, np.array(positions, np.int64), np.array(cells, np.int64))
+                self.table.adopt(seq, np.array(positions, np.int64), pin.cells, pin.where)
                 row += zip(positions, cells, strict=True)
                 return
 
