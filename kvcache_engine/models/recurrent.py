@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,13 +10,12 @@ import ml
 from kvcache import RecurrentCache, StateSpec
 from kvcache.cache import Batch, Cache
 from kvcache_engine.config import ModelConfig
-from kvcache_engine.errors import ModelError
 from kvcache_engine.models.decoder import CausalModel
 from kvcache_engine.models.state_runs import begin_runs
 from kvcache_engine.models.step import Step
 from ml import nn
 
-__all__ = ["RecurrentModel", "StateConfig", "recurrent_cache", "time_limits"]
+__all__ = ["RecurrentModel", "StateConfig", "recurrent_cache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +60,3 @@ class RecurrentModel(CausalModel[C]):
     def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         step = super().begin_pass(ctx, batch, cache) if self.config.attending else Step(batch, cache)
         return begin_runs(ctx, step)
-
-
-def time_limits(raw: Mapping[str, Any]) -> None:
-    """ModelError where steps in time are limited, to anything but 0 and infinity."""
-    low, high = raw.get("time_step_limit") or (0.0, math.inf)
-    high = float("inf") if isinstance(high, Mapping) else float(high)
-    if low > 0 or high < math.inf:
-        raise ModelError(f"time_step_limit=({low}, {high}) is not supported; only (0, inf) is")
