@@ -376,5 +376,5 @@ def test_a_call_that_is_cut_off_anywhere_does_all_or_nothing(
                 done += 1
             assert all(client.pttl(name) > 0 for name in client.keys("*")), "what nobody finds expires"
         assert direct.usage().dropped == 0
-    assert failed > 20
+    assert failed > 12
     assert done > 0, "some were cut off after all was there"
