@@ -11,9 +11,8 @@ from _pytest.runner import runtestprotocol
 
 Plant = Callable[..., Any]
 Bug = tuple[str, str, Plant]
-"""What of kvcache is replaced, or of ``kvcache_engine`` by its whole name; the test that fails then, by how its
-name begins behind ``test_``, and a part of its parameters; what is called in its place, with the original
-first."""
+"""What is replaced, in kvcache or by its whole name in kvcache_engine; the test that fails then, by how its name
+begins behind ``test_``, and a part of its parameters; what is called in its place, with the original first."""
 KEPT: list[Any] = []
 """What is never let go of."""
 
