@@ -367,7 +367,8 @@ class Sums:
 
     def __init__(self, backend: ml.Backend, declared: bool = False, **options: Any) -> None:
         specs = dict.fromkeys(range(2), SUM[None]) if declared else SUM
-        self.cache = bound(RecurrentCache.of(StateCache(specs, **options)), backend, 3, 16, 16)
+        attention = CausalCache(options.pop("shift", None))
+        self.cache = bound(RecurrentCache.of(StateCache(specs, **options), attention), backend, 3, 16, 16)
         self.ctx = backend.new_context()
 
     def run(self, seq: int, count: int, layers: int = 2, read_only: bool = False) -> list[float]:

@@ -11,7 +11,7 @@ import pytest
 import kvcache
 from kvcache.prefix.radix_tree import RadixTree
 from kvcache.prefix.tiers import HostTier
-from kvcache.snapshots.snapshot import AttentionSnapshot, unwrapped_snapshot
+from kvcache.snapshots.snapshot import AttentionSnapshot, SnapshotChain, unwrapped_snapshot
 
 from .rigs import conversing
 from .rigs.conversing import CACHES, CHUNK, WHOLE, WINDOW, Layers, Rig, Talk
@@ -52,7 +52,9 @@ def more_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def windows_of(r: Rig) -> list[AttentionSnapshot]:
     nodes = (node.data for node in r.prefix.tree.radix_tree if node.data is not None)
-    parts = (part for held in nodes if held.snapshot for part in unwrapped_snapshot(held.snapshot))
+    held = (entry.snapshot for entry in nodes if entry.snapshot is not None)
+    each = (one for some in held for one in (some.parts if isinstance(some, SnapshotChain) else (some,)))
+    parts = (part for one in each for part in unwrapped_snapshot(one))
     return [part for part in parts if isinstance(part, AttentionSnapshot) and part.whole]
 
 
