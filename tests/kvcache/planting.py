@@ -11,8 +11,9 @@ from _pytest.runner import runtestprotocol
 
 Plant = Callable[..., Any]
 Bug = tuple[str, str, Plant]
-"""What is replaced, in kvcache or by its whole name in kvcache_engine; the test that fails then, by how its name
-begins behind ``test_``, and a part of its parameters; what is called in its place, with the original first."""
+"""What is replaced, in kvcache or by its whole name in kvcache_engine; the test that fails then, by how its
+name begins behind ``test_``, and a part of its parameters; what is called in its place, with the original
+first."""
 KEPT: list[Any] = []
 """What is never let go of."""
 
