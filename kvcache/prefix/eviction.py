@@ -21,7 +21,15 @@ from kvcache.caches.wrapper import unwrapped
 from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retention import DEFAULT, DEFAULT_PRIORITY, Grants, Retention, merged, rank_of
-from kvcache.prefix.tree_entry import Priority, TreeEntry, in_cells, is_restored, priority_of, tenant_of
+from kvcache.prefix.tree_entry import (
+    Priority,
+    TreeEntry,
+    in_cells,
+    is_folded,
+    is_restored,
+    priority_of,
+    tenant_of,
+)
 from kvcache.snapshots.snapshot import Snapshot, unwrapped_snapshot
 
 __all__ = ["Evictor"]
@@ -39,7 +47,7 @@ class Evictor:
         self._tree = tree
         self.retainer = Retainer(tree)
         self.windows = WindowCells(tree.cache)
-        self.interior = InteriorSnapshots()
+        self.interior = InteriorSnapshots(tree.unfold)
         self.gap = 0.0
         """Since room was short: how many tokens may lie between snapshots inside conversations (``_gap``)."""
         tree.watchers.append(self.retainer.note)
@@ -61,6 +69,8 @@ class Evictor:
 
     def enforce(self) -> None:
         self.retainer.expire()
+        if self._tree.device.over() is not None or self._tree.device.excess:
+            self._tree.unfold()
         while (over := self._tree.device.over()) is not None:
             self._tree.over_budget += 1
             if self._absorbed(over[0], tenant_of(over[0])) is None:
@@ -74,6 +84,7 @@ class Evictor:
     def evict(self, nbytes: int | None = None) -> int:
         """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
         self.retainer.expire()
+        self._tree.unfold()
         device, count = self._tree.device, 0
         goal = 0 if nbytes is None else max(0, device.nbytes - nbytes)
         while (device.nbytes > goal or nbytes is None) and (node := device.first()) is not None:
@@ -92,6 +103,7 @@ class Evictor:
         restored stays: it would free cells of one wrapped cache to fill those of another.
         """
         self._tree.tick()
+        self._tree.unfold()
         self.retainer.expire()
         try:
             return self._relieve_window(part) if window else self._relieve(missing, part)
@@ -141,7 +153,7 @@ class Evictor:
     def _first(self, wanted: Callable[[Node[TreeEntry]], bool]) -> Node[TreeEntry] | None:
         """What goes first of those that are ``wanted`` and not being restored."""
         with contextlib.closing(self._tree.device.in_order()) as nodes:
-            return next((node for node in nodes if wanted(node) and not is_restored(node)), None)
+            return next((node for node in nodes if not is_restored(node) and wanted(node)), None)
 
     def _absorbed(self, first: Node[TreeEntry], tenant: str | None = None, part: int = 0) -> bool | None:
         """Let the next interior snapshot go, of a tenant or of all: whether it held cells of ``part``.
@@ -250,6 +262,9 @@ class Retainer:
         """
         if retention is None and not self._asked:
             return
+        if not self._tree.divisible:  # each of its snapshots has a priority
+            self._tree.unfold()
+            path.nodes = self._tree.walk(path.tokens).nodes
         self._asked = True
         asked, now = retention or _NOTHING, self.clock()
         self._cut(path, asked)
@@ -318,11 +333,13 @@ class InteriorSnapshots:
         512 -- 1024 -- 1536 -- 2000 -- 2001     512, 1024 and 1536 are inside; 2001 goes on, 2000 answers anew
 
     In the order of how many tokens lie between their neighbours, the fewest first: so that those that are
-    left lie at even distances, and what is joined is joined in few steps. What changes is noted, and
-    looked at when somebody asks which goes first.
+    left lie at even distances, and what is joined is joined in few steps. What changes is noted, and looked
+    at when somebody asks which goes first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unfold: Callable[[], object] = lambda: None) -> None:
+        """``unfold`` is called first: PrefixTree.unfold."""
+        self._unfold = unfold
         self._heap: Heap = []
         self._of: dict[str, Heap] = {}
         """By tenant."""
@@ -345,6 +362,7 @@ class InteriorSnapshots:
 
     def _look(self) -> None:
         """Take note of which are interior by now: of those that changed, and of the two before each."""
+        self._unfold()
         changed, self._changed = self._changed, {}
         for node in changed:
             one: Node[TreeEntry] | None = node
@@ -417,7 +435,7 @@ class WindowCells:
     def note(self, node: Node[TreeEntry]) -> None:
         """A node's snapshot came, went, or was copied out."""
         for part, nodes in self._nodes.items():
-            window = part_of(node, part)
+            window = None if is_folded(node) else part_of(node, part)  # it comes again when it is unfolded
             self.copied -= self._copied[part].pop(node, 0)
             if window is not None and window.holds_cells:
                 nodes[node] = None

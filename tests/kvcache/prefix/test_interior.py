@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import ml
 from kvcache.prefix.eviction_queue import TenantBudget
 from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.prefix.tiers import HostTier
+from kvcache.prefix.tree_entry import is_folded
+from kvcache.snapshots.snapshot import AttentionSnapshot, unwrapped_snapshot
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import only_protocol
 
@@ -26,11 +29,48 @@ every_whole = pytest.mark.parametrize("cache", WHOLE)
 
 def ends(r: Rig) -> list[int]:
     """Where conversations can be gone on with."""
-    return sorted(node.end for node in r.prefix.tree.radix_tree if node.data is not None)
+    nodes = (node for node in r.prefix.tree.radix_tree if node.data is not None)
+    return sorted(end for node in nodes for end in (node.end, *(each.end for each in _chain(node)[:-1])))
+
+
+def _chain(node: Any) -> Sequence[Any]:
+    """The snapshots of a node that has several."""
+    return node.data.snapshot.parts if is_folded(node) else ()
 
 
 def line(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
+
+
+FOLDING = ("wrapper", "recurrent", "recurrent and sliding")
+"""Caches whose snapshots follow one another."""
+
+
+@pytest.mark.parametrize("cache", FOLDING)
+def test_a_new_prompt_is_one_edge_until_another_parts_from_it(talk: Talk, cache: str) -> None:
+    r = talk(cache, capacity=200)
+    nodes = r.prefix.tree.radix_tree
+    r.keep(line(100, 40))
+    assert (len(nodes), ends(r)) == (1, [8, 16, 24, 32, 39, 40])
+    assert r.keep([*line(100, 40), 7]) == 40
+    assert (len(nodes), ends(r)) == (2, [8, 16, 24, 32, 39, 40, 41])
+    r.check_books()
+    assert r.keep([*line(100, 20), 900]) == 16
+    assert {8, 16, 24, 32, 39, 40, 41} <= {node.end for node in nodes}
+    assert [r.peek([*line(100, at), 8]) for at in (8, 16, 24, 32, 39, 40)] == [8, 16, 24, 32, 39, 40]
+    r.check_books()
+
+
+@pytest.mark.parametrize("cache", FOLDING)
+def test_a_lost_snapshot_costs_what_is_behind_it(talk: Talk, cache: str) -> None:
+    r = talk(cache, capacity=200)
+    r.keep(line(100, 40))
+    (node,) = r.prefix.tree.radix_tree
+    for part in unwrapped_snapshot(_chain(node)[2]):
+        if isinstance(part, AttentionSnapshot) and part.source is not None:
+            part.source.pin.lost = True
+    assert r.peek([*line(100, 40), 7]) == 16
+    r.check_books()
 
 
 @every_whole
