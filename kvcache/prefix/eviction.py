@@ -48,6 +48,8 @@ class Evictor:
         self.retainer = Retainer(tree)
         self.windows = WindowCells(tree.cache)
         self.interior = InteriorSnapshots(tree.unfold)
+        self.gap = 0.0
+        """Since room was short: how many tokens may lie between snapshots inside conversations (``_gap``)."""
         tree.watchers.append(self.retainer.note)
         if any(self.windows.parts.values()):
             tree.watchers.append(self.windows.note)
@@ -156,18 +158,43 @@ class Evictor:
     def _absorbed(self, first: Node[TreeEntry], tenant: str | None = None, part: int = 0) -> bool | None:
         """Let the next interior snapshot go, of a tenant or of all: whether it held cells of ``part``.
 
-        None: there is none, the next tier has room for ``first``, which goes first, or its priority is low.
+        None: there is none whose neighbours are close, the next tier has room for ``first``, which goes
+        first, or its priority is low.
         """
         tree = self._tree
         room = tree.host is not None and not tree.host.is_full(_nbytes(first), first)
-        if tree.store is not None or room or (first.data and first.data.rank < DEFAULT_PRIORITY):
+        if tree.divisible or tree.store is not None or room:
             return None
-        while (node := self.interior.first(tenant)) is not None:
+        gap = self._gap(first)
+        if tenant is None:
+            self.gap = gap
+        if first.data and first.data.rank < DEFAULT_PRIORITY:
+            return None
+        while (node := self.interior.first(tenant, gap)) is not None:
             held_cells = _holds_cells(node, part)
             if tree.absorb(node):
                 return held_cells
             self.interior.forget(node)
         return None
+
+    def _gap(self, node: Node[TreeEntry]) -> float:
+        """Between neighbours that are no further apart a snapshot is not worth its room; in tokens.
+
+        A conversation that has to go goes from its end, snapshot by snapshot. Wide gaps waste room there,
+        half a gap; narrow ones everywhere: of ``kept`` bytes every gap has a snapshot of ``whole`` bytes. The
+        sum, gap / 2 + kept * whole / gap, in bytes, is least at the square root of 2 * kept * whole.
+        """
+        assert node.data is not None
+        snapshot = node.data.snapshot
+        parts = () if snapshot is None else unwrapped_snapshot(snapshot)
+        whole = sum(part.nbytes for part in parts if not part.divisible)
+        of_tokens = sum(part.nbytes for part in parts if part.divisible)
+        if not of_tokens or snapshot is None:  # a snapshot needs nothing of those before it
+            return math.inf
+        device, host = self._tree.device, self._tree.host
+        kept = device.budget if device.budget is not None else device.nbytes
+        kept += 0 if host is None else host.nbytes
+        return math.sqrt(2 * kept * whole) * (snapshot.end - snapshot.begin) / of_tokens
 
     def _next_freeing(self, part: int) -> Node[TreeEntry] | None:
         """The least recently used snapshot that alone holds a cell of ``part``.
@@ -300,7 +327,8 @@ class InteriorSnapshots:
 
     After the eviction of restore points in Ollama's x/mlxrunner. A window or a recurrent state is that of one
     position. One from which nothing but a later one of the same conversation goes on is of use to prompts
-    alone that part in between: it goes before the end of any, where it would be gone for good::
+    that part in between, and to what is left of a conversation whose end has gone. Where it would be gone for
+    good, it goes before the end of any if its neighbours are close (``Evictor._gap``)::
 
         512 -- 1024 -- 1536 -- 2000 -- 2001     512, 1024 and 1536 are inside; 2001 goes on, 2000 answers anew
 
@@ -366,14 +394,14 @@ class InteriorSnapshots:
         for heap in (self._heap, self._of.setdefault(tenant_of(node), [])):
             heapq.heappush(heap, (span, next(self._count), node))
 
-    def first(self, tenant: str | None = None) -> Node[TreeEntry] | None:
-        """The one that goes first, of a tenant or of all; None: there is none."""
+    def first(self, tenant: str | None = None, gap: float = math.inf) -> Node[TreeEntry] | None:
+        """The one that goes first, of a tenant or of all; None: none has neighbours within ``gap`` tokens."""
         self._look()
         heap = self._heap if tenant is None else self._of.get(tenant, [])
         while heap:
             span, _, node = heap[0]
             if self._spans.get(node) == span == _span(node):
-                return node
+                return node if span <= gap else None
             heapq.heappop(heap)
             if self._spans.get(node) == span:
                 self.forget(node)

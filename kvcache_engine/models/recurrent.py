@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ml
-from kvcache import RecurrentCache, StateSpec
+from kvcache import CausalCache, RecurrentCache, StateCache, StateSpec
 from kvcache.cache import Batch, Cache
 from kvcache_engine.config import ModelConfig
 from kvcache_engine.models.decoder import CausalModel
@@ -33,7 +33,7 @@ class StateConfig(ModelConfig):
         return self.layers - len(self.attending)
 
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
-        """Of states in F32, and as many checkpoints as RecurrentCache takes by default."""
+        """Of states in F32, and as many checkpoints as StateCache takes by default."""
         values = self.state_layers * sum(math.prod(spec.shape) for spec in self.states.values())
         return max_sequences * (1 + min(24, capacity // 256)) * values * 4
 
@@ -41,11 +41,11 @@ class StateConfig(ModelConfig):
 def recurrent_cache(config: StateConfig, dtype: ml.DType | None = None, **options: Any) -> RecurrentCache:
     """For the states of a model, and the keys of its layers with attention.
 
-    ``dtype`` is that of the model's activations; ``options`` go to RecurrentCache.
+    ``dtype`` is that of the model's activations; ``options`` go to StateCache.
     """
     shift = nn.rope_shift(config.rope) if config.attending else None
     states: dict[int | None, dict[str, StateSpec]] = {None: config.states}
-    return RecurrentCache(shift=shift, states=states, conv_dtype=dtype, delivers=True, **options)
+    return RecurrentCache.of(StateCache(states, dtype=dtype, delivers=True, **options), CausalCache(shift))
 
 
 C = TypeVar("C", bound=StateConfig)

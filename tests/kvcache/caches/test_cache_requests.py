@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from kvcache import (
     InvalidRangeError,
     OrderError,
     PrefixCache,
+    PrefixOptions,
     RecurrentCache,
     SlidingWindowCache,
     WrapperCache,
@@ -142,30 +142,19 @@ def _put(cache: Any, ctx: ml.Context, kind: str, positions: list[int], sequences
     return [int(number) for number in cache.get(ctx)[0].to_numpy().ravel()]
 
 
-def test_the_path_of_a_folder_is_a_tier(numpy: ml.Backend, tmp_path: Path) -> None:
-    for expected in (0, 4):
-        cache = CausalCache()
-        cache.init(numpy, ml.DType.F32, 2, 8, 8)
-        prefix = PrefixCache(cache, tiers=[tmp_path / "pages"], identity={"model": "example"}, block_size=2)
-        with prefix.begin([1, 2, 3, 4, 5]) as session, numpy.new_context() as ctx:
-            assert session.cached == expected
-            rest = session.remaining
-            cache.start_forward(ctx, Batch(range(session.cached, 5), [session.seq] * len(rest)))
-            key = ctx.from_numpy(np.array(rest, np.float32).reshape(-1, 1, 1))
-            cache.put(ctx, key, key)
-        prefix.close()
-
-
-@pytest.mark.parametrize("option", ["budget", "backlog", "in_flight", "interval"])
+@pytest.mark.parametrize("option", ["backlog", "in_flight", "interval"])
 def test_a_prefix_cache_refuses_amounts_below_zero(numpy: ml.Backend, option: str) -> None:
     cache = CausalCache()
     cache.init(numpy, ml.DType.F32, 2, 8, 8)
-    with pytest.raises(InvalidRangeError, match=f"PrefixCache: {option}=-1"):
-        PrefixCache(cache, **{option: -1})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRangeError, match="PrefixCache: budget=-1"):
+        PrefixCache(cache, -1)
+    with pytest.raises(InvalidRangeError, match=f"PrefixOptions: {option}=-1"):
+        PrefixOptions(**{option: -1})  # type: ignore[arg-type]
     with pytest.raises(InvalidRangeError, match=r"HostTier: budget=-1"):
         HostTier(-1)
     PrefixCache(cache, budget=0, tiers=[HostTier(0)]).close()
-    sizes: dict[str, Any] = {"backlog": "32KiB", "in_flight": "1 MiB", "read_ahead": "1.5KB"}
-    with PrefixCache(cache, budget="2KiB", tiers=[MemoryStore()], identity={"model": "m"}, **sizes) as prefix:
+    options = PrefixOptions(backlog="32KiB", in_flight="1 MiB", read_ahead="1.5KB")
+    stored: dict[str, Any] = {"tiers": [MemoryStore()], "identity": {"model": "m"}}
+    with PrefixCache(cache, budget="2KiB", options=options, **stored) as prefix:
         assert prefix.tree.store is not None
         assert prefix.tree.store.writes.backlog == 32 << 10

@@ -1,4 +1,4 @@
-"""Snapshots inside conversations go before the end of any, where what goes is gone for good."""
+"""Close snapshots inside conversations go before the end of any, where what goes is gone for good."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from kvcache.testing.rigs.protocol import only_protocol
 
 from .rigs.conversing import LONG, STATEFUL, WHOLE, ConversationSetup, Rig, Talk
 from .rigs.stores import Way
+
+ROOMY = 1 << 40
+"""A budget beside which what wide gaps between snapshots waste is nothing: no snapshot inside is worth its
+room."""
 
 every_whole = pytest.mark.parametrize("cache", WHOLE)
 
@@ -73,7 +77,7 @@ def test_a_lost_snapshot_costs_what_is_behind_it(talk: Talk, cache: str) -> None
 def test_points_inside_go_first_where_the_fewest_tokens_lie_between_their_neighbours(
     talk: Talk, cache: str
 ) -> None:
-    r = talk(cache, capacity=100)
+    r = talk(cache, capacity=100, budget=ROOMY)
     r.keep(line(100, 40))
     assert ends(r) == [8, 16, 24, 32, 39, 40]
     found = []
@@ -94,19 +98,31 @@ def test_what_is_divisible_has_no_points_inside(talk: Talk) -> None:
     assert r.prefix.evictor.interior.first() is None
 
 
-@every_whole
-def test_the_end_of_every_conversation_outlasts_what_lies_inside_any(talk: Talk, cache: str) -> None:
-    one = talk(cache)
-    one.keep(LONG)
-    full = one.prefix.nbytes["device"]
-    one.prefix.evict(1)
-    one.prefix.evict(1)
-    r = talk(cache, budget=3 * one.prefix.nbytes["device"], max_sequences=4)
-    assert r.prefix.tree.device.budget < 3 * full
+def test_of_a_conversation_that_has_to_go_the_beginning_stays(talk: Talk) -> None:
+    """It goes from its end: the points inside that this needs are not let go of, however old they are."""
+    one = talk("recurrent", capacity=100, max_batch=80)
+    one.keep(line(100, 80))
+    budget = int(2.6 * one.prefix.nbytes["device"])
+    r = talk("recurrent", budget=budget, capacity=100, max_sequences=4, max_batch=80)
     for first in (100, 200, 300):
-        r.keep(line(first, 20))
-    assert [r.peek([*line(first, 20), 1]) for first in (100, 200, 300)] == [20, 20, 20]
+        r.keep(line(first, 80))
+    assert [r.peek([*line(first, 80), 1]) for first in (200, 300)] == [80, 80]
+    assert 16 <= r.peek([*line(100, 80), 1]) < 80
     r.check_books()
+
+
+@every_whole
+def test_where_room_is_short_no_points_are_taken_that_would_go_at_once(talk: Talk, cache: str) -> None:
+    r = talk(cache, budget=ROOMY, capacity=200)
+    r.keep(line(100, 40))
+    assert ends(r) == [8, 16, 24, 32, 39, 40]
+    r.prefix.evict(1)
+    r.keep(line(500, 40))
+    assert r.peek([*line(500, 38), 1]) == 0
+    assert r.peek([*line(500, 40), 1]) == 40
+    r.prefix.clear()
+    r.keep(line(500, 40))
+    assert ends(r) == [8, 16, 24, 32, 39, 40]
 
 
 @pytest.mark.parametrize("cache", ["wrapper", "sliding"])
@@ -139,7 +155,7 @@ def test_where_prompts_part_and_what_has_a_priority_stays(talk: Talk, cache: str
 def test_a_tenant_that_has_too_much_loses_points_inside_its_own_conversations(talk: Talk) -> None:
     budgets: dict[str, TenantBudget] = {}
     options = {"block_size": 4, "interval": 8, "tenant_budget": budgets.get}
-    r = talk("recurrent", capacity=100, options=options)
+    r = talk("recurrent", capacity=100, budget=ROOMY, options=options)
     r.keep(line(100, 40), salt="bob")
     budgets["ada"] = TenantBudget(r.prefix.nbytes["device"] - 1)
     r.keep(line(100, 40), salt="ada")
@@ -161,7 +177,7 @@ def test_nothing_goes_for_good_that_another_tier_has_room_for(talk: Talk, cache:
 
 @every_whole
 def test_with_full_host_memory_points_inside_go_before_what_it_has(talk: Talk, cache: str) -> None:
-    r = talk(cache, capacity=100, tiers=[HostTier()])
+    r = talk(cache, capacity=100, budget=ROOMY, tiers=[HostTier()])
     r.keep(line(100, 20))
     r.prefix.evict()
     r.prefix.flush()
@@ -178,7 +194,7 @@ def test_with_full_host_memory_points_inside_go_before_what_it_has(talk: Talk, c
 def test_what_cannot_be_joined_stays_and_the_next_one_goes(
     talk: Talk, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    r = talk(cache, capacity=100)
+    r = talk(cache, capacity=100, budget=ROOMY)
     r.keep(line(100, 40))
     join, failed = r.cache.join, []
 
@@ -208,7 +224,7 @@ def test_cells_for_all_of_the_past_come_from_no_point_inside(talk: Talk) -> None
 
 
 def test_after_one_request_with_a_priority_the_others_are_as_before(talk: Talk) -> None:
-    r = talk("recurrent", capacity=200)
+    r = talk("recurrent", capacity=200, budget=ROOMY)
     r.keep(line(500, 4), retention=Retention([TokenRange(0, 2, 80)]))
     r.keep(line(100, 40))
     r.prefix.evict(1)
