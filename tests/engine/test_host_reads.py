@@ -143,7 +143,7 @@ def test_log_probabilities_come_in_the_same_read_and_only_for_those_that_ask(
         assert [len(each.top) for each in found] == ([asking[i]] * 6 if i in asking else [])
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-next"])
 def test_many_tokens_of_a_prompt_ask_nothing_of_the_experts_that_they_chose(
     reads: list[tuple[int, ...]], backend: ml.Backend, folders: dict[str, Path], name: str
 ) -> None:

@@ -221,7 +221,7 @@ def test_a_model_drafts_for_another_of_the_same_vocabulary(hybrids: Any, name: s
     """The draft has a window or a recurrence of its own, and is right some of the time."""
     from .test_models import expected_tokens
 
-    target = "gpt-oss"
+    target = "mixtral"
     prompts = random_prompts(2, 97)
     expected = [tuple(expected_tokens(target, prompt, COUNT)) for prompt in prompts]
     for drafter in (hybrids(name), hybrids(target)):
