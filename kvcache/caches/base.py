@@ -53,7 +53,7 @@ class SnapshotManager(Protocol[S]):
 
 
 class PreparedCalls(Generic[S]):
-    """Calls that do all or nothing: what one may refuse its ``prepare_...`` refuses first.
+    """Calls that do all or nothing: ``prepare_...`` makes every check, and what it returns makes the change.
 
     One thread at a time: see kvcache.caches.one_thread.
     """
@@ -81,7 +81,7 @@ class PreparedCalls(Generic[S]):
     def take_over(self) -> None:
         """Let this thread go on with the pass under way, which another began, as far as there is one.
 
-        For those who see to it that one thread at a time calls, by a lock of their own say.
+        For callers that admit one thread at a time themselves, for example by a lock.
         """
 
     @abstractmethod
@@ -116,8 +116,8 @@ class PreparedCalls(Generic[S]):
     def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
         """Let ``dst_seq`` share positions ``[0, length)`` of ``src_seq``; no data is copied.
 
-        What ``dst_seq`` held is emptied. A recurrent cache whose ``src_seq`` has gone past ``length`` shares
-        as far as its nearest checkpoint before that: ``offset`` says where ``dst_seq`` goes on.
+        ``dst_seq`` is emptied first. A recurrent cache whose ``src_seq`` has gone past ``length`` shares only
+        up to the nearest checkpoint before it: ``offset`` says where ``dst_seq`` continues.
         """
         self.prepare_copy_prefix(*map(_as_int, (src_seq, dst_seq, length)))()
 
@@ -165,7 +165,7 @@ class ManagedSnapshots(Generic[S]):
 
     @abstractmethod
     def offset(self, seq: int) -> int:
-        """Where the next token of a sequence belongs. InvalidSequenceError for one that is none."""
+        """Where the next token of a sequence belongs. InvalidSequenceError for an unknown one."""
 
     @abstractmethod
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
@@ -201,7 +201,7 @@ class ManagedSnapshots(Generic[S]):
         return self._reached(seq).take(seq, upto)
 
     def snapshots_taken(self, seq: int) -> list[S]:
-        """What ``take_snapshots`` would hand over, and still has then."""
+        """What ``take_snapshots`` would return; it stays there to be taken."""
         return self._reached(seq).waiting(seq)
 
     def skipped_snapshots(self, seq: int) -> list[int]:
@@ -216,8 +216,8 @@ class ManagedSnapshots(Generic[S]):
     def rolled_back(self, seq: int) -> int | None:
         """The lowest position that was removed since this was last asked; None: nothing was.
 
-        -1 where ``copy_prefix`` replaced all of it (kvcache.snapshots.schedule.REPLACED). For those who keep
-        account of a sequence's tokens: what they know from there on may be wrong.
+        -1 if ``copy_prefix`` replaced all of it (kvcache.snapshots.schedule.REPLACED). A caller that tracks
+        a sequence's tokens must drop what it knows from that position on.
         """
         self.offset(seq)
         return self.snapshots.schedule.lowest_cut(seq)
@@ -283,7 +283,7 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
         return self._backend
 
     def _check_sequence(self, op: str, seq: int) -> None:
-        """Refuse a sequence that is none, and a cache that is not bound."""
+        """Refuse an unknown sequence, and a cache that is not bound."""
         self._bound(op)
         check_sequence(op, seq, self._max_sequences)
 
@@ -301,7 +301,7 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
             self._pass.thread = get_ident()
 
     def _check_copy(self, src_seq: int, dst_seq: int, length: int) -> None:
-        """Refuse sequences that are none or the same, and a length that means nothing."""
+        """Refuse unknown sequences, two that are the same, and an invalid length."""
         for seq in (src_seq, dst_seq):
             self._check_sequence("copy_prefix", seq)
         check_whole("copy_prefix", "length", length)
@@ -311,7 +311,7 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
             )
 
     def _check_remove(self, seq: int, begin: int, end: int | None) -> None:
-        """Refuse a sequence that is none, and a range that means nothing."""
+        """Refuse an unknown sequence, and an invalid range."""
         self._check_sequence("remove", seq)
         check_whole("remove", "begin", begin)
         check_whole("remove", "end", begin if end is None else end)
@@ -319,7 +319,7 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
             raise InvalidRangeError(f"remove: [{begin}, {end}); the range must satisfy 0 <= begin <= end")
 
     def _check_restore(self, seq: int, snapshot: Any, kind: type) -> None:
-        """Refuse a sequence that is none, and a snapshot of another kind of cache, or on another backend."""
+        """Refuse an unknown sequence, and a snapshot of another kind of cache, or on another backend."""
         self._check_sequence("restore", seq)
         check_kind("restore", self, kind, [snapshot])
         owner = snapshot.backend

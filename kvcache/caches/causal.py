@@ -197,7 +197,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
                 self.snapshots.capture(group.seq)
 
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
-        """End the pass, and evict what windows no longer see: ``tokens`` cells are free then; or neither."""
+        """End the pass and evict what windows no longer see; ``tokens`` cells are free then. Or neither."""
         if self._pass is not None:
             self._pass.end()  # noted before snapshots are copied out
         undo = UndoLog(self._table, groups)
@@ -421,6 +421,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         forward.fill(here)
         result = attend(here, plan, self._kernels, buffers, query, scale, sinks, select)
         buffers.note_read()
+        # A cast to its own dtype moves a tensor to the device of ``ctx``.
         return result if here is ctx else result.cast(ctx, result.dtype)
 
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
