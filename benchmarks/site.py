@@ -8,12 +8,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # mkdocs loads this file by its path
 
-from benchmarks import report, two_hosts_report
+from benchmarks import agents, report, two_hosts_report
 from benchmarks.pages import DOCS, filled, load
 from examples import pictures
 
-PAGES = {"benchmarks/index.md": report.RECORD, "benchmarks/ragged.md": "ragged.json"}
-"""Pages with tables, and the records that these are of."""
+PAGES = {
+    "benchmarks/index.md": (report.RECORD, report.tables),
+    "benchmarks/ragged.md": ("ragged.json", report.tables),
+    "benchmarks/agents.md": (agents.RECORD, agents.tables),
+}
+"""Pages with tables, the records that these are of, and what writes them."""
 
 
 def drawings() -> dict[str, bytes]:
@@ -21,6 +25,7 @@ def drawings() -> dict[str, bytes]:
     found = {f"pictures/{name}.svg": drawn for name, drawn in pictures.drawings().items()}
     results = load(DOCS / "benchmarks" / report.RECORD)
     found |= {f"benchmarks/{name}": drawn for name, drawn in report.plots(results).items()}
+    found["benchmarks/agents.svg"] = agents.plot(load(DOCS / "benchmarks" / agents.RECORD))
     models = two_hosts_report.load(DOCS)["models"]
     return found | {f"two-hosts/{name}.svg": two_hosts_report.plot(of) for name, of in models.items()}
 
@@ -34,6 +39,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str | None:
-    if (record := PAGES.get(page.file.src_uri)) is None:
+    if (tables := PAGES.get(page.file.src_uri)) is None:
         return None
-    return filled(markdown, report.tables(load(DOCS / "benchmarks" / record)))
+    record, written = tables
+    return filled(markdown, written(load(DOCS / "benchmarks" / record)))
