@@ -4,7 +4,7 @@
 
 Two network namespaces on one machine, the server of the store on the first. Needs root, iproute2 and
 redis-server or valkey-server. Writes figures and plots to docs/two-hosts/ and the tables into
-docs/two-hosts.md; of a model that is not measured, the former figures stay. With --decisions only what a host
+docs/remote-stores.md; of a model that is not measured, the former figures stay. With --decisions only what a host
 does is measured that asks the store where fetching beats computing.
 """
 
@@ -98,7 +98,7 @@ def main() -> None:
             results["models"][name]["decisions"] = decisions(plan, machines)
         report.write(options.docs, results)
         front.write(options.docs)
-    print(f"wrote {options.docs / 'two-hosts.md'}")
+    print(f"wrote {options.docs / 'remote-stores.md'}")
 
 
 class Machines(contextlib.ExitStack):

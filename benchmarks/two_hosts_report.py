@@ -75,7 +75,7 @@ def load(docs: Path) -> dict[str, Any]:
 def write(docs: Path, results: Mapping[str, Any]) -> None:
     """Figures, and the tables of the page."""
     pages.save(docs / "two-hosts" / "figures.json", results)
-    pages.fill(docs / "two-hosts.md", {"two-hosts": tables(load(docs)).strip()})
+    pages.fill(docs / "remote-stores.md", {"two-hosts": tables(load(docs)).strip()})
 
 
 def row_of(point: Point) -> dict[str, Any]:

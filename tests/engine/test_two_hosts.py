@@ -275,7 +275,7 @@ def test_break_even_bandwidth_is_what_makes_the_transfer_as_long_as_what_it_save
 
 def test_tables_and_plots_take_the_place_between_the_marks_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    page = tmp_path / "two-hosts.md"
+    page = tmp_path / "remote-stores.md"
     page.write_text("before\n<!-- table: two-hosts -->\nold\n<!-- end -->\nafter\n", encoding="utf-8")
     rows = [report.row_of(point) for point in POINTS]
     record = {
@@ -307,10 +307,10 @@ def test_the_pages_tables_are_those_of_its_figures() -> None:
     docs = Path(__file__).resolve().parents[2] / "docs"
     results = report.load(docs)
     assert {*results["models"]} == {"tiny", "llama"}
-    assert report.tables(results) in (docs / "two-hosts.md").read_text(encoding="utf-8")
+    assert report.tables(results) in (docs / "remote-stores.md").read_text(encoding="utf-8")
     for name, record in results["models"].items():
         rows = [Decided(**row) for row in record["decisions"]["rows"]]
         assert {(row.gigabits < 0.1, row.restored == 0) for row in rows} == {(True, True), (False, False)}
-        assert f"(two-hosts/{name}.svg)" in (docs / "two-hosts.md").read_text(encoding="utf-8")
+        assert f"(two-hosts/{name}.svg)" in (docs / "remote-stores.md").read_text(encoding="utf-8")
         for point in report.points_of(record):
             assert point.nbytes > point.tokens * BYTES
