@@ -56,7 +56,7 @@ def values_shape(codes: Sequence[int], scales: Sequence[int], name: str) -> tupl
     bits, (cells, kv_heads, blocks) = BITS[name], (*scales, 0, 0, 0)[:3]
     if len(scales) != 3 or tuple(codes) != (cells, kv_heads, blocks * BLOCK * bits // 8):
         raise ShapeError(
-            f"quantized_attention: codes {tuple(codes)} and scales {tuple(scales)} of {name}; they are "
+            f"ragged_attention: codes {tuple(codes)} and scales {tuple(scales)} of {name}; they are "
             f"(cells, kv_heads, dim * {bits} / 8) and (cells, kv_heads, dim / {BLOCK})"
         )
     return cells, kv_heads, blocks * BLOCK

@@ -29,8 +29,6 @@ class CountingBackend(NumpyBackend):
 
     ragged_attention: Any = None
     """Not by the kernels of numba: the calls of attention are counted."""
-    kv_store: Any = None
-    """Nor past the copies, which are counted."""
     read = calls = 0
     _inside = False
     _stored: frozenset[int] = frozenset()
@@ -70,6 +68,12 @@ class CountingBackend(NumpyBackend):
         body = lambda: generic_partial_attention(ctx, query, key, value, mask, scale)  # noqa: E731
         return self.run(lambda: key.nbytes + value.nbytes, body)
 
+    def attention_calls(self, *call) -> None:
+        """See :class:`ml.SupportsPartialAttention`. None: calls are counted one by one."""
+
+    def kv_store(self, *halves) -> None:
+        """See :class:`ml.SupportsKVStorage`. None: copies are made one by one, and counted."""
+
     def _new_context(self, max_graph_nodes: int) -> NumpyContext:
         return _Context(self, max_graph_nodes)
 
@@ -77,7 +81,7 @@ class CountingBackend(NumpyBackend):
 class CountingRaggedBackend(CountingBackend):
     """With a kernel for ragged batches, which reads each segment of its plan once."""
 
-    def ragged_attention(self, ctx, query, key, value, plan, scale, sinks=None) -> ml.Tensor:
+    def ragged_attention(self, ctx, query, key, value, plan, scale, sinks=None, formats=None) -> ml.Tensor:
         """See :class:`ml.SupportsRaggedAttention`."""
         each = (key.nbytes + value.nbytes) // key.shape[0]
         native = [x.native for x in (query, key, value)]

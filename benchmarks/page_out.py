@@ -17,7 +17,7 @@ import numpy as np
 
 import ml
 from benchmarks.pages import milliseconds, show
-from kvcache import Batch, CausalCache, HostTier, PrefixCache, RecurrentCache
+from kvcache import Batch, CausalCache, HostTier, PrefixCache, PrefixOptions, RecurrentCache
 from kvcache.testing.bench.timing import Contender, interleave, machine
 from ml import DType
 
@@ -38,7 +38,9 @@ class Leaving:
         self.cache.init(backend, dtype, 1, tokens, tokens)
 
     def fill(self) -> None:
-        self.prefix = PrefixCache(self.cache, tiers=[HostTier()], in_flight=self.in_flight)
+        self.prefix = PrefixCache(
+            self.cache, tiers=[HostTier()], options=PrefixOptions(in_flight=self.in_flight)
+        )
         tokens = self.tokens
         with self.prefix.begin(list(range(tokens))) as session, self.backend.new_context() as ctx:
             self.cache.start_forward(ctx, Batch(range(tokens), [session.seq] * tokens))

@@ -193,7 +193,7 @@ def from_disk(backend: ml.Backend, dtype: ml.DType, count: int, rounds: int, chu
         theirs = [ctx.zeros((buffer.size,), ml.DType.U8) for buffer in buffers]
 
         def read_there() -> None:
-            if isinstance(backend, ml.SupportsHostWrite):
+            if isinstance(backend, ml.SupportsHostMemory):
                 _read(paths, [backend.overwrite(ctx, tensor) for tensor in theirs])
 
         def restore() -> None:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvcache.prefix.alphabet import Tenant
     from kvcache.prefix.break_even import BreakEven
     from kvcache.prefix.eviction_queue import TenantBudget
+    from kvcache.prefix.options import PrefixOptions
     from kvcache.prefix.prefetch import Prefetch
     from kvcache.prefix.prefix_cache import (
         PrefixCache,
@@ -97,6 +98,7 @@ __all__ = [
     "OrderError",
     "Prefetch",
     "PrefixCache",
+    "PrefixOptions",
     "PrefixStats",
     "RecurrentCache",
     "Retention",
@@ -142,6 +144,7 @@ _ELSEWHERE = {
     "Lookup": "prefix.session",
     "Prefetch": "prefix.prefetch",
     "PrefixCache": "prefix.prefix_cache",
+    "PrefixOptions": "prefix.options",
     "PrefixStats": "prefix.prefix_cache",
     "RecurrentCache": "caches.recurrent",
     "Retention": "prefix.retention",

@@ -23,7 +23,17 @@ from os import PathLike
 from typing import Any
 
 import ml
-from kvcache import BreakEven, HostTier, PrefixCache, Retention, Session, Tenant, Turns, in_turn
+from kvcache import (
+    BreakEven,
+    HostTier,
+    PrefixCache,
+    PrefixOptions,
+    Retention,
+    Session,
+    Tenant,
+    Turns,
+    in_turn,
+)
 from kvcache.cache import (
     CacheFullError,
     ClosedError,
@@ -131,13 +141,15 @@ class Engine(Closing):
                 tiers,
                 identity=identity,
                 block_size=options.block_size,
-                interval=options.interval,
-                layers=model.config.cached_layers,
-                tenant_budget=options.tenant_budget,
-                break_even=BreakEven(always=options.fetch == "always"),
-                read_ahead=options.read_ahead,
-                backlog=options.backlog,
-                write_through=options.write_through,
+                options=PrefixOptions(
+                    interval=options.interval,
+                    layers=model.config.cached_layers,
+                    tenant_budget=options.tenant_budget,
+                    break_even=BreakEven(always=options.fetch == "always"),
+                    read_ahead=options.read_ahead,
+                    backlog=options.backlog,
+                    write_through=options.write_through,
+                ),
             )
         except BaseException:
             self.cache.close()

@@ -48,15 +48,13 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinear:
-    """Several maps of one shape: ``weight`` (maps, in, out), ``bias`` (maps, out)."""
+    """Several maps of one shape: ``weight`` (maps, in, out)."""
 
     weight: ml.Tensor
-    bias: ml.Tensor | None = None
 
     def __call__(self, ctx: ml.Context, x: ml.Tensor, groups: nn.Groups) -> ml.Tensor:
         """x (rows, in) -> (rows, out), each row by the map of its group."""
-        result = nn.grouped_matmul(ctx, x, self.weight, groups)
-        return result if self.bias is None else result.add(ctx, self.bias.rows(ctx, groups.tensor))
+        return nn.grouped_matmul(ctx, x, self.weight, groups)
 
 
 class Loader:
@@ -127,18 +125,15 @@ class Loader:
         ]
         return Linear(weight, self.put(ctx, _concatenated(filled)))
 
-    def grouped(
-        self, ctx: ml.Context, count: int, weights: Iterable[np.ndarray], biases: np.ndarray | None = None
-    ) -> GroupedLinear:
-        """From ``count`` arrays (out, in), one after another, and (count, out) on the host."""
+    def grouped(self, ctx: ml.Context, count: int, weights: Iterable[np.ndarray]) -> GroupedLinear:
+        """From ``count`` arrays (out, in), one after another, on the host."""
         stacked: ml.Tensor | None = None
         for i, array in enumerate(weights):
             if stacked is None:
                 stacked = ctx.empty((count, *array.shape), self.dtype)
             self.put(ctx, array[None]).copy(ctx, stacked.slice(ctx, 0, i, i + 1))
         assert stacked is not None
-        bias = None if biases is None else self.put(ctx, biases)
-        return GroupedLinear(stacked.permute(ctx, 0, 2, 1), bias)
+        return GroupedLinear(stacked.permute(ctx, 0, 2, 1))
 
     def rows(self, *names: str) -> np.ndarray:
         """The weights (out, in) of several maps on the host, joined along their outputs."""

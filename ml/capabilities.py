@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CAUSAL", "AttentionCall", "CacheConfig", "CausalMask", "Group", "KVRowStore", "KVStore", "Layout",
-    "PageTransfer", "SupportsAttention", "SupportsAttentionCalls", "SupportsBlockFormats",
-    "SupportsCacheConfig", "SupportsDistributed", "SupportsGroupedMatmul", "SupportsHostWrite",
-    "SupportsKVStore", "SupportsPageTransfer", "SupportsPartialAttention", "SupportsQuantizedAttention",
-    "SupportsQuantizedStore", "SupportsRaggedAttention", "SupportsRope", "SupportsUpload",
-    "SupportsZeroCopyRead",
+    "PageTransfer", "SupportsAttention", "SupportsCacheConfig", "SupportsDistributed",
+    "SupportsGroupedMatmul", "SupportsHostMemory", "SupportsKVStorage", "SupportsPartialAttention",
+    "SupportsRaggedAttention", "SupportsRope", "SupportsTransfers",
 ]  # fmt: skip
 
 
@@ -130,19 +128,53 @@ class KVRowStore(KVStore, Protocol):
 
 
 @runtime_checkable
-class SupportsZeroCopyRead(Protocol):
-    """A backend in host memory, which can read NumPy arrays where they lie."""
+class SupportsKVStorage(Protocol):
+    """A backend with its own way into what a cache stores, and out of it.
+
+    A storage format goes by its name. ``Q8_0``, ``Q4_0``: codes and scales, whose blocks are 32 values along
+    the last axis. Codes are I8 (..., dim) for Q8_0; U8 (..., dim / 2) for Q4_0, where byte j of a block's 16
+    has the code of value j in its low half and that of value j + 16 in its high half. Scales are F16
+    (..., dim / 32). How both are found is GGML's quantize_row_q8_0_ref and quantize_row_q4_0_ref
+    (ggml/src/ggml-quants.c). Values are ``code * scale`` of Q8_0, ``(code - 8) * scale`` of Q4_0.
+    """
+
+    def kv_store(
+        self,
+        key: Tensor | Sequence[Tensor],
+        value: Tensor | Sequence[Tensor],
+        formats: tuple[str, str] | None = None,
+    ) -> KVStore | None:
+        """A store over the two halves of a cache's layer, which it writes in one step.
+
+        Without ``formats``, key and value are tensors (rows, ...) of this backend, strided as they may be.
+        With them, they are the parts (rows, kv_heads, width) of storage formats of these names, for K and for
+        V: the store takes floats, stores what ``quantize`` makes of them, bit for bit, and does not read.
+
+        None where it would have nothing to offer for tensors like these.
+        """
+
+    def quantize(self, ctx: Context, x: Tensor, format: str) -> tuple[Tensor, ...] | None:
+        """The parts (..., width) of floats x (..., dim), which divides into the format's blocks.
+
+        None for a format that this backend leaves to the generic body.
+        """
+
+    def dequantize(self, ctx: Context, parts: Sequence[Tensor], format: str) -> Tensor | None:
+        """The F32 values (..., dim) of parts that may be strided in any way; the result is contiguous.
+
+        None for a format that this backend leaves to the generic body.
+        """
+
+
+@runtime_checkable
+class SupportsHostMemory(Protocol):
+    """A backend in host memory: arrays are read, and its tensors written, where they lie."""
 
     def borrow(self, ctx: Context, array: np.ndarray) -> Tensor:
         """A tensor over ``array``'s own memory, of its dtype and shape; a copy where that cannot be.
 
         Whoever borrows only reads it, and the array stays as it is for as long.
         """
-
-
-@runtime_checkable
-class SupportsHostWrite(Protocol):
-    """A backend in host memory, whose tensors others can write where they lie."""
 
     def overwrite(self, ctx: Context, tensor: Tensor) -> np.ndarray | None:
         """The tensor's own memory, to be written over: of its dtype and shape, strided as it is.
@@ -170,16 +202,22 @@ class PageTransfer(Protocol):
 
 
 @runtime_checkable
-class SupportsPageTransfer(Protocol):
-    """A backend that copies to and from host memory while its device computes.
+class SupportsTransfers(Protocol):
+    """A backend with a device of its own memory: copies to it have a price, and go on while it computes.
 
-    Each method gives None where it has nothing better than ``to_numpy`` and ``from_numpy`` (a tensor in host
-    memory, say); the caller then goes by those, which :func:`ml.transfer.page_out` and ``page_in`` do.
+    What is said of pages gives None where there is nothing better than ``to_numpy`` and ``from_numpy`` (a
+    tensor in host memory, say); the caller then goes by those: :func:`ml.transfer.page_out` and ``page_in``.
 
     Copies begin after all that this thread asked of the backend before, and the device's other work does not
     wait for them. Until a transfer is done nobody writes what it reads, or touches what it writes, without
     ``join``; the backend keeps both in memory until then. ``close`` waits for all of them.
     """
+
+    def upload(self, ctx: Context, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[Tensor]:
+        """``ctx.from_numpy`` of each, on the device of ``ctx``, in one transfer; not to be written.
+
+        The arrays may change as soon as this returns.
+        """
 
     def pinned_memory(self, nbytes: int) -> np.ndarray | None:
         """Page-locked host memory, uint8 (nbytes,), freed with the last array over it."""
@@ -200,28 +238,6 @@ class SupportsPageTransfer(Protocol):
 
         Arrays of ``pinned_memory`` and ``page_out`` go in one copy; others too, as fast as the driver
         takes them. They stay as they are until it is done.
-        """
-
-
-@runtime_checkable
-class SupportsUpload(Protocol):
-    """A backend for which a transfer from the host has a price of its own: several arrays go in one."""
-
-    def upload(self, ctx: Context, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[Tensor]:
-        """``ctx.from_numpy`` of each, on the device of ``ctx``; the tensors are not to be written.
-
-        The arrays may change as soon as this returns.
-        """
-
-
-@runtime_checkable
-class SupportsKVStore(Protocol):
-    """A backend that writes and reads the two halves of a cache's layer in one step."""
-
-    def kv_store(self, key: Tensor, value: Tensor) -> KVStore | None:
-        """A store over two tensors (rows, ...) of this backend, strided as they may be.
-
-        None where it would have nothing to offer for tensors like these.
         """
 
 
@@ -250,6 +266,24 @@ class SupportsAttention(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of attention over ``batch`` segments with as many queries each, of buffers of K and V."""
+
+    tokens: slice | Tensor
+    """The queries, segment by segment; an I32 tensor where they do not follow one another."""
+    batch: int
+    length: int
+    """How many rows of each segment are read."""
+    start: int
+    step: int
+    """Segment i begins at row ``start + i * step``."""
+    cells: Tensor | None
+    """Or lies in these rows, I32 (batch * length,)."""
+    mask: Tensor | CausalMask | None
+    """(batch, rows >= queries, length), additive; CAUSAL (bottom-right aligned) or None: all see all."""
+
+
 @runtime_checkable
 class SupportsPartialAttention(Protocol):
     """A backend with a fused attention over part of the history, to be merged with that over other parts."""
@@ -274,29 +308,6 @@ class SupportsPartialAttention(Protocol):
         key both are unspecified.
         """
 
-
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """One call of attention over ``batch`` segments with as many queries each, of buffers of K and V."""
-
-    tokens: slice | Tensor
-    """The queries, segment by segment; an I32 tensor where they do not follow one another."""
-    batch: int
-    length: int
-    """How many rows of each segment are read."""
-    start: int
-    step: int
-    """Segment i begins at row ``start + i * step``."""
-    cells: Tensor | None
-    """Or lies in these rows, I32 (batch * length,)."""
-    mask: Tensor | CausalMask | None
-    """(batch, rows >= queries, length), additive; CAUSAL (bottom-right aligned) or None: all see all."""
-
-
-@runtime_checkable
-class SupportsAttentionCalls(Protocol):
-    """A backend that does several calls of partial attention and their merging in one step."""
-
     def attention_calls(
         self,
         ctx: Context,
@@ -306,7 +317,7 @@ class SupportsAttentionCalls(Protocol):
         levels: Sequence[Sequence[AttentionCall]],
         scale: float,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Attention of each query over what the calls that it is in read, at most one of each level.
 
         query (tokens, heads, head_dim), key (cells, kv_heads, head_dim) and value (cells, kv_heads, v_dim)
@@ -314,31 +325,8 @@ class SupportsAttentionCalls(Protocol):
         ``SupportsAttention``. Every query is in a call. Returns (tokens, heads, v_dim). That all are tensors
         of this backend and fit each other is for the caller to check, once for all layers.
 
-        It says the same as ``partial_attention`` of each call, merged by ``ml.nn.merge_attention``.
-        """
-
-
-@runtime_checkable
-class SupportsBlockFormats(Protocol):
-    """A backend with its own way into the storage formats of caches and out of them, bit for bit.
-
-    A format goes by its name. ``Q8_0``, ``Q4_0``: codes and scales, whose blocks are 32 values along the last
-    axis. Codes are I8 (..., dim) for Q8_0; U8 (..., dim / 2) for Q4_0, where byte j of a block's 16 has the
-    code of value j in its low half and that of value j + 16 in its high half. Scales are F16 (..., dim / 32).
-    How both are found is GGML's quantize_row_q8_0_ref and quantize_row_q4_0_ref (ggml/src/ggml-quants.c).
-    Values are ``code * scale`` of Q8_0, ``(code - 8) * scale`` of Q4_0.
-    """
-
-    def quantize(self, ctx: Context, x: Tensor, format: str) -> tuple[Tensor, ...] | None:
-        """The parts (..., width) of floats x (..., dim), which divides into the format's blocks.
-
-        None for a format that this backend leaves to the generic body.
-        """
-
-    def dequantize(self, ctx: Context, parts: Sequence[Tensor], format: str) -> Tensor | None:
-        """The F32 values (..., dim) of parts that may be strided in any way; the result is contiguous.
-
-        None for a format that this backend leaves to the generic body.
+        It says the same as ``partial_attention`` of each call, merged by ``ml.nn.merge_attention``. None
+        where this backend has nothing better: the caller does that then.
         """
 
 
@@ -350,11 +338,12 @@ class SupportsRaggedAttention(Protocol):
         self,
         ctx: Context,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | Sequence[Tensor],
+        value: Tensor | Sequence[Tensor],
         plan: RaggedPlan,
         scale: float,
         sinks: Tensor | None = None,
+        formats: tuple[str, str] | None = None,
     ) -> Tensor | None:
         """Attention of each query over the rows of the buffers that ``plan`` gives it.
 
@@ -363,50 +352,13 @@ class SupportsRaggedAttention(Protocol):
         (heads,) as in ``SupportsAttention``. Rows that the plan does not name are not read: NaN there
         reaches no result. Returns (tokens, heads, v_dim).
 
-        None where the kernel does not do this: the device, the dtype, the sizes or so many segments. The
-        caller then goes by partial attention, and asks again for these buffers only with fewer segments.
-        """
+        With ``formats``, key and value are the parts (cells, kv_heads, width) of storage formats of these
+        names, for K and for V, as :class:`ml.SupportsKVStorage` makes them; the query is of any float dtype,
+        which is that of the result. Of K and V no more than a few blocks are there as floats at a time.
 
-
-@runtime_checkable
-class SupportsQuantizedAttention(Protocol):
-    """A backend with a kernel that attends to what quantized storage holds, as it lies."""
-
-    def quantized_attention(
-        self,
-        ctx: Context,
-        query: Tensor,
-        key: Sequence[Tensor],
-        value: Sequence[Tensor],
-        formats: tuple[str, str],
-        plan: RaggedPlan,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor | None:
-        """``SupportsRaggedAttention`` over the parts of K and of V, which are in formats of these names.
-
-        query (tokens, heads, head_dim) of any float dtype. Parts are whole buffers (cells, kv_heads, ...),
-        strided as they may be: codes and scales of ``Q8_0`` and ``Q4_0``, as
-        :class:`ml.SupportsBlockFormats` makes them; the two formats may differ. Rows that the plan does not
-        name are not read: NaN there reaches no result. Of K and V no more than a few blocks are there as
-        floats at a time. Returns (tokens, heads, v_dim) of the query's dtype.
-
-        None where the kernel does not do this: the device, the formats, the sizes or so many segments. The
-        caller then reads blocks back and attends to them, and asks again only with fewer segments.
-        """
-
-
-@runtime_checkable
-class SupportsQuantizedStore(Protocol):
-    """A backend that writes quantized storage in one step: see :class:`KVStore`."""
-
-    def quantized_store(
-        self, key: Sequence[Tensor], value: Sequence[Tensor], formats: tuple[str, str]
-    ) -> KVStore | None:
-        """A store over the parts of K and V, as ``SupportsQuantizedAttention`` has them.
-
-        It writes floats, and stores what :class:`ml.SupportsBlockFormats` makes of them, bit for bit. It does
-        not read. None where it would have nothing to offer for parts like these.
+        None where the kernel does not do this: the device, the dtype, the formats, the sizes or so many
+        segments. The caller then goes by partial attention, and asks again for these buffers only with fewer
+        segments.
         """
 
 

@@ -61,22 +61,24 @@ def ring_hosts(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
     path = environ.get("MLX_HOSTFILE", "")
     try:
         hosts = json.loads(Path(path).read_text(encoding="utf-8").strip() or "[[]]")  # empty: one rank
-        found = [[node] if isinstance(node, str) else [str(address) for address in node] for node in hosts]
-        if len(found) > 1 and not all(found):
+        addresses = [
+            [node] if isinstance(node, str) else [str(address) for address in node] for node in hosts
+        ]
+        if len(addresses) > 1 and not all(addresses):
             raise ValueError("a rank has no address")
     except (OSError, ValueError, TypeError) as error:
         raise GroupError(
             f"distributed: MLX_HOSTFILE={path!r} lists no hosts ({error}); start the ranks with mlx.launch"
         ) from error
-    return found
+    return addresses
 
 
 def free_ports(count: int) -> list[int]:
     """So many ports of the loopback interface in a row that nobody listens on. GroupError without any."""
     for first in random.sample(_PORTS[: len(_PORTS) - count], k=1000):
-        found = list(range(first, first + count))
-        if all(map(_free, found)):
-            return found
+        ports = list(range(first, first + count))
+        if all(map(_free, ports)):
+            return ports
     raise GroupError(
         f"free_ports: {count} consecutive free ports are needed in [{_PORTS.start}, {_PORTS.stop}); "
         "none were found"

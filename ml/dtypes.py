@@ -68,12 +68,12 @@ class DType(enum.Enum):
     @classmethod
     def from_numpy(cls, dtype: object) -> DType:
         """The DType with the same bits as a NumPy dtype; DTypeError where there is none."""
-        found = np.dtype(dtype)  # type: ignore[call-overload]
+        numpys = np.dtype(dtype)  # type: ignore[call-overload]
         try:
-            return _FROM_NUMPY[found]
+            return _FROM_NUMPY[numpys]
         except KeyError:
             names = ", ".join(str(known) for known in _FROM_NUMPY)
-            raise DTypeError(f"NumPy's {found} has no DType; these have one: {names}") from None
+            raise DTypeError(f"NumPy's {numpys} has no DType; these have one: {names}") from None
 
 
 _NUMPY: dict[DType, np.dtype] = {

@@ -131,10 +131,10 @@ class PluginHost(Generic[R]):
         """What cannot be used, and why: plugins that could not be loaded, names that two of them claim."""
         claims = self._claims()
         reasons = {name: self._twice(name) for name, records in claims.items() if len(records) > 1}
-        for found in self._load():
-            if found.spec is None:
-                taken = found.source in claims
-                reasons[f"{found.source} ({found.value})" if taken else found.source] = found.error
+        for plugin in self._load():
+            if plugin.spec is None:
+                taken = plugin.source in claims
+                reasons[f"{plugin.source} ({plugin.value})" if taken else plugin.source] = plugin.error
         return reasons
 
     def probe(self, spec: R) -> Availability:
@@ -172,12 +172,12 @@ class PluginHost(Generic[R]):
 
         Raises the hook's ``unavailable``, with the reason and how to install it; ``note`` ends the message.
         """
-        found = self.probe(spec)
-        if not found.ok:
-            said = not spec.install_hint or spec.install_hint in found.reason or self.late(spec)
+        availability = self.probe(spec)
+        if not availability.ok:
+            said = not spec.install_hint or spec.install_hint in availability.reason or self.late(spec)
             hint = "" if said else f"; install it with: {spec.install_hint}"
             raise self._hook.unavailable(
-                f"{self._hook.call}: {spec.name!r} cannot run here: {found.reason}{hint}{note}"
+                f"{self._hook.call}: {spec.name!r} cannot run here: {availability.reason}{hint}{note}"
             )
         return spec
 
@@ -220,13 +220,15 @@ class PluginHost(Generic[R]):
     def _claims(self) -> dict[str, list[R]]:
         """Every record by its name."""
         claims: dict[str, list[R]] = {}
-        for found in self._load():
-            if found.spec is not None:
-                claims.setdefault(found.spec.name, []).append(found.spec)
+        for plugin in self._load():
+            if plugin.spec is not None:
+                claims.setdefault(plugin.spec.name, []).append(plugin.spec)
         return claims
 
     def _twice(self, name: str) -> str:
-        by = [found.source for found in self._load() if found.spec is not None and found.spec.name == name]
+        by = [
+            plugin.source for plugin in self._load() if plugin.spec is not None and plugin.spec.name == name
+        ]
         return f"provided twice, by {' and by '.join(by)}; uninstall one of them"
 
     def _missing(self, name: str) -> str:
@@ -257,15 +259,15 @@ class PluginHost(Generic[R]):
 
     def _loaded(self, point: importlib.metadata.EntryPoint, source: str) -> _Found[R]:
         try:
-            found = self._asked(point.load(), source, point.value)
+            loaded = self._asked(point.load(), source, point.value)
         except FAILURES as error:
-            found = _Found(source, point.value, error=f"importing {point.value} raised {summary(error)}")
-        if found.spec is not None:
-            return found
+            loaded = _Found(source, point.value, error=f"importing {point.value} raised {summary(error)}")
+        if loaded.spec is not None:
+            return loaded
         package = point.value.partition(":")[0].partition(".")[0]
         homes = [HOME] if point.dist is None else [str(point.dist.locate_file("")), HOME]
         hider = hidden(package, *homes)
-        return replace(found, error=f"{found.error} ({hider})") if hider else found
+        return replace(loaded, error=f"{loaded.error} ({hider})") if hider else loaded
 
     def _asked(self, plugin: Any, source: str, value: str) -> _Found[R]:
         """A plugin with its record, which pluggy asks it for; each by itself, so that none hides another."""
@@ -281,8 +283,8 @@ class PluginHost(Generic[R]):
             if not isinstance(record, hook.record):
                 raise PluginError(f"it gave {shown(record)}; it returns one {hook.record_name}")
         except FAILURES as error:
-            told = str(error) if type(error) is PluginError else f"{hook.name}() raised {summary(error)}"
-            return _Found(source, value, plugin, error=told)
+            reason = str(error) if type(error) is PluginError else f"{hook.name}() raised {summary(error)}"
+            return _Found(source, value, plugin, error=reason)
         return _Found(source, value, plugin, record, Probe(record.probe))
 
     def _unmarked(self, plugin: Any) -> str:

@@ -69,11 +69,11 @@ class Registry(PluginHost[BackendSpec]):
             return self._open_named(chosen, options, asked_by=f" ({ENVIRONMENT_VARIABLE} asks for it)")
         reasons = []
         for spec in sorted(self.specs().values(), key=lambda spec: (-spec.priority, spec.name)):
-            found = self.probe(spec)
-            if not found.ok:
-                reasons.append(f"{spec.name} ({found.reason})")
+            availability = self.probe(spec)
+            if not availability.ok:
+                reasons.append(f"{spec.name} ({availability.reason})")
                 if self.late(spec):
-                    self._passed_over(f"open_backend: {spec.name!r}: {found.reason}")
+                    self._passed_over(f"open_backend: {spec.name!r}: {availability.reason}")
                 continue
             try:
                 return self._opened(spec, options)
@@ -100,9 +100,15 @@ class Registry(PluginHost[BackendSpec]):
         return opened
 
     def _info(self, spec: BackendSpec) -> BackendInfo:
-        found = self.probe(spec)
+        availability = self.probe(spec)
         return BackendInfo(
-            spec.name, found.ok, found.reason, found.version, found.devices, spec.priority, spec.install_hint
+            spec.name,
+            availability.ok,
+            availability.reason,
+            availability.version,
+            availability.devices,
+            spec.priority,
+            spec.install_hint,
         )
 
 

@@ -57,16 +57,16 @@ class Probe:
 
     def _run(self) -> None:
         try:
-            found: object = self._probe()
+            answer: object = self._probe()
         except (Exception, SystemExit) as error:
             self._answer = Availability(False, f"its probe raised {summary(error)}")
         except BaseException as error:  # for whoever asks: an interrupt is no answer
             self._raised = error
         else:
-            if isinstance(found, Availability):
-                self._answer = found
+            if isinstance(answer, Availability):
+                self._answer = answer
             else:
-                reason = f"its probe gave {shown(found)}; it must return an ml.Availability"
+                reason = f"its probe gave {shown(answer)}; it must return an ml.Availability"
                 self._answer = Availability(False, reason)
 
 

@@ -25,8 +25,8 @@ def _of_row(row: np.ndarray, k: int) -> np.ndarray:
     if np.isnan(top.max()):
         return _sorted(row)[:k]
     reaching = np.flatnonzero(row >= top[0])
-    found: np.ndarray = reaching[_sorted(row[reaching])[:k]]
-    return found
+    places: np.ndarray = reaching[_sorted(row[reaching])[:k]]
+    return places
 
 
 def _sorted(x: np.ndarray) -> np.ndarray:

@@ -70,8 +70,8 @@ def check_count(op: str, shape: Shape) -> None:
 def as_shape(op: str, shape: Sequence[int] | int) -> Shape:
     """``shape`` as a tuple of ints, all >= 0, of at most ``LARGEST_NDIM`` axes; ShapeError otherwise."""
     try:
-        given = (shape,) if isinstance(shape, (int, np.integer)) else shape
-        sizes = tuple(map(int, map(operator.index, given)))
+        axes = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        sizes = tuple(map(int, map(operator.index, axes)))
     except TypeError:
         raise ShapeError(f"{op}: a shape must be a sequence of integers, not {shape!r}") from None
     if sizes and min(sizes) < 0:
@@ -176,22 +176,22 @@ def slice_length(size: int, axis: int, start: int, stop: int, step: int) -> int:
 def normalize_axis(op: str, axis: int, ndim: int) -> int:
     """``axis`` counted from the front; negative ones count from the end, as in NumPy."""
     try:
-        found = operator.index(axis)
+        number = operator.index(axis)
     except TypeError:
         raise ShapeError(f"{op}: axis {axis!r} is not an integer") from None
-    if not -ndim <= found < ndim:
+    if not -ndim <= number < ndim:
         raise ShapeError(f"{op}: axis {axis} of a tensor with {ndim} axes")
-    return found % ndim if ndim else 0
+    return number % ndim if ndim else 0
 
 
 def normalize_axes(op: str, axes: Sequence[int], ndim: int) -> Shape:
     """A permutation of all ``ndim`` axes; none given reverses them, as ``numpy.transpose``."""
     if not axes:
         return tuple(range(ndim - 1, -1, -1))
-    found = tuple(axis + ndim if axis < 0 else axis for axis in integers(op, *axes))
-    if sorted(found) != list(range(ndim)):
+    normal = tuple(axis + ndim if axis < 0 else axis for axis in integers(op, *axes))
+    if sorted(normal) != list(range(ndim)):
         raise ShapeError(f"{op}: axes {tuple(axes)} are not a permutation of {ndim} axes")
-    return found
+    return normal
 
 
 def resolve_shape(op: str, count: int, shape: Sequence[int]) -> Shape:
@@ -319,9 +319,9 @@ def find_region(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> 
     Region(base=(6, 8), start=(0, 6), sizes=(3, 2), steps=(1, 1), axes=(0, 1))
     """
     for base in (allocated, base_of(math.prod(allocated), shape, strides)):
-        found = None if base is None else regular_region(base, offset, shape, strides)
-        if base is not None and found is not None:
-            slices, axes = found
+        region = None if base is None else regular_region(base, offset, shape, strides)
+        if base is not None and region is not None:
+            slices, axes = region
             sizes = tuple((part.stop - part.start - 1) // part.step + 1 for part in slices)
             return Region(
                 base, tuple(part.start for part in slices), sizes, tuple(part.step for part in slices), axes

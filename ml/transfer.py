@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ml.capabilities import PageTransfer, SupportsPageTransfer
+from ml.capabilities import PageTransfer, SupportsTransfers
 from ml.errors import DeviceError, DTypeError, ReadOnlyError, ShapeError
 from ml.protocols import Backend, Context, Tensor
 from ml.strided import overlaps_itself
@@ -27,11 +27,11 @@ class _Done:
 
 def pinned_memory(backend: Backend, nbytes: int) -> np.ndarray:
     """Host memory, uint8 (nbytes,), that holds anything: page-locked where ``backend`` has some to give."""
-    found = None
-    if isinstance(backend, SupportsPageTransfer):
+    memory = None
+    if isinstance(backend, SupportsTransfers):
         with contextlib.suppress(DeviceError):  # it has no more: other memory does as well, and more slowly
-            found = backend.pinned_memory(nbytes)
-    return np.empty(nbytes, np.uint8) if found is None else found
+            memory = backend.pinned_memory(nbytes)
+    return np.empty(nbytes, np.uint8) if memory is None else memory
 
 
 def page_out(
@@ -39,10 +39,10 @@ def page_out(
 ) -> tuple[list[np.ndarray], PageTransfer]:
     """Begin to copy tensors to new C-contiguous arrays, which hold them when the transfer is done.
 
-    By :class:`ml.SupportsPageTransfer`, whose rules hold until then; else by ``to_numpy``, at once.
+    By :class:`ml.SupportsTransfers`, whose rules hold until then; else by ``to_numpy``, at once.
     """
     begun = None
-    if isinstance(backend, SupportsPageTransfer):
+    if isinstance(backend, SupportsTransfers):
         with contextlib.suppress(DeviceError):  # as in pinned_memory; a device that failed says so again
             begun = backend.page_out(ctx, tensors)
     if begun is not None:
@@ -66,7 +66,7 @@ def page_in(
             )
         if overlaps_itself(tensor.shape, tensor.strides):
             raise ReadOnlyError(f"page_in: elements of {tensor.shape} {tensor.strides} share memory")
-    begun = backend.page_in(ctx, arrays, tensors) if isinstance(backend, SupportsPageTransfer) else None
+    begun = backend.page_in(ctx, arrays, tensors) if isinstance(backend, SupportsTransfers) else None
     if begun is not None:
         return begun
     for array, tensor in zip(arrays, tensors, strict=True):

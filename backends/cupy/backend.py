@@ -59,18 +59,21 @@ class CupyBackend(PlacedBackend):
         self,
         ctx: CupyContext,
         query: CupyTensor,
-        key: CupyTensor,
-        value: CupyTensor,
+        key: Any,
+        value: Any,
         plan: RaggedPlan,
         scale: float,
         sinks: CupyTensor | None = None,
+        formats: tuple[str, str] | None = None,
     ) -> CupyTensor | None:
-        """See :class:`ml.SupportsRaggedAttention`."""
+        """See :class:`ml.SupportsRaggedAttention`. None over codes."""
         ctx.check("ragged_attention")
+        if formats is not None:
+            return None
         return ragged_attention(ctx, query, key, value, plan, scale, sinks)
 
     def upload(self, ctx: CupyContext, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[CupyTensor]:
-        """See :class:`ml.SupportsUpload`."""
+        """See :class:`ml.SupportsTransfers`."""
         ctx.check("upload")
         hosts, starts, nbytes = lay_out(arrays)
         packed = np.empty(nbytes, np.uint8)

@@ -77,18 +77,21 @@ class MlxBackend(BaseBackend):
         self.work.ranks = self.group if isinstance(self.group, MlxGroup) else None
         return self.group
 
-    def kv_store(self, key: MlxTensor, value: MlxTensor) -> MlxKVStore | None:
-        """See :class:`ml.SupportsKVStore`."""
-        return MlxKVStore.over(self, self.work, key, value)
-
-    def quantized_store(
-        self, key: Sequence[MlxTensor], value: Sequence[MlxTensor], formats: tuple[str, str]
-    ) -> MlxQuantizedStore | None:
-        """See :class:`ml.SupportsQuantizedStore`."""
+    def kv_store(
+        self, key: Any, value: Any, formats: tuple[str, str] | None = None
+    ) -> MlxKVStore | MlxQuantizedStore | None:
+        """See :class:`ml.SupportsKVStorage`."""
+        if formats is None:
+            return MlxKVStore.over(self, self.work, key, value)
         return MlxQuantizedStore.over(self, self.work, (*key, *value), formats)
 
+    def borrow(self, ctx: Any, array: np.ndarray) -> BaseTensor:
+        """See :class:`ml.SupportsHostMemory`. Always a copy: MLX has no arrays over memory of others."""
+        copied: BaseTensor = ctx.from_numpy(array, DType.from_numpy(array.dtype))
+        return copied
+
     def overwrite(self, ctx: Any, tensor: MlxTensor) -> np.ndarray | None:
-        """See :class:`ml.SupportsHostWrite`. None on a GPU."""
+        """See :class:`ml.SupportsHostMemory`. None on a GPU."""
         ctx.check("overwrite", tensor)
         if self.devices[0].kind != "cpu" or overlaps_itself(tensor.shape, tensor.strides):
             return None
@@ -121,13 +124,13 @@ class MlxBackend(BaseBackend):
             return fused.attention(ctx, query, key, value, mask, scale, sinks)
 
     def quantize(self, ctx: Any, x: MlxTensor, format: str) -> tuple[MlxTensor, ...] | None:
-        """See :class:`ml.SupportsBlockFormats`."""
+        """See :class:`ml.SupportsKVStorage`."""
         ctx.check("quantize", x)
         with device_errors("quantize"):
             return encoded(x, format)
 
     def dequantize(self, ctx: Any, parts: Sequence[MlxTensor], format: str) -> MlxTensor | None:
-        """See :class:`ml.SupportsBlockFormats`."""
+        """See :class:`ml.SupportsKVStorage`."""
         ctx.check("dequantize", parts[0])
         with device_errors("dequantize"):
             return decoded(parts, format)
@@ -142,6 +145,9 @@ class MlxBackend(BaseBackend):
             body = functools.partial(fused.partial_attention, scale)
             return partial_in_blocks(ctx, body, query, key, value, mask)
 
+    def attention_calls(self, ctx: Any, *call: Any) -> None:
+        """See :class:`ml.SupportsPartialAttention`. None: a lazy graph has nothing to gain from one step."""
+
     def ragged_attention(
         self,
         ctx: Any,
@@ -151,29 +157,16 @@ class MlxBackend(BaseBackend):
         plan: RaggedPlan,
         scale: float,
         sinks: Any = None,
+        formats: tuple[str, str] | None = None,
     ) -> Any:
-        """See :class:`ml.SupportsRaggedAttention`. None on the CPU."""
+        """See :class:`ml.SupportsRaggedAttention`. On the CPU of affine groups alone."""
         ctx.check("ragged_attention")
-        if self.devices[0].kind == "cpu":
+        if formats is None and self.devices[0].kind == "cpu":
             return None
         with device_errors("ragged_attention"):
+            if formats is not None:
+                return quantized_attention(query, key, value, formats, plan, scale, sinks)
             return ragged_attention(ctx, query, key, value, plan, scale, sinks)
-
-    def quantized_attention(
-        self,
-        ctx: Any,
-        query: Any,
-        key: Sequence[Any],
-        value: Sequence[Any],
-        formats: tuple[str, str],
-        plan: RaggedPlan,
-        scale: float,
-        sinks: Any = None,
-    ) -> Any:
-        """See :class:`ml.SupportsQuantizedAttention`. Of affine groups alone."""
-        ctx.check("quantized_attention")
-        with device_errors("quantized_attention"):
-            return quantized_attention(query, key, value, formats, plan, scale, sinks)
 
     def rope(self, ctx: Any, x: Any, positions: Any, spec: RopeSpec) -> Any:
         ctx.check("rope")

@@ -152,7 +152,7 @@ class MlxKVStore:
 
 
 class MlxQuantizedStore:
-    """See :class:`ml.SupportsQuantizedStore`; over parts (rows, heads, ...), each all of its storage."""
+    """See :class:`ml.SupportsKVStorage`; over parts (rows, heads, ...), each all of its storage."""
 
     def __init__(
         self, backend: BaseBackend, work: MlxWork, halves: list[Half], eight: tuple[bool, bool]

@@ -58,7 +58,7 @@ class NumpyBackend(BaseBackend):
         return NumpyContext(self, max_graph_nodes)
 
     def quantize(self, ctx: NumpyContext, x: NumpyTensor, format: str) -> tuple[NumpyTensor, ...] | None:
-        """See :class:`ml.SupportsBlockFormats`."""
+        """See :class:`ml.SupportsKVStorage`."""
         ctx.check("quantize", x)
         found = compiled(x.native, format) or encoded(x.native, format)
         if found is None:
@@ -66,54 +66,26 @@ class NumpyBackend(BaseBackend):
         return tuple(NumpyTensor.own(ctx, part, DType.from_numpy(part.dtype)) for part in found)
 
     def dequantize(self, ctx: NumpyContext, parts: Sequence[NumpyTensor], format: str) -> NumpyTensor | None:
-        """See :class:`ml.SupportsBlockFormats`."""
+        """See :class:`ml.SupportsKVStorage`."""
         ctx.check("dequantize", parts[0])
         found = decoded([part.native for part in parts], format)
         return None if found is None else NumpyTensor.own(ctx, found, DType.F32)
-
-    def quantized_attention(
-        self,
-        ctx: NumpyContext,
-        query: NumpyTensor,
-        key: Sequence[NumpyTensor],
-        value: Sequence[NumpyTensor],
-        formats: tuple[str, str],
-        plan: RaggedPlan,
-        scale: float,
-        sinks: NumpyTensor | None = None,
-    ) -> NumpyTensor | None:
-        """See :class:`ml.SupportsQuantizedAttention`. On one thread, by numba; None without it."""
-        ctx.check("quantized_attention", query)
-        if not BITS.keys() >= set(formats):
-            return None
-        keys, values = (
-            Stored.of([Array.of(part.native) for part in parts], name)
-            for parts, name in zip((key, value), formats, strict=True)
-        )
-        return self._attend("quantized_attention", ctx, query, keys, values, plan, scale, sinks)
 
     def ragged_attention(
         self,
         ctx: NumpyContext,
         query: NumpyTensor,
-        key: NumpyTensor,
-        value: NumpyTensor,
+        key: NumpyTensor | Sequence[NumpyTensor],
+        value: NumpyTensor | Sequence[NumpyTensor],
         plan: RaggedPlan,
         scale: float,
         sinks: NumpyTensor | None = None,
+        formats: tuple[str, str] | None = None,
     ) -> NumpyTensor | None:
         """See :class:`ml.SupportsRaggedAttention`. On one thread, by numba; None without it."""
         ctx.check("ragged_attention", query)
-        if not query.dtype is key.dtype is value.dtype:
-            return None
-        keys, values = (Stored.of([Array.of(one.native)], one.dtype.name) for one in (key, value))
-        return self._attend("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
-
-    def _attend(
-        self, op: str, ctx: NumpyContext, query: NumpyTensor, key: Stored | None, value: Stored | None,
-        plan: RaggedPlan, scale: float, sinks: NumpyTensor | None,
-    ) -> NumpyTensor | None:  # fmt: skip
-        if key is None or value is None or not query.dtype.is_float or cpu_attention.kernels() is None:
+        keys, values = _stored(key, value, formats, query.dtype)
+        if keys is None or values is None or not query.dtype.is_float or cpu_attention.kernels() is None:
             return None
         q = query.native
         if q.ndim == 3 and q.strides[2] != q.itemsize:
@@ -122,18 +94,16 @@ class NumpyBackend(BaseBackend):
         if asked is None:
             return None
         logits = None if sinks is None else floats(sinks.native)
-        out = np.empty((*asked.shape[:2], value.shape[2]), np.float32)
-        cpu_attention.attend(op, asked, key, value, plan, scale, logits, 1, address(out))
+        out = np.empty((*asked.shape[:2], values.shape[2]), np.float32)
+        cpu_attention.attend("ragged_attention", asked, keys, values, plan, scale, logits, 1, address(out))
         return NumpyTensor.own(ctx, out.astype(q.dtype, copy=False), query.dtype)
 
-    def kv_store(self, key: NumpyTensor, value: NumpyTensor) -> NumpyKVStore | None:
-        """See :class:`ml.SupportsKVStore`."""
-        return NumpyKVStore.over(self, key, value)
-
-    def quantized_store(
-        self, key: Sequence[NumpyTensor], value: Sequence[NumpyTensor], formats: tuple[str, str]
-    ) -> CodesStore | None:
-        """See :class:`ml.SupportsQuantizedStore`."""
+    def kv_store(
+        self, key: Any, value: Any, formats: tuple[str, str] | None = None
+    ) -> NumpyKVStore | CodesStore | None:
+        """See :class:`ml.SupportsKVStorage`."""
+        if formats is None:
+            return NumpyKVStore.over(self, key, value)
         return CodesStore.over(self, self._host, _codes(key, formats[0]), _codes(value, formats[1]))
 
     def _host(self, tensor: object) -> np.ndarray | None:
@@ -142,14 +112,14 @@ class NumpyBackend(BaseBackend):
         return tensor.native
 
     def borrow(self, ctx: NumpyContext, array: np.ndarray) -> BaseTensor:
-        """See :class:`ml.SupportsZeroCopyRead`. Arrays that run backwards are copied."""
+        """See :class:`ml.SupportsHostMemory`. Arrays that run backwards are copied."""
         try:
             return ctx.from_native(array)
         except ShapeError:  # of strides that no view has
             return ctx.from_numpy(array, DType.from_numpy(array.dtype))
 
     def overwrite(self, ctx: NumpyContext, tensor: NumpyTensor) -> np.ndarray | None:
-        """See :class:`ml.SupportsHostWrite`."""
+        """See :class:`ml.SupportsHostMemory`."""
         ctx.check("overwrite", tensor)
         native = tensor.native
         return (
@@ -213,6 +183,23 @@ class NumpyTensor(ArrayTensor):
 
     def _erf(self, x: np.ndarray) -> np.ndarray:
         return erf(x)
+
+
+def _stored(
+    key: Any, value: Any, formats: tuple[str, str] | None, plain: DType
+) -> tuple[Stored | None, Stored | None]:
+    """K and V as the kernel takes them: numbers of the dtype ``plain``, or codes; None for anything else."""
+    if formats is None:
+        if not key.dtype is value.dtype is plain:
+            return None, None
+        key, value, formats = [key], [value], (plain.name, plain.name)
+    elif not BITS.keys() >= set(formats):
+        return None, None
+    keys, values = (
+        Stored.of([Array.of(part.native) for part in parts], name)
+        for parts, name in zip((key, value), formats, strict=True)
+    )
+    return keys, values
 
 
 def _codes(parts: Sequence[NumpyTensor], name: str) -> Codes | None:

@@ -109,7 +109,7 @@ class TorchBackend(PlacedBackend):
         return self.group
 
     def borrow(self, ctx: TorchContext, array: np.ndarray) -> BaseTensor:
-        """See :class:`ml.SupportsZeroCopyRead`. In place on the CPU, where torch takes the memory."""
+        """See :class:`ml.SupportsHostMemory`. In place on the CPU, where torch takes the memory."""
         ctx.check("borrow")
         dtype = DType.from_numpy(array.dtype)
         if ctx.torch_device.type != "cpu" or not array.flags.c_contiguous or not takes(array):
@@ -118,7 +118,7 @@ class TorchBackend(PlacedBackend):
         return ctx.from_native(torch.from_numpy(host).view(TO_TORCH[dtype]))
 
     def upload(self, ctx: TorchContext, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[BaseTensor]:
-        """See :class:`ml.SupportsUpload`. On CUDA one copy, from pinned memory; elsewhere one by one."""
+        """See :class:`ml.SupportsTransfers`. On CUDA one copy, from pinned memory; elsewhere one by one."""
         made: list[BaseTensor] = []
         if ctx.torch_device.type != "cuda":
             for array, dtype in arrays:
@@ -136,7 +136,7 @@ class TorchBackend(PlacedBackend):
         return made
 
     def overwrite(self, ctx: TorchContext, tensor: TorchTensor) -> np.ndarray | None:
-        """See :class:`ml.SupportsHostWrite`. None on a GPU, and for a tensor that records gradients."""
+        """See :class:`ml.SupportsHostMemory`. None on a GPU, and for a tensor that records gradients."""
         ctx.check("overwrite", tensor)
         native = tensor.native
         if not native.is_cpu or native.requires_grad or overlaps_itself(tensor.shape, tensor.strides):
@@ -146,8 +146,12 @@ class TorchBackend(PlacedBackend):
         host: np.ndarray = (native.view(torch.int16) if tensor.dtype is DType.BF16 else native).numpy()
         return host.view(tensor.dtype.numpy)
 
-    def kv_store(self, key: TorchTensor, value: TorchTensor) -> TorchKVStore | None:
-        """See :class:`ml.SupportsKVStore`. None on MPS, where addresses are not comparable."""
+    def kv_store(
+        self, key: Any, value: Any, formats: tuple[str, str] | None = None
+    ) -> TorchKVStore | CodesStore | None:
+        """See :class:`ml.SupportsKVStorage`. None on MPS, where addresses are not comparable."""
+        if formats is not None:
+            return quantized_store(self, key, value, formats)
         if key.dtype is not value.dtype or key.native.device != value.native.device or key.native.is_mps:
             return None
         return TorchKVStore(self, key, value)
@@ -177,39 +181,18 @@ class TorchBackend(PlacedBackend):
         scale: float,
         sinks: TorchTensor | None = None,
     ) -> TorchTensor:
-        """See :class:`ml.SupportsAttentionCalls`."""
+        """See :class:`ml.SupportsPartialAttention`."""
         return attend_calls(ctx, self.causal_masks, query, key, value, levels, scale, sinks)
 
     def quantize(self, ctx: TorchContext, x: TorchTensor, format: str) -> tuple[TorchTensor, ...] | None:
-        """See :class:`ml.SupportsBlockFormats`."""
+        """See :class:`ml.SupportsKVStorage`."""
         ctx.check("quantize")
         return compiled(ctx, x, format) or encoded(ctx, x, format)
 
     def dequantize(self, ctx: TorchContext, parts: Sequence[TorchTensor], format: str) -> TorchTensor | None:
-        """See :class:`ml.SupportsBlockFormats`."""
+        """See :class:`ml.SupportsKVStorage`."""
         ctx.check("dequantize")
         return decoded(ctx, parts, format)
-
-    @_guarded
-    def quantized_attention(
-        self,
-        ctx: TorchContext,
-        query: TorchTensor,
-        key: Sequence[TorchTensor],
-        value: Sequence[TorchTensor],
-        formats: tuple[str, str],
-        plan: RaggedPlan,
-        scale: float,
-        sinks: TorchTensor | None = None,
-    ) -> TorchTensor | None:
-        """See :class:`ml.SupportsQuantizedAttention`. By numba on the CPU, by Triton on CUDA."""
-        return attend_quantized(ctx, query, key, value, formats, plan, scale, sinks)
-
-    def quantized_store(
-        self, key: Sequence[TorchTensor], value: Sequence[TorchTensor], formats: tuple[str, str]
-    ) -> CodesStore | None:
-        """See :class:`ml.SupportsQuantizedStore`."""
-        return quantized_store(self, key, value, formats)
 
     @_guarded
     def partial_attention(
@@ -229,13 +212,16 @@ class TorchBackend(PlacedBackend):
         self,
         ctx: TorchContext,
         query: TorchTensor,
-        key: TorchTensor,
-        value: TorchTensor,
+        key: Any,
+        value: Any,
         plan: RaggedPlan,
         scale: float,
         sinks: TorchTensor | None = None,
+        formats: tuple[str, str] | None = None,
     ) -> TorchTensor | None:
-        """See :class:`ml.SupportsRaggedAttention`. By Triton on CUDA; None elsewhere, and without triton."""
+        """See :class:`ml.SupportsRaggedAttention`. By numba on the CPU, by Triton on CUDA; None without."""
+        if formats is not None:
+            return attend_quantized(ctx, query, key, value, formats, plan, scale, sinks)
         return attend_ragged(ctx, query, key, value, plan, scale, sinks)
 
     @_guarded

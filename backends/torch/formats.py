@@ -1,4 +1,4 @@
-"""The storage formats of caches in PyTorch, bit for bit: see :class:`ml.SupportsBlockFormats`."""
+"""The storage formats of caches in PyTorch, bit for bit: see :class:`ml.SupportsKVStorage`."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def attend_calls(
     scale: float,
     sinks: TorchTensor | None,
 ) -> TorchTensor:
-    """See :class:`ml.SupportsAttentionCalls`."""
+    """See :class:`ml.SupportsPartialAttention`."""
     k, q, v, logits = natives(ctx, key, query, value, sinks)
     merges = len(levels) > 1 or logits is not None
     parts = [_level(ctx, masks, q, k, v, calls, scale, merges) for calls in levels]

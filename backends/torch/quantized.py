@@ -29,14 +29,14 @@ def attend_quantized(
     scale: float,
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
-    """See :class:`ml.SupportsQuantizedAttention`. On the CPU on as many threads as torch has."""
-    check_peers("quantized_attention", ctx.backend, query, *key, *value, sinks)
+    """See :class:`ml.SupportsRaggedAttention`. On the CPU on as many threads as torch has."""
+    check_peers("ragged_attention", ctx.backend, query, *key, *value, sinks)
     if ctx.torch_device.type != "cpu":
         return attend_codes_on(ctx, query, key, value, formats, plan, scale, sinks)
     if not BITS.keys() >= set(formats):
         return None
     keys, values = (ragged.stored_of(parts, name) for parts, name in zip((key, value), formats, strict=True))
-    return ragged.attend_on_cpu("quantized_attention", ctx, query, keys, values, plan, scale, sinks)
+    return ragged.attend_on_cpu("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
 
 
 def attend_codes_on(
@@ -59,12 +59,12 @@ def attend_codes_on(
         values_shape(codes.shape, scales.shape, name)
         for (codes, scales), name in zip(parts, formats, strict=True)
     ]
-    check_shapes("quantized_attention", q.shape, *shapes)
+    check_shapes("ragged_attention", q.shape, *shapes)
     attend = functools.partial(
         kernels.attend, scales=(parts[0][1], parts[1][1]), bits=(BITS[formats[0]], BITS[formats[1]])
     )
     tensors = q, parts[0][0], parts[1][0]
-    return ragged.launch("quantized_attention", ctx, attend, tensors, shapes[1], logits, scale, plan)
+    return ragged.launch("ragged_attention", ctx, attend, tensors, shapes[1], logits, scale, plan)
 
 
 def encode(ctx: Placement, x: TorchTensor, name: str) -> tuple[TorchTensor, ...] | None:
@@ -83,7 +83,7 @@ def quantized_store(
     value: Sequence[TorchTensor],
     formats: tuple[str, str],
 ) -> CodesStore | None:
-    """See :class:`ml.SupportsQuantizedStore`. On the CPU."""
+    """See :class:`ml.SupportsKVStorage`. On the CPU."""
 
     def host(tensor: Any) -> np.ndarray | None:
         if type(tensor) is not TorchTensor or tensor.backend is not backend or not tensor.dtype.is_float:

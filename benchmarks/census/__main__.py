@@ -1,7 +1,7 @@
 """A library's models with our caches, mode by mode, against its own caches and against no cache at all.
 
-    python -m benchmarks.census {mlx-lm,transformers,transformers-engine} [--type NAME ...] [--mode NAME ...]
-                                [--results FILE] [--render]
+    python -m benchmarks.census {mlx-lm,transformers,mlx-lm-engine,transformers-engine} [--type NAME ...]
+                                [--mode NAME ...] [--results FILE] [--render]
 
 Every type that writes text is built small with random weights, and runs in a process of its own. Types that
 the results have already are not run again. ``--render`` writes the table of docs/*-models.md from them.
@@ -19,7 +19,7 @@ from benchmarks.census import engine
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.census", description=__doc__)
-    parser.add_argument("library", choices=["mlx-lm", "transformers", "transformers-engine"])
+    parser.add_argument("library", choices=["mlx-lm", "transformers", "mlx-lm-engine", "transformers-engine"])
     parser.add_argument("--type", action="append", default=[], help="only this type; repeatable")
     parser.add_argument("--mode", action="append", default=[], help="only this mode; repeatable")
     parser.add_argument("--results", type=Path, help="a JSON file that keeps what was found")

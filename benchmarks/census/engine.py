@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import ml
 
-__all__ = ["MARKS", "Library", "all_of", "examine", "isolated", "judge", "render"]
+__all__ = ["MARK", "Library", "all_of", "examine", "isolated", "judge", "marks", "render"]
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-MARKS = "<!-- census -->", "<!-- /census -->"
+MARK = "census"
+"""Between which comments of a page the tables are: <!-- census --> and <!-- /census -->."""
 SHORT = {"=": "=", "theirs": "~", "right": "+", "refused": "r", "cannot": "t", "wrong": "wrong"}
 """How a verdict is shown."""
 
@@ -142,8 +143,15 @@ def render(library: Library, results: Mapping[str, Any]) -> None:
     lines += ["", f"Not built: {'; '.join(unbuilt)}."]
     page = DOCS / library.PAGE
     text = page.read_text(encoding="utf-8")
-    before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
-    page.write_text(f"{before}{MARKS[0]}\n" + "\n".join(lines) + f"\n{MARKS[1]}{after}", encoding="utf-8")
+    begin, end = marks(library)
+    before, after = text.split(begin)[0], text.split(end)[1]
+    page.write_text(f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}", encoding="utf-8")
+
+
+def marks(library: Library) -> tuple[str, str]:
+    """The comments that the tables are between: of a page with several censuses, a library has its own."""
+    name = getattr(library, "MARK", MARK)
+    return f"<!-- {name} -->", f"<!-- /{name} -->"
 
 
 def _cell(name: str, kind: str, told: str, notes: dict[str, int]) -> str:

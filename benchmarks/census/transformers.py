@@ -20,6 +20,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import ml
 from benchmarks.census import transformers_types as small
+from kvcache import PrefixOptions
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, install
 from kvcache.integrations.transformers.cache import cache_argument
 from kvcache.integrations.transformers.kinds import ATTENTION, Trait, grows, layer_plan
@@ -380,7 +381,10 @@ def _failing(model: Any, last: int) -> Iterator[None]:
 def _prefix(case: Case, which: str, **drafting: Any) -> Found:
     """Two turns and a branch that share prefixes; what they generate."""
     turns, ids = [], tokens(1, 20)
-    lead = HFPrefixCache(case.model, capacity=200, lookback=LOOKBACK, interval=8) if which == "ours" else None
+    every = PrefixOptions(interval=8)
+    lead = (
+        HFPrefixCache(case.model, capacity=200, lookback=LOOKBACK, options=every) if which == "ours" else None
+    )
     with lead or contextlib.nullcontext():
         for seed in range(3):
             options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}

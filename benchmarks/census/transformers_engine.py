@@ -1,51 +1,36 @@
-"""transformers' models driven by our engine: requests of every kind at once, against the model alone."""
+"""transformers' models driven by our engine."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
-import tempfile
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from benchmarks.census import engine as census
+from benchmarks.census import driven
 from benchmarks.census import transformers as library
 from benchmarks.census import transformers_types as small
+from benchmarks.census.driven import agree, is_right, judge
 from benchmarks.census.transformers import quiet, tokens
 from kvcache.integrations.transformers import TransformersModel
-from kvcache_engine import Engine, EngineOptions, GenerationOptions, SpeculativeOptions
-from kvcache_engine.drafts import ModelDraft, prompt_lookup
 
 __all__ = ["CANNOT", "MODES", "PAGE", "Case", "agree", "is_right", "judge", "quiet", "types"]
 
-PAGE, CANNOT, types = "engine-models.md", small.CANNOT, small.types
-NEW = 6
-PROMPTS = (27, 29, 9, 30, 12, 3)
-"""Tokens of the prompts: the first two share 22, the third is cancelled, and all but the last take chunks."""
-Found = list[list[int]]
+PAGE, MODES, CANNOT, types = "engine-models.md", driven.MODES, small.CANNOT, small.types
 
 
-class Case:
+class Case(driven.Case):
     """One model, and what it answers by itself, without a cache."""
 
     def __init__(self, name: str) -> None:
+        super().__init__(lambda count, seed: tokens(1, count, seed)[0].tolist())
         self.model = library.Case(name).model
-        shared = _ids(22, 1)
-        ends = [_ids(count - 22, i + 2) for i, count in enumerate(PROMPTS[:2])]
-        self.prompts = [shared + end for end in ends] + [_ids(count, count) for count in PROMPTS[2:]]
 
-    def alone(self, answers: Found) -> Found:
-        """What the model says by itself, without a cache, behind each token of its answers."""
-        found = []
-        for prompt, answer in zip(self.prompts, answers, strict=True):
-            with torch.no_grad():
-                ids = torch.tensor([[*prompt, *answer]])
-                logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-            found.append([int(token) for token in logits.argmax(-1)])
-        return found
+    def likeliest(self, tokens: Sequence[int]) -> list[int]:
+        with torch.no_grad():
+            logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        return [int(token) for token in logits.argmax(-1)]
 
     @functools.cached_property
     def driven(self) -> TransformersModel:
@@ -53,100 +38,8 @@ class Case:
 
     @functools.cached_property
     def smaller(self) -> TransformersModel:
-        """Nearly the same model: some of its drafts are right, some are not."""
         other, generator = copy.deepcopy(self.model), torch.Generator().manual_seed(5)
         for parameter in other.parameters():
             if parameter.is_floating_point():
                 parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=generator))
         return TransformersModel(other)
-
-
-SIZES: dict[str, Any] = {
-    "max_sequences": 4, "capacity": 18, "context": 64, "prefill_chunk": 8, "block_size": 8, "interval": 8,
-    "fetch": "always",
-}  # fmt: skip
-"""Of an engine in which four requests run at a time, and make room for one another."""
-
-
-def _ids(count: int, seed: int) -> list[int]:
-    found: list[int] = tokens(1, count, seed)[0].tolist()
-    return found
-
-
-def run_all(engine: Engine, case: Case, drafts: Sequence[Any] = (None,)) -> Found:
-    """The answers to all prompts at once, but for the third, which is cancelled on its way."""
-    settings = GenerationOptions(NEW, ignore_eos=True)
-    requests = [
-        engine.submit(prompt, settings, draft)
-        for prompt, draft in zip(case.prompts, itertools.cycle(drafts), strict=False)
-    ]
-    while engine.busy:
-        engine.step()
-        if len(requests[2].tokens) > PROMPTS[2] + 1:
-            engine.cancel(requests[2])
-    for request in requests:
-        if request.error is not None:
-            raise request.error
-    return [[*request.tokens[len(prompt) :]] for request, prompt in zip(requests, case.prompts, strict=True)]
-
-
-def mixed(case: Case) -> tuple[Found, Found]:
-    """All prompts, twice: the second engine goes on from what the first has left in a folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        with Engine(case.driven, None, EngineOptions(**SIZES), [folder]) as engine:
-            first = run_all(engine, case)
-        with Engine(case.driven, None, EngineOptions(**SIZES), [folder]) as engine:
-            second = run_all(engine, case)
-            if engine.statistics.reused_tokens < 60:
-                raise ValueError(f"only {engine.statistics.reused_tokens} tokens were not computed again")
-    return first, second
-
-
-def drafts(case: Case) -> tuple[Found]:
-    """All prompts, with what a smaller model drafts and what is looked up in the text."""
-    options = SpeculativeOptions(**SIZES)
-    with Engine(case.driven, None, options) as engine, ModelDraft(case.smaller, 4, capacity=64) as draft:
-        found = run_all(engine, case, [draft, prompt_lookup])
-        if case.driven.config.cached_layers and not engine.preemptions:  # states alone take no cells
-            raise ValueError("no request made room for another")
-        return (found,)
-
-
-def _mode(run: Callable[[Case], tuple[Found, ...]]) -> Callable[[Case, str], list[Found]]:
-    """What the engine answers, or what the model says to that by itself: [] where there is no answer."""
-
-    def found(case: Case, which: str) -> list[Found]:
-        if which == "ours":
-            return [*run(case)]
-        try:
-            return [case.alone(answers) for answers in run(case)]
-        except Exception:
-            return []
-
-    return found
-
-
-def _driven(case: Case, which: str) -> list[Found]:
-    """Only that the model is not refused, and tokens of two sequences in four passes have its logits."""
-    assert which != "ours" or case.driven
-    return []
-
-
-MODES: dict[str, Callable[[Case, str], list[Found]]] = {
-    "driven": _driven,
-    **{name: _mode(functools.cache(run)) for name, run in (("mixed", mixed), ("drafts", drafts))},
-}
-
-
-def judge(library: Any, case: Case, mode: str) -> tuple[str, str]:
-    """As the census judges; of "driven" it is the layout that is told."""
-    kind, told = census.judge(library, case, mode)
-    return (case.driven.layout.name.lower(), "") if mode == "driven" and kind == "=" else (kind, told)
-
-
-def agree(one: list[Found], other: list[Found]) -> bool:
-    return one == other
-
-
-def is_right(case: Case, mode: str, found: list[Found]) -> bool:
-    return found == MODES[mode](case, "none")

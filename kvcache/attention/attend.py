@@ -2,12 +2,12 @@
 
 The plan of the pass is lowered for what the backend offers, and there is one ending for each:
 
-=================================================================  =========================================
-:class:`ml.SupportsRaggedAttention`, ``SupportsQuantizedAttention``  a kernel for the whole batch
-:class:`ml.SupportsAttentionCalls`                                 all calls, and their merging, in one step
-:class:`ml.SupportsAttention`                                      calls whose results need no merging
-:class:`ml.SupportsPartialAttention`, or the generic body          calls of parts, merged here
-=================================================================  =========================================
+===========================================================  ==============================================
+``ragged_attention`` of :class:`ml.SupportsRaggedAttention`  a kernel for the whole batch
+``attention_calls`` of :class:`ml.SupportsPartialAttention`  all calls, and their merging, in one step
+:class:`ml.SupportsAttention`                                calls whose results need no merging
+``partial_attention``, or the generic body                   calls of parts, merged here
+===========================================================  ==============================================
 
 What calls read may be runs of cells, cells that are gathered, the tables of fixed shapes, and rows that the
 model has chosen for each query, as an indexer's top-k does (DeepSeek sparse attention: DeepSeek-AI,
@@ -80,8 +80,10 @@ def attend(
             levels = plan.calls(ctx, max(1, plan.config.call_bytes // stored.bytes_per_cell))
         else:
             levels = _selected(ctx, plan, stored, select)
-        result = _by_calls(ctx, levels, stored, query, scale, sinks, block)
-        if select is None and not stored.is_quantized and nn.has_attention_calls(kernels.backend):
+        result = kernels.attend_calls(ctx, levels, stored, query, scale, sinks)
+        if result is None:
+            result = _by_calls(ctx, levels, stored, query, scale, sinks, block)
+        elif select is None:
             kernels.bind(ctx, plan, stored, query, kernels.backend.attention_calls, levels)
     if result.dtype is not wanted:
         result = result.cast(ctx, wanted)
@@ -118,8 +120,8 @@ class Bound:
         ):
             return None
         (keys,), (values,) = buffers.whole
-        found: ml.Tensor | None = self._attend(self._ctx, query, keys, values, self._lowered, scale, None)
-        return found
+        result: ml.Tensor | None = self._attend(self._ctx, query, keys, values, self._lowered, scale, None)
+        return result
 
 
 class Kernels:
@@ -140,27 +142,38 @@ class Kernels:
         declined = self._declined.get(asked, sys.maxsize)
         if len(plan.groups) >= declined:  # each has a segment of its own, as a rule
             return None
-        plain = not buffers.is_quantized
-        if not (nn.has_ragged_attention(backend) if plain else nn.has_quantized_attention(backend)):
+        if not nn.offers(backend, ml.SupportsRaggedAttention):
             self._declined[asked] = 0
             return None
         lowered = plan.kernel(min(KERNEL_WORTH, max(1, plan.config.call_bytes // buffers.bytes_per_cell)))
         if len(lowered.segments) >= declined:
             return None
         result: ml.Tensor | None
-        if plain:
+        if buffers.is_quantized:
+            parts, formats = buffers.whole, buffers.formats
+            result = backend.ragged_attention(ctx, query, *parts, lowered, scale, sinks, formats)
+        else:
             (keys,), (values,) = buffers.whole
             result = backend.ragged_attention(ctx, query, keys, values, lowered, scale, sinks)
-        else:
-            result = backend.quantized_attention(
-                ctx, query, *buffers.whole, buffers.formats, lowered, scale, sinks
-            )
         if result is None:
             self._declined[asked] = len(lowered.segments)
             return None
-        if plain:
+        if not buffers.is_quantized:
             self.bind(ctx, plan, buffers, query, backend.ragged_attention, lowered)
         return _cut(ctx, result, buffers.value.dim)
+
+    def attend_calls(
+        self, ctx: ml.Context, levels: Levels, buffers: LayerBuffers, query: ml.Tensor, scale: float,
+        sinks: ml.Tensor | None,
+    ) -> ml.Tensor | None:  # fmt: skip
+        """All calls in one step of the backend; None where it has none for what is stored."""
+        if buffers.is_quantized or not nn.offers(self.backend, ml.SupportsPartialAttention):
+            return None
+        (keys,), (values,) = buffers.whole
+        result: ml.Tensor | None = self.backend.attention_calls(
+            ctx, query, keys, values, levels, scale, sinks
+        )
+        return result
 
     def bind(
         self, ctx: ml.Context, plan: ReadPlan, buffers: LayerBuffers, query: ml.Tensor,
@@ -181,16 +194,11 @@ def _by_calls(
     block: int,
 ) -> ml.Tensor:
     """``block``: bytes of K and V that are read back at a time, where they are stored quantized."""
-    backend: Any = getattr(ctx, "backend", None)
-    if not buffers.is_quantized and nn.has_attention_calls(backend):
-        (keys,), (values,) = buffers.whole
-        result: ml.Tensor = backend.attention_calls(ctx, query, keys, values, levels, scale, sinks)
-        return result
     tokens = query.shape[0]
     if len(levels) == 1:
         (calls,) = levels
-        found = [_whole(ctx, buffers, query, call, scale, sinks, block) for call in calls]
-        return _in_order(ctx, calls, found, tokens, 0.0)
+        outputs = [_whole(ctx, buffers, query, call, scale, sinks, block) for call in calls]
+        return _in_order(ctx, calls, outputs, tokens, 0.0)
     parts = []
     for calls in levels:
         each = [_part(ctx, buffers, _queries(ctx, query, call), call, scale, block) for call in calls]
@@ -212,15 +220,15 @@ def _queries(ctx: ml.Context, query: ml.Tensor, call: ml.AttentionCall) -> ml.Te
 def _in_order(
     ctx: ml.Context,
     calls: Sequence[ml.AttentionCall],
-    found: Sequence[ml.Tensor],
+    outputs: Sequence[ml.Tensor],
     tokens: int,
     missing: float,
 ) -> ml.Tensor:
     """What each call found for its queries, in the order of the batch; ``missing`` of those in no call."""
-    if len(calls) == 1 and found[0].shape[0] == tokens and isinstance(calls[0].tokens, slice):
-        return found[0]
-    result = ctx.full((tokens, *found[0].shape[1:]), missing, found[0].dtype)
-    for call, own in zip(calls, found, strict=True):
+    if len(calls) == 1 and outputs[0].shape[0] == tokens and isinstance(calls[0].tokens, slice):
+        return outputs[0]
+    result = ctx.full((tokens, *outputs[0].shape[1:]), missing, outputs[0].dtype)
+    for call, own in zip(calls, outputs, strict=True):
         if isinstance(call.tokens, slice):
             own.copy(ctx, result.slice(ctx, 0, call.tokens.start, call.tokens.stop))
         else:
@@ -257,9 +265,9 @@ def _part(
     return _flat(ctx, nn.partial_attention(ctx, stacked, key, value, call.mask, scale))
 
 
-def _cut(ctx: ml.Context, found: ml.Tensor, dim: int) -> ml.Tensor:
+def _cut(ctx: ml.Context, output: ml.Tensor, dim: int) -> ml.Tensor:
     """The first ``dim`` numbers of each head: those behind them are of keys that hold the values."""
-    return found if found.shape[2] == dim else found.slice(ctx, 2, 0, dim)
+    return output if output.shape[2] == dim else output.slice(ctx, 2, 0, dim)
 
 
 # Rows that queries choose.
@@ -370,8 +378,8 @@ class _Blocks:
         lse = ctx.empty((count, heads), ml.DType.F32)
         for first in range(0, batch, several):
             last = min(first + several, batch)
-            found = _flat(ctx, self._segments(first, last))
-            for own, whole in zip(found, (out, lse), strict=True):
+            part = _flat(ctx, self._segments(first, last))
+            for own, whole in zip(part, (out, lse), strict=True):
                 own.copy(ctx, whole.slice(ctx, 0, first * self.each, last * self.each))
         return out, lse
 

@@ -161,22 +161,22 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
 
 def _integers(name: str, values: object) -> np.ndarray:
     try:
-        found = np.array(values)  # a copy: the caller may go on to write his own
+        array = np.array(values)  # a copy: the caller may go on to write his own
     except ValueError:  # of several lengths
-        found = np.empty(0, dtype=object)
-    if found.ndim == 1 and found.dtype.kind == "O":  # as NumPy has integers beyond 64 bits
-        for value in found:
+        array = np.empty(0, dtype=object)
+    if array.ndim == 1 and array.dtype.kind == "O":  # as NumPy has integers beyond 64 bits
+        for value in array:
             if isinstance(value, int) and not -_LIMIT <= value <= _LIMIT:
                 raise _beyond(name, value)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidBatchError(
-            f"start_forward: {name} are {found.dtype} {found.shape}; they must be integers in one row"
+            f"start_forward: {name} are {array.dtype} {array.shape}; they must be integers in one row"
         )
-    if found.dtype == np.int64:
-        return found
-    if found.dtype.kind == "u" and found.size and found.max() > _LIMIT:
-        raise _beyond(name, found.max())
-    return found.astype(np.int64)
+    if array.dtype == np.int64:
+        return array
+    if array.dtype.kind == "u" and array.size and array.max() > _LIMIT:
+        raise _beyond(name, array.max())
+    return array.astype(np.int64)
 
 
 def _beyond(name: str, value: object) -> InvalidBatchError:

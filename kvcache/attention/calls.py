@@ -70,21 +70,21 @@ class Call:
         return ml.AttentionCall(tokens, self.batch, self.length, self.start, self.step, where, seen)
 
 
-def _call(found: Sequence[Segment], length: int) -> Call:
+def _call(segments: Sequence[Segment], length: int) -> Call:
     """The call for segments with as many queries each; where their cells lie is still to be said."""
-    queries = np.concatenate([segment.queries for segment in found])
+    queries = np.concatenate([segment.queries for segment in segments])
     low, count = int(queries[0]), queries.size
     in_order = int(queries[-1]) - low == count - 1 and bool((queries[1:] - queries[:-1] == 1).all())
     tokens = slice(low, low + count) if in_order else queries
-    return Call(tokens, len(found), length, seen=_seen(found, length))
+    return Call(tokens, len(segments), length, seen=_seen(segments, length))
 
 
-def _seen(found: Sequence[Segment], length: int) -> np.ndarray | ml.CausalMask | None:
-    if all(segment.begin is None and segment.length == length for segment in found):
+def _seen(segments: Sequence[Segment], length: int) -> np.ndarray | ml.CausalMask | None:
+    if all(segment.begin is None and segment.length == length for segment in segments):
         return None
-    each = found[0].queries.size
-    seen = np.array([segment.bounds() for segment in found]).transpose(1, 0, 2)
-    if len(found) > 1 or found[0].length < length or seen[0].any():
+    each = segments[0].queries.size
+    seen = np.array([segment.bounds() for segment in segments]).transpose(1, 0, 2)
+    if len(segments) > 1 or segments[0].length < length or seen[0].any():
         return seen
     last = np.arange(length - each + 1, length + 1)
     return ml.CAUSAL if np.array_equal(seen[1, 0], last) else seen
@@ -103,28 +103,28 @@ class _Planner:
         by_count: dict[int, list[Segment]] = {}
         for segment in segments:
             by_count.setdefault(segment.queries.size, []).append(segment)
-        for count, found in by_count.items():
-            single = found if count > MOST_QUERIES or len(found) == 1 else self._batched(found, calls, rest)
+        for count, alike in by_count.items():
+            single = alike if count > MOST_QUERIES or len(alike) == 1 else self._batched(alike, calls, rest)
             calls += [self._single(segment) for segment in single]
         return calls, rest
 
-    def _batched(self, found: list[Segment], calls: list[Call], rest: list[Segment]) -> list[Segment]:
+    def _batched(self, segments: list[Segment], calls: list[Call], rest: list[Segment]) -> list[Segment]:
         """Add calls of several segments; the segments that are better read one by one."""
-        runs = sorted((s for s in found if isinstance(s.cells, int)), key=lambda segment: segment.cells)
-        others: list[Segment] = [s for s in found if not isinstance(s.cells, int)]
+        runs = sorted((s for s in segments if isinstance(s.cells, int)), key=lambda segment: segment.cells)
+        others: list[Segment] = [s for s in segments if not isinstance(s.cells, int)]
         for progression in _progressions(runs):
             if len(progression) < 2 or not self._even(progression, calls, rest):
                 others += progression
         return self._gathered(others, calls)
 
-    def _even(self, found: list[Segment], calls: list[Call], rest: list[Segment]) -> bool:
+    def _even(self, segments: list[Segment], calls: list[Call], rest: list[Segment]) -> bool:
         """Read segments at even distances as one view, in the length that costs least; False if none does."""
-        starts = [segment.cells for segment in found if isinstance(segment.cells, int)]
-        lengths = np.array([segment.length for segment in found])
+        starts = [segment.cells for segment in segments if isinstance(segment.cells, int)]
+        lengths = np.array([segment.length for segment in segments])
         step = starts[1] - starts[0]
         room = min(step, self.table.cells - starts[-1])
-        length, cost = self._best_length(lengths, room, all(segment.begin is None for segment in found))
-        if not length or cost >= len(found) + lengths.sum() / self.worth:
+        length, cost = self._best_length(lengths, room, all(segment.begin is None for segment in segments))
+        if not length or cost >= len(segments) + lengths.sum() / self.worth:
             return False
         ends = zip(starts, lengths.tolist(), strict=True)
         gaps = [(start + own, start + length) for start, own in ends if own < length]
@@ -132,8 +132,8 @@ class _Planner:
         if any(references[begin:end].any() for begin, end in gaps):
             return False
         self.padding += gaps
-        rest += [s.part(length, s.length) for s in found if s.length > length]
-        shown = [s.part(0, length) if s.length > length else s for s in found]
+        rest += [s.part(length, s.length) for s in segments if s.length > length]
+        shown = [s.part(0, length) if s.length > length else s for s in segments]
         call = _call(shown, length)
         call.start, call.step = starts[0], step
         calls.append(call)
@@ -161,12 +161,12 @@ class _Planner:
             best = int(np.flatnonzero(left == 0)[0]) if (left == 0).any() else -1
         return (int(padded[best]), float(costs[best])) if best >= 0 else (0, 0.0)
 
-    def _gathered(self, found: list[Segment], calls: list[Call]) -> list[Segment]:
+    def _gathered(self, segments: list[Segment], calls: list[Call]) -> list[Segment]:
         """Read short or scattered segments gathered together; what is better read alone."""
-        alone = [s for s in found if isinstance(s.cells, int) and s.length * GATHERING >= self.worth]
-        if len(alone) == len(found):
+        alone = [s for s in segments if isinstance(s.cells, int) and s.length * GATHERING >= self.worth]
+        if len(alone) == len(segments):
             return alone
-        rest = [s for s in found if not isinstance(s.cells, int) or s.length * GATHERING < self.worth]
+        rest = [s for s in segments if not isinstance(s.cells, int) or s.length * GATHERING < self.worth]
         rest.sort(key=lambda segment: -segment.length)
         while rest:
             longest, size = rest[0].length, 1
@@ -179,13 +179,13 @@ class _Planner:
                 calls.append(self._gather(together, longest))
         return alone
 
-    def _gather(self, found: list[Segment], longest: int) -> Call:
+    def _gather(self, segments: list[Segment], longest: int) -> Call:
         length = -(-longest // self.config.cache_padding) * self.config.cache_padding
-        cells = np.empty((len(found), length), np.int64)
-        for own, segment in zip(cells, found, strict=True):
+        cells = np.empty((len(segments), length), np.int64)
+        for own, segment in zip(cells, segments, strict=True):
             own[: segment.length] = segment.each()
             own[segment.length :] = own[0]  # not another's, whose values may not be finite
-        call = _call(found, length)
+        call = _call(segments, length)
         call.cells = cells.reshape(-1)
         return call
 
@@ -220,8 +220,8 @@ def plan_calls(
             pending.append([])
         pending[level].append(segment)
     levels = []
-    for found in pending:  # grows by what is cut off
-        calls, rest = planner.level(found)
+    for remaining in pending:  # grows by what is cut off
+        calls, rest = planner.level(remaining)
         levels.append(calls)
         if rest:
             pending.append(rest)
@@ -231,13 +231,13 @@ def plan_calls(
 def _progressions(runs: list[Segment]) -> list[list[Segment]]:
     """Runs in the order of their cells, in stretches at even distances."""
     starts = [segment.cells for segment in runs if isinstance(segment.cells, int)]
-    found, begin = [], 0
+    progressions, begin = [], 0
     while begin < len(runs):
         end = begin + 1
         if end < len(runs):
             step = starts[end] - starts[begin]
             while end < len(runs) and starts[end] - starts[end - 1] == step:
                 end += 1
-        found.append(runs[begin:end])
+        progressions.append(runs[begin:end])
         begin = end
-    return found
+    return progressions

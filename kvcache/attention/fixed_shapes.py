@@ -82,12 +82,12 @@ class FixedPass:
     ) -> FixedPass:
         """The tensors of such a pass, placed already, by batch size and tables in ``known``."""
         tables = tables_of(config, table, groups, tokens)
-        found = known.get((tokens, *tables))
-        if found is None:
+        fixed = known.get((tokens, *tables))
+        if fixed is None:
             padding = config.mask_batch_padding
             mask = -(-tokens // padding) * padding, tables[1]
-            found = known[tokens, *tables] = cls(tokens, mask, config.mask_dtype, tables)
-        return found
+            fixed = known[tokens, *tables] = cls(tokens, mask, config.mask_dtype, tables)
+        return fixed
 
     def load(self, owner: object, *arrays: HostArray | None) -> None:
         """Take slots, mask and cells of a pass, for ``bring``; None, of one that only reads: as they are."""
@@ -103,17 +103,17 @@ class FixedPass:
     def on(self, ctx: ml.Context) -> list[ml.Tensor]:
         """Slots, mask and cells on the device of ``ctx``."""
         device = device_of(ctx)
-        held = self._near.get(device)
-        if held is not None and device in self._current:
-            return held
-        if held is None:
-            held = [ctx.zeros(shape, dtype) for shape, dtype in self._kinds]
-        for new, target in zip(self._loaded, held, strict=True):
+        tensors = self._near.get(device)
+        if tensors is not None and device in self._current:
+            return tensors
+        if tensors is None:
+            tensors = [ctx.zeros(shape, dtype) for shape, dtype in self._kinds]
+        for new, target in zip(self._loaded, tensors, strict=True):
             if new is not None:
                 ctx.forward(new.on(ctx).copy(ctx, target))
-        self._near[device] = held
+        self._near[device] = tensors
         self._current.add(device)
-        return held
+        return tensors
 
     def calls(self, ctx: ml.Context, worth: int) -> list[list[ml.AttentionCall]]:
         """The queries of each row of cells over these, in calls that gather ``worth`` cells each, or a row.
@@ -123,17 +123,17 @@ class FixedPass:
         (tokens,), (rows, context) = self._kinds[0][0], self.tables
         _, mask, cells = self.on(ctx)
         key = device_of(ctx), worth
-        found = self._calls.get(key)
-        if found is None:
+        calls = self._calls.get(key)
+        if calls is None:
             each, together = tokens // rows, max(1, worth // context)
             shown = mask.slice(ctx, 0, 0, tokens).reshape(ctx, rows, each, context)
-            found = self._calls[key] = []
+            calls = self._calls[key] = []
             for begin in range(0, rows, together):
                 end = min(rows, begin + together)
                 where = cells.slice(ctx, 0, begin, end).reshape(ctx, (end - begin) * context)
                 queries, seen = slice(begin * each, end * each), shown.slice(ctx, 0, begin, end)
-                found.append(ml.AttentionCall(queries, end - begin, context, 0, 0, where, seen))
-        return [found]
+                calls.append(ml.AttentionCall(queries, end - begin, context, 0, 0, where, seen))
+        return [calls]
 
 
 def check_graph(layer: int, buffers: LayerBuffers) -> None:

@@ -96,8 +96,8 @@ class ForwardPass:
 
     def _is_put(self) -> bool:
         stamp = self.stamp
-        for held in self.layers.values():
-            if held.stamp < stamp:
+        for buffers in self.layers.values():
+            if buffers.stamp < stamp:
                 return False
         return bool(self.layers)
 
@@ -108,7 +108,7 @@ class ForwardPass:
         Taken to be where that is not known: a pass that stores nothing may read any layer, and a graph does
         not tell what it does.
         """
-        stamps = [held.stamp for held in self.layers.values()]
+        stamps = [buffers.stamp for buffers in self.layers.values()]
         if self.cells is None or (self.reading.fixed is not None and max(stamps, default=0) < self.stamp):
             return True
         return bool(stamps) and min(stamps) > self.stamp
@@ -125,15 +125,15 @@ class ForwardPass:
         """The pass is over: note which layers lack its tokens."""
         self.table.placed = None
         if not self.whole:
-            for held in self.layers.values():
-                if held.stamp < self.stamp:
-                    held.lack(self.table.taken, self._where())
+            for buffers in self.layers.values():
+                if buffers.stamp < self.stamp:
+                    buffers.lack(self.table.taken, self._where())
 
     def resume(self) -> None:
         """It goes on after ``end``: layers may still be given its tokens."""
-        for held in self.layers.values() if self.cells is not None else ():
-            if held.stamp < self.stamp and held.absent is not None:
-                held.absent[self._where()] = 0
+        for buffers in self.layers.values() if self.cells is not None else ():
+            if buffers.stamp < self.stamp and buffers.absent is not None:
+                buffers.absent[self._where()] = 0
         self.begin()
 
     def _where(self) -> slice | np.ndarray:
@@ -271,9 +271,9 @@ class ForwardPass:
             return buffers.read_extra(here, name, 0, self.table.cells)
         self.fill(ctx)
         history = self.reading.rows(ctx)
-        found = buffers.read_extra(here, name, history.cells(here), history.length)
+        extra = buffers.read_extra(here, name, history.cells(here), history.length)
         buffers.note_read()
-        return found
+        return extra
 
 
 def place(table: CellTable, groups: Sequence[SequenceTokens], tokens: int) -> int | np.ndarray:
@@ -334,8 +334,8 @@ def put_layer(
     check_tensors("put", storage.backend, key=key, **({} if value is None else {"value": value}))
     check_context("put", ctx, storage.backend)
     if not (key.dtype.is_float and (value is None or value.dtype.is_float)):
-        told = key.dtype.name if value is None else f"{key.dtype.name} and {value.dtype.name}"
-        raise ml.DTypeError(f"put: keys and values in {told}; they must be of float dtypes")
+        dtypes = key.dtype.name if value is None else f"{key.dtype.name} and {value.dtype.name}"
+        raise ml.DTypeError(f"put: keys and values in {dtypes}; they must be of float dtypes")
     fits = False
     if buffers is not None and value is not None and v_dim is None and not extra:
         fits = buffers.fits(forward.tokens, key.shape, value.shape)
@@ -365,13 +365,13 @@ def put_stored_layer(
     v_dim: int | None,
 ) -> None:
     check_context("put_stored", ctx, storage.backend)
-    told = [(part.shape, part.dtype) for part in parts]
-    if any(shape[:1] != (forward.tokens,) for shape, _ in told):
+    kinds = [(part.shape, part.dtype) for part in parts]
+    if any(shape[:1] != (forward.tokens,) for shape, _ in kinds):
         raise InvalidRangeError(
-            f"put_stored: parts {[shape for shape, _ in told]}; each must be ({forward.tokens}, kv_heads, "
+            f"put_stored: parts {[shape for shape, _ in kinds]}; each must be ({forward.tokens}, kv_heads, "
             "width)"
         )
-    shape = LayerShape.of_parts(storage.dtype, activations, told, v_dim)
+    shape = LayerShape.of_parts(storage.dtype, activations, kinds, v_dim)
     buffers = storage.buffers.get(layer) or storage.allocate(ctx, layer, shape, activations)
     buffers.check(layer, shape, forward.tokens)
     forward.check_replaceable("put_stored", layer, buffers)
@@ -384,12 +384,12 @@ def _checked(
     tokens: int, key: ml.Tensor, value: ml.Tensor | None, v_dim: int | None, extra: Extras | None
 ) -> LayerShape:
     """What a layer stores of such tensors; InvalidRangeError where they do not fit a batch of ``tokens``."""
-    given = {"key": key.shape} if value is None else {"key": key.shape, "value": value.shape}
+    shapes = {"key": key.shape} if value is None else {"key": key.shape, "value": value.shape}
     heads = key.shape[1] if len(key.shape) > 1 else 0
-    if any(len(shape) != 3 or shape[:2] != (tokens, heads) for shape in given.values()):
-        told = " and ".join(f"{name} {shape}" for name, shape in given.items())
+    if any(len(shape) != 3 or shape[:2] != (tokens, heads) for shape in shapes.values()):
+        listed = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise InvalidRangeError(
-            f"put: {told} for a batch of {tokens}; they must be (tokens, kv_heads, head_dim) and "
+            f"put: {listed} for a batch of {tokens}; they must be (tokens, kv_heads, head_dim) and "
             "(tokens, kv_heads, v_dim)"
         )
     own = tuple(_extra(tokens, name, extra[name]) for name in sorted(extra, key=str)) if extra else ()
@@ -405,8 +405,8 @@ def _checked(
 
 def _flat(ctx: ml.Context, shape: LayerShape, extra: Extras) -> list[ml.Tensor]:
     """Extras as they are stored, (tokens, 1, numbers) each."""
-    found = [extra[one.name].contiguous(ctx) for one in shape.extra]
-    return [x.reshape(ctx, x.shape[0], 1, one.size) for x, one in zip(found, shape.extra, strict=True)]
+    whole = [extra[one.name].contiguous(ctx) for one in shape.extra]
+    return [x.reshape(ctx, x.shape[0], 1, one.size) for x, one in zip(whole, shape.extra, strict=True)]
 
 
 def _extra(tokens: int, name: object, tensor: ml.Tensor) -> ExtraSpec:

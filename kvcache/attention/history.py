@@ -196,11 +196,11 @@ def check_sees(group: SequenceTokens, row: Row, lower: LowerBound | None) -> Non
     """Raise InvalidBatchError for a query that would see nothing of what its row stores."""
     first, stop = visible(group, row, lower, frozenset())
     blind = first >= stop
-    found = np.flatnonzero(blind & (first == 0) if kept_entries(row, lower) else blind)
-    if found.size:
+    unseeing = np.flatnonzero(blind & (first == 0) if kept_entries(row, lower) else blind)
+    if unseeing.size:
         holds = f"holds positions {row.first} to {row.last}" if len(row) else "is empty"
         raise InvalidBatchError(
-            f"start_forward: a query at position {group.positions[found[0]]} of sequence {group.seq} sees "
+            f"start_forward: a query at position {group.positions[unseeing[0]]} of sequence {group.seq} sees "
             f"nothing that is stored; the sequence {holds}"
         )
 

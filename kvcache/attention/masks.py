@@ -104,12 +104,12 @@ class KeptMask:
 
 def _decoding(reading: History) -> list[int] | None:
     """Where each row's run begins, if each group is one token that sees all of its row, and no more."""
-    found = []
+    columns = []
     for group, row, column in zip(reading.groups, reading.rows, reading.columns, strict=True):
         if not isinstance(column, int) or not sees_all(group, row, None):
             return None
-        found.append(column)
-    return found
+        columns.append(column)
+    return columns
 
 
 @dataclass(slots=True)

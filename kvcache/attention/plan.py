@@ -185,24 +185,24 @@ class ReadPlan:
         history, mask = self._shared or self._share()
         if self._unfit:
             self._blank(ctx)
-        found = history, near(ctx, mask)
+        ready = history, near(ctx, mask)
         if self.fixed is None:
-            self.ready_for, self.ready = ctx, found
-        return found
+            self.ready_for, self.ready = ctx, ready
+        return ready
 
     def _share(self) -> tuple[History, Mask | OnDevices | HostArray]:
         history = self._find_history()
-        found = self._shared = history, self._mask(history)
-        return found
+        shared = self._shared = history, self._mask(history)
+        return shared
 
     def rows(self, ctx: ml.Context) -> History:
         """The rows of ``get``, without their mask."""
         self._asked.rows = True
-        found = self._find_history()
+        history = self._find_history()
         self._make_seen()  # goes to devices with the rows themselves
         if self._unfit:
             self._blank(ctx)
-        return found
+        return history
 
     def _find_history(self) -> History:
         if self._history is None:
@@ -289,10 +289,10 @@ class ReadPlan:
         levels, made = self._calls or self._make_calls(worth)
         if self._unfit:
             self._blank(ctx)
-        found = made.get(device_of(ctx))
-        if found is None:
-            found = made[device_of(ctx)] = [[call.on(ctx) for call in level] for level in levels]
-        return found
+        uploaded = made.get(device_of(ctx))
+        if uploaded is None:
+            uploaded = made[device_of(ctx)] = [[call.on(ctx) for call in level] for level in levels]
+        return uploaded
 
     def _make_calls(self, worth: int) -> tuple[list[list[Call]], dict[int, list[list[ml.AttentionCall]]]]:
         levels, padding = plan_calls(self.segments(worth), self.tokens, self.table, self.config, worth)

@@ -68,22 +68,22 @@ def find_segments(
     rows = [table.rows[group.seq] for group in groups]
     shared = _shared(table, rows, worth)
     together: dict[Piece, list[tuple[_Reader, Piece]]] = {}
-    found: list[Segment] = []
+    segments: list[Segment] = []
     keep, bounds = 0, [None] * len(rows)
     if lower is not None:
         keep, bounds = lower.keep, lower(np.array([group.lowest for group in groups])).tolist()
     for number, (group, row, bound) in enumerate(zip(groups, rows, bounds, strict=True)):
         if number not in shared and is_behind(group, row):
-            found += _of_one(group, row, bound, keep, worth)
+            segments += _of_one(group, row, bound, keep, worth)
             continue
         reader, pieces = _Reader(group, row, lower, lifted), shared.get(number, [])
         for begin, end in reader.parted(pieces):
             key = int(row.cells[begin]), int(row.cells[end - 1])
             together.setdefault(key, []).append((reader, (begin, end)))
         own = reader.parted(_own(row, pieces, worth))
-        found += [_segment([(reader, entries)]) for entries in own]
-    found += [_segment(who) for who in together.values()]
-    return [segment for segment in found if segment.length]
+        segments += [_segment([(reader, entries)]) for entries in own]
+    segments += [_segment(who) for who in together.values()]
+    return [segment for segment in segments if segment.length]
 
 
 @dataclass(slots=True)
@@ -112,16 +112,16 @@ class KeptSegments:
         lifted: frozenset[int],
         worth: int,
     ) -> KeptSegments:
-        found, tails = find_segments(table, groups, lower, lifted, worth), list[int]()
+        segments, tails = find_segments(table, groups, lower, lifted, worth), list[int]()
         if lower is None and all(len(group) == 1 for group in groups):
             ends = {
                 segment.cells + segment.length - 1: place
-                for place, segment in enumerate(found)
+                for place, segment in enumerate(segments)
                 if isinstance(segment.cells, int) and segment.begin is None and segment.queries.size == 1
             }
             lasts = [table.rows[group.seq].last_cell for group in groups]
             tails = [ends[last] for last in lasts if last in ends]
-        return cls(found, np.array(tails, dtype=np.int64), _order(groups), table.changes, table.appended)
+        return cls(segments, np.array(tails, dtype=np.int64), _order(groups), table.changes, table.appended)
 
     def next(self, table: CellTable, groups: Sequence[SequenceTokens]) -> KeptSegments | None:
         """Those of the step after this; None where more than that has changed."""
@@ -318,10 +318,10 @@ def _segment(who: Sequence[tuple[_Reader, Entries]]) -> Segment:
     if not some.all():
         queries, begin, end = queries[some], begin[some], end[some]
     low, high = int(begin.min()), int(end.max())
-    found = Segment(int(cells[low]) if run else cells[low:high], high - low, queries)
+    segment = Segment(int(cells[low]) if run else cells[low:high], high - low, queries)
     if not (begin == low).all() or not (end == high).all():
-        found.begin, found.end = begin - low, end - low
-    return found
+        segment.begin, segment.end = begin - low, end - low
+    return segment
 
 
 def ragged_plan(segments: Sequence[Segment], tokens: int) -> ml.RaggedPlan:

@@ -46,8 +46,8 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
         name = type(self).__name__
         if self._backend is None:
             return f"<{name}, closed>" if self._closed else f"<{name}, not bound to a backend: call init>"
-        told = [f"{self._dtype} on {self._backend.name}", f"sequences: {self._max_sequences}"]
-        return f"<{name}: {', '.join([*told, *self._told()])}>"
+        facts = [f"{self._dtype} on {self._backend.name}", f"sequences: {self._max_sequences}"]
+        return f"<{name}: {', '.join([*facts, *self._told()])}>"
 
     def _told(self) -> list[str]:
         return []

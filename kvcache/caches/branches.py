@@ -61,8 +61,8 @@ def _between_passes(call: Callable[Concatenate[Cache, A], R]) -> Callable[Concat
     checked: Any = one_thread(call)  # type: ignore[type-var]
 
     def guarded(cache: Cache, /, *args: A.args, **options: A.kwargs) -> R:
-        found: R = (checked if isinstance(cache, PreparedCalls) else call)(cache, *args, **options)
-        return found
+        result: R = (checked if isinstance(cache, PreparedCalls) else call)(cache, *args, **options)
+        return result
 
     functools.update_wrapper(guarded, call)
     return guarded
@@ -250,12 +250,12 @@ def _end(op: str, cache: Cache, seq: int) -> int:
 def _reached(part: Any, seq: int, position: int, to: Mark | None, i: int) -> int:
     """The last position up to ``position`` from which one cache can go on exactly."""
     if hasattr(part, "resume_point"):
-        found: int = part.resume_point(seq, position)
+        reached: int = part.resume_point(seq, position)
     else:
-        found = position if part.can_resume(seq, position) else 0
+        reached = position if part.can_resume(seq, position) else 0
     if to is not None and to.states[i] is not None and to.position <= position:
-        return max(found, to.position)
-    return found
+        return max(reached, to.position)
+    return reached
 
 
 def _check_exact(op: str, cache: Cache, seq: int, position: int, to: Mark | None = None) -> None:

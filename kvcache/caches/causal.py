@@ -435,9 +435,9 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         if buffers.stamp:  # as note_read
             buffers.stamp |= 1
         if history.index is None and (store := buffers.store) is not None:
-            found = store.read(ctx, history.start, history.length)
-            if found is not None:
-                return found[0], found[1], mask
+            views = store.read(ctx, history.start, history.length)
+            if views is not None:
+                return views[0], views[1], mask
         place = ctx.layer(self._layer)
         return (*buffers.read_as_configured(place, history.cells(place), history.length), mask)
 

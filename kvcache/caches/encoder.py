@@ -115,9 +115,9 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
         """Bind to ``backend``. ``capacity`` does not bound an encoder's output, which has its own length."""
-        found = self._check_init(backend, dtype, max_sequences=max_sequences, capacity=capacity)
+        asked = self._check_init(backend, dtype, max_sequences=max_sequences, capacity=capacity)
         # An encoder's output is read whole at every step: formats would unpack it each time.
-        self._stored = ml.DType.F16 if found.plain is None else found.plain
+        self._stored = ml.DType.F16 if asked.plain is None else asked.plain
         self._dtype = CacheFormat.of(self._stored)
         self._check_stored(backend, self._dtype)
         self._max_sequences = max_sequences
@@ -284,13 +284,13 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         """
         current = self._started("get")
         check_context("get", ctx, self._bound("get"))
-        held = [self._held(current, group.seq) for group in current.groups]
-        key, value = held[0]
-        for other_key, other_value in held[1:]:
+        outputs = [self._held(current, group.seq) for group in current.groups]
+        key, value = outputs[0]
+        for other_key, other_value in outputs[1:]:
             key, value = key.concat(ctx, other_key, 0), value.concat(ctx, other_value, 0)
         if self.config.permuted_v:
             value = value.permute(ctx, 1, 2, 0)
-        mask = self._batch_mask(ctx, current, [part.shape[0] for part, _ in held])
+        mask = self._batch_mask(ctx, current, [part.shape[0] for part, _ in outputs])
         current.note_read(self._layer)
         return key, value, mask
 
@@ -307,18 +307,18 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         """
         current = self._started("attend")
         readers: dict[int, list[int]] = {}
-        held = [self._held(current, group.seq) for group in current.groups]
-        key_shape = held[0][0].shape[1:]
+        outputs = [self._held(current, group.seq) for group in current.groups]
+        key_shape = outputs[0][0].shape[1:]
         scale = check_query(ctx, self._bound("attend"), query, current.tokens, key_shape, scale, sinks)
         current.note_read(self._layer)
-        for i, (key, _) in enumerate(held):
+        for i, (key, _) in enumerate(outputs):
             readers.setdefault(id(key), []).append(i)
         if len(readers) == 1:
-            return nn.attention(ctx, query, *held[0], None, scale, sinks)
-        result = ctx.empty((*query.shape[:2], held[0][1].shape[2]), query.dtype)
+            return nn.attention(ctx, query, *outputs[0], None, scale, sinks)
+        result = ctx.empty((*query.shape[:2], outputs[0][1].shape[2]), query.dtype)
         tokens = [current.rows(tuple(members)) for members in readers.values()]
         for rows, (first, *_) in zip(tokens, readers.values(), strict=True):
-            output = held[first]
+            output = outputs[first]
             if isinstance(rows, slice):
                 own = query.slice(ctx, 0, rows.start, rows.stop)
                 out = nn.attention(ctx, own, *output, None, scale, sinks)
@@ -500,7 +500,7 @@ def _receivers(batch: Batch) -> list[tuple[int, int]]:
 
     Without items: all sequences in the order of the batch, and their first positions in it.
     """
-    found: dict[int, int] = {}
+    receivers: dict[int, int] = {}
     try:
         indices = [index for index, *_ in batch.multimodal]
     except TypeError as error:
@@ -513,9 +513,9 @@ def _receivers(batch: Batch) -> list[tuple[int, int]]:
         if index >= len(batch):
             raise InvalidRangeError(f"start_forward: multimodal index {index} of a batch of {len(batch)}")
         seq, position = int(batch.sequences[index]), int(batch.positions[index])
-        if batch.multimodal or seq not in found:
-            found[seq] = position
-    return list(found.items())
+        if batch.multimodal or seq not in receivers:
+            receivers[seq] = position
+    return list(receivers.items())
 
 
 def _split(

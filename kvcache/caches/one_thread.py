@@ -49,12 +49,12 @@ def is_foreign(current: PassOfThread | None) -> bool:
     return any(thread.ident == current.thread for thread in threading.enumerate())
 
 
-def joined(found: Iterable[bool | None]) -> bool | None:
+def joined(foreign: Iterable[bool | None]) -> bool | None:
     """``foreign_pass`` of several caches whose passes are one: those that it leaves out do not count."""
-    told = set(found)
-    if True in told:
+    answers = set(foreign)
+    if True in answers:
         return True
-    return None if told == {None} else False
+    return None if answers == {None} else False
 
 
 def elsewhere(op: str) -> OrderError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
 
 import ml
-from kvcache.cache import ExtraShiftFunction, ShiftFunction
+from kvcache.cache import ShiftFunction
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.states import StateCache
 from kvcache.caches.wrapper import WrapperCache
@@ -20,9 +21,10 @@ class RecurrentCache(WrapperCache):
     are put beside states in the same way: ``WrapperCache(SlidingWindowCache(window), StateCache(states))``.
 
     ``conv_shape`` and ``state_shape`` declare two states for all layers, those of ``conv_state`` and
-    ``recurrent_state``: "conv" (channels, kernel - 1), say, and "recurrent" (heads, key_dim, value_dim),
-    always F32. ``states`` declares any others. ``conv_dtype`` is the ``dtype`` of StateCache; ``shift`` and
-    ``shift_extra`` are those of CausalCache, and all else that of StateCache.
+    ``recurrent_state``: "conv" (channels, kernel - 1), say, of ``conv_dtype``, and "recurrent" (heads,
+    key_dim, value_dim), always F32. ``checkpoints``, ``checkpoint_interval`` and ``conv_dtype`` (``dtype``
+    there) are those of StateCache, ``shift`` is that of CausalCache. For any other states, and whatever else
+    the two offer, make them yourself and join them with :meth:`of`.
     """
 
     def __init__(
@@ -33,23 +35,23 @@ class RecurrentCache(WrapperCache):
         checkpoints: int = 24,
         checkpoint_interval: int = 256,
         conv_dtype: ml.DType | None = None,
-        *,
-        states: Mapping[int | None, Mapping[str, StateSpec]] | None = None,
-        delivers: bool = False,
-        skips: bool = False,
-        shift_extra: ExtraShiftFunction | None = None,
     ) -> None:
         two = {"conv": (conv_shape, None), "recurrent": (state_shape, ml.DType.F32)}
         of_all = {name: StateSpec(shape, dtype) for name, (shape, dtype) in two.items() if shape}
-        declared = dict(states or {})
-        declared[None] = {**of_all, **declared.get(None, {})}
-        self.attention = CausalCache(shift, shift_extra=shift_extra)
-        """The cache of the layers with attention."""
-        self.states = StateCache(
-            declared, checkpoints, checkpoint_interval, conv_dtype, delivers=delivers, skips=skips
-        )
-        """The cache of the layers with states."""
-        super().__init__(self.attention, self.states)
+        states = StateCache({None: of_all}, checkpoints, checkpoint_interval, conv_dtype)
+        self._join(states, CausalCache(shift))
+
+    @classmethod
+    def of(cls, states: StateCache, attention: CausalCache | None = None) -> Self:
+        """Of a cache of states and one of attention, neither of them initialized; None: a CausalCache()."""
+        made = cls.__new__(cls)
+        made._join(states, CausalCache() if attention is None else attention)
+        return made
+
+    def _join(self, states: StateCache, attention: CausalCache) -> None:
+        self.attention, self.states = attention, states
+        """The cache of the layers with attention, and that of the layers with states."""
+        super().__init__(attention, states)
 
     def set_layer_type(self, i: int) -> None:
         """Nothing to choose: a layer may use both, K and V being those of ``attention`` in any case."""

@@ -135,7 +135,7 @@ class SequenceEditor:
                 f"remove: {len(row) - stop} tokens of sequence {seq} have to move down by {distance}, and "
                 "this cache has no shift function; pass shift= to its constructor, or remove to the end"
             )
-        extra = [layer for layer, held in self.snapshots.storage.buffers.items() if held.extra]
+        extra = [layer for layer, buffers in self.snapshots.storage.buffers.items() if buffers.extra]
         if extra and self.shift_extra is None:
             raise NotSupportedError(
                 f"remove: {len(row) - stop} tokens of sequence {seq} have to move down by {distance}, and "

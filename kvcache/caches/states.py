@@ -200,13 +200,13 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
 
     def _inside(self, tokens: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
         """After how many of its tokens in a pass the state of a sequence is wanted, but that of the end."""
-        schedule, found = self.snapshots.schedule, {}
+        schedule, inside_of = self.snapshots.schedule, {}
         for seq, count in tokens.items() if schedule or self._wants else ():
             offset = self._states.rows[seq].offset
             wanted = {position - offset for position in (*schedule.positions(seq), *self._wants.get(seq, ()))}
             if inside := tuple(sorted(n for n in wanted if 0 < n < count)):
-                found[seq] = inside
-        return found
+                inside_of[seq] = inside
+        return inside_of
 
     def foreign_pass(self) -> bool | None:
         current = self._pass
@@ -286,12 +286,12 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
 
     def _read(self, ctx: ml.Context, op: str, name: str, layer: int | None) -> ml.Tensor:
         current, key = self._started(op), (name, self._layer if layer is None else layer)
-        found = self._state(ctx, op, current, key)
+        state = self._state(ctx, op, current, key)
         self._states.check_readable(op, current)
         current.asked.add(key)
         if key in current.updated:
             current.updated[key] = True
-        return found
+        return state
 
     def _state(self, ctx: ml.Context, op: str, current: StatePass, key: tuple[str, int]) -> ml.Tensor:
         name, layer = key

@@ -73,13 +73,13 @@ class SlidingWindowCache(CausalCache):
         if self._unlimited:
             return []
         lowest = {group.seq: group.lowest for group in groups}
-        found = []
+        evictions = []
         for seq, row in self._table.occupied():
             limit = lowest.get(seq, row.last + 1) - self._kept
             begin = row.index(self.keep) if self.keep else 0
             if begin < len(row) and row.positions[begin] < limit:
-                found.append((seq, self.keep, limit))
-        return found
+                evictions.append((seq, self.keep, limit))
+        return evictions
 
     def _go_on_to(self, forward: ForwardPass) -> None:
         super()._go_on_to(forward)

@@ -215,8 +215,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             self.caches[self._type].put(ctx, key, value)
 
     def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
-        found: ml.Tensor = self._with_extras("get_extra").get_extra(ctx, name)
-        return found
+        extra: ml.Tensor = self._with_extras("get_extra").get_extra(ctx, name)
+        return extra
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         return self.current.get(ctx)
@@ -232,8 +232,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     ) -> ml.Tensor:
         if select is None:
             return self.current.attend(ctx, query, scale, sinks)
-        found: ml.Tensor = self._with_extras("attend").attend(ctx, query, scale, sinks, select=select)
-        return found
+        output: ml.Tensor = self._with_extras("attend").attend(ctx, query, scale, sinks, select=select)
+        return output
 
     def _with_extras(self, op: str) -> Any:
         """The current cache, which stores other things than K and V; NotSupportedError where it does not."""
@@ -263,8 +263,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     @property
     def backend(self) -> ml.Backend:
-        found: ml.Backend = self._keepers("backend")[0].backend
-        return found
+        backend: ml.Backend = self._keepers("backend")[0].backend
+        return backend
 
     @property
     def max_sequences(self) -> int:
@@ -339,8 +339,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def lacking(self, seq: int) -> int | None:
         """The position from which on a layer lacks a state, or an encoder's output; None: none does."""
-        found = (cache.lacking(seq) for cache in self._lacking)
-        return min((position for position in found if position is not None), default=None)
+        positions = (cache.lacking(seq) for cache in self._lacking)
+        return min((position for position in positions if position is not None), default=None)
 
     # Snapshots.
 
@@ -434,8 +434,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def rolled_back(self, seq: int) -> int | None:
         """As CausalCache.rolled_back: the lowest of all wrapped caches."""
-        found = [cache.rolled_back(seq) for cache in self._scheduling.values()]
-        return min((position for position in found if position is not None), default=None)
+        positions = [cache.rolled_back(seq) for cache in self._scheduling.values()]
+        return min((position for position in positions if position is not None), default=None)
 
     def next_snapshot(self, seq: int) -> int | None:
         """The next position at which a batch of this sequence should end; None: anywhere."""
@@ -447,10 +447,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
         What one of them took where another could not is joined to its next one. Those up to ``upto``.
         """
-        found = [snapshot for snapshot in self.snapshots_taken(seq) if upto is None or snapshot.end <= upto]
-        for cache in self._scheduling.values() if found else ():
-            cache.take_snapshots(seq, found[-1].end)
-        return found
+        taken = [snapshot for snapshot in self.snapshots_taken(seq) if upto is None or snapshot.end <= upto]
+        for cache in self._scheduling.values() if taken else ():
+            cache.take_snapshots(seq, taken[-1].end)
+        return taken
 
     def skipped_snapshots(self, seq: int) -> list[int]:
         """As CausalCache.skipped_snapshots: the positions that one of the wrapped caches did not take."""
@@ -494,8 +494,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     @property
     def on_pressure(self) -> Callable[[int], bool | None] | None:
         """As CausalCache.on_pressure, of all wrapped caches."""
-        found = (getattr(cache, "on_pressure", None) for cache in self._in_cells)
-        return next((call for call in found if call is not None), None)
+        calls = (getattr(cache, "on_pressure", None) for cache in self._in_cells)
+        return next((call for call in calls if call is not None), None)
 
     @on_pressure.setter
     def on_pressure(self, call: Callable[[int], bool | None] | None) -> None:
@@ -567,10 +567,10 @@ def _lacked(cache: Cache) -> list[str]:
 
 def _joined_at(cache: Any, parts: Sequence[Any], ends: Collection[int]) -> list[Any]:
     """``parts``, which follow one another, joined so that there is one for each of ``ends``."""
-    found, carried = [], None
+    whole, carried = [], None
     for part in parts:
         carried = part if carried is None else cache.merge(carried, part)
         if part.end in ends:
-            found.append(carried)
+            whole.append(carried)
             carried = None
-    return found
+    return whole

@@ -5,14 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError, check_whole
+from kvcache.prefix.options import PrefixOptions
 from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
+from kvcache.snapshots.layer_shapes import Layers
 from kvcache.stores.closing import Closing
 
-__all__ = ["MOST_DRAFTS", "Conversation", "SharedPrefixes", "check_known", "check_missing", "names_of"]
+__all__ = [
+    "MOST_DRAFTS", "Conversation", "SharedPrefixes", "check_known", "check_missing", "names_of",
+    "prefix_options",
+]  # fmt: skip
 
 MOST_DRAFTS = 64
 """Drafted tokens behind the last one of a prompt that are taken for drafts."""
@@ -121,6 +127,19 @@ class Conversation:
         """Left by an exception, it keeps what was evaluated by ``prefill``, or before an ``extend``."""
         with self.lock, self._ending():
             self._session.__exit__(kind, error, trace)
+
+
+def prefix_options(given: Mapping[str, Any], shapes: Callable[[], Layers | None]) -> dict[str, Any]:
+    """The options of a PrefixCache under a runtime: it writes through unless told not to.
+
+    ``shapes`` finds what the model stores in each layer; it is called where no ``layers`` are given.
+    """
+    options = given.get("options") or PrefixOptions()
+    if isinstance(options, PrefixOptions):  # else PrefixCache refuses it
+        through = options.write_through is not False
+        layers = shapes() if options.layers is None else options.layers
+        options = replace(options, write_through=through, layers=layers)
+    return {**given, "options": options}
 
 
 class SharedPrefixes(Closing):

@@ -30,7 +30,6 @@ from kvcache.cache import (
     InvalidRangeError,
     OrderError,
     SnapshotCache,
-    check_whole,
 )
 from kvcache.caches.one_thread import one_thread
 from kvcache.caches.wrapper import unwrapped
@@ -38,8 +37,8 @@ from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.break_even import BreakEven
 from kvcache.prefix.events import BlockEvents, EventBatch
 from kvcache.prefix.eviction import Evictor
-from kvcache.prefix.eviction_queue import TenantBudget
 from kvcache.prefix.matcher import StoreLookup
+from kvcache.prefix.options import PrefixOptions
 from kvcache.prefix.prefetch import Prefetch, Prefetcher
 from kvcache.prefix.prefix_tree import Budgets, PrefixTree
 from kvcache.prefix.retention import Retention, check_retention
@@ -54,7 +53,6 @@ from kvcache.prefix.session import (
 from kvcache.prefix.tiers import HostTier, StoreTier
 from kvcache.prefix.tree_entry import span_of
 from kvcache.prefix.worker import OffloadWorker
-from kvcache.snapshots.layer_shapes import Layers
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.sizes import bytes_text
@@ -81,24 +79,8 @@ class PrefixCache(Closing):
     ``open_store`` takes, or the Path of a folder. Evicted content moves to the next tier.
 
     ``identity`` identifies what computed K and V: model, weights, rope settings, tensor-parallel rank. It is
-    required with a store, which others may share. ``salt`` separates this PrefixCache from others with the
-    same identity; ``begin`` takes a salt for each conversation. ``block_size`` is the number of tokens that a
-    stored key covers. ``interval`` is the number of tokens between snapshots of windows and recurrent states
-    in a prompt. ``backlog`` limits the bytes that wait to be written to the stores. ``in_flight`` limits the
-    bytes on their way from the device to host memory, which a thread copies (0: the caller copies). These
-    are numbers or sizes, too, as is ``read_ahead``.
-
-    ``layers`` gives the shapes that the model stores, {layer: ((heads, dim) of K, (heads, dim) of V)} for all
-    attention layers; stored content with other shapes is corrupt. None: the shapes of the cache, which an
-    unused cache learns from the first serialized snapshot that it restores.
-
-    ``tenant_budget`` limits what is kept for each tenant (the ``salt`` of ``begin``): one TenantBudget for
-    all, or a function of the salt (None: no limit).
-
-    ``break_even`` says when a store is not asked, as computing is faster (None: a new one, which asks as long
-    as nobody tells it by ``break_even.computed`` how long passes over prompts take). ``read_ahead`` limits
-    the bytes of host memory that ``prefetch`` fills (0: it does nothing). With ``write_through`` a thread
-    writes what the stores lack of each session when it closes: a process that is killed loses little.
+    required with a store, which others may share. ``block_size`` is the number of tokens that a stored key
+    covers. Everything else is in ``options``.
 
     The PrefixCache uses all sequences of the cache. One thread at a time may call it and its sessions,
     between passes: OrderError while another one is in a call, or in the middle of a pass. A thread of its own
@@ -113,31 +95,14 @@ class PrefixCache(Closing):
         tiers: Sequence[HostTier | SnapshotStore | str | PathLike[str]] = (),
         *,
         identity: Mapping[str, Any] | None = None,
-        salt: str = "",
         block_size: int = 128,
-        interval: int = 512,
-        backlog: int | str = 256 << 20,
-        in_flight: int | str = 256 << 20,
-        layers: Layers | None = None,
-        tenant_budget: TenantBudget | Callable[[str], TenantBudget | None] | None = None,
-        break_even: BreakEven | None = None,
-        read_ahead: int | str = 256 << 20,
-        write_through: bool = False,
+        options: PrefixOptions | None = None,
     ) -> None:
         settings = _settings_of(cache)
         budget = None if budget is None else parse_bytes(budget, "PrefixCache: budget")
-        check_whole("PrefixCache", "interval", interval, least=1)
-        backlog = parse_bytes(backlog, "PrefixCache: backlog")
-        in_flight = parse_bytes(in_flight, "PrefixCache: in_flight")
-        read_ahead = parse_bytes(read_ahead, "PrefixCache: read_ahead")
-        if not isinstance(write_through, bool):
-            raise InvalidRangeError(f"PrefixCache: write_through={write_through!r:.60}; it must be a bool")
-        if not isinstance(salt, str):
-            raise InvalidRangeError(f"PrefixCache: salt={salt!r:.60}; it must be a string")
-        if not isinstance(break_even, BreakEven | None):
-            raise InvalidRangeError(f"PrefixCache: break_even={break_even!r:.60}; it must be a BreakEven")
-        _check_given(tiers, identity, layers)
-        keys = Keys({"given": dict(identity or {}), "salt": salt, "cache": settings}, block_size)
+        options = PrefixOptions() if options is None else options
+        _check_given(tiers, identity, options)
+        keys = Keys({"given": dict(identity or {}), "salt": options.salt, "cache": settings}, block_size)
         if not hasattr(cache, "offset"):
             raise InvalidRangeError(
                 f"PrefixCache: {type(cache).__name__} knows no positions; wrap it with the cache of the "
@@ -148,10 +113,11 @@ class PrefixCache(Closing):
         host, stores, self._opened = _sorted_tiers(tiers)
         self.cache = cache
         self.stats = PrefixStats()
+        in_flight, backlog, read_ahead = map(int, (options.in_flight, options.backlog, options.read_ahead))
         worker = OffloadWorker(cache.backend, in_flight) if in_flight and tiers else None
-        self.break_even = break_even or BreakEven()
+        self.break_even = options.break_even or BreakEven()
         store = StoreTier(stores, backlog, cache.backend, self.break_even) if stores else None
-        budgets = Budgets(budget, host, _limits(tenant_budget))
+        budgets = Budgets(budget, host, None if options.tenant_budget is None else options.tenant_limit)
         self.tree = PrefixTree(cache, keys, budgets, store, worker)
         self.alphabet = self.tree.alphabet
         self.evictor = Evictor(self.tree)
@@ -159,9 +125,11 @@ class PrefixCache(Closing):
         self._prefetcher = (
             Prefetcher(store, read_ahead, lambda found: span_of(found)[0]) if store and ahead else None
         )
-        shapes = {i: LayerShape(*shape) for i, shape in (layers or {}).items()}
+        shapes = {i: LayerShape(*shape) for i, shape in (options.layers or {}).items()}
         lookup = StoreLookup(self.tree, shapes, self._prefetcher)
-        self._open = OpenSessions(self.tree, self.evictor, lookup, interval, self.stats, write_through)
+        self._open = OpenSessions(
+            self.tree, self.evictor, lookup, options.interval, self.stats, bool(options.write_through)
+        )
         self._calls = self._open.calls
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
@@ -478,18 +446,6 @@ class PrefixCache(Closing):
             raise ClosedError(f"{op}: the PrefixCache is closed")
 
 
-def _limits(
-    budget: TenantBudget | Callable[[str], TenantBudget | None] | None,
-) -> Callable[[str], TenantBudget | None] | None:
-    if isinstance(budget, TenantBudget):
-        return lambda salt: budget
-    if budget is not None and not callable(budget):
-        raise InvalidRangeError(
-            f"PrefixCache: tenant_budget={budget!r:.60}; it must be a TenantBudget, or a function of the salt"
-        )
-    return budget
-
-
 def _warn_of_loss(tree: PrefixTree) -> None:
     """Of a PrefixCache that nobody closed, or at the end of the process."""
     try:
@@ -513,13 +469,10 @@ def _settings_of(cache: SnapshotCache) -> dict[str, object]:
         raise type(error)(f"PrefixCache: {str(error).partition(': ')[2]}") from None
 
 
-def _check_given(tiers: object, identity: object, layers: object) -> None:
-    """Refuse tiers that are no list, an identity or layers that are no dict, a store without identity."""
-    if layers is not None and not isinstance(layers, Mapping):
-        raise InvalidRangeError(
-            f"PrefixCache: layers={layers!r:.60}; it must be a dict, {{layer: ((heads, dim) of K, (heads, "
-            "dim) of V)}"
-        )
+def _check_given(tiers: object, identity: object, options: object) -> None:
+    """Refuse arguments of other kinds, and a store without an identity."""
+    if not isinstance(options, PrefixOptions):
+        raise InvalidRangeError(f"PrefixCache: options={options!r:.60}; it must be PrefixOptions(...)")
     if isinstance(tiers, (str, PathLike, HostTier, SnapshotStore)) or not isinstance(tiers, Sequence):
         one = "HostTier('1GiB')" if not isinstance(tiers, (str, PathLike)) else repr(tiers)
         raise InvalidRangeError(f"PrefixCache: tiers={tiers!r:.60}; it must be a list, such as [{one:.60}]")

@@ -2,7 +2,7 @@
 
 What is to leave is copied within the device first, where it still lies in the cache: its cells and slots are
 free at once. The way to host memory, which is long for a device with memory of its own, is the device's where
-the backend has ``SupportsPageTransfer`` (the thread only waits for it), else the thread's.
+the backend has ``SupportsTransfers`` (the thread only waits for it), else the thread's.
 At most ``limit`` bytes are under way; who sends more waits.
 """
 
@@ -89,8 +89,8 @@ class OffloadWorker:
         self.waiting = 0
         """Bytes under way."""
         self._backend = backend
-        pages = isinstance(backend, ml.SupportsPageTransfer) and backend.pinned_memory(0) is not None
-        self._pages = cast("ml.SupportsPageTransfer", backend) if pages else None
+        pages = isinstance(backend, ml.SupportsTransfers) and backend.pinned_memory(0) is not None
+        self._pages = cast("ml.SupportsTransfers", backend) if pages else None
         self._far = any(device.kind != "cpu" for device in backend.devices)
         self._sent: deque[OffloadJob] = deque()
         self._finished: deque[OffloadJob] = deque()

@@ -165,12 +165,12 @@ class AttentionSnapshots:
 
     def _remember(self, begin: int, end: int, positions: np.ndarray, source: InCache) -> AttentionSnapshot:
         keep = None if self.window is None else self.window.keep
-        found = AttentionSnapshot(begin, end, positions, self.storage.dtype, keep, source)
+        snapshot = AttentionSnapshot(begin, end, positions, self.storage.dtype, keep, source)
         if len(self._lazy) >= self._crowded:
             self._lazy = [ref for ref in self._lazy if (other := ref()) is not None and other.in_cache]
             self._crowded = max(64, 2 * len(self._lazy))
-        self._lazy.append(weakref.ref(found))
-        return found
+        self._lazy.append(weakref.ref(snapshot))
+        return snapshot
 
     def reclaim(self, count: int) -> None:
         """Make ``count`` cells free where snapshots hold enough of them, else leave all as it is.
@@ -183,11 +183,11 @@ class AttentionSnapshots:
         if table.free >= count or table.unowned < count:
             return
         while table.free < count and self.on_pressure is not None:
-            held = -table.free, len(table.pins)
+            before = -table.free, len(table.pins)
             if not self.on_pressure(count - table.free):
                 break
             table.sweep()
-            if (-table.free, len(table.pins)) >= held:  # it is asked again only where it did something
+            if (-table.free, len(table.pins)) >= before:  # it is asked again only where it did something
                 break
         table.sweep()
         for snapshot, source in self._in_cache():
@@ -323,7 +323,7 @@ class AttentionSnapshots:
     def _put_back(self, seq: int, snapshot: AttentionSnapshot, some: slice | np.ndarray) -> None:
         """Replace the row's end first, then the data; the row is changed back where the data fails."""
         table, row = self.storage.table, self.storage.table.rows[seq]
-        saved, held = row.save_copy(), row.cells.copy()
+        saved, cells_before = row.save_copy(), row.cells.copy()
         layers, shapes, positions = snapshot.read(), snapshot.shapes(), snapshot.positions[some]
         table.drop(seq, row.index(snapshot.begin), len(row))
         if not positions.size:
@@ -349,7 +349,7 @@ class AttentionSnapshots:
                 ctx.compute()
         except BaseException:
             table.restore_row(seq, saved)
-            row.lost = row.lost or (writing and bool(np.isin(cells, held).any()))
+            row.lost = row.lost or (writing and bool(np.isin(cells, cells_before).any()))
             raise
         self.storage.buffers.update(buffers)
         for i, layer_buffers in self.storage.buffers.items():
@@ -399,12 +399,12 @@ class AttentionSnapshots:
         pins = [source.pin for source in sources]
         if any([pin.lost for pin in pins]):  # noqa: C419 - a generator takes longer than all of them
             next(source for source in sources if source.pin.lost).check()
-        found = InCache(sources[0].backend, table, sources[0].buffers, in_order(pins))
-        if found.pin.cells.size == last.end - first.begin:  # no gaps: numbers are made faster than copied
+        joined = InCache(sources[0].backend, table, sources[0].buffers, in_order(pins))
+        if joined.pin.cells.size == last.end - first.begin:  # no gaps: numbers are made faster than copied
             positions = np.arange(first.begin, last.end)
         else:
             positions = np.concatenate([part.positions for part in parts])
-        return self._remember(first.begin, last.end, positions, found)
+        return self._remember(first.begin, last.end, positions, joined)
 
     def _spanning(self, snapshot: AttentionSnapshot, begin: int, end: int) -> AttentionSnapshot:
         """The same content, said to be of ``[begin, end)``."""
@@ -457,9 +457,9 @@ class AttentionSnapshots:
                 f"restore: this cache stores layers {sorted(buffers)}, the snapshot {sorted(layers)}"
             )
         for i, shape in layers.items():
-            held = buffers.get(i)
-            if held is not None and held.shape != shape:
-                raise InvalidRangeError(f"restore: layer {i} stores {held.shape}; the snapshot has {shape}")
+            layer = buffers.get(i)
+            if layer is not None and layer.shape != shape:
+                raise InvalidRangeError(f"restore: layer {i} stores {layer.shape}; the snapshot has {shape}")
 
 
 def _next(stored: np.ndarray, begin: int) -> int:

@@ -85,8 +85,8 @@ class _Check:
             raise ValueError(f"the array {min(strange)!r:.40} is of nothing")
         return span
 
-    def _snapshot(self, found: object, at: str, depth: int) -> tuple[int, int]:
-        meta = _typed(found, dict, f"{at}snapshot")
+    def _snapshot(self, value: object, at: str, depth: int) -> tuple[int, int]:
+        meta = _typed(value, dict, f"{at}snapshot")
         kind = meta.get("kind")
         begin, end = _count(meta.get("begin"), "begin"), _count(meta.get("end"), "end")
         if begin > end:
@@ -190,20 +190,20 @@ class _Check:
         return tuple(shape[order.index(i)] for i in range(len(shape))), ml.DType.from_numpy(array.dtype)
 
 
-def _latent(found: object) -> dict[int, int]:
+def _latent(value: object) -> dict[int, int]:
     """By layer how many numbers of K are its values."""
     latent: dict[int, int] = {}
-    for entry in _typed(found, list, "latent"):
+    for entry in _typed(value, list, "latent"):
         number, v_dim = (_count(one, "a latent layer") for one in _items(entry, 2, "a latent layer"))
         _new(set(latent), number)
         latent[number] = v_dim
     return latent
 
 
-def _extra(found: object) -> dict[int, list[tuple[str, tuple[int, ...]]]]:
+def _extra(value: object) -> dict[int, list[tuple[str, tuple[int, ...]]]]:
     """By layer the names and shapes of its extras."""
     extra: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
-    for entry in _typed(found, list, "extra"):
+    for entry in _typed(value, list, "extra"):
         number, specs = _items(entry, 2, "the extras of a layer")
         _new(set(extra), _count(number, "a layer's number"))
         named: dict[str, tuple[int, ...]] = {}
@@ -246,12 +246,12 @@ def _dtype(value: object) -> ml.DType:
 def _format(value: object) -> CacheFormat:
     """The formats of that name, as snapshots write it."""
     try:
-        found = CacheFormat.of(value) if type(value) is str else None
+        stored = CacheFormat.of(value) if type(value) is str else None
     except (ml.DTypeError, ml.NotSupportedError, ml.PluginError) as error:
         raise ValueError(f"a format is {value!r:.40} ({error})") from error
-    if found is None or found.name != value:
+    if stored is None or stored.name != value:
         raise ValueError(f"a format is {value!r:.40}")
-    return found
+    return stored
 
 
 def _float(dtype: ml.DType, what: str) -> None:

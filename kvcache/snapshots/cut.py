@@ -136,15 +136,15 @@ class _Join:
         last, kind = metas[-1], metas[-1]["kind"]
         if any(meta["kind"] != kind for meta in metas):
             raise ValueError(f"kinds {[meta['kind'] for meta in metas]}")
-        found = {**last, "begin": metas[0]["begin"]}
+        whole = {**last, "begin": metas[0]["begin"]}
         if kind == "attention" and not last["whole"]:
             return self._attention(metas, name)
         if kind == "wrapper":
             columns = zip(*(meta["parts"] for meta in metas), strict=True)
-            return {**found, "parts": [self.meta(column, f"{name}{i}/") for i, column in enumerate(columns)]}
+            return {**whole, "parts": [self.meta(column, f"{name}{i}/") for i, column in enumerate(columns)]}
         if kind == "states":
             self._take(-1, [tensor for _, _, tensor in last["states"]])
-            return found
+            return whole
         if kind == "encoder":  # the last output that came with a token
             at = max((i for i, meta in enumerate(metas) if meta["position"] is not None), default=-1)
             self._take(at, [tensor for _, tensors in metas[at]["layers"] for tensor in tensors])

@@ -34,18 +34,18 @@ def layers_of_serialized(serialized: SerializedSnapshot) -> Layers:
 
 def check_layers(serialized: SerializedSnapshot, expected: Layers) -> None:
     """Raise SnapshotCorruptError unless what was checked has exactly these layers, as wide; {}: any."""
-    found = layers_of_serialized(serialized)
+    stored = layers_of_serialized(serialized)
     positions = (array.size for name, array in serialized.arrays.items() if name.endswith("positions"))
-    if not expected or not (found or any(positions)):
+    if not expected or not (stored or any(positions)):
         return
-    lacking, strange = expected.keys() - found.keys(), found.keys() - expected.keys()
+    lacking, strange = expected.keys() - stored.keys(), stored.keys() - expected.keys()
     if lacking or strange:
         raise SnapshotCorruptError(
-            f"serialized snapshot: it has the layers {sorted(found)}; the cache stores {sorted(expected)}"
+            f"serialized snapshot: it has the layers {sorted(stored)}; the cache stores {sorted(expected)}"
         )
     for i, shape in expected.items():
-        if found[i] != shape:
-            raise SnapshotCorruptError(f"snapshot: layer {i} has {found[i]}; the cache stores {shape}")
+        if stored[i] != shape:
+            raise SnapshotCorruptError(f"snapshot: layer {i} has {stored[i]}; the cache stores {shape}")
 
 
 def _of_snapshot(snapshot: object) -> Layers:

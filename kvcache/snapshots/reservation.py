@@ -72,7 +72,7 @@ class CellReservation:
     @staticmethod
     def is_known(backend: ml.Backend) -> bool:
         """Whether a backend may have a way to its tensors' memory from outside."""
-        return isinstance(backend, (ml.SupportsHostWrite, ml.SupportsPageTransfer))
+        return isinstance(backend, (ml.SupportsHostMemory, ml.SupportsTransfers))
 
     def open(self) -> Places | None:
         """The cells' memory, per layer in the order of the incoming tensors; None where it is not to be had.
@@ -80,15 +80,15 @@ class CellReservation:
         To be let go of before ``keep``, and before the backend is used for anything else.
         """
         backend = self._backend
-        if not isinstance(backend, ml.SupportsHostWrite):
+        if not isinstance(backend, ml.SupportsHostMemory):
             return None
         with backend.new_context() as ctx:
             views = self._views(ctx)
             if views is None:
                 return None
-            found = {i: [backend.overwrite(ctx.layer(i), one) for one in views[i]] for i in views}
-        places = {i: [place for place in layer if place is not None] for i, layer in found.items()}
-        if any(len(places[i]) < len(found[i]) for i in found):
+            memory = {i: [backend.overwrite(ctx.layer(i), one) for one in views[i]] for i in views}
+        places = {i: [place for place in layer if place is not None] for i, layer in memory.items()}
+        if any(len(places[i]) < len(memory[i]) for i in memory):
             return None
         self._places = places
         return places
@@ -102,7 +102,7 @@ class CellReservation:
         uses the cells comes after it.
         """
         backend = self._backend
-        if not isinstance(backend, ml.SupportsPageTransfer):
+        if not isinstance(backend, ml.SupportsTransfers):
             return None
         with backend.new_context() as ctx:
             views = self._views(ctx)

@@ -122,5 +122,5 @@ class SnapshotSchedule(Generic[S]):
         return self._cuts.pop(seq, None)
 
     def drop(self, seq: int) -> None:
-        for held in (self._due, self._taken, self._skipped, self._from):
-            held.pop(seq, None)
+        for by_sequence in (self._due, self._taken, self._skipped, self._from):
+            by_sequence.pop(seq, None)

@@ -37,14 +37,14 @@ _TO_COME = np.empty(0, np.uint8)
 
 def serialize(backend: ml.Backend, snapshot: Snapshot) -> SerializedSnapshot:
     """Copy a snapshot of a cache on ``backend`` to host memory, byte for byte; it stays as it is."""
-    found = _copied(backend, snapshot, functools.partial(page_out, backend))
-    assert found is not None
-    found[1].wait()
-    return found[0]
+    begun = _copied(backend, snapshot, functools.partial(page_out, backend))
+    assert begun is not None
+    begun[1].wait()
+    return begun[0]
 
 
 def begin_serialize(
-    backend: ml.SupportsPageTransfer, snapshot: Snapshot
+    backend: ml.SupportsTransfers, snapshot: Snapshot
 ) -> tuple[SerializedSnapshot, ml.PageTransfer] | None:
     """As ``serialize``; the arrays are good when the transfer is done. None where the backend copies at once.
 
@@ -111,8 +111,8 @@ class _Writer:
                 [i, [self._tensor(f"{at}{i}.{n}", tensor) for n, tensor in enumerate(pair)]]
                 for i, pair in snapshot.layers.items()
             ]
-            held = {"position": snapshot.position, "length": snapshot.length, "layers": layers}
-            return {"kind": "encoder", **meta, **held}
+            own = {"position": snapshot.position, "length": snapshot.length, "layers": layers}
+            return {"kind": "encoder", **meta, **own}
         if isinstance(snapshot, WrapperSnapshot):
             parts = [self.encode(part, f"{at}{i}/") for i, part in enumerate(snapshot.parts)]
             return {"kind": "wrapper", **meta, "parts": parts}
@@ -144,7 +144,7 @@ class _Writer:
 class _Reader:
     def __init__(self, ctx: ml.Context, backend: ml.Backend, arrays: Mapping[str, np.ndarray]) -> None:
         self.ctx, self.arrays = ctx, arrays
-        self.borrow = backend.borrow if isinstance(backend, ml.SupportsZeroCopyRead) else None
+        self.borrow = backend.borrow if isinstance(backend, ml.SupportsHostMemory) else None
 
     def decode(self, meta: Meta, at: str = "") -> Snapshot:
         kind, begin, end = meta["kind"], meta["begin"], meta["end"]

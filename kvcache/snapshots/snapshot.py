@@ -136,7 +136,7 @@ class InCache:
 
     @property
     def nbytes(self) -> int:
-        stored = sum([held.nbytes for held in self.buffers.values()])
+        stored = sum([layer.nbytes for layer in self.buffers.values()])
         return stored // self.table.cells * self.pin.cells.size
 
     @property
@@ -148,7 +148,7 @@ class InCache:
     def awaited(self) -> list[int]:
         """The layers that the pass under way has still to give some of its tokens."""
         table, cells = self.table, self.pin.cells
-        return [i for i, held in self.buffers.items() if table.awaited(held.stamp, cells)]
+        return [i for i, layer in self.buffers.items() if table.awaited(layer.stamp, cells)]
 
     def check(self) -> None:
         """Raise SequenceLostError where a device failure took what lies there."""
@@ -174,7 +174,7 @@ class InCache:
             )
         self.table.join_arrivals(self.pin.cells)
         taken, cells = self.table.taken, self.pin.cells
-        whole = {i: held for i, held in self.buffers.items() if held.lacks(taken, cells) is None}
+        whole = {i: layer for i, layer in self.buffers.items() if layer.lacks(taken, cells) is None}
         return read_layers(self.backend, whole, cells)
 
 
@@ -273,8 +273,8 @@ class AttentionSnapshot:
 
     def shapes(self) -> dict[int, LayerShape]:
         """What each layer stores of a token."""
-        held = self._layers if self.source is None else self.source.buffers
-        return {i: layer.shape for i, layer in held.items()}
+        layers = self._layers if self.source is None else self.source.buffers
+        return {i: layer.shape for i, layer in layers.items()}
 
 
 class StateSnapshot:
@@ -466,8 +466,8 @@ def read_layers(
     with backend.new_context() as ctx:
         where = int(cells[0]) if is_run else ctx.from_numpy(cells, ml.DType.I32)
         layers = {
-            i: LayerSnapshot(held.read_stored(ctx.layer(i), where, cells.size), held.activations, held.shape)
-            for i, held in buffers.items()
+            i: LayerSnapshot(own.read_stored(ctx.layer(i), where, cells.size), own.activations, own.shape)
+            for i, own in buffers.items()
         }
         ctx.compute(*tensors_of(layers))
     return layers
@@ -483,12 +483,12 @@ def _owner(tensors: Iterable[ml.Tensor]) -> ml.Backend | None:
 
 def sliced(ctx: ml.Context, layers: Layers, start: int, stop: int) -> dict[int, LayerSnapshot]:
     """Copies of entries ``[start, stop)``; no layers where there are none."""
-    found: dict[int, LayerSnapshot] = {}
+    cut: dict[int, LayerSnapshot] = {}
     for i, layer in layers.items() if stop > start else ():
         place = ctx.layer(i)
         parts = (compact(place, tensor.slice(place, 0, start, stop)) for tensor in layer.tensors)
-        found[i] = replace(layer, tensors=tuple(parts))
-    return found
+        cut[i] = replace(layer, tensors=tuple(parts))
+    return cut
 
 
 def entries(ctx: ml.Context, tensor: ml.Tensor, some: slice | np.ndarray) -> ml.Tensor:
@@ -508,9 +508,9 @@ def compact(ctx: ml.Context, tensor: ml.Tensor) -> ml.Tensor:
 
 
 def joined(ctx: ml.Context, first: Layers, second: Layers) -> dict[int, LayerSnapshot]:
-    found: dict[int, LayerSnapshot] = {}
+    whole: dict[int, LayerSnapshot] = {}
     for i, layer in first.items():
         place = ctx.layer(i)
         pairs = zip(layer.tensors, second[i].tensors, strict=True)
-        found[i] = replace(layer, tensors=tuple(one.concat(place, other, 0) for one, other in pairs))
-    return found
+        whole[i] = replace(layer, tensors=tuple(one.concat(place, other, 0) for one, other in pairs))
+    return whole

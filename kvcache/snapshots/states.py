@@ -44,13 +44,13 @@ class StateSnapshots:
             if end == offset and self.states.is_open(seq):
                 continue
             try:
-                found = self.snapshot(seq, begin, end) if end == offset or end in inside else None
+                snapshot = self.snapshot(seq, begin, end) if end == offset or end in inside else None
             except OrderError:  # tokens of a pass that failed
-                found = None
-            if found is None:
+                snapshot = None
+            if snapshot is None:
                 self.schedule.skip(seq, end)
             else:
-                self.schedule.taken(seq, found)
+                self.schedule.taken(seq, snapshot)
 
     # Taking.
 

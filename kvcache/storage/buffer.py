@@ -45,9 +45,9 @@ class Buffer:
 
     def narrowed(self, dim: int) -> Buffer:
         """The first ``dim`` numbers of each head, to be read where they lie."""
-        found = copy.copy(self)
-        found.dim = dim
-        return found
+        narrow = copy.copy(self)
+        narrow.dim = dim
+        return narrow
 
     def touch(self, ctx: ml.Context) -> None:
         zero = ctx.zeros((1, 1, 1), self.tensor.dtype)
@@ -82,18 +82,18 @@ class Buffer:
         self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int, heads_first: bool = False
     ) -> ml.Tensor:
         """Scattered cells in the shapes of :meth:`read_batch`."""
-        found = self.gather(ctx, cells)  # not reshaped: permuted values would be copied
-        cell, head, dim = found.strides
+        gathered = self.gather(ctx, cells)  # not reshaped: permuted values would be copied
+        cell, head, dim = gathered.strides
         shape, strides = (batch, count, self.heads, self.dim), (count * cell, cell, head, dim)
         if heads_first:
             shape, strides = (batch, self.heads, count, self.dim), (count * cell, head, cell, dim)
-        return found.view(ctx, 0, shape, strides)
+        return gathered.view(ctx, 0, shape, strides)
 
     def gather(self, ctx: ml.Context, cells: ml.Tensor) -> ml.Tensor:
         """Scattered cells as new storage (count, heads, dim)."""
-        found = self.tensor.rows(ctx, cells, axis=self.axis)
-        found = found.permute(ctx, *(self.order.index(axis) for axis in range(3)))
-        return found if found.shape[2] == self.dim else found.slice(ctx, 2, 0, self.dim)
+        gathered = self.tensor.rows(ctx, cells, axis=self.axis)
+        gathered = gathered.permute(ctx, *(self.order.index(axis) for axis in range(3)))
+        return gathered if gathered.shape[2] == self.dim else gathered.slice(ctx, 2, 0, self.dim)
 
     def write(self, ctx: ml.Context, cells: Cells, source: ml.Tensor) -> ml.Tensor:
         """Store (count, heads, dim): one strided copy into a run, else a scatter."""
@@ -108,11 +108,11 @@ class Buffer:
         """
         if not isinstance(cells, int):
             return (self.gather(ctx, cells),)
-        found = self.read(ctx, cells, count).permute(ctx, *self.order).contiguous(ctx)
-        return (found.permute(ctx, *(self.order.index(axis) for axis in range(3))),)
+        in_memory_order = self.read(ctx, cells, count).permute(ctx, *self.order).contiguous(ctx)
+        return (in_memory_order.permute(ctx, *(self.order.index(axis) for axis in range(3))),)
 
-    def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
-        ctx.forward(self.write(ctx, cells, found[0]))
+    def write_stored(self, ctx: ml.Context, cells: Cells, parts: tuple[ml.Tensor, ...]) -> None:
+        ctx.forward(self.write(ctx, cells, parts[0]))
 
     def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
         """Cells ``[start, start + count)`` as ``read_stored`` shows them, where they lie."""

@@ -39,24 +39,24 @@ class CellStorage:
 
     def readable(self, op: str, layer: int, rows: Iterable[Row], begin: int = 0) -> LayerBuffers:
         """What a layer stores; OrderError where it lacks a token of ``rows`` from position ``begin`` on."""
-        found = self.buffers.get(layer)
-        if found is None:
+        buffers = self.buffers.get(layer)
+        if buffers is None:
             raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
-        for row in rows if found.absent is not None else ():
+        for row in rows if buffers.absent is not None else ():
             start = row.index(begin)
-            lacking = found.lacks(self.table.taken, row.cells[start:])
+            lacking = buffers.lacks(self.table.taken, row.cells[start:])
             if lacking is not None:
                 raise OrderError(
                     f"{op}: layer {layer} lacks position {row.positions[start:][lacking][0]}, which was not "
                     "put in the pass that stored the token, or is not in what was restored; remove the "
                     "tokens from there on, and evaluate them in all layers"
                 )
-        found.note_read()
-        return found
+        buffers.note_read()
+        return buffers
 
     def missing(self, cells: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """By layer which of the tokens in ``cells`` it lacks, of layers that lack any."""
-        for layer, held in self.buffers.items():
-            found = None if held.absent is None else held.lacks(self.table.taken, cells)
-            if found is not None:
-                yield layer, found
+        for layer, buffers in self.buffers.items():
+            lacking = None if buffers.absent is None else buffers.lacks(self.table.taken, cells)
+            if lacking is not None:
+                yield layer, lacking

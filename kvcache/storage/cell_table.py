@@ -107,10 +107,10 @@ class Row:
         if not len(self) or positions[0] > self.last:
             return None
         stored = self.positions
-        found = np.searchsorted(stored, positions)
-        found[found == stored.size] = 0
-        held = positions[stored[found] == positions]
-        return int(held[0]) if held.size else None
+        places = np.searchsorted(stored, positions)
+        places[places == stored.size] = 0
+        both = positions[stored[places] == positions]
+        return int(both[0]) if both.size else None
 
     def save(self) -> SavedRow:
         return self._positions, self._cells, self._head, self._tail, self.contiguous, self._lent
@@ -362,7 +362,7 @@ class CellTable:
             return
         wanted = self.references == 0
         wanted[... if cells is None else cells] = True
-        failed = [error for held, error in self.arrivals.join(wanted) if self.mark_lost(held)]
+        failed = [error for target, error in self.arrivals.join(wanted) if self.mark_lost(target)]
         if failed:
             raise failed[0]
 
@@ -451,19 +451,19 @@ class CellTable:
         ordered = np.sort(cells[chosen])
         if (ordered[1:] == ordered[:-1]).any():  # of two for one cell it is the first
             chosen = chosen[np.sort(np.unique(cells[chosen], return_index=True)[1])]
-        given: Array = cells[chosen]
+        new: Array = cells[chosen]
         for number, position, cell in zip(
-            chosen.tolist(), positions[chosen].tolist(), given.tolist(), strict=True
+            chosen.tolist(), positions[chosen].tolist(), new.tolist(), strict=True
         ):
             rows[number].append_behind(position, cell)
-        self.references[given] = 1
-        self._number(given)
-        self.free -= given.size
-        self.appended += given.size
-        if given.size == len(rows):
-            return given
+        self.references[new] = 1
+        self._number(new)
+        self.free -= new.size
+        self.appended += new.size
+        if new.size == len(rows):
+            return new
         taken = np.full(len(rows), -1)
-        taken[chosen] = given
+        taken[chosen] = new
         return taken
 
     def take(self, seq: int, positions: Array, cells: Array) -> None:

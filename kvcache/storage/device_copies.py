@@ -40,23 +40,23 @@ class HostArrays:
 
     def pending(self, ctx: ml.Context) -> bool:
         """Whether a transfer to the device of ``ctx`` has a price, and was not made yet."""
-        priced = nn.offers(getattr(ctx, "backend", None), ml.SupportsUpload)
+        priced = nn.offers(getattr(ctx, "backend", None), ml.SupportsTransfers)
         return priced and not self._near.get(device_of(ctx))
 
     def gather(self) -> None:
         """Called before arrays go to a device: what it adds goes with them."""
 
     def on(self, ctx: ml.Context, place: int) -> ml.Tensor:
-        found = self._near.setdefault(device_of(ctx), [])
-        if place >= len(found):
+        tensors = self._near.setdefault(device_of(ctx), [])
+        if place >= len(tensors):
             self.gather()
-            found += _upload(ctx, self._arrays[len(found) :])
-        return found[place]
+            tensors += _upload(ctx, self._arrays[len(tensors) :])
+        return tensors[place]
 
 
 def _upload(ctx: ml.Context, arrays: list[tuple[np.ndarray, ml.DType]]) -> list[ml.Tensor]:
     backend: Any = getattr(ctx, "backend", None)
-    if nn.offers(backend, ml.SupportsUpload):
+    if nn.offers(backend, ml.SupportsTransfers):
         return backend.upload(ctx, arrays)  # type: ignore[no-any-return]
     return [ctx.from_numpy(array, dtype) for array, dtype in arrays]
 
@@ -88,6 +88,6 @@ class OnDevices:
         return self._near[device]
 
 
-def near(ctx: ml.Context, found: T | OnDevices | HostArray) -> T:
+def near(ctx: ml.Context, source: T | OnDevices | HostArray) -> T:
     """The tensor on the device of ``ctx``, not to be written; what is not of a device as it is."""
-    return found.on(ctx) if isinstance(found, (OnDevices, HostArray)) else found  # type: ignore[return-value]
+    return source.on(ctx) if isinstance(source, (OnDevices, HostArray)) else source  # type: ignore[return-value]

@@ -102,21 +102,21 @@ class LayerBuffers:
         key, value = self.key.as_stored, self.value.as_stored
         if key is self.key and value is self.value:
             return None
-        found = copy.copy(self)
-        found.key, found.value, found.rotated = key, value, None
-        found.whole = _whole_of(ctx, key, value)
-        found.store = found.row_store = None
-        return found
+        rotated = copy.copy(self)
+        rotated.key, rotated.value, rotated.rotated = key, value, None
+        rotated.whole = _whole_of(ctx, key, value)
+        rotated.store = rotated.row_store = None
+        return rotated
 
     def _find_store(self, ctx: ml.Context) -> ml.KVStore | None:
         key, value, backend = self.key, self.value, getattr(ctx, "backend", None)
         if self.shape.is_latent or self.extra:
             return None
-        if self.is_quantized and isinstance(backend, ml.SupportsQuantizedStore):
-            return backend.quantized_store(*self.whole, self.formats)
-        if self.permuted_v or not isinstance(key, Buffer) or not isinstance(value, Buffer):
+        if not isinstance(backend, ml.SupportsKVStorage):
             return None
-        if not isinstance(backend, ml.SupportsKVStore):
+        if self.is_quantized:
+            return backend.kv_store(*self.whole, self.formats)
+        if self.permuted_v or not isinstance(key, Buffer) or not isinstance(value, Buffer):
             return None
         return backend.kv_store(key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells))
 
@@ -171,8 +171,8 @@ class LayerBuffers:
         """Which of the tokens in ``cells`` were not put here; None: all were."""
         if self.absent is None:
             return None
-        found = self.absent[cells] == taken[cells]
-        return found if found.any() else None
+        lacking = self.absent[cells] == taken[cells]
+        return lacking if lacking.any() else None
 
     def apart(self, ctx: ml.Context, new: Sequence[ml.Tensor]) -> list[ml.Tensor]:
         """``new``, with copies of what lies in K or V, and would change while they are written."""
@@ -190,9 +190,9 @@ class LayerBuffers:
     def read(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
         """K and V as (count, heads, dim)."""
         if isinstance(cells, int):
-            found = None if self.store is None else self.store.read(ctx, cells, count)
-            if found is not None:
-                return found
+            views = None if self.store is None else self.store.read(ctx, cells, count)
+            if views is not None:
+                return views
             key = self.key.read(ctx, cells, count)
             return key, self._part(ctx, key) if self.shape.is_latent else self.value.read(ctx, cells, count)
         key = self.key.gather(ctx, cells)
@@ -201,9 +201,9 @@ class LayerBuffers:
     def read_extra(self, ctx: ml.Context, name: str, cells: Cells, count: int) -> ml.Tensor:
         """An extra as (count, *shape)."""
         buffer = self.extra[name]
-        found = buffer.read(ctx, cells, count) if isinstance(cells, int) else buffer.gather(ctx, cells)
+        extra = buffer.read(ctx, cells, count) if isinstance(cells, int) else buffer.gather(ctx, cells)
         (shape,) = (one.shape for one in self.shape.extra if one.name == name)
-        return found.reshape(ctx, count, *shape)
+        return extra.reshape(ctx, count, *shape)
 
     def _part(self, ctx: ml.Context, key: ml.Tensor) -> ml.Tensor:
         return key.slice(ctx, len(key.shape) - 1, 0, self.value.dim)
@@ -250,9 +250,9 @@ class LayerBuffers:
         """Copies of all parts in the order of ``stored``, (count, heads, ...) each."""
         return tuple(part for one in self.stored for part in one.read_stored(ctx, cells, count))
 
-    def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
+    def write_stored(self, ctx: ml.Context, cells: Cells, parts: tuple[ml.Tensor, ...]) -> None:
         """Write what ``read_stored`` gave, into other cells or another cache's."""
-        rest = iter(found)
+        rest = iter(parts)
         for one in self.stored:
             one.write_stored(ctx, cells, tuple(itertools.islice(rest, one.part_count)))
 

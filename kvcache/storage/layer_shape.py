@@ -84,10 +84,10 @@ class LayerShape(NamedTuple):
         for one in formats:
             dim = one.head_dim(left[0][0][2] if left else 0)
             made = one.parts(dim, activations)
-            found = [(shape[2], dtype) for shape, dtype in left[: len(made)]]
-            if found != [*made]:
+            widths = [(shape[2], dtype) for shape, dtype in left[: len(made)]]
+            if widths != [*made]:
                 raise InvalidRangeError(
-                    f"{one.name} of {activations.name}: parts {_told(found)}; it makes {_told(made)}"
+                    f"{one.name} of {activations.name}: parts {_told(widths)}; it makes {_told(made)}"
                 )
             dims.append(dim)
             left = left[len(made) :]
@@ -110,10 +110,10 @@ def _extra_part(
 
 def latent_dim(dim: int, v_dim: int | None) -> int:
     """How many numbers of a key are its value; None: all of ``dim``. InvalidRangeError for more, or none."""
-    found = dim if v_dim is None else v_dim
-    if type(found) is not int or not 1 <= found <= dim:
+    values = dim if v_dim is None else v_dim
+    if type(values) is not int or not 1 <= values <= dim:
         raise InvalidRangeError(f"put: v_dim={v_dim!r:.40} of keys of {dim}; it must be 1 to {dim}")
-    return found
+    return values
 
 
 def _told(parts: Sequence[tuple[int, ml.DType]]) -> str:

@@ -1,7 +1,7 @@
 """Buffers of what a format makes of numbers: encoded on ``put`` and read back on ``get``.
 
 A part of the format lies in a plain buffer of its own (see :class:`kvcache.StorageFormat`). Encoding and
-decoding are the format's: by the backend where it can (:class:`ml.SupportsBlockFormats`), else with
+decoding are the format's: by the backend where it can (:class:`ml.SupportsKVStorage`), else with
 protocol operations alone, so that every backend with compute has them, for every attention cache.
 """
 
@@ -44,18 +44,18 @@ class QuantizedBuffer:
 
     def narrowed(self, dim: int) -> QuantizedBuffer:
         """The first ``dim`` numbers of each head, of the same parts."""
-        found = copy.copy(self)
-        found.dim = dim
-        return found
+        narrow = copy.copy(self)
+        narrow.dim = dim
+        return narrow
 
     @property
     def as_stored(self) -> QuantizedBuffer:
         """All numbers as they are turned where the format rotates; itself where it does not."""
         if not isinstance(self.format, Rotated):
             return self
-        found = copy.copy(self)
-        found.format, found.dim = self.format.inner, self.coded_dim
-        return found
+        codes = copy.copy(self)
+        codes.format, codes.dim = self.format.inner, self.coded_dim
+        return codes
 
     def turn(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
         """x (..., dim) as what ``as_stored`` reads is turned, or back."""
@@ -93,23 +93,23 @@ class QuantizedBuffer:
 
     def decode(self, ctx: ml.Context, parts: list[ml.Tensor]) -> ml.Tensor:
         """What parts (..., width) stand for, as it was put: (..., dim)."""
-        found = self.format.decode(ctx, parts, self.coded_dim)
+        values = self.format.decode(ctx, parts, self.coded_dim)
         if self.dim != self.coded_dim:
-            found = found.slice(ctx, len(found.shape) - 1, 0, self.dim)
-        return found if found.dtype is self.activations else found.cast(ctx, self.activations)
+            values = values.slice(ctx, len(values.shape) - 1, 0, self.dim)
+        return values if values.dtype is self.activations else values.cast(ctx, self.activations)
 
     def write(self, ctx: ml.Context, cells: Cells, source: ml.Tensor) -> ml.Tensor:
         first, *rest = zip(self.parts, self.format.encode(ctx, source), strict=True)
-        for part, found in rest:
-            ctx.forward(part.write(ctx, cells, found))
+        for part, new in rest:
+            ctx.forward(part.write(ctx, cells, new))
         return first[0].write(ctx, cells, first[1])
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
         """Copies of the parts (count, heads, width), for :meth:`write_stored`."""
         return tuple(tensor for part in self.parts for tensor in part.read_stored(ctx, cells, count))
 
-    def write_stored(self, ctx: ml.Context, cells: Cells, found: tuple[ml.Tensor, ...]) -> None:
-        for part, tensor in zip(self.parts, found, strict=True):
+    def write_stored(self, ctx: ml.Context, cells: Cells, tensors: tuple[ml.Tensor, ...]) -> None:
+        for part, tensor in zip(self.parts, tensors, strict=True):
             part.write_stored(ctx, cells, (tensor,))
 
     def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:

@@ -71,22 +71,22 @@ class _Piece:
 
     def computed(self, offset: int, shift: ShiftFunction, shift_extra: ExtraShiftFunction | None) -> Fresh:
         """What is to be written, in storage of its own."""
-        found: Fresh = {}
+        fresh: Fresh = {}
         with self._storage.backend.new_context() as ctx:
             where, offsets = self._where(ctx), ctx.full((self._cells.size,), offset, ml.DType.I32)
-            for layer, held in self._storage.buffers.items():
+            for layer, buffers in self._storage.buffers.items():
                 place = ctx.layer(layer)
-                key = _shifted(place, layer, held, where, offsets, shift)
-                found[layer] = key, _shifted_extra(place, layer, held, where, offsets, shift_extra)
-            ctx.compute(*(one for key, extra in found.values() for one in (key, *extra.values())))
-        return found
+                key = _shifted(place, layer, buffers, where, offsets, shift)
+                fresh[layer] = key, _shifted_extra(place, layer, buffers, where, offsets, shift_extra)
+            ctx.compute(*(one for key, extra in fresh.values() for one in (key, *extra.values())))
+        return fresh
 
-    def write(self, found: Fresh) -> None:
+    def write(self, fresh: Fresh) -> None:
         buffers = self._storage.buffers
         with self._storage.backend.new_context() as ctx:
-            where, places = self._where(ctx), {layer: ctx.layer(layer) for layer in found}
+            where, places = self._where(ctx), {layer: ctx.layer(layer) for layer in fresh}
             self.writing = True
-            for layer, (key, extra) in found.items():
+            for layer, (key, extra) in fresh.items():
                 ctx.forward(buffers[layer].key.write(places[layer], where, key))
                 for name, one in extra.items():
                     ctx.forward(buffers[layer].extra[name].write(places[layer], where, one))
@@ -96,14 +96,14 @@ class _Piece:
 def _shifted(
     ctx: ml.Context,
     layer: int,
-    held: LayerBuffers,
+    buffers: LayerBuffers,
     where: int | ml.Tensor,
     offsets: ml.Tensor,
     shift: ShiftFunction,
 ) -> ml.Tensor:
     """One layer's shifted keys, in storage of their own."""
     count = offsets.shape[0]
-    key = held.key.read(ctx, where, count) if isinstance(where, int) else held.key.gather(ctx, where)
+    key = buffers.key.read(ctx, where, count) if isinstance(where, int) else buffers.key.gather(ctx, where)
     result = shift(ctx, layer, key, offsets)
     _check_shape(result, key, "keys", layer)
     return result
@@ -112,29 +112,29 @@ def _shifted(
 def _check_shape(new: object, old: ml.Tensor, name: str, layer: int) -> None:
     shape = getattr(new, "shape", None)
     if shape != old.shape:
-        given = f"a {type(new).__name__}" if shape is None else shape
+        got = f"a {type(new).__name__}" if shape is None else shape
         raise InvalidRangeError(
-            f"remove: the shift function gave {given} for {name} {old.shape} of layer {layer}"
+            f"remove: the shift function gave {got} for {name} {old.shape} of layer {layer}"
         )
 
 
 def _shifted_extra(
     ctx: ml.Context,
     layer: int,
-    held: LayerBuffers,
+    buffers: LayerBuffers,
     where: int | ml.Tensor,
     offsets: ml.Tensor,
     shift: ExtraShiftFunction | None,
 ) -> dict[str, ml.Tensor]:
     """One layer's shifted extras as they are stored, (cells, 1, numbers) each."""
-    count, found = offsets.shape[0], {}
-    for name, buffer in held.extra.items():
+    count, fresh = offsets.shape[0], {}
+    for name, buffer in buffers.extra.items():
         assert shift is not None, "refused before"
-        old = held.read_extra(ctx, name, where, count)
+        old = buffers.read_extra(ctx, name, where, count)
         new = shift(ctx, layer, name, old, offsets)
         _check_shape(new, old, name, layer)
-        found[name] = new.contiguous(ctx).reshape(ctx, count, 1, buffer.dim)
-    return found
+        fresh[name] = new.contiguous(ctx).reshape(ctx, count, 1, buffer.dim)
+    return fresh
 
 
 def defragment(storage: CellStorage) -> None:
@@ -155,22 +155,22 @@ def defragment(storage: CellStorage) -> None:
         with storage.backend.new_context() as ctx:
             sources = ctx.from_numpy(moved, ml.DType.I32)
             destinations = ctx.from_numpy(target[moved], ml.DType.I32)
-            for layer, held in storage.buffers.items():
+            for layer, buffers in storage.buffers.items():
                 place = ctx.layer(layer)
-                for buffer in held.stored:
-                    found = buffer.read_stored(place, sources, moved.size)
+                for buffer in buffers.stored:
+                    moving = buffer.read_stored(place, sources, moved.size)
                     writing = True
-                    buffer.write_stored(place, destinations, found)
-                    del found
+                    buffer.write_stored(place, destinations, moving)
+                    del moving
                     ctx.compute()
     except BaseException:
         if writing:
             table.mark_lost(moved, target[moved])
         raise
     owned = np.flatnonzero(table.references)
-    for held in storage.buffers.values():
-        if held.absent is not None:
-            kept = held.absent[owned]
-            held.absent = np.zeros_like(held.absent)
-            held.absent[target[owned]] = kept
+    for buffers in storage.buffers.values():
+        if buffers.absent is not None:
+            kept = buffers.absent[owned]
+            buffers.absent = np.zeros_like(buffers.absent)
+            buffers.absent[target[owned]] = kept
     table.move(target)

@@ -180,13 +180,13 @@ class Arrangement:
 def arrange(
     rows: Sequence[StateRow],
     sequences: Sequence[int],
-    held: Collection[int] = frozenset(),
+    in_use: Collection[int] = frozenset(),
     start: int | None = None,
 ) -> Arrangement:
     """Give ``sequences`` slots of their own, side by side in this order, moving as little as it can.
 
-    Slots that are ``held`` by snapshots are written where no others will do. ``start``: the first slot, None
-    for the best.
+    Slots that are ``in_use`` by snapshots are written only where no others will do. ``start``: the first
+    slot, None for the best.
     """
     count = len(sequences)
     slots = {seq: row.slot for seq, row in enumerate(rows) if row.slot is not None}
@@ -194,12 +194,12 @@ def arrange(
     others = {seq: slot for seq, slot in slots.items() if seq not in asked}
     outside = set(others.values())
     if start is None:
-        start = _window(len(rows), sequences, slots, outside, held)
+        start = _window(len(rows), sequences, slots, outside, in_use)
     window = range(start, start + count)
     final = {seq: start + i for i, seq in enumerate(sequences)}
     away = dict.fromkeys(slot for slot in others.values() if slot in window)
     unused = (slot for slot in range(len(rows)) if slot not in window and slot not in outside)
-    spare = sorted(unused, key=lambda slot: slot in held) if away else []
+    spare = sorted(unused, key=lambda slot: slot in in_use) if away else []
     moves = dict(zip(away, spare, strict=False))
     final |= {seq: moves.get(slot, slot) for seq, slot in others.items()}
     pairs = [*moves.items()]
@@ -214,7 +214,7 @@ def arrange(
 
 
 def _window(
-    size: int, sequences: Sequence[int], slots: Mapping[int, int], outside: set[int], held: Collection[int]
+    size: int, sequences: Sequence[int], slots: Mapping[int, int], outside: set[int], in_use: Collection[int]
 ) -> int:
     """The first slot of the run that the sequences get: where fewest states have to move or be copied out.
 
@@ -224,7 +224,7 @@ def _window(
     now = [slots.get(seq) for seq in sequences]
     if now[0] is not None:
         stay = range(now[0], now[0] + count)
-        if now == list(stay) and outside.isdisjoint(stay) and not any(slot in held for slot in stay):
+        if now == list(stay) and outside.isdisjoint(stay) and not any(slot in in_use for slot in stay):
             return stay.start
 
     def within(some: Collection[int]) -> np.ndarray:
@@ -232,12 +232,12 @@ def _window(
         marks = np.zeros(size + 1, dtype=np.int64)
         marks[1:][list(some)] = 1
         ends = marks.cumsum()
-        found: np.ndarray = ends[count:] - ends[:starts]
-        return found
+        inside: np.ndarray = ends[count:] - ends[:starts]
+        return inside
 
     at = np.array([slot - i for i, slot in enumerate(now) if slot is not None], dtype=np.int64)
     staying = np.bincount(at[(at >= 0) & (at < starts)], minlength=starts)
-    return int((2 * (within(outside) + at.size - staying) + within(held)).argmin())
+    return int((2 * (within(outside) + at.size - staying) + within(in_use)).argmin())
 
 
 class StateBuffers:
@@ -262,45 +262,45 @@ class StateBuffers:
         self, ctx: ml.Context, kind: str, layer: int, shape: tuple[int, ...], dtype: ml.DType
     ) -> ml.Tensor:
         """The buffer of a layer, made of zeros when first asked for."""
-        found = self.tensors.get((kind, layer))
-        if found is None:
-            found = self.reserve(ctx, kind, layer, shape, dtype)
+        tensor = self.tensors.get((kind, layer))
+        if tensor is None:
+            tensor = self.reserve(ctx, kind, layer, shape, dtype)
             self.tensors[kind, layer] = self.reserved.pop((kind, layer))
-        return found
+        return tensor
 
     def reserve(
         self, ctx: ml.Context, kind: str, layer: int, shape: tuple[int, ...], dtype: ml.DType
     ) -> ml.Tensor:
         """The memory of a layer's buffer, which no sequence has a state in before ``ensure``."""
-        found = self.tensors.get((kind, layer), self.reserved.get((kind, layer)))
-        if found is None:
-            found = self.reserved[kind, layer] = ctx.layer(layer).zeros((self.slots, *shape), dtype)
-        return found
+        tensor = self.tensors.get((kind, layer), self.reserved.get((kind, layer)))
+        if tensor is None:
+            tensor = self.reserved[kind, layer] = ctx.layer(layer).zeros((self.slots, *shape), dtype)
+        return tensor
 
     # What snapshots and checkpoints hold.
 
     def hold(self, slot: int) -> HeldStates:
         """The states in a slot as they are now, whatever becomes of the slot."""
         ref = self._held.get(slot)
-        found = None if ref is None else ref()
-        if found is None:
-            found = HeldStates(buffers=self, slot=slot)
-            self._held[slot] = weakref.ref(found)
-        return found
+        state = None if ref is None else ref()
+        if state is None:
+            state = HeldStates(buffers=self, slot=slot)
+            self._held[slot] = weakref.ref(state)
+        return state
 
     def held(self, slots: Iterable[int] | None = None) -> dict[int, HeldStates]:
         """What still lies in ``slots`` (None: in any) and somebody refers to."""
         if not self._held:
             return {}
         wanted = [*self._held] if slots is None else [slot for slot in slots if slot in self._held]
-        found = {}
+        states = {}
         for slot in wanted:
             state = self._held[slot]()
             if state is None:
                 del self._held[slot]
             else:
-                found[slot] = state
-        return found
+                states[slot] = state
+        return states
 
     def copy_out(self, slots: Iterable[int]) -> None:
         """Copy out what is held in ``slots``, which are about to be written; all of it or nothing."""
@@ -313,9 +313,9 @@ class StateBuffers:
     def release(self, ctx: ml.Context, slots: Iterable[int]) -> None:
         """As ``copy_out``, with the help of ``ctx``."""
         waiting = self.held(slots)
-        found = [self.capture(ctx, slot) for slot in waiting]
-        ctx.compute(*(tensor for states in found for tensor in states.values()))
-        for (slot, state), states in zip(waiting.items(), found, strict=True):
+        copies = [self.capture(ctx, slot) for slot in waiting]
+        ctx.compute(*(tensor for states in copies for tensor in states.values()))
+        for (slot, state), states in zip(waiting.items(), copies, strict=True):
             state.moved_out(states)
             del self._held[slot]
 
@@ -337,9 +337,9 @@ class StateBuffers:
     def copied(self, slot: int) -> States:
         """Copies of the states in a slot, which stays held."""
         with self._open() as ctx:
-            found = self.capture(ctx, slot)
-            ctx.compute(*found.values())
-        return found
+            copies = self.capture(ctx, slot)
+            ctx.compute(*copies.values())
+        return copies
 
     def views(self, ctx: ml.Context, slot: int) -> States:
         return {key: tensor.slice(ctx, 0, slot, slot + 1) for key, tensor in self.tensors.items()}

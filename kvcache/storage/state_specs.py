@@ -89,48 +89,48 @@ class StateSpecs:
 
     def get(self, name: str, layer: int) -> StateSpec | None:
         """With its dtype; None for a state that nobody has told of."""
-        found = self._found.get((name, layer))
-        if found is None:
+        resolved = self._found.get((name, layer))
+        if resolved is None:
             spec = self.declared.get(layer, self.declared.get(None, {})).get(name)
             if spec is not None:
-                found = self._found[name, layer] = StateSpec(spec.shape, self._dtype(spec))
-        return found
+                resolved = self._found[name, layer] = StateSpec(spec.shape, self._dtype(spec))
+        return resolved
 
     def fitting(self, op: str, name: str, layer: int, states: ml.Tensor, count: int) -> StateSpec:
         """What is known of a state, if need be from ``states``, which must be ``count`` of them."""
         check_whole(op, "layer", layer)
-        found = self.get(name, layer)
-        shape = states.shape[1:] if found is None else found.shape
+        known = self.get(name, layer)
+        shape = states.shape[1:] if known is None else known.shape
         if states.shape != (count, *shape):
             raise InvalidRangeError(
                 f"{op}: {states.shape}; of state {name!r:.40} of layer {layer} it must be {(count, *shape)}"
             )
-        if found is None:
+        if known is None:
             check_state_name(op, name)
-            found = self._found[name, layer] = StateSpec(shape, states.dtype)
-        dtype = self._dtype(found)
+            known = self._found[name, layer] = StateSpec(shape, states.dtype)
+        dtype = self._dtype(known)
         if states.dtype.is_float != dtype.is_float:
             raise ml.DTypeError(
                 f"{op}: {states.dtype.name} for state {name!r:.40} of layer {layer}, which is {dtype.name}; "
                 "cast it, or declare another dtype in states="
             )
-        return found
+        return known
 
     def known(self, op: str, name: str, layer: int) -> StateSpec:
         """What is known of a state; OrderError for nothing."""
         check_whole(op, "layer", layer)
-        found = self.get(name, layer)
-        if found is None:
+        spec = self.get(name, layer)
+        if spec is None:
             raise OrderError(
                 f"{op}: the shape of state {name!r:.40} of layer {layer} is not known; declare it in states= "
                 "or call update_state first"
             )
-        return found
+        return spec
 
     def settings(self) -> dict[str, object]:
         """What is declared, JSON-able; "states" has [layer or None, name, shape, dtype] each."""
         conv, recurrent = self.default("conv"), self.default("recurrent")
-        found: dict[str, object] = {
+        settings: dict[str, object] = {
             "conv": [*(conv.shape if conv else ()), self._dtype(conv).name],
             "state": [*(recurrent.shape if recurrent else ())],
         }
@@ -140,7 +140,7 @@ class StateSpecs:
             for name, spec in sorted(self.declared[layer].items())
             if layer is not None or (name != "conv" and (name, spec.dtype) != ("recurrent", ml.DType.F32))
         ]
-        return found | {"states": others} if others else found
+        return settings | {"states": others} if others else settings
 
     def _dtype(self, spec: StateSpec | None) -> ml.DType:
         return self._activations if spec is None or spec.dtype is None else spec.dtype

@@ -60,9 +60,9 @@ class StateTable:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, and of checkpoints and states inside a pass that are copies."""
-        held = [point.state.copied for row in self.rows for point in row.checkpoints]
-        held += [states for row in self.rows for states in row.inside.values()]
-        shared = {id(tensor): tensor.nbytes for states in held for tensor in states.values()}
+        copies = [point.state.copied for row in self.rows for point in row.checkpoints]
+        copies += [states for row in self.rows for states in row.inside.values()]
+        shared = {id(tensor): tensor.nbytes for states in copies for tensor in states.values()}
         return self.buffers.nbytes + sum(shared.values())
 
     # What there is of a state.
@@ -82,7 +82,7 @@ class StateTable:
         if current.reserve and not self.skips:
             return self.buffers.reserve(ctx, *key, shape, dtype)
         is_new = key not in self.buffers.tensors
-        found = self.buffers.ensure(ctx, *key, shape, dtype)
+        tensor = self.buffers.ensure(ctx, *key, shape, dtype)
         if is_new and not self.skips:
             self.buffers.lose_all()
             for seq, row in enumerate(self.rows):
@@ -91,7 +91,7 @@ class StateTable:
                     for one in (row, stood):
                         one.computed, one.checkpoints = 0, ()
                     current.behind += [seq] if seq in current.tokens else []
-        return found
+        return tensor
 
     def point(self, row: StateRow) -> Checkpoint:
         """The state of a row as it is now; nothing is copied."""
@@ -109,8 +109,8 @@ class StateTable:
     ) -> ml.Tensor:
         """Copies (sequences, *shape) of a layer's states, wherever they lie; zeros where there is none."""
         parts = [self.point(self.rows[seq]).state.read(ctx).get(key) for seq in sequences]
-        found = [ctx.zeros((1, *shape), dtype) if part is None else part for part in parts]
-        joined = functools.reduce(lambda one, other: one.concat(ctx, other, 0), found)
+        whole = [ctx.zeros((1, *shape), dtype) if part is None else part for part in parts]
+        joined = functools.reduce(lambda one, other: one.concat(ctx, other, 0), whole)
         return joined.contiguous(ctx)
 
     def inside(self, row: StateRow) -> dict[int, States]:
@@ -150,9 +150,9 @@ class StateTable:
     def copied(self, states: States) -> HeldStates:
         """Copies that lie in memory of their own."""
         with self._open() as ctx:
-            found = {key: tensor.contiguous(ctx.layer(key[1])) for key, tensor in states.items()}
-            ctx.compute(*found.values())
-        return HeldStates(found)
+            copies = {key: tensor.contiguous(ctx.layer(key[1])) for key, tensor in states.items()}
+            ctx.compute(*copies.values())
+        return HeldStates(copies)
 
     def _row_at(self, point: Checkpoint, kept: tuple[Checkpoint, ...]) -> StateRow:
         """A row that goes on from ``point``: in its slot where it still lies in one."""

@@ -152,7 +152,7 @@ class Index:
         limits = min(self.budget, 2**63 - 1), AT_ONCE
 
         def evict_large(db: sqlite3.Connection) -> tuple[int, list[str]]:
-            victims = [_row(found) for found in db.execute(large, limits)]
+            victims = [_row(row) for row in db.execute(large, limits)]
             return len(victims), self._withdraw(db, victims)
 
         count, withdrawn = self._run(evict_large)
@@ -438,18 +438,18 @@ def _made(path: str, rows: Sequence[Row], changes: int) -> sqlite3.Connection:
 
 
 def _totals(db: sqlite3.Connection) -> tuple[int, int]:
-    found = db.execute("SELECT entries, nbytes, complement FROM totals").fetchall()
-    if len(found) != 1 or not all(type(number) is int for number in found[0]) or sum(found[0]):
-        raise IndexDamagedError(f"its totals are {found}")
-    entries, nbytes, _ = found[0]
+    rows = db.execute("SELECT entries, nbytes, complement FROM totals").fetchall()
+    if len(rows) != 1 or not all(type(number) is int for number in rows[0]) or sum(rows[0]):
+        raise IndexDamagedError(f"its totals are {rows}")
+    entries, nbytes, _ = rows[0]
     return entries, nbytes
 
 
 def _changes(db: sqlite3.Connection) -> int:
-    found = db.execute("SELECT changes FROM totals").fetchone()
-    if found is None or type(found[0]) is not int or found[0] < 0:
-        raise IndexDamagedError(f"it has seen {found} changes")
-    return int(found[0])
+    row = db.execute("SELECT changes FROM totals").fetchone()
+    if row is None or type(row[0]) is not int or row[0] < 0:
+        raise IndexDamagedError(f"it has seen {row} changes")
+    return int(row[0])
 
 
 def _insert(db: sqlite3.Connection, row: Row) -> None:
@@ -461,9 +461,9 @@ def _delete(db: sqlite3.Connection, stem: str) -> bool:
     return db.execute("DELETE FROM entries WHERE stem = ?", [stem]).rowcount == 1
 
 
-def _row(found: tuple[object, ...]) -> Row:
+def _row(columns: tuple[object, ...]) -> Row:
     """Of a row of the table. Its stem names a file that is removed: it must be a valid one."""
-    stem, nbytes, used = found
+    stem, nbytes, used = columns
     if type(nbytes) is int and type(used) is int and isinstance(stem, str) and is_stem(stem):
         return Row(stem, nbytes, used)
     raise IndexDamagedError(f"it has the entry {stem!r}, {nbytes!r}, {used!r}")

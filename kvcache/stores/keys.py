@@ -131,19 +131,19 @@ class _Items:
         first = bisect.bisect_left(self._places, start)
         if first == bisect.bisect_left(self._places, stop):
             return [_INTEGERS, self._tokens[start:stop].data]
-        found: list[bytes | memoryview] = [_MIXED]
+        pieces: list[bytes | memoryview] = [_MIXED]
         for place in range(start, stop):
             other = self._others.get(place)
             if isinstance(other, SaltedToken):
                 salt = other.salt.encode("utf-8", "surrogatepass")
-                found += [framed(_VARIANT, other.variant)] if other.variant else []
-                found += [framed(_SALTED, salt)] if salt else []
+                pieces += [framed(_VARIANT, other.variant)] if other.variant else []
+                pieces += [framed(_SALTED, salt)] if salt else []
                 other = other.token if isinstance(other.token, bytes) else None
             if other is None:
-                found += [_INTEGERS, self._tokens[place : place + 1].data]
+                pieces += [_INTEGERS, self._tokens[place : place + 1].data]
             else:
-                found.append(framed(_MIXED, other))
-        return found
+                pieces.append(framed(_MIXED, other))
+        return pieces
 
 
 def _link(before: bytes, parts: list[bytes | memoryview]) -> bytes:

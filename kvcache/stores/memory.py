@@ -72,8 +72,8 @@ class MemoryStore(Closing):
         check_keys(keys)
         with self._lock:
             entries = self._open("stat")
-            found = [entries.get(key) for key in keys]
-            return [None if entry is None else Stat(entry.data.nbytes, entry.last_used) for entry in found]
+            kept = [entries.get(key) for key in keys]
+            return [None if entry is None else Stat(entry.data.nbytes, entry.last_used) for entry in kept]
 
     def get_into(self, key: str, buffer: WritableBuffer) -> bool:
         view = as_writable(buffer, "get_into")

@@ -18,8 +18,8 @@ _USER = re.compile(r"//.*@", re.DOTALL)
 _FIELD = re.compile(r"\b((?:\w*_)?(?:password|secret|token))=.*", re.IGNORECASE | re.DOTALL)
 
 
-def check_options(owner: str, given: Iterable[str], known: Collection[str]) -> None:
-    for name in given:
+def check_options(owner: str, names: Iterable[str], known: Collection[str]) -> None:
+    for name in names:
         if name not in known:
             raise StoreValueError(f"{owner}: no option {name!r}; there are: {', '.join(sorted(known))}")
 
@@ -33,10 +33,10 @@ def read_prefix(owner: str, name: str, value: Any) -> str:
 
 def read_truth(owner: str, name: str, value: Any) -> bool:
     """Of True, "yes", "on", "1", "true" and their opposites."""
-    found = value if isinstance(value, bool) else _TRUTH.get(str(value).lower())
-    if found is None:
+    truth = value if isinstance(value, bool) else _TRUTH.get(str(value).lower())
+    if truth is None:
         raise StoreValueError(f"{owner}: {name}={value!r}; it must be yes or no")
-    return found
+    return truth
 
 
 @overload

@@ -159,10 +159,10 @@ def get_snapshot(store: SnapshotStore, key: str) -> SerializedSnapshot | None:
     The first array is aligned to 64 bytes. Raises SnapshotCorruptError where the entry is damaged or is no
     serialized snapshot; the entry is then dropped.
     """
-    (found,) = store.stat([key])
-    if found is None:
+    (stat,) = store.stat([key])
+    if stat is None:
         return None
-    buffer = _aligned(found.nbytes)
+    buffer = _aligned(stat.nbytes)
     try:
         if not store.get_into(key, buffer):
             return None
@@ -234,19 +234,19 @@ def _outline(text: bytes, size: int) -> Outline:
     if front is not None:
         meta = _meta(strict_json.decode(text[: front.end(1)] + b"}")[_METADATA])
         return Outline(meta, _entries(b"{" + text[front.end() :], size))
-    found = strict_json.decode(text, MAX_VALUES)
-    if not isinstance(found, dict):
+    header = strict_json.decode(text, MAX_VALUES)
+    if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
-    return Outline(_meta(found.pop(_METADATA, None)), _places(found, size))
+    return Outline(_meta(header.pop(_METADATA, None)), _places(header, size))
 
 
 @functools.lru_cache(maxsize=32)
 def _entries(text: bytes, size: int) -> Mapping[str, Place]:
     """The arrays by a header's text behind its metadata: the snapshots of a conversation share it."""
-    found = strict_json.decode(text)
-    if _METADATA in found:
+    header = strict_json.decode(text)
+    if _METADATA in header:
         raise ValueError("its metadata are given twice")
-    return _places(found, size)
+    return _places(header, size)
 
 
 def _places(entries: Mapping[str, object], size: int) -> Mapping[str, Place]:

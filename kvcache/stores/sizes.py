@@ -20,8 +20,8 @@ def parse_bytes(size: object, what: str) -> int:
     ``what``.
     """
     if isinstance(size, str):
-        if (found := _SIZE.fullmatch(size)) is not None:
-            whole, fraction, prefix, binary, byte = found.groups(default="")
+        if (match := _SIZE.fullmatch(size)) is not None:
+            whole, fraction, prefix, binary, byte = match.groups(default="")
             base = 1000 if byte and not binary else 1024
             unit: int = base ** (" kmgt".index(prefix.lower()) if prefix else 0)
             parts: int = 10 ** len(fraction)

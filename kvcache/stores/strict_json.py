@@ -71,9 +71,9 @@ def _check_depth(text: str) -> None:
         pieces = part.split('"')
         outside = "".join(pieces[quoted::2])
         quoted ^= len(pieces) % 2 == 0
-        found = np.frombuffer(outside.encode("utf-8", "replace"), np.uint8)
-        opened = np.isin(found, (ord("["), ord("{"))).astype(np.int64)
-        depths = depth + (opened - np.isin(found, (ord("]"), ord("}")))).cumsum()
+        characters = np.frombuffer(outside.encode("utf-8", "replace"), np.uint8)
+        opened = np.isin(characters, (ord("["), ord("{"))).astype(np.int64)
+        depths = depth + (opened - np.isin(characters, (ord("]"), ord("}")))).cumsum()
         deepest = int(depths.max(initial=deepest))
         depth = int(depths[-1]) if depths.size else depth
     if deepest > DEEPEST:
@@ -103,7 +103,7 @@ def _finite(text: str) -> float:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a key is given twice")
-    return found
+    return members

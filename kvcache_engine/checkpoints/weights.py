@@ -10,7 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kvcache_engine.checkpoints.mxfp4 import MXFP4Source
 from kvcache_engine.checkpoints.source import WeightSource, existing_model_path
 from kvcache_engine.errors import ModelError
 
@@ -22,7 +21,6 @@ _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
-    "U8": np.dtype(np.uint8),  # codes, which MXFP4Source reads
 }
 
 
@@ -82,11 +80,10 @@ class SafetensorsSource(WeightSource):
 
     def __getitem__(self, name: str) -> np.ndarray:
         file = self._found(self._where, name)
-        packed = name.endswith(("_blocks", "_scales"))
-        if file.dtype(name) not in _DTYPES or (file.dtype(name) == "U8") is not packed:
+        if file.dtype(name) not in _DTYPES:
             raise ModelError(
-                f"{self.origin}: {name} is {file.dtype(name)}; weights are read as F32, F16, BF16 and "
-                "MXFP4: use an unquantised copy of the model, or a GGUF file"
+                f"{self.origin}: {name} is {file.dtype(name)}; weights are read as F32, F16 and BF16: use "
+                "an unquantised copy of the model, or a GGUF file"
             )
         return file.array(name)
 
@@ -117,8 +114,7 @@ def open_weights(path: str | Path) -> WeightSource:
     found = existing_model_path(path)
     if found.is_file():
         return GGUFSource(open_gguf(found))
-    source = SafetensorsSource(found)
-    return MXFP4Source(source) if any(name.endswith("_blocks") for name in source) else source
+    return SafetensorsSource(found)
 
 
 def _check_safetensors(path: Path) -> None:

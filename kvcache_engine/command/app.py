@@ -21,12 +21,12 @@ from kvcache_engine.command.grouped import ungrouped
 from kvcache_engine.command.inspection import inspect
 from kvcache_engine.command.json_output import print_json
 from kvcache_engine.command.options import (
+    AnyPlace,
     BackendName,
     Debug,
     Device,
     Dtypes,
     Json,
-    Place,
     Quiet,
     Sampling,
     TensorParallel,
@@ -43,6 +43,7 @@ from kvcache_engine.command.usage import CommandGroup
 from kvcache_engine.errors import RequestError
 from kvcache_engine.loading import load_config
 from kvcache_engine.options import EngineOptions
+from kvcache_engine.runtimes import Runtime
 
 __all__ = ["app"]
 
@@ -139,7 +140,7 @@ def generate(
         list[Path] | None, typer.Option(help="A file with one prompt per line. -: standard input.")
     ] = None,
     *,
-    place: Place,
+    place: AnyPlace,
     tensor_parallel: TensorParallel = 1,
     timeout: Timeout = 60.0,
     dtypes: Dtypes,
@@ -155,7 +156,7 @@ def generate(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Continue prompts with a Llama-family model; prompts that begin alike share their cache.
+    """Continue prompts with a model; prompts that begin alike share their cache.
 
     Without a prompt, standard input is the prompt.
 
@@ -167,8 +168,10 @@ def generate(
             raise typer.BadParameter("missing prompt: give --prompt TEXT, --prompt-file FILE or a pipe")
         if stop and not all(stop):
             raise RequestError("stop: --stop must not be empty")
-        settings = sampling.settings(max_tokens, stop)
-        config = load_config(place.path)  # a wrong path is told at once: opening a backend may take seconds
+        settings = sampling.settings(max_tokens, place.path, stop)
+        runtime = place.chosen
+        if runtime is Runtime.OWN:
+            load_config(place.path)  # a wrong path is told at once: opening a backend may take seconds
         cache = EngineOptions(min(len(prompts), MAX_SEQUENCES), capacity, prefill_chunk, dtypes.cache)
         cache = drafting.options(cache)
         if tensor_parallel > 1:
@@ -176,18 +179,28 @@ def generate(
                 raise RequestError(f"--draft {drafting.draft} and --tensor-parallel cannot be combined")
             from kvcache_engine.command.ranks import Job, run
 
+            if runtime is not Runtime.OWN:
+                raise RequestError(
+                    f"--tensor-parallel is for --runtime own; this is a model of {runtime.value}"
+                )
             if place.devices is not None:
                 raise ml.DeviceError(
                     f"--devices {place.devices} and --tensor-parallel cannot be combined; each splits the "
                     "model in its own way"
                 )
             what = (place.path, place.backend, place.device, dtypes.weights, prompts, settings, cache)
-            run(Job(*what, tensor_parallel, timeout, as_json, quiet, debug), config)
+            run(Job(*what, tensor_parallel, timeout, as_json, quiet, debug), load_config(place.path))
             return
-        head = {"model": str(place.path), "backend": place.backend, "dtype": dtypes.weights.name}
+        head = {"model": str(place.path), "backend": place.backend_name, "dtype": dtypes.weights.name}
         screen = screen_for(prompts, as_json, head, quiet)
-        with place.open(config) as opened:
-            continue_prompts(opened, place.path, dtypes.weights, prompts, settings, cache, screen, drafting)
+        if runtime is Runtime.OWN:
+            with place.open(load_config(place.path)) as opened:
+                what = (opened, place.path, dtypes.weights, prompts, settings, cache, screen, drafting)
+                continue_prompts(*what)
+        else:
+            with place.loaded(dtypes.weights, mtp=drafting.mtp) as model:
+                what = (model.backend, place.path, dtypes.weights, prompts, settings, cache, screen, drafting)
+                continue_prompts(*what, model=model)
 
 
 for _command in (chat, conformance, inspect, load, save, serve):

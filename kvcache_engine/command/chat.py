@@ -36,7 +36,7 @@ from kvcache_engine.command.completing import files_beginning, stores
 from kvcache_engine.command.grouped import ungrouped
 from kvcache_engine.command.inspection import show, write_page
 from kvcache_engine.command.json_output import print_json
-from kvcache_engine.command.options import Debug, Dtypes, MaxTokens, Place, Sampling, named_store
+from kvcache_engine.command.options import AnyPlace, Debug, Dtypes, MaxTokens, Sampling, named_store
 from kvcache_engine.command.progress import Bars, bars_until_done, draws
 from kvcache_engine.command.reporting import one_line, reported
 from kvcache_engine.command.saved import saved_line
@@ -44,7 +44,6 @@ from kvcache_engine.conversations import ConversationFullError, Conversations, T
 from kvcache_engine.engine import Engine, EngineOptions, Failed, Tier
 from kvcache_engine.errors import RequestError, RunnerError
 from kvcache_engine.kept import KeptConversations
-from kvcache_engine.loading import load_config, load_model
 from kvcache_engine.requests import GenerationOptions, Token
 from kvcache_engine.tokenizer import Tokenizer
 from kvcache_engine.warm_up import warm_up
@@ -60,7 +59,7 @@ SEQUENCES = 2
 
 @ungrouped
 def chat(
-    place: Place,
+    place: AnyPlace,
     dtypes: Dtypes,
     sampling: Sampling,
     max_tokens: MaxTokens = 64,
@@ -88,8 +87,8 @@ def chat(
     Example: kvcache chat --backend torch --max-tokens 48
     """
     with reported(debug):
-        settings, path = sampling.settings(max_tokens), place.path
-        config = load_config(path)
+        path = place.path
+        settings = sampling.settings(max_tokens, path)
         tokenizer = Tokenizer.load(path)
         options = EngineOptions(
             max_sequences=SEQUENCES,
@@ -98,10 +97,10 @@ def chat(
             write_through=False,  # Conversations do so, where the store can be written
         )
         tiers: list[Tier] = [HostTier(), *([named_store(store)] if store else [])]
-        with place.open(config) as opened:
+        with contextlib.ExitStack() as stack:
             with bars_until_done(as_json) as bars:
-                loaded = load_model(path, opened, dtypes.weights, bars.loading)
-                warm_up(opened)
+                loaded = stack.enter_context(place.loaded(dtypes.weights, bars.loading))
+                warm_up(loaded.backend)
             with Engine(loaded, tokenizer, options, tiers) as engine:
                 kept = _kept(store, engine) if store else None
                 Chat(Conversations(engine, tokenizer, kept=kept), settings, as_json, live).run()

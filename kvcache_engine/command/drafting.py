@@ -13,11 +13,14 @@ import typer
 
 import ml
 from kvcache_engine.checkpoints.source import existing_model_path
+from kvcache_engine.config import ModelSizes
 from kvcache_engine.drafts import Draft, ModelDraft, prompt_lookup
 from kvcache_engine.errors import RequestError
+from kvcache_engine.language_model import LanguageModel
 from kvcache_engine.loading import load_config, load_model
 from kvcache_engine.mtp import MTPDraft
 from kvcache_engine.options import EngineOptions, SpeculativeOptions
+from kvcache_engine.runtimes import Runtime, load_foreign, runtime_for
 from kvcache_engine.verification import Speculation
 
 __all__ = ["Drafting", "speculation_record", "speculation_rows"]
@@ -71,14 +74,28 @@ class Drafting:
             yield None if self.draft is None else MTPDraft(model) if self.mtp else prompt_lookup
             return
         path = existing_model_path(Path(self.draft))
-        theirs, ours = load_config(path).vocab_size, model.config.vocab_size
+        runtime = runtime_for(path)
+        if runtime is Runtime.OWN:
+            self._check_vocabulary(load_config(path), model)
+            small = load_model(path, model.backend, dtype)
+        elif runtime.backend == model.backend.name:
+            small = load_foreign(runtime, path, model.backend, dtype)
+            self._check_vocabulary(small.config, model)
+        else:
+            raise RequestError(
+                f"--draft {self.draft}: {runtime.value} computes it on {runtime.backend}; it must be "
+                f"on {model.backend.name}, as the model that it drafts for is"
+            )
+        context = options.context_for(model.config)
+        with ModelDraft(small, options.max_sequences, capacity=context) as draft:
+            yield draft
+
+    def _check_vocabulary(self, config: ModelSizes, model: LanguageModel) -> None:
+        theirs, ours = config.vocab_size, model.config.vocab_size
         if theirs != ours:
             raise RequestError(
                 f"--draft {self.draft}: a vocabulary of {theirs}; it must be that of the model, {ours}"
             )
-        small, context = load_model(path, model.backend, dtype), options.context_for(model.config)
-        with ModelDraft(small, options.max_sequences, capacity=context) as draft:
-            yield draft
 
 
 def speculation_rows(found: Speculation) -> list[tuple[str, str]]:

@@ -12,8 +12,9 @@ from kvcache.views.words import counted
 from kvcache_engine.command.answers import tell_full
 from kvcache_engine.command.drafting import Drafting
 from kvcache_engine.command.screen import Screen
+from kvcache_engine.config import ModelSizes
 from kvcache_engine.generate import Generator
-from kvcache_engine.language_model import encode_prompt
+from kvcache_engine.language_model import LanguageModel, encode_prompt
 from kvcache_engine.loading import load_config, load_model
 from kvcache_engine.memory import check_memory
 from kvcache_engine.models.families import family_of, parameter_count
@@ -37,16 +38,21 @@ def continue_prompts(
     screen: Screen,
     drafting: Drafting = NO_DRAFTS,
     group: ml.Group | None = None,
+    model: LanguageModel | None = None,
 ) -> None:
-    """Generate and show it; with a ``group``, as one of its ranks.
+    """Generate and show it; with a ``group``, as one of its ranks. ``model``: one that is loaded already.
 
     Everything is checked before the weights are loaded; whatever happens, the screen is put back.
     """
-    tokenizer, options = _prepare(backend, path, dtype, prompts, settings, options, group)
+    if model is None:
+        config, weights = _own_sizes(path, dtype, group)
+    else:
+        config, weights = model.config, 0
+    tokenizer, options = _prepare(backend, path, config, weights, prompts, settings, options)
     answers: list[Finished] = []
     done = "while loading the model"
     try:
-        model = load_model(path, backend, dtype, screen.loading, group, drafting.mtp)
+        model = model or load_model(path, backend, dtype, screen.loading, group, drafting.mtp)
         warm_up(backend)
         with (
             drafting.opened(model, dtype, options) as draft,
@@ -86,20 +92,27 @@ def _abandoned(screen: Screen, generator: Generator) -> Iterator[None]:
         raise
 
 
-def _prepare(
-    backend: ml.Backend,
-    path: Path,
-    dtype: ml.DType,
-    prompts: Sequence[str],
-    settings: GenerationOptions,
-    options: EngineOptions,
-    group: ml.Group | None,
-) -> tuple[Tokenizer, EngineOptions]:
-    """The tokenizer, and the options with the capacity that the prompts need where none was given."""
+def _own_sizes(path: Path, dtype: ml.DType, group: ml.Group | None) -> tuple[ModelSizes, int]:
+    """The config of one of our own models, this rank's part of it, and the bytes of its weights."""
     config = load_config(path)
     if group is not None and group.size > 1:
         config = family_of(config).share(config, group).config(config)
-    weights = parameter_count(config) * dtype.itemsize
+    return config, parameter_count(config) * dtype.itemsize
+
+
+def _prepare(
+    backend: ml.Backend,
+    path: Path,
+    config: ModelSizes,
+    weights: int,
+    prompts: Sequence[str],
+    settings: GenerationOptions,
+    options: EngineOptions,
+) -> tuple[Tokenizer, EngineOptions]:
+    """The tokenizer, and the options with the capacity that the prompts need where none was given.
+
+    ``weights``: bytes that are still to be loaded.
+    """
     if options.capacity is not None:  # before the prompts: it needs the config alone
         sizes = (options.cache_dtype, options.max_sequences, options.capacity)
         check_memory(config, backend, *sizes, weights)

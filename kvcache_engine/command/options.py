@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,10 +20,13 @@ from kvcache_engine.command.completing import backend_names, cache_types
 from kvcache_engine.config import ModelConfig
 from kvcache_engine.device_map import open_on_devices, parse_devices
 from kvcache_engine.errors import RequestError
-from kvcache_engine.loading import bundled_model
+from kvcache_engine.language_model import LanguageModel
+from kvcache_engine.loading import bundled_model, load_config, load_model
 from kvcache_engine.requests import GenerationOptions
+from kvcache_engine.runtimes import Runtime, load_foreign, runtime_for, sampling_defaults
 
 __all__ = [
+    "AnyPlace",
     "BackendName",
     "Debug",
     "Device",
@@ -97,14 +101,14 @@ def _format_option(what: str, default: str) -> Any:
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens per answer.", min=1)]
 
 
-def finite(value: float) -> float:
-    if not math.isfinite(value):
+def finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
         raise typer.BadParameter("Input should be a finite number")
     return value
 
 
-def _share(value: float) -> float:
-    if not 0 < value <= 1:
+def _share(value: float | None) -> float | None:
+    if value is not None and not 0 < value <= 1:
         raise typer.BadParameter("Input should be above 0 and at most 1 (1 keeps all tokens)")
     return value
 
@@ -160,6 +164,56 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class AnyPlace(Place):
+    """Which model, whose code computes it, and where it runs."""
+
+    runtime: Annotated[
+        Runtime | None,
+        typer.Option(
+            help="Whose code computes the model: ours, transformers' (on torch) or mlx-lm's (on mlx).",
+            show_default="ours where there is some, else what is installed",
+        ),
+    ] = None
+
+    @property
+    def chosen(self) -> Runtime:
+        """Raises NotSupportedError, or RequestError for options that are for our own models."""
+        found = runtime_for(self.path, self.runtime)
+        if found is Runtime.OWN:
+            return found
+        if self.backend not in ("numpy", found.backend):
+            raise RequestError(
+                f"--backend {self.backend}: {found.value} computes on {found.backend}; leave --backend out, "
+                f"or choose a model that --runtime own has"
+            )
+        if self.devices is not None:
+            raise RequestError(
+                f"--devices {self.devices} is for --runtime own; this is a model of {found.value}"
+            )
+        return found
+
+    @property
+    def backend_name(self) -> str:
+        """The backend that the model runs on."""
+        return self.chosen.backend or self.backend
+
+    @contextlib.contextmanager
+    def loaded(
+        self, dtype: ml.DType, progress: Callable[[int, int], None] | None = None, mtp: bool = False
+    ) -> Iterator[LanguageModel]:
+        """The model on its backend, which is closed at the end; see ``load_model``."""
+        runtime, path = self.chosen, self.path
+        if runtime is Runtime.OWN:
+            with self.open(load_config(path)) as backend:
+                yield load_model(path, backend, dtype, progress, mtp=mtp)
+            return
+        if mtp:
+            raise RequestError(f"--draft mtp is for --runtime own; this is a model of {runtime.value}")
+        with ml.open_backend(runtime.backend, **device_options(self.device)) as backend:
+            yield load_foreign(runtime, path, backend, dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Dtypes:
     """What weights, and what keys and values, are held in."""
 
@@ -193,27 +247,46 @@ class Sampling:
     """How the text is drawn."""
 
     temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0, callback=finite)
-    ] = 0.0
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.", min=0)] = 0
+        float | None,
+        typer.Option(
+            help="Sampling temperature; 0 is greedy.",
+            min=0,
+            callback=finite,
+            show_default="generation_config.json, else 0",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep the k most likely tokens; 0: all.",
+            min=0,
+            show_default="generation_config.json, else 0",
+        ),
+    ] = None
     top_p: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Keep the most likely tokens up to this total probability; 1: all.", callback=_share
+            help="Keep the most likely tokens up to this total probability; 1: all.",
+            callback=_share,
+            show_default="generation_config.json, else 1",
         ),
-    ] = 1.0
+    ] = None
     min_p: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Keep tokens with at least this fraction of the highest probability; 0: all.", min=0, max=1
+            help="Keep tokens with at least this fraction of the highest probability; 0: all.",
+            min=0,
+            max=1,
+            show_default="generation_config.json, else 0",
         ),
-    ] = 0.0
+    ] = None
     seed: Annotated[
         int | None, typer.Option(help="Random seed: the same seed gives the same text.", min=0)
     ] = None
 
-    def settings(self, max_tokens: int, stop: Sequence[str] | None = None) -> GenerationOptions:
-        return GenerationOptions(
-            max_tokens, self.temperature, self.top_k, self.top_p, self.seed, tuple(stop or ()),
-            min_p=self.min_p,
-        )  # fmt: skip
+    def settings(self, max_tokens: int, path: Path, stop: Sequence[str] | None = None) -> GenerationOptions:
+        """What is asked for, and for the rest what the model at ``path`` says of how to draw."""
+        names = ("temperature", "top_k", "top_p", "min_p")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        drawn = {**sampling_defaults(path), **given}
+        return GenerationOptions(max_tokens, seed=self.seed, stop=tuple(stop or ()), **drawn)

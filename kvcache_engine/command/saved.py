@@ -52,7 +52,7 @@ def save(
     Example: kvcache save --prompt "In the beginning" --max-tokens 32 --out genesis.kv
     """
     with reported(debug):
-        settings, path = sampling.settings(max(1, max_tokens)), place.path
+        settings, path = sampling.settings(max(1, max_tokens), place.path), place.path
         config, tokenizer = load_config(path), Tokenizer.load(path)
         check_target(out)
         prompt = text_or_stdin(prompt)
@@ -98,7 +98,7 @@ def load(
     Example: kvcache load genesis.kv --prompt " And God said" --max-tokens 32
     """
     with reported(debug):
-        settings, path = sampling.settings(max_tokens), place.path
+        settings, path = sampling.settings(max_tokens, place.path), place.path
         prompt = text_or_stdin(prompt)
         with bars_until_done(as_json or quiet) as bars:
             saved = read(file, bars.reading)

@@ -21,12 +21,13 @@ from kvcache.stores import parse_bytes
 from kvcache_engine.command.completing import stores
 from kvcache_engine.command.drafting import Drafting
 from kvcache_engine.command.grouped import ungrouped
-from kvcache_engine.command.options import Debug, Dtypes, Place, finite, named_store
+from kvcache_engine.command.options import AnyPlace, Debug, Dtypes, finite, named_store
 from kvcache_engine.command.progress import draws
 from kvcache_engine.command.reporting import reported
 from kvcache_engine.engine import Engine, EngineOptions, Tier
 from kvcache_engine.errors import RequestError
-from kvcache_engine.loading import load_config, load_model
+from kvcache_engine.loading import load_config
+from kvcache_engine.runtimes import Runtime, sampling_defaults
 from kvcache_engine.tokenizer import Tokenizer
 from kvcache_engine.warm_up import warm_up
 
@@ -208,7 +209,7 @@ class Limits:
 
 @ungrouped
 def serve(
-    place: Place,
+    place: AnyPlace,
     dtypes: Dtypes,
     address: Address,
     room: Room,
@@ -238,7 +239,8 @@ def serve(
             raise RequestError("serve: --live needs a terminal; /metrics has the same figures")
         path = place.path
         name = _name(address.name, place.model, path)
-        load_config(path)  # what is wrong with it is told before anything is opened
+        if place.chosen is Runtime.OWN:
+            load_config(path)  # what is wrong with it is told before anything is opened
         options = server.ServeOptions(
             address.host,
             address.port,
@@ -251,6 +253,7 @@ def serve(
             limits.client_timeout,
             address.api_key,
             tuple(address.allowed_host or ()),
+            sampling_defaults(path),
         )
         server.serve(
             functools.partial(_opened, place, dtypes, room, events, drafting),
@@ -285,13 +288,14 @@ def _name(given: str | None, model: Path | None, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _opened(place: Place, dtypes: Dtypes, room: Room, events: Events, drafting: Drafting) -> Iterator[Engine]:
+def _opened(
+    place: AnyPlace, dtypes: Dtypes, room: Room, events: Events, drafting: Drafting
+) -> Iterator[Engine]:
     """Backend, model and engine, in the thread that uses them."""
     path = place.path
     tiers: list[Tier] = [HostTier(room.host_memory), *map(named_store, room.store or ())]
-    with place.open(load_config(path)) as backend:
-        model = load_model(path, backend, dtypes.weights, mtp=drafting.mtp)
-        warm_up(backend)
+    with place.loaded(dtypes.weights, mtp=drafting.mtp) as model:
+        warm_up(model.backend)
         options = drafting.options(room.engine_options(dtypes))
         with (
             drafting.opened(model, dtypes.weights, options) as draft,

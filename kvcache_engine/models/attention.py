@@ -21,10 +21,7 @@ class Attention:
 
     ``qkv``: hidden_size -> (heads + 2 kv_heads) * head_dim, and with ``gated`` another heads * head_dim
     whose sigmoid the result is multiplied by (Qwen3-Next). ``qk_norm`` (heads + kv_heads, head_dim):
-    weights of an RMS norm per head before the rotation; ``plain_norm``: one without weights after it
-    (Llama 4); ``value_norm``: one without weights on the values (Gemma 3n). ``sinks`` (heads,): a logit
-    per head that takes part in the softmax (gpt-oss). ``rotation`` names that of the step, ``temperature``
-    the tensor (tokens, 1, 1) of the step, if there is one, that multiplies the queries (Llama 4).
+    weights of an RMS norm per head before the rotation. ``rotation`` names that of the step.
     """
 
     qkv: Linear
@@ -35,12 +32,8 @@ class Attention:
     scale: float
     eps: float = 1e-6
     qk_norm: ml.Tensor | None = None
-    plain_norm: bool = False
-    value_norm: bool = False
     gated: bool = False
-    sinks: ml.Tensor | None = None
     rotation: str | None = ROPE
-    temperature: str | None = None
 
     def __call__(self, ctx: ml.Context, x: ml.Tensor, step: Step) -> ml.Tensor:
         """x (tokens, hidden_size) -> the same."""
@@ -52,17 +45,11 @@ class Attention:
             qk = qk.rms_norm(ctx, None, self.eps).mul(ctx, self.qk_norm)
         if self.rotation is not None:
             qk = step.rotations[self.rotation].apply(ctx, qk)
-        if self.plain_norm:
-            qk = qk.rms_norm(ctx, None, self.eps)
         query, key = qk.slice(ctx, 1, 0, heads), qk.slice(ctx, 1, heads, rotated)
-        if self.temperature is not None and self.temperature in step.tensors:
-            query = query.mul(ctx, step.tensors[self.temperature])
         values = rotated + self.kv_heads
         value = joined.slice(ctx, 1, rotated, values)
-        if self.value_norm:
-            value = value.rms_norm(ctx, None, self.eps)
         step.cache.put(ctx, key, value)
-        attended: ml.Tensor = step.cache.attend(ctx, query, self.scale, self.sinks)
+        attended: ml.Tensor = step.cache.attend(ctx, query, self.scale)
         if self.gated:
             gate = joined.slice(ctx, 1, values, values + heads)
             attended = attended.mul(ctx, gate.sigmoid(ctx))
@@ -99,15 +86,10 @@ def load_attention(
 
 
 def qk_norm(
-    load: Loader,
-    ctx: ml.Context,
-    prefix: str,
-    config: ModelConfig,
-    offset: float = 0.0,
-    suffix: str = "norm",
+    load: Loader, ctx: ml.Context, prefix: str, config: ModelConfig, offset: float = 0.0
 ) -> ml.Tensor:
     """(heads + kv_heads, head_dim): the queries' weight for each head, then the keys'."""
-    query, key = (load.take(f"{prefix}.{name}_{suffix}.weight").astype(np.float32) for name in "qk")
+    query, key = (load.take(f"{prefix}.{name}_norm.weight").astype(np.float32) for name in "qk")
     return load.put(ctx, np.stack([query] * config.heads + [key] * config.kv_heads) + np.float32(offset))
 
 

@@ -48,48 +48,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "DeepseekV32ForCausalLM": _DEEPSEEK_V3,
-    "FalconH1ForCausalLM": {
-        **_LLAMA, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "mamba_d_ssm": 1024, "mamba_n_heads": 128,
-        "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
-        "mamba_rms_norm": False, "mamba_norm_before_gate": True, "mamba_conv_bias": True,
-    },
     "Gemma3ForCausalLM": {
         **_GEMMA, "vocab_size": 262208, "num_key_value_heads": 4, "max_position_embeddings": 131072,
         "sliding_window": 4096, "query_pre_attn_scalar": 256, "final_logit_softcapping": None,
-    },
-    "Gemma3nForCausalLM": {
-        **_GEMMA, "vocab_size": 262400, "hidden_size": 2048, "intermediate_size": 16384,
-        "num_hidden_layers": 35, "num_key_value_heads": 2, "max_position_embeddings": 32768,
-        "sliding_window": 512, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": 262144,
-        "hidden_size_per_layer_input": 256, "altup_active_idx": 0, "altup_correct_scale": True,
-        "altup_num_inputs": 4, "num_kv_shared_layers": 15, "laurel_rank": 64,
     },
     "Glm4MoeForCausalLM": {
         "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "partial_rotary_factor": 0.5,
         "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1,
         "num_experts_per_tok": 8, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False,
-    },
-    "GptOssForCausalLM": {
-        "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
-        "max_position_embeddings": 131072, "sliding_window": 128, "num_local_experts": 128,
-        "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_theta": 150_000.0,
-    },
-    "Lfm2ForCausalLM": {
-        **_LLAMA, "num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True,
-        "rope_theta": 1_000_000.0, "conv_L_cache": 3, "conv_bias": False, "block_auto_adjust_ff_dim": True,
-        "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
-    },
-    "Llama4ForCausalLM": {
-        **_LLAMA, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 131072, "rope_theta": 500_000.0, "no_rope_layer_interval": 4,
-        "attention_chunk_size": 8192, "use_qk_norm": True, "attn_temperature_tuning": True,
-        "attn_scale": 0.1, "floor_scale": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
-        "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
-    },
-    "Mamba2ForCausalLM": {
-        "bos_token_id": 0, "eos_token_id": 2, "num_heads": 128, "head_dim": 64, "n_groups": 8,
-        "state_size": 128, "conv_kernel": 4, "use_conv_bias": True, "layer_norm_epsilon": 1e-5,
     },
     "MixtralForCausalLM": {
         **_LLAMA, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1_000_000.0,

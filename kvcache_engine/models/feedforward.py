@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
-
 import ml
 from kvcache_engine.errors import ModelError
 from kvcache_engine.weights import GroupedLinear, Linear, Loader, Shape
@@ -25,7 +23,6 @@ __all__ = [
     "group_routing",
     "load_corrected",
     "load_each_expert",
-    "load_experts",
     "load_mlp",
     "mlp_shapes",
 ]
@@ -89,7 +86,6 @@ class Experts:
 
     gate_up: GroupedLinear
     down: GroupedLinear
-    activation: Activation = nn.swiglu
 
     def __call__(
         self,
@@ -97,12 +93,8 @@ class Experts:
         x: ml.Tensor,
         weights: ml.Tensor,
         chosen: ml.Tensor,
-        weigh_input: bool = False,
     ) -> ml.Tensor:
-        """x (tokens, hidden), weights (tokens, k), chosen I32 (tokens, k) -> (tokens, hidden).
-
-        The weights multiply what comes out of the experts, or what goes in (``weigh_input``).
-        """
+        """x (tokens, hidden), weights (tokens, k), chosen I32 (tokens, k) -> (tokens, hidden)."""
         (tokens, k), hidden = chosen.shape, x.shape[1]
         pairs = chosen.reshape(ctx, tokens * k)
         order = pairs.argsort(ctx)
@@ -113,21 +105,18 @@ class Experts:
         else:
             token = ctx.arange(0, tokens, 1, ml.DType.I32).view(ctx, 0, (tokens, k), (1, 0)).contiguous(ctx)
             inputs = x.rows(ctx, token.reshape(ctx, tokens * k).rows(ctx, order))
-        both = self.gate_up(ctx, inputs.mul(ctx, share) if weigh_input else inputs, experts)
+        both = self.gate_up(ctx, inputs, experts)
         inner = both.shape[1] // 2
         gate, up = both.slice(ctx, 1, 0, inner), both.slice(ctx, 1, inner, 2 * inner)
-        result = self.down(ctx, self.activation(ctx, gate, up), experts)
-        if not weigh_input:
-            result = result.mul(ctx, share)
+        result = self.down(ctx, nn.swiglu(ctx, gate, up), experts).mul(ctx, share)
         if tokens == 1:  # in whatever order they are added up
             return result.sum(ctx, 0, keepdims=True)
         return result.rows(ctx, order.argsort(ctx)).reshape(ctx, tokens, k, hidden).sum(ctx, 1)
 
 
-Routing = Literal["softmax", "normalized", "softmax of top", "sigmoid of top"]
-"""What the weights of the chosen experts are: their share of the softmax over all experts (Qwen),
-scaled to sum to 1 (Qwen with norm_topk_prob), the softmax over the chosen alone (gpt-oss), or the
-sigmoid of each, which multiplies the expert's input (Llama 4)."""
+Routing = Literal["softmax", "normalized"]
+"""What the weights of the chosen experts are: their share of the softmax over all experts, or that scaled to
+sum to 1 (``norm_topk_prob``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +210,7 @@ class SparseMLP:
         if x.shape[0] == 0:
             return x
         weights, chosen = self._route(ctx, x)
-        result = self.experts(ctx, x, weights, chosen, self.routing == "sigmoid of top")
+        result = self.experts(ctx, x, weights, chosen)
         if self.shared is None:
             return result
         shared = self.shared(ctx, x)
@@ -238,39 +227,10 @@ class SparseMLP:
         if isinstance(self.routing, GroupLimited):
             weights, chosen = self.routing(ctx, logits, self.experts_per_token)
             return weights.cast(ctx, x.dtype), chosen
-        over_all = self.routing in ("softmax", "normalized")
-        scores = logits.softmax(ctx) if over_all else logits
-        weights, chosen = scores.top_k(ctx, self.experts_per_token)
+        weights, chosen = logits.softmax(ctx).top_k(ctx, self.experts_per_token)
         if self.routing == "normalized":
             weights = weights.div(ctx, weights.sum(ctx, 1, keepdims=True))
-        elif self.routing == "softmax of top":
-            weights = weights.softmax(ctx)
-        elif self.routing == "sigmoid of top":
-            weights = weights.sigmoid(ctx)
         return weights.contiguous(ctx).cast(ctx, x.dtype), chosen
-
-
-def load_experts(
-    load: Loader,
-    ctx: ml.Context,
-    prefix: str,
-    activation: Activation = nn.swiglu,
-    arrange: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
-) -> Experts:
-    """Of ``{prefix}.gate_up_proj`` (experts, hidden, 2 * inner) and ``down_proj`` (experts, inner, hidden).
-
-    With biases ``gate_up_proj_bias`` (experts, 2 * inner) and ``down_proj_bias`` where the config has
-    them. ``arrange`` puts the rows of gate and up (2 * inner, ...) in our order, all of gate first.
-    """
-    wide, narrow = (load.take(f"{prefix}.{name}_proj").swapaxes(1, 2) for name in ("gate_up", "down"))
-    wide_bias, narrow_bias = (_biases(load, f"{prefix}.{name}_proj_bias") for name in ("gate_up", "down"))
-    if wide_bias is not None:
-        wide_bias = np.stack([arrange(bias) for bias in wide_bias])
-    return Experts(
-        load.grouped(ctx, len(wide), map(arrange, wide), wide_bias),
-        load.grouped(ctx, len(narrow), narrow, narrow_bias),
-        activation,
-    )
 
 
 def load_each_expert(
@@ -303,7 +263,3 @@ def load_corrected(
         correction = load.take(f"{prefix}.e_score_correction_bias")
         routing = replace(routing, correction=load.put(ctx, correction, ml.DType.F32))
     return Linear(router), routing
-
-
-def _biases(load: Loader, name: str) -> np.ndarray | None:
-    return load.take(name) if name in load.shapes else None

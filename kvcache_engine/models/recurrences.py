@@ -1,15 +1,13 @@
-"""Recurrences over the tokens of a sequence, in chunks: the gated delta rule, and Mamba-2's.
+"""A recurrence over the tokens of a sequence, in chunks: the gated delta rule.
 
-Each head holds a matrix S (key_dim, value_dim), a memory of values by keys. A token lets it fade, writes and
-reads::
+Each head holds a matrix S (key_dim, value_dim), a memory of values by keys. A token lets it fade, takes out
+what is stored under its key, writes and reads::
 
-    delta rule    S <- exp(g) S;    S <- S + k^T (beta (v - k S));    o = q S
-    Mamba-2       S <- exp(g) S + k^T v;    o = q S
+    S <- exp(g) S;    S <- S + k^T (beta (v - k S));    o = q S
 
-The delta rule takes out what is stored under its key (Yang et al., "Gated Delta Networks", 2024, arXiv
-2412.06464). Mamba-2 (Dao & Gu, "Transformers are SSMs", 2024, arXiv 2405.21060) calls k and q B and C, with
-v = dt x and g = dt A. One token is computed so. Several go in chunks, in which all tokens are products of
-matrices and only the chunks follow one another, as transformers computes them. Everything here is F32.
+(Yang et al., "Gated Delta Networks", 2024, arXiv 2412.06464.) One token is computed so. Several go in chunks,
+in which all tokens are products of matrices and only the chunks follow one another, as transformers computes
+them. Everything here is F32.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import numpy as np
 import ml
 from ml import DType
 
-__all__ = ["CHUNK", "chunk_masks", "chunk_size", "gated_delta_rule", "scan", "state_space_rule"]
+__all__ = ["CHUNK", "chunk_masks", "chunk_size", "gated_delta_rule", "scan"]
 
 CHUNK = 64
 """Tokens per chunk at most; a power of two."""
@@ -172,37 +170,6 @@ def _faded(ctx: ml.Context, state: ml.Tensor, decay: ml.Tensor) -> ml.Tensor:
     return state.mul(ctx, decay.exp(ctx).reshape(ctx, *decay.shape[:2], 1, 1))
 
 
-def state_space_rule(
-    ctx: ml.Context,
-    query: ml.Tensor,
-    key: ml.Tensor,
-    value: ml.Tensor,
-    decay: ml.Tensor,
-    state: ml.Tensor,
-    masks: ml.Tensor,
-) -> tuple[ml.Tensor, ml.Tensor]:
-    """The outputs (sequences, heads, tokens, value_dim), and the states after the last token.
-
-    query and key (sequences, heads, tokens, key_dim), value (..., value_dim), decay g (sequences,
-    heads, tokens), state (sequences, heads, key_dim, value_dim), ``masks`` of ``chunk_masks``: all F32. In a
-    chunk (section 6 of the paper)::
-
-        O = exp(G) Q S + (Q K^T exp(G_i - G_j)) V      S <- exp(G_last) S + (exp(G_last - G) K)^T V
-    """
-    if key.shape[2] == 1:
-        state = _faded(ctx, state, decay).add(ctx, key.permute(ctx, 0, 1, 3, 2).mul(ctx, value))
-        return query.matmul(ctx, state), state
-    run = _in_chunks(ctx, query, key, value, decay, masks)
-    within, written = run.seen.matmul(ctx, run.value), run.stored.matmul(ctx, run.value)
-    outputs = []
-    for i in range(written.shape[2]):
-        at = (_chunk(ctx, x, i) for x in (within, run.faded, written, run.remaining))
-        within_i, faded_i, written_i, remaining_i = at
-        outputs.append(faded_i.matmul(ctx, state).add(ctx, within_i))
-        state = state.mul(ctx, remaining_i).add(ctx, written_i)
-    return _joined(ctx, outputs, key.shape[2]), state
-
-
 def gated_delta_rule(
     ctx: ml.Context,
     query: ml.Tensor,
@@ -213,7 +180,10 @@ def gated_delta_rule(
     state: ml.Tensor,
     masks: ml.Tensor,
 ) -> tuple[ml.Tensor, ml.Tensor]:
-    """As ``state_space_rule``; beta is as decay.
+    """The outputs (sequences, heads, tokens, value_dim), and the states after the last token.
+
+    query and key (sequences, heads, tokens, key_dim), value (..., value_dim), decay g and beta (sequences,
+    heads, tokens), state (sequences, heads, key_dim, value_dim), ``masks`` of ``chunk_masks``: all F32.
 
     In chunks by the WY representation, with L_ij = beta_i (k_i . k_j) exp(G_i - G_j) for j < i::
 

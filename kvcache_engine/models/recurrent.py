@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ml
-from kvcache import RecurrentCache, StateSpec
+from kvcache import CausalCache, RecurrentCache, StateCache, StateSpec
 from kvcache.cache import Batch, Cache
 from kvcache_engine.config import ModelConfig
-from kvcache_engine.errors import ModelError
 from kvcache_engine.models.decoder import CausalModel
 from kvcache_engine.models.state_runs import begin_runs
 from kvcache_engine.models.step import Step
 from ml import nn
 
-__all__ = ["RecurrentModel", "StateConfig", "recurrent_cache", "time_limits"]
+__all__ = ["RecurrentModel", "StateConfig", "recurrent_cache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class StateConfig(ModelConfig):
         return self.layers - len(self.attending)
 
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
-        """Of states in F32, and as many checkpoints as RecurrentCache takes by default."""
+        """Of states in F32, and as many checkpoints as StateCache takes by default."""
         values = self.state_layers * sum(math.prod(spec.shape) for spec in self.states.values())
         return max_sequences * (1 + min(24, capacity // 256)) * values * 4
 
@@ -43,11 +41,11 @@ class StateConfig(ModelConfig):
 def recurrent_cache(config: StateConfig, dtype: ml.DType | None = None, **options: Any) -> RecurrentCache:
     """For the states of a model, and the keys of its layers with attention.
 
-    ``dtype`` is that of the model's activations; ``options`` go to RecurrentCache.
+    ``dtype`` is that of the model's activations; ``options`` go to StateCache.
     """
     shift = nn.rope_shift(config.rope) if config.attending else None
     states: dict[int | None, dict[str, StateSpec]] = {None: config.states}
-    return RecurrentCache(shift=shift, states=states, conv_dtype=dtype, delivers=True, **options)
+    return RecurrentCache.of(StateCache(states, dtype=dtype, delivers=True, **options), CausalCache(shift))
 
 
 C = TypeVar("C", bound=StateConfig)
@@ -62,11 +60,3 @@ class RecurrentModel(CausalModel[C]):
     def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         step = super().begin_pass(ctx, batch, cache) if self.config.attending else Step(batch, cache)
         return begin_runs(ctx, step)
-
-
-def time_limits(raw: Mapping[str, Any]) -> None:
-    """ModelError where steps in time are limited, to anything but 0 and infinity."""
-    low, high = raw.get("time_step_limit") or (0.0, math.inf)
-    high = float("inf") if isinstance(high, Mapping) else float(high)
-    if low > 0 or high < math.inf:
-        raise ModelError(f"time_step_limit=({low}, {high}) is not supported; only (0, inf) is")

@@ -172,7 +172,7 @@ class _Service:
 
     def _prepared(self, body: bytes, parse: Parse) -> tuple[Asked, list[tuple[list[int], GenerationOptions]]]:
         """What is asked, and tokens and settings of every answer, checked before any is begun."""
-        asked, calls = parse(Fields(body)), []
+        asked, calls = parse(Fields(body, self._options.sampling)), []
         count, room = len(asked.prompts) * asked.choices, self._worker.room
         if count > room:
             message = f"{count} answers (n={asked.choices}); at most {room} can run and wait at the same time"

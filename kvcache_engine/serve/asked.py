@@ -97,7 +97,9 @@ class Asked:
 class Fields:
     """The fields of a JSON object; each is checked as it is read. ApiError names the one that is wrong."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, defaults: Mapping[str, Any] | None = None) -> None:
+        """``defaults``: numbers by the names of the fields that a request may leave out."""
+        self._defaults = defaults or {}
         try:
             text = body.decode("utf-8")
             found = json.loads(text)
@@ -181,7 +183,7 @@ class Fields:
     def _read(self, name: str, default: Any, fits: Callable[[Any], bool], what: str) -> Any:
         value = self._found.get(name)
         if value is None:
-            return default
+            return self._defaults.get(name, default)
         if not fits(value):
             raise ApiError(400, f"'{name}' is {repr(value)[:_SHOWN]}; it must be {what}", name)
         return value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvcache_engine.errors import RequestError
 
@@ -26,6 +28,9 @@ class ServeOptions:
 
     ``show_cached``: answers, /health and /metrics say how many tokens were in the cache already, from which a
     client learns what others have asked.
+
+    ``sampling``: temperature, top_k, top_p and min_p where a request says nothing of them (by default 1, 0,
+    1 and 0).
     """
 
     host: str = "127.0.0.1"
@@ -39,6 +44,7 @@ class ServeOptions:
     client_timeout: float = 30.0
     api_key: str | None = field(default=None, repr=False)
     allowed_hosts: tuple[str, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """RequestError for a key that no header can have."""

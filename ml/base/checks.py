@@ -41,17 +41,17 @@ def element(op: str, name: str, value: Any, dtype: DType, signed: bool = False) 
 
     ``signed``: one below 0 too, of a dtype without.
     """
-    given = number(op, name, value)
+    scalar = number(op, name, value)
     if dtype.is_float:
-        whole = isinstance(given, int) and abs(given) < 1 << 63
+        whole = isinstance(scalar, int) and abs(scalar) < 1 << 63
         with np.errstate(all="ignore"):
-            return float(cast_host(np.asarray(given if whole else float(given)), dtype))
+            return float(cast_host(np.asarray(scalar if whole else float(scalar)), dtype))
     low, high = _BOUNDS[dtype]
     if signed:
         low = min(low, -high)
-    if not math.isfinite(given) or given != int(given) or not low <= given <= high:
+    if not math.isfinite(scalar) or scalar != int(scalar) or not low <= scalar <= high:
         raise DTypeError(f"{op}: {name}={value} does not fit {dtype!r}, a whole number in [{low}, {high}]")
-    return int(given)
+    return int(scalar)
 
 
 def truth(op: str, name: str, value: Any) -> bool:

@@ -123,16 +123,18 @@ class BaseContext(ABC):
         self._creation("arange", (), dtype)
         if dtype is DType.BOOL:
             raise DTypeError("arange: a range of BOOL; use an integer or float dtype")
-        given = {name: number("arange", name, x) for name, x in zip(_RANGE, (start, stop, step), strict=True)}
-        for name, value in given.items():
+        limits = {
+            name: number("arange", name, x) for name, x in zip(_RANGE, (start, stop, step), strict=True)
+        }
+        for name, value in limits.items():
             if not math.isfinite(value):
                 raise ShapeError(f"arange: {name}={value}; it must be finite")
-        if not given["step"]:
+        if not limits["step"]:
             raise ShapeError("arange: step 0; a step must not be zero")
         if not dtype.is_float:
-            given["start"] = element("arange", "start", start, dtype)
-            given["step"] = element("arange", "step", step, dtype, signed=True)
-        first, end, by = (x if isinstance(x, int) else Fraction(x) for x in given.values())
+            limits["start"] = element("arange", "start", start, dtype)
+            limits["step"] = element("arange", "step", step, dtype, signed=True)
+        first, end, by = (x if isinstance(x, int) else Fraction(x) for x in limits.values())
         count = max(0, -((first - end) // by))
         if count > LARGEST_COUNT:
             raise ShapeError(
@@ -140,7 +142,7 @@ class BaseContext(ABC):
             )
         if count and not dtype.is_float:
             element("arange", "its last value", first + (count - 1) * by, dtype)
-        return self._arange(given["start"], given["step"], count, dtype)
+        return self._arange(limits["start"], limits["step"], count, dtype)
 
     def from_numpy(self, array: Any, dtype: DType | None = None) -> BaseTensor:
         self.check("from_numpy")

@@ -539,10 +539,10 @@ class BaseTensor(ABC):
         return normalize_axis(op, axis, ndim)
 
     def _filled(self, op: str, axis: int) -> int:
-        found = self._axis(op, axis)
-        if self.shape[found] == 0:
+        normal = self._axis(op, axis)
+        if self.shape[normal] == 0:
             raise ShapeError(f"{op}: axis {axis} is empty and has no {op}")
-        return found
+        return normal
 
     def _indices(self, op: str, indices: Indices, size: int, distinct: bool = False) -> Any:
         if isinstance(indices, BaseTensor):

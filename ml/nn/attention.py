@@ -63,8 +63,8 @@ def offers(backend: object, protocol: type) -> bool:
     What an object has of its own, and not by its class, counts only where that has ``__getattr__``.
     """
     kind: type = type(backend)
-    found, delegates = _is_kind_of(kind, protocol)
-    return found or (delegates and isinstance(backend, protocol))
+    by_class, delegates = _is_kind_of(kind, protocol)
+    return by_class or (delegates and isinstance(backend, protocol))
 
 
 @functools.lru_cache(maxsize=256)

@@ -83,9 +83,9 @@ def grouped_matmul(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> T
         )
     backend: Any = ctx.backend
     if offers(backend, SupportsGroupedMatmul):
-        found: Tensor | None = backend.grouped_matmul(ctx, x, weight, groups.tensor)
-        if found is not None:
-            return found
+        product: Tensor | None = backend.grouped_matmul(ctx, x, weight, groups.tensor)
+        if product is not None:
+            return product
     return generic_grouped_matmul(ctx, x, weight, groups)
 
 
@@ -120,8 +120,8 @@ def _by_blocks(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> Tenso
         stop = min(start + step, blocks)
         sources = laid.sources.slice(ctx, 0, start, stop).reshape(ctx, (stop - start) * size)
         own = _matrices(ctx, weight, laid.matrices.slice(ctx, 0, start, stop))
-        found = x.rows(ctx, sources).reshape(ctx, stop - start, size, inner).matmul(ctx, own)
-        found.copy(ctx, result.slice(ctx, 0, start, stop))
+        product = x.rows(ctx, sources).reshape(ctx, stop - start, size, inner).matmul(ctx, own)
+        product.copy(ctx, result.slice(ctx, 0, start, stop))
     return result.reshape(ctx, blocks * size, outer).rows(ctx, laid.places)
 
 

@@ -45,15 +45,17 @@ def latent_attention(
     _check(query_nope, query_rope, up_key, up_value)
     (tokens, heads, _), rank = query_nope.shape, up_key.shape[2]
     by_head = query_nope.permute(ctx, 1, 0, 2).matmul(ctx, up_key).permute(ctx, 1, 0, 2)
-    found = attend(by_head.concat(ctx, query_rope, 2))
-    if found.shape != (tokens, heads, rank):
-        raise ShapeError(f"latent_attention: attend gave {found.shape}; it has to be {(tokens, heads, rank)}")
-    return found.permute(ctx, 1, 0, 2).matmul(ctx, up_value).permute(ctx, 1, 0, 2)
+    attended = attend(by_head.concat(ctx, query_rope, 2))
+    if attended.shape != (tokens, heads, rank):
+        raise ShapeError(
+            f"latent_attention: attend gave {attended.shape}; it has to be {(tokens, heads, rank)}"
+        )
+    return attended.permute(ctx, 1, 0, 2).matmul(ctx, up_value).permute(ctx, 1, 0, 2)
 
 
 def _check(query_nope: Tensor, query_rope: Tensor, up_key: Tensor, up_value: Tensor) -> None:
-    given = {"query_nope": query_nope, "query_rope": query_rope, "up_key": up_key, "up_value": up_value}
-    shapes = [x.shape for x in given.values()]
+    operands = {"query_nope": query_nope, "query_rope": query_rope, "up_key": up_key, "up_value": up_value}
+    shapes = [x.shape for x in operands.values()]
     nope, rope, key, value = shapes
     if (
         any(len(shape) != 3 for shape in shapes)
@@ -61,12 +63,12 @@ def _check(query_nope: Tensor, query_rope: Tensor, up_key: Tensor, up_value: Ten
         or key[:2] != nope[1:]
         or value[:2] != (key[0], key[2])
     ):
-        told = ", ".join(f"{name} {x.shape}" for name, x in given.items())
+        listed = ", ".join(f"{name} {x.shape}" for name, x in operands.items())
         raise ShapeError(
-            f"latent_attention: {told}; they are (tokens, heads, nope_dim), (tokens, heads, rope_dim), "
+            f"latent_attention: {listed}; they are (tokens, heads, nope_dim), (tokens, heads, rope_dim), "
             "(heads, nope_dim, rank) and (heads, rank, v_dim)"
         )
-    dtypes = {x.dtype for x in given.values()}
+    dtypes = {x.dtype for x in operands.values()}
     if len(dtypes) > 1 or not query_nope.dtype.is_float:
-        told = ", ".join(f"{name} {x.dtype.name}" for name, x in given.items())
-        raise DTypeError(f"latent_attention: {told}; they are of one of F32, F16 and BF16")
+        listed = ", ".join(f"{name} {x.dtype.name}" for name, x in operands.items())
+        raise DTypeError(f"latent_attention: {listed}; they are of one of F32, F16 and BF16")

@@ -27,8 +27,8 @@ def logprobs(ctx: Context, logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     if not most:
         return values.sub(ctx, peak).sub(ctx, total)
     top, ids = logits.top_k(ctx, most)
-    found = values.concat(ctx, top, 1).sub(ctx, peak).sub(ctx, total)
-    return found.concat(ctx, ids.cast(ctx, DType.F32), 1)
+    logs = values.concat(ctx, top, 1).sub(ctx, peak).sub(ctx, total)
+    return logs.concat(ctx, ids.cast(ctx, DType.F32), 1)
 
 
 def logprobs_on_host(logits: np.ndarray, tokens: np.ndarray, most: int) -> np.ndarray:

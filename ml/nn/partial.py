@@ -13,14 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 from ml.base.checks import check_attention
-from ml.capabilities import (
-    CAUSAL,
-    CausalMask,
-    SupportsAttentionCalls,
-    SupportsPartialAttention,
-    SupportsQuantizedAttention,
-    SupportsRaggedAttention,
-)
+from ml.capabilities import CAUSAL, CausalMask, SupportsPartialAttention
 from ml.dtypes import DType
 from ml.errors import ShapeError
 from ml.nn.attention import SCORES_LIMIT, causal_scores, offers, widened
@@ -53,21 +46,6 @@ def partial_attention(
 
 def _has_kernel(backend: Backend | None) -> TypeGuard[SupportsPartialAttention]:
     return offers(backend, SupportsPartialAttention)
-
-
-def has_attention_calls(backend: Backend | None) -> TypeGuard[SupportsAttentionCalls]:
-    """Whether a backend does several calls of attention in one step."""
-    return offers(backend, SupportsAttentionCalls)
-
-
-def has_ragged_attention(backend: Backend | None) -> TypeGuard[SupportsRaggedAttention]:
-    """Whether a backend has one kernel for a whole ragged batch."""
-    return offers(backend, SupportsRaggedAttention)
-
-
-def has_quantized_attention(backend: Backend | None) -> TypeGuard[SupportsQuantizedAttention]:
-    """Whether a backend has a kernel that attends to quantized storage."""
-    return offers(backend, SupportsQuantizedAttention)
 
 
 def generic_partial_attention(
@@ -108,8 +86,8 @@ def partial_in_blocks(
         elif mask is not None:
             part = mask.slice(ctx, 1, start, stop)
         keys, values = key.slice(ctx, 1, 0, seen), value.slice(ctx, 1, 0, seen)
-        found = body(query.slice(ctx, 1, start, stop), keys, values, part)
-        for own, whole in zip(found, (out, lse), strict=True):
+        rows = body(query.slice(ctx, 1, start, stop), keys, values, part)
+        for own, whole in zip(rows, (out, lse), strict=True):
             own.copy(ctx, whole.slice(ctx, 1, start, stop))
     return out, lse
 

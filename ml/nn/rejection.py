@@ -50,10 +50,10 @@ class RejectionSampler:
     """
 
     def __init__(self, ctx: Context, draws: Draws, drafted: Drafted, vocabulary: int) -> None:
-        rows, found = len(draws.uniform), drafted.probabilities.shape
-        if found != (rows, vocabulary):
+        rows, shape = len(draws.uniform), drafted.probabilities.shape
+        if shape != (rows, vocabulary):
             raise ShapeError(
-                f"reject: probabilities {found}; there must be one per token: {(rows, vocabulary)}"
+                f"reject: probabilities {shape}; there must be one per token: {(rows, vocabulary)}"
             )
         self._target = BatchSampler(ctx, draws, vocabulary)
         self._tokens = ctx.from_numpy(drafted.tokens.astype(np.int32))
@@ -88,10 +88,10 @@ def draw(ctx: Context, weights: Tensor, uniform: Tensor) -> Tensor:
 def reject_on_host(logits: np.ndarray, draws: Draws, drafted: Drafted) -> np.ndarray:
     """What ``RejectionSampler`` says, of logits (rows, vocabulary) of any float dtype: int64 (rows,)."""
     rows = np.arange(len(logits))
-    target, given = probabilities_on_host(logits, draws), drafted.probabilities
-    least = np.maximum(drafted.uniform * given[rows, drafted.tokens], _LEAST)
+    target, proposed = probabilities_on_host(logits, draws), drafted.probabilities
+    least = np.maximum(drafted.uniform * proposed[rows, drafted.tokens], _LEAST)
     accepted = target[rows, drafted.tokens] >= least
-    left = np.maximum(target - given, 0)
+    left = np.maximum(target - proposed, 0)
     left = np.where(left.any(1, keepdims=True), left, target)
-    found: np.ndarray = np.where(accepted, drafted.tokens, first_on_host(left.cumsum(1), draws.uniform))
-    return found
+    tokens: np.ndarray = np.where(accepted, drafted.tokens, first_on_host(left.cumsum(1), draws.uniform))
+    return tokens

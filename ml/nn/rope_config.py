@@ -22,10 +22,10 @@ def parse_rope(
     ``partial``: as much of head_dim is rotated as they say; without it, NotSupportedError where that is not
     all of it. So is a scaling other than linear, llama3 and yarn; ShapeError for a factor of 0 or less.
     """
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     named = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
-    parameters = {**named, **(raw.get("rope_parameters") or {}).get(kind, {}), **given.get(kind, given)}
-    if kind not in given and raw.get(_ORIGINAL):  # as transformers has it, also where they say another
+    parameters = {**named, **(raw.get("rope_parameters") or {}).get(kind, {}), **rope.get(kind, rope)}
+    if kind not in rope and raw.get(_ORIGINAL):  # as transformers has it, also where they say another
         parameters[_ORIGINAL] = raw[_ORIGINAL]
     share = float(parameters.get("partial_rotary_factor") or 1.0)
     if share != 1.0 and not partial:

@@ -85,10 +85,10 @@ class BatchSampler:
         return self._joined(ctx, [group.probabilities(ctx, logits) for group in self._groups])
 
     def _joined(self, ctx: Context, parts: list[Tensor]) -> Tensor:
-        found = parts[0]
+        joined = parts[0]
         for part in parts[1:]:
-            found = found.concat(ctx, part, 0)
-        return found if self._back is None else found.rows(ctx, self._back)
+            joined = joined.concat(ctx, part, 0)
+        return joined if self._back is None else joined.rows(ctx, self._back)
 
     def _check(self, logits: Tensor) -> None:
         if logits.shape != self._shape or not self._groups:
@@ -99,32 +99,32 @@ class BatchSampler:
 
 def sample_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
     """What ``BatchSampler`` says, of logits (rows, vocabulary) of any float dtype: int64 (rows,)."""
-    found = np.empty(len(logits), np.int64)
+    tokens = np.empty(len(logits), np.int64)
     with np.errstate(all="ignore"):
         for kind, mine in _kinds(draws, logits.shape[1]):
             body = (_greedy_on_host, _whole_on_host, _cut_on_host)[kind]
             if len(mine) == len(logits):
                 return body(logits, draws)
-            found[mine] = body(logits[mine], draws.of(mine))
-    return found
+            tokens[mine] = body(logits[mine], draws.of(mine))
+    return tokens
 
 
 def probabilities_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
     """What ``BatchSampler.probabilities`` says, of logits (rows, vocabulary) of any float dtype: float64."""
-    found = np.zeros(logits.shape)
+    probabilities = np.zeros(logits.shape)
     with np.errstate(all="ignore"):
         for kind, mine in _kinds(draws, logits.shape[1]):
             rows, ids, own = mine[:, None], np.arange(logits.shape[1])[None], draws.of(mine)
             if kind == 0:
-                found[mine, logits[mine].argmax(1)] = 1
+                probabilities[mine, logits[mine].argmax(1)] = 1
                 continue
             if kind == 1:
                 weights = _weights_on_host(logits[mine], logits[mine].max(1, keepdims=True), own)
             else:
                 ids, edges = _cut_edges_on_host(logits[mine], own)
                 weights = np.diff(edges, axis=1, prepend=0)
-            found[rows, ids] = weights / weights.sum(1, keepdims=True)
-    return found
+            probabilities[rows, ids] = weights / weights.sum(1, keepdims=True)
+    return probabilities
 
 
 def _kinds(draws: Draws, vocabulary: int) -> list[tuple[int, np.ndarray]]:
@@ -180,9 +180,9 @@ class _Group:
         shares = weights.div(ctx, weights.sum(ctx, 1, keepdims=True))
         begins = ctx.arange(0, rows * vocabulary, vocabulary, DType.I32).reshape(ctx, rows, 1)
         places, count = ids.add(ctx, begins), math.prod(ids.shape)
-        found = ctx.zeros((rows * vocabulary, 1), DType.F32)
-        found.set_rows(ctx, shares.reshape(ctx, count, 1), places.reshape(ctx, count))
-        return found.reshape(ctx, rows, vocabulary)
+        flat = ctx.zeros((rows * vocabulary, 1), DType.F32)
+        flat.set_rows(ctx, shares.reshape(ctx, count, 1), places.reshape(ctx, count))
+        return flat.reshape(ctx, rows, vocabulary)
 
     def _greedy(self, ctx: Context, logits: Tensor) -> Tensor:
         return logits.argmax(ctx, 1)
@@ -230,8 +230,8 @@ def first_reaching(ctx: Context, weights: Tensor, edges: Tensor, uniform: Tensor
 
 
 def _greedy_on_host(logits: np.ndarray, _: Draws) -> np.ndarray:
-    found: np.ndarray = logits.argmax(1)
-    return found
+    tokens: np.ndarray = logits.argmax(1)
+    return tokens
 
 
 def _whole_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
@@ -241,8 +241,8 @@ def _whole_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
 
 def _cut_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
     ids, edges = _cut_edges_on_host(logits, draws)
-    found: np.ndarray = ids[np.arange(len(logits)), first_on_host(edges, draws.uniform)]
-    return found
+    tokens: np.ndarray = ids[np.arange(len(logits)), first_on_host(edges, draws.uniform)]
+    return tokens
 
 
 def _cut_edges_on_host(logits: np.ndarray, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
@@ -276,5 +276,5 @@ def _weights_on_host(values: np.ndarray, peak: np.ndarray, draws: Draws) -> np.n
 
 def first_on_host(edges: np.ndarray, uniform: np.ndarray) -> np.ndarray:
     """The first place of each row whose edge reaches its share of the last one."""
-    found: np.ndarray = (edges < edges[:, -1:] * uniform[:, None]).sum(1)
-    return found
+    first: np.ndarray = (edges < edges[:, -1:] * uniform[:, None]).sum(1)
+    return first

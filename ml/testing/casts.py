@@ -63,12 +63,12 @@ class CastTests(BackendCase):
         route: Callable[[Context, np.ndarray, DType], Tensor],
     ) -> None:
         values, expected = converted(source, target)
-        found = route(ctx, values, target)
-        wrong = np.flatnonzero(bits(found.to_numpy()) != bits(expected))[:4]
-        host = found.to_numpy()
-        told = [f"{shown(values[i])} as {target.name} is {host[i]}, not {expected[i]}" for i in wrong]
-        assert not told, "; ".join(told)
-        assert_same(found, expected)
+        actual = route(ctx, values, target)
+        wrong = np.flatnonzero(bits(actual.to_numpy()) != bits(expected))[:4]
+        host = actual.to_numpy()
+        examples = [f"{shown(values[i])} as {target.name} is {host[i]}, not {expected[i]}" for i in wrong]
+        assert not examples, "; ".join(examples)
+        assert_same(actual, expected)
 
     @each(source=DTYPES, target=DTYPES)
     def test_empty_and_scalar_casts_keep_their_shape(

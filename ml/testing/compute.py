@@ -280,8 +280,8 @@ class ComputeTests(BackendCase):
             tensors[name], hosts[name] = layout(ctx, host).tensor, exact(host)
         with np.errstate(all="ignore"):
             expected = evaluate(case.reference, gelu=gelu, softmax=softmax, rms_norm=rms_norm, **hosts)
-        found = evaluate(case.call, ctx=ctx, **tensors)
-        assert_rounded_once(found, np.asarray(expected), dtype, case.slack)
+        actual = evaluate(case.call, ctx=ctx, **tensors)
+        assert_rounded_once(actual, np.asarray(expected), dtype, case.slack)
 
     @each(case=[(dtype, *row) for dtypes, *row in EXACT for dtype in dtypes])
     def test_results_are_exact(self, ctx: Context, case: tuple[DType, str, Any, DType | None]) -> None:
@@ -318,8 +318,8 @@ class ComputeTests(BackendCase):
         settings = [[choice[i % len(choice)] for choice in choices] for i in range(24)]
         temperature, top_k, top_p, min_p = np.array(settings).T
         draws = Draws(temperature, top_k, top_p, random.integers(1, 1 << 20, 24) * 2.0**-20, min_p)
-        found = BatchSampler(ctx, draws, 333)(ctx, ctx.from_numpy(logits))
-        assert_same(found, sample_on_host(logits, draws), DType.I32)
+        actual = BatchSampler(ctx, draws, 333)(ctx, ctx.from_numpy(logits))
+        assert_same(actual, sample_on_host(logits, draws), DType.I32)
 
     @needs("compare")
     @each(symbol=COMPARE.items(), dtype=DTYPES)

@@ -80,10 +80,10 @@ def each(**choices: Iterable[Any]) -> Callable[[_Test], _Test]:
 
 def wanted(arguments: Mapping[str, Any]) -> list[str | DType]:
     """The operations and dtypes that a case needs."""
-    found: list[str | DType] = [value for key, value in arguments.items() if key == "op"]
+    mentioned: list[str | DType] = [value for key, value in arguments.items() if key == "op"]
     for value in arguments.values():
-        found += _mentioned(value)
-    return found
+        mentioned += _mentioned(value)
+    return mentioned
 
 
 def _mentioned(value: Any) -> list[str | DType]:
@@ -276,9 +276,9 @@ def assert_rounded_once(tensor: Tensor, expected: np.ndarray, dtype: DType, slac
     with np.errstate(all="ignore"):
         off = np.where(np.isfinite(expected), (relative * np.abs(expected) + least) * slack, 0)
         low, high = (exact((expected + by).astype(dtype.numpy)) for by in (-off, off))
-        found = exact(actual)
-        nearest = np.where(low <= found, np.where(found <= high, found, high), low)
-    np.testing.assert_array_equal(found, nearest)
+        result = exact(actual)
+        nearest = np.where(low <= result, np.where(result <= high, result, high), low)
+    np.testing.assert_array_equal(result, nearest)
 
 
 class unchanged:  # noqa: N801

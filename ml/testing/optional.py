@@ -10,10 +10,9 @@ import pytest
 import ml
 from ml.capabilities import (
     SupportsCacheConfig,
-    SupportsHostWrite,
+    SupportsHostMemory,
     SupportsRope,
-    SupportsUpload,
-    SupportsZeroCopyRead,
+    SupportsTransfers,
 )
 from ml.dtypes import DType
 from ml.nn import (
@@ -91,33 +90,33 @@ class CapabilityTests(BackendCase):
                 (part, np.roll(expected, -3, 1)),
             ):
                 for product in (grouped_matmul, generic_grouped_matmul):
-                    found = product(ctx, ctx.from_numpy(x), matrices, Groups(ctx.from_numpy(groups)))
-                    assert_close(found, right, dtype, slack=8)
+                    actual = product(ctx, ctx.from_numpy(x), matrices, Groups(ctx.from_numpy(groups)))
+                    assert_close(actual, right, dtype, slack=8)
 
     # Arrays in host memory.
 
     def test_arrays_that_go_together_arrive_as_one_by_one(self, backend: Backend, ctx: Context) -> None:
-        if not isinstance(backend, SupportsUpload):
-            pytest.skip("no SupportsUpload: arrays go one by one")
+        if not isinstance(backend, SupportsTransfers):
+            pytest.skip("no SupportsTransfers: arrays go one by one")
         given = [(_any_bits(dtype, shape), dtype) for dtype in DTYPES for shape in ((3, 5), (0, 2), (7,), ())]
         given += [(np.arange(9)[::-2], DType.I32), (np.array([[0.5, -np.inf]]), DType.BF16)]
-        found = backend.upload(ctx, given)
+        actual = backend.upload(ctx, given)
         expected = [ctx.from_numpy(array, dtype).to_numpy() for array, dtype in given]
         for array, _ in given:
             array[...] = 1
-        for tensor, (_, dtype), right in zip(found, given, expected, strict=True):
+        for tensor, (_, dtype), right in zip(actual, given, expected, strict=True):
             assert (tensor.shape, tensor.dtype) == (right.shape, dtype)
             assert tensor.to_numpy().tobytes() == right.tobytes()
         target = ctx.zeros((9, 2), DType.F32)
         for _ in range(2):
-            target.set_rows(ctx, ctx.full((5, 2), 1, DType.F32), found[-2])
+            target.set_rows(ctx, ctx.full((5, 2), 1, DType.F32), actual[-2])
         assert target.to_numpy()[:, 0].tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 1]
         assert backend.upload(ctx, []) == []
 
     @each(dtype=DTYPES)
     def test_a_borrowed_array_reads_as_it_is(self, backend: Backend, ctx: Context, dtype: DType) -> None:
-        if not isinstance(backend, SupportsZeroCopyRead):
-            pytest.skip("no SupportsZeroCopyRead: arrays are copied")
+        if not isinstance(backend, SupportsHostMemory):
+            pytest.skip("no SupportsHostMemory: arrays are copied")
         array = _any_bits(dtype, (2, 3, 4))
         for given in (
             array,
@@ -140,20 +139,20 @@ class CapabilityTests(BackendCase):
     def test_what_is_written_over_a_tensor_from_outside_is_what_it_holds(
         self, backend: Backend, ctx: Context, dtype: DType
     ) -> None:
-        if not isinstance(backend, SupportsHostWrite):
-            pytest.skip("no SupportsHostWrite: arrays are copied")
+        if not isinstance(backend, SupportsHostMemory):
+            pytest.skip("no SupportsHostMemory: arrays are copied")
         host = _any_bits(dtype, (2, 4, 6))
         whole = ctx.from_numpy(np.zeros((2, 4, 6), dtype.numpy))
         # Others that may share the memory, pending or not: they stay what they were.
         result = whole.reshape(ctx, 8, 6).contiguous(ctx)
         twin = ctx.zeros((2, 4, 6), dtype)
         twin.copy(ctx, whole)
-        held = np.zeros((2, 4, 6), dtype.numpy)
+        model = np.zeros((2, 4, 6), dtype.numpy)
         for part, mine in (
-            (whole.slice(ctx, 1, 1, 3), held[:, 1:3]),
-            (whole.slice(ctx, 0, 1, 2), held[1:2]),
-            (whole, held),
-            (whole.permute(ctx, 2, 0, 1), held.transpose(2, 0, 1)),
+            (whole.slice(ctx, 1, 1, 3), model[:, 1:3]),
+            (whole.slice(ctx, 0, 1, 2), model[1:2]),
+            (whole, model),
+            (whole.permute(ctx, 2, 0, 1), model.transpose(2, 0, 1)),
         ):
             for values in (host.reshape(-1)[: mine.size].reshape(mine.shape), np.zeros_like(mine)):
                 place = backend.overwrite(ctx, part)
@@ -162,15 +161,15 @@ class CapabilityTests(BackendCase):
                 assert (place.shape, place.dtype) == (part.shape, dtype.numpy)
                 place[...] = mine[...] = values
                 del place
-                assert whole.to_numpy().tobytes() == held.tobytes()  # and nothing beside it
+                assert whole.to_numpy().tobytes() == model.tobytes()  # and nothing beside it
         assert not result.to_numpy().astype(np.float32).any()
         assert not twin.to_numpy().astype(np.float32).any()
         ctx.from_numpy(host).copy(ctx, whole)  # what follows in the ordinary way is seen too
         assert whole.to_numpy().tobytes() == host.tobytes()
 
     def test_what_shows_an_element_twice_is_not_written_over(self, backend: Backend, ctx: Context) -> None:
-        if not isinstance(backend, SupportsHostWrite):
-            pytest.skip("no SupportsHostWrite: arrays are copied")
+        if not isinstance(backend, SupportsHostMemory):
+            pytest.skip("no SupportsHostMemory: arrays are copied")
         tensor = ctx.zeros((1, 4), DType.F32)
         assert backend.overwrite(ctx, tensor.view(ctx, 0, (3, 4), (0, 1))) is None
         empty = backend.overwrite(ctx, tensor.slice(ctx, 1, 2, 2))

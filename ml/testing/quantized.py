@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ml.capabilities import KVStore, SupportsQuantizedAttention, SupportsQuantizedStore
+from ml.capabilities import KVStore, SupportsKVStorage, SupportsRaggedAttention
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
 from ml.ragged import RaggedPlan
@@ -64,7 +64,7 @@ def laid_out(ctx: Context, parts: Arrays, order: tuple[int, ...], room: int = 3)
 
 
 class QuantizedTests(BackendCase):
-    """What SupportsQuantizedAttention and SupportsQuantizedStore promise, where a backend offers them."""
+    """What SupportsRaggedAttention and SupportsKVStorage promise of formats, where a backend offers them."""
 
     @_stores_codes
     @each(
@@ -115,8 +115,8 @@ class QuantizedTests(BackendCase):
         right = ragged_reference(query, decoded(key, name), decoded(value, name), plan, 0.3)
         for part in (key, value):
             part[1][39] = np.nan
-        found = self._attend(backend, ctx, query, key, value, (name, name), (1, 0, 2), plan, None)
-        out = exact(found.to_numpy())
+        actual = self._attend(backend, ctx, query, key, value, (name, name), (1, 0, 2), plan, None)
+        out = exact(actual.to_numpy())
         np.testing.assert_allclose(out[:3], right[:3], rtol=0, atol=2e-5)
         assert np.isnan(out[3]).all()
 
@@ -126,46 +126,45 @@ class QuantizedTests(BackendCase):
         self, backend: Backend, ctx: Context, name: str
     ) -> None:
         """The second time that one tensor of codes is read, with others."""
-        if not isinstance(backend, SupportsQuantizedAttention):
-            pytest.skip("no SupportsQuantizedAttention: caches read blocks back")
+        if not isinstance(backend, SupportsRaggedAttention):
+            pytest.skip("no SupportsRaggedAttention: caches read blocks back")
         query, plan = normal((1, 2, 32), DType.F32, 57, spread=1), random_plan(9, 1, 8)
         codes, scales = encoded(normal((8, 1, 32), DType.F32, 58, spread=1), name)
-        held = ctx.from_numpy(codes)
+        same_codes = ctx.from_numpy(codes)
         for parts in ((codes, scales), (codes, scales[::-1] * np.float16(3))):
-            given = held, ctx.from_numpy(parts[1])
-            found = backend.quantized_attention(
-                ctx, ctx.from_numpy(query), given, given, (name, name), plan, 0.3
-            )
-            if found is None:
+            stored = same_codes, ctx.from_numpy(parts[1])
+            asked = ctx.from_numpy(query)
+            actual = backend.ragged_attention(ctx, asked, stored, stored, plan, 0.3, None, (name, name))
+            if actual is None:
                 pytest.skip("the kernel leaves this case to blocks that are read back")
             values = decoded(parts, name)
             right = ragged_reference(exact(query), values, values, plan, 0.3)
-            np.testing.assert_allclose(exact(found.to_numpy()), right, rtol=0, atol=2e-5)
+            np.testing.assert_allclose(exact(actual.to_numpy()), right, rtol=0, atol=2e-5)
 
     def _check(
         self, backend: Backend, ctx: Context, query: np.ndarray, key: Arrays, value: Arrays,
         formats: tuple[str, str], order: tuple[int, ...], plan: RaggedPlan, sinks: np.ndarray | None,
     ) -> None:  # fmt: skip
-        found = self._attend(backend, ctx, query, key, value, formats, order, plan, sinks)
+        actual = self._attend(backend, ctx, query, key, value, formats, order, plan, sinks)
         dtype = DType.from_numpy(query.dtype)
-        assert found.dtype is dtype
+        assert actual.dtype is dtype
         keys, values = (decoded(part, name) for part, name in zip((key, value), formats, strict=True))
         right = ragged_reference(exact(query), keys, values, plan, 0.3, sinks)
-        np.testing.assert_allclose(exact(found.to_numpy()), right, rtol=0, atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(exact(actual.to_numpy()), right, rtol=0, atol=TOLERANCE[dtype])
 
     def _attend(
         self, backend: Backend, ctx: Context, query: np.ndarray, key: Arrays, value: Arrays,
         formats: tuple[str, str], order: tuple[int, ...], plan: RaggedPlan, sinks: np.ndarray | None,
     ) -> Tensor:  # fmt: skip
-        if not isinstance(backend, SupportsQuantizedAttention):
-            pytest.skip("no SupportsQuantizedAttention: caches read blocks back")
+        if not isinstance(backend, SupportsRaggedAttention):
+            pytest.skip("no SupportsRaggedAttention: caches read blocks back")
         keys, values = laid_out(ctx, key, order), laid_out(ctx, value, order)
         logits = None if sinks is None else ctx.from_numpy(sinks)
         asked = ctx.from_numpy(query.transpose(1, 0, 2).copy()).permute(ctx, 1, 0, 2)
-        found = backend.quantized_attention(ctx, asked, keys, values, formats, plan, 0.3, logits)
-        if found is None:
+        actual = backend.ragged_attention(ctx, asked, keys, values, plan, 0.3, logits, formats)
+        if actual is None:
             pytest.skip("the kernel leaves this case to blocks that are read back")
-        return found
+        return actual
 
     # Writing.
 
@@ -233,14 +232,14 @@ class QuantizedTests(BackendCase):
         dims: tuple[int, int] = (64, 96), room: int = 0,
     ) -> tuple[list[Arrays], list[list[Tensor]], KVStore]:  # fmt: skip
         """Twelve cells of two heads of each size: what they hold, where that lies, and the store."""
-        if not isinstance(backend, SupportsQuantizedStore):
-            pytest.skip("no SupportsQuantizedStore: codes are made first and then copied")
+        if not isinstance(backend, SupportsKVStorage):
+            pytest.skip("no SupportsKVStorage: codes are made first and then copied")
         before = [
             encoded(normal((12, 2, dim), DType.F32, 60 + dim), name)
             for dim, name in zip(dims, formats, strict=True)
         ]
         parts: Any = [laid_out(ctx, part, order, room) for part in before]
-        store = backend.quantized_store(parts[0], parts[1], formats)
+        store = backend.kv_store(parts[0], parts[1], formats)
         if store is None:
             pytest.skip("no store for parts like these")
         return before, parts, store

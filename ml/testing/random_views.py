@@ -68,18 +68,18 @@ class RandomViewTests(BackendCase):
         tensor = ctx.from_numpy(flat)
         for _ in range(DRAWS):
             view = draw(random, SHAPES[int(random.integers(len(SHAPES)))])
-            model, found = shown(flat, view).copy(), tensor.view(ctx, *view)
+            model, actual = shown(flat, view).copy(), tensor.view(ctx, *view)
             with told(seed, view):
-                assert_same(found, model)
-                assert_same(found.contiguous(ctx), model)
+                assert_same(actual, model)
+                assert_same(actual.contiguous(ctx), model)
                 for axis in range(model.ndim):
                     size = model.shape[axis]
                     rows = random.integers(0, max(size, 1), 3 if size else 0)
                     taken = np.take(model, rows, axis)
-                    assert_same(found.rows(ctx, rows, axis), taken)
-                    assert_same(found.rows(ctx, ctx.from_numpy(rows.astype(np.int32)), axis), taken)
-                    assert_same(found.concat(ctx, found, axis), np.concatenate([model, model], axis))
-                    assert_same(found.repeat(ctx, axis, 2), np.concatenate([model, model], axis))
+                    assert_same(actual.rows(ctx, rows, axis), taken)
+                    assert_same(actual.rows(ctx, ctx.from_numpy(rows.astype(np.int32)), axis), taken)
+                    assert_same(actual.concat(ctx, actual, axis), np.concatenate([model, model], axis))
+                    assert_same(actual.repeat(ctx, axis, 2), np.concatenate([model, model], axis))
         assert_same(tensor, flat)
 
     @each(seed=SEEDS, dtype=DTYPES)

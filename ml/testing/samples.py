@@ -33,9 +33,9 @@ def counting(shape: tuple[int, ...], dtype: DType, start: int = 0) -> np.ndarray
 
 def in_records(values: np.ndarray) -> np.ndarray:
     """The same in memory whose steps are no multiples of the item size."""
-    found: np.ndarray = np.zeros(values.shape, [("value", values.dtype), ("flag", np.uint8)])["value"]
-    found[...] = values
-    return found
+    column: np.ndarray = np.zeros(values.shape, [("value", values.dtype), ("flag", np.uint8)])["value"]
+    column[...] = values
+    return column
 
 
 def normal(shape: tuple[int, ...], dtype: DType, seed: int = 0, spread: float = 2.0) -> np.ndarray:

@@ -63,30 +63,30 @@ def flushed(values: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def assert_near(
-    found: np.ndarray, reference: Callable[..., Any], operands: list[np.ndarray], absolute: float = 0.0
+    result: np.ndarray, reference: Callable[..., Any], operands: list[np.ndarray], absolute: float = 0.0
 ) -> None:
-    """``found`` is ``reference`` of the operands, all of one float dtype, as nearly as the contract asks.
+    """``result`` is ``reference`` of the operands, all of one float dtype, as nearly as the contract asks.
 
     Within the relative error of the dtype, or ``absolute``; NaN, and infinities with their sign, are exactly
     where float64 has them. Devices may take denormals for 0, of an operand and as a result.
     """
-    dtype = DType.from_numpy(found.dtype)
-    actual, least = exact(found), float(float_limits(dtype).tiny)
+    dtype = DType.from_numpy(result.dtype)
+    actual, least = exact(result), float(float_limits(dtype).tiny)
     right = np.zeros(actual.shape, bool)
     with np.errstate(all="ignore"):
         for given in ([exact(x) for x in operands], [flushed(x, dtype) for x in operands]):
-            wanted = exact(np.asarray(reference(*given)).astype(found.dtype))
+            wanted = exact(np.asarray(reference(*given)).astype(result.dtype))
             off = RELATIVE[dtype] * np.abs(wanted) + least + absolute
             right |= (actual == wanted) | (np.isfinite(wanted) & (np.abs(actual - wanted) <= off))
             right |= np.isnan(actual) & np.isnan(wanted)
         wanted = np.asarray(reference(*map(exact, operands)))
     if not right.all():
         wrong = [tuple(place) for place in np.argwhere(~right)[:4]]
-        told = (
+        examples = (
             f"of {', '.join(str(exact(x)[place]) for x in operands)}: {actual[place]}, not {wanted[place]}"
             for place in wrong
         )
-        raise AssertionError(f"{(~right).sum()} of {right.size} are wrong; {'; '.join(told)}")
+        raise AssertionError(f"{(~right).sum()} of {right.size} are wrong; {'; '.join(examples)}")
 
 
 class SpecialValueTests(BackendCase):
@@ -101,11 +101,11 @@ class SpecialValueTests(BackendCase):
         if call.endswith("b)"):
             operands = [values.repeat(len(values)), np.tile(values, len(values))]
         grids = [np.resize(x, (-(-len(x) // WIDTH), WIDTH)) for x in operands]
-        found = evaluate(
+        actual = evaluate(
             call, ctx=ctx, **{n: layout(ctx, x).tensor for n, x in zip("ab", grids, strict=False)}
         )
-        host = found.to_numpy()
-        assert (found.dtype, host.shape) == (dtype, grids[0].shape)
+        host = actual.to_numpy()
+        assert (actual.dtype, host.shape) == (dtype, grids[0].shape)
 
         def reference(a: np.ndarray, b: np.ndarray | None = None) -> Any:
             return evaluate(expression, gelu=gelu, a=a, b=b)
@@ -141,8 +141,8 @@ class SpecialValueTests(BackendCase):
         values = special(dtype)
         exactly = exact(values)
         column = values[(exactly == flushed(values, dtype)) | np.isnan(exactly)]
-        found = ctx.from_numpy(column[:, None]).compare(ctx, name, ctx.from_numpy(column))
-        assert_same(found, function(exact(column)[:, None], exact(column)), DType.BOOL)
+        actual = ctx.from_numpy(column[:, None]).compare(ctx, name, ctx.from_numpy(column))
+        assert_same(actual, function(exact(column)[:, None], exact(column)), DType.BOOL)
 
     @needs("compare")
     @each(symbol=COMPARE.items(), dtype=(*FLOATS, *INTEGERS))
@@ -159,8 +159,8 @@ class SpecialValueTests(BackendCase):
             host = np.array([1, info.max - 1, info.min, min(2**24, info.max - 1)], dtype.numpy)
             above = host + 1
         for a, b in ((host, above), (above, host), (host, host)):
-            found = ctx.from_numpy(a).compare(ctx, name, ctx.from_numpy(b))
-            assert_same(found, function(a, b), DType.BOOL)
+            actual = ctx.from_numpy(a).compare(ctx, name, ctx.from_numpy(b))
+            assert_same(actual, function(a, b), DType.BOOL)
 
     # Sums.
 
@@ -174,9 +174,9 @@ class SpecialValueTests(BackendCase):
         hidden = counting((6, 10), DType.BOOL)
         hidden[2, 3], hidden[:, 4], hidden[1] = False, False, False
         logits[hidden] = -math.inf
-        found = layout(ctx, logits.astype(dtype.numpy)).tensor.softmax(ctx, axis).to_numpy()
-        assert (exact(found)[hidden] == 0).all(), f"weights of -inf: up to {exact(found)[hidden].max()}"
-        assert (exact(found)[~hidden] > 0).all()
+        actual = layout(ctx, logits.astype(dtype.numpy)).tensor.softmax(ctx, axis).to_numpy()
+        assert (exact(actual)[hidden] == 0).all(), f"weights of -inf: up to {exact(actual)[hidden].max()}"
+        assert (exact(actual)[~hidden] > 0).all()
 
     @each(op=("sum", "mean"), given=SUMMED, dtype=(DType.F32, DType.BF16))
     def test_a_million_equal_numbers_are_added_without_drift(
@@ -185,10 +185,10 @@ class SpecialValueTests(BackendCase):
         """One by one in F32 they come out wrong by a hundredth."""
         shape, axis = given
         number = np.array(0.1).astype(dtype.numpy)
-        found = evaluate(f"a.{op}(ctx, {axis})", ctx=ctx, a=ctx.full(shape, 0.1, dtype)).to_numpy()
+        actual = evaluate(f"a.{op}(ctx, {axis})", ctx=ctx, a=ctx.full(shape, 0.1, dtype)).to_numpy()
         factor = MANY if op == "sum" else 1
-        wanted = np.full(found.shape, number)
-        assert_near(found, lambda a: a * factor, [wanted])
+        wanted = np.full(actual.shape, number)
+        assert_near(actual, lambda a: a * factor, [wanted])
 
     @each(dtype=DTYPES)
     def test_an_array_of_numpys_is_made_of_a_tensor(self, ctx: Context, dtype: DType) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ml.capabilities import KVStore, SupportsKVStore
+from ml.capabilities import KVStore, SupportsKVStorage
 from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
 from ml.testing.harness import BackendCase, each
@@ -34,8 +34,8 @@ def halves(ctx: Context, order: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def store_of(backend: Backend, key: Tensor, value: Tensor) -> KVStore:
-    if not isinstance(backend, SupportsKVStore):
-        pytest.skip("no SupportsKVStore: caches use slice and copy")
+    if not isinstance(backend, SupportsKVStorage):
+        pytest.skip("no SupportsKVStorage: caches use slice and copy")
     store = backend.kv_store(key, value)
     if store is None:
         pytest.skip("no store for tensors like these")
@@ -77,9 +77,9 @@ class KVStoreTests(BackendCase):
         expected_key[start : start + count], expected_value[start : start + count] = new_key, new_value
         for whole, expected in ((key, expected_key), (value, expected_value)):
             np.testing.assert_array_equal(whole.to_numpy(), expected)
-        found = store.read(ctx, start, count)
-        assert found is not None
-        for part, expected in zip(found, (new_key, new_value), strict=True):
+        actual = store.read(ctx, start, count)
+        assert actual is not None
+        for part, expected in zip(actual, (new_key, new_value), strict=True):
             assert part.shape == expected.shape
             np.testing.assert_array_equal(part.to_numpy(), expected)
 
@@ -110,13 +110,13 @@ class KVStoreTests(BackendCase):
     def test_what_is_read_aliases_the_storage(self, backend: Backend, ctx: Context) -> None:
         key, value = halves(ctx, ORDERS["head major"])
         store = store_of(backend, key, value)
-        found = store.read(ctx, 2, 3)
-        assert found is not None
+        actual = store.read(ctx, 2, 3)
+        assert actual is not None
         ctx.from_numpy(numbers(1, DIM)).copy(ctx, key.slice(ctx, 0, 3, 4))
-        np.testing.assert_array_equal(found[0].to_numpy()[1:2], numbers(1, DIM))
-        ctx.full((3, HEADS, DIM), 5, DType.F32).copy(ctx, found[0])
+        np.testing.assert_array_equal(actual[0].to_numpy()[1:2], numbers(1, DIM))
+        ctx.full((3, HEADS, DIM), 5, DType.F32).copy(ctx, actual[0])
         assert key.to_numpy()[2:5].min() == 5
-        assert found[0].strides == key.strides
+        assert actual[0].strides == key.strides
 
     @each(case=DECLINED)
     def test_what_is_not_plain_is_declined_and_nothing_written(

@@ -18,7 +18,7 @@ MANY = 24
 
 
 class PageTransferTests(BackendCase):
-    """What :class:`ml.SupportsPageTransfer` promises; without it, what :mod:`ml.transfer` does instead."""
+    """What :class:`ml.SupportsTransfers` promises; without it, what :mod:`ml.transfer` does instead."""
 
     @each(layout=LAYOUTS, dtype=DTYPES)
     def test_pages_go_out_and_come_in_bit_for_bit(
@@ -97,7 +97,7 @@ class PageTransferTests(BackendCase):
         outs = [page_out(backend, ctx, tensors[i : i + 2]) for i in range(0, MANY, 2)]
         for _, out in reversed(outs):
             out.wait()
-        arrays = [array for found, _ in outs for array in found]
+        arrays = [array for actual, _ in outs for array in actual]
         assert [array.tobytes() for array in arrays] == [value.tobytes() for value in values]
         places = [cells.slice(ctx, 0, i, i + 1).reshape(ctx, 16, 32) for i in range(MANY)]
         ins = [page_in(backend, ctx, [arrays[i]], [places[i]]) for i in range(MANY)]

@@ -14,7 +14,7 @@ import numpy as np
 import ml
 from backends.numpylike import ArrayTensor
 from ml.base import BaseTensor, SoloGroup
-from ml.base.group import check_timeout
+from ml.distributed import check_timeout
 from ml.dtypes import DType
 from ml.strided import contiguous_strides, extent
 from ml.testing.aliasing import AliasingTests

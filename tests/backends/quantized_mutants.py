@@ -28,8 +28,11 @@ def attention_mutant(
 ) -> None:
     """Attention from its definition, over parts or by a plan that were changed."""
 
-    def attend(self: Any, ctx: Any, query: Any, *given: Any) -> Any:
-        *parts, formats, plan, scale, sinks = given
+    def attend(
+        self: Any, ctx: Any, query: Any, key: Any, value: Any, plan: Any, scale: float, sinks: Any,
+        formats: Any,
+    ) -> Any:  # fmt: skip
+        parts = key, value
         mine = RaggedPlan(plan.tokens, plan.segments.copy(), plan.readers.copy(), plan.index)
         if plan_change is not None:
             plan_change(mine)
@@ -44,7 +47,7 @@ def attention_mutant(
         return ctx.from_numpy(out.astype(query.dtype.numpy))
 
     def plant(numpy: ModuleType) -> None:
-        numpy.NumpyBackend.quantized_attention = attend
+        numpy.NumpyBackend.ragged_attention = attend
 
     MUTANTS.append(Mutant(name, QuantizedTests, plant))
 
@@ -89,7 +92,7 @@ def store_mutant(name: str, change: Callable[[int, Parts, str], tuple[int, Parts
             return None
 
     def plant(numpy: ModuleType) -> None:
-        numpy.NumpyBackend.quantized_store = lambda self, key, value, formats: Store(
+        numpy.NumpyBackend.kv_store = lambda self, key, value, formats: Store(
             self, list(zip((key, value), formats, strict=True))
         )
 

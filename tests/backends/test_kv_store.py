@@ -41,7 +41,7 @@ def halves(ctx: ml.Context, order: tuple[int, ...]) -> tuple[ml.Tensor, ml.Tenso
 
 
 def store_of(backend: Any, key: ml.Tensor, value: ml.Tensor) -> ml.KVStore:
-    assert isinstance(backend, ml.SupportsKVStore)
+    assert isinstance(backend, ml.SupportsKVStorage)
     store = backend.kv_store(key, value)
     assert store is not None
     return store
@@ -130,7 +130,7 @@ def test_a_native_array_over_the_memory_that_is_written_is_declined(
 def test_tensors_that_show_an_element_twice_are_not_written(backend: ml.Backend, ctx: ml.Context) -> None:
     half = ctx.zeros((1, 1, 4), DType.F32)
     twice, new = half.view(ctx, 0, (4, 1, 4), (0, 0, 1)), ctx.full((2, 1, 4), 1, DType.F32)
-    assert isinstance(backend, ml.SupportsKVStore)
+    assert isinstance(backend, ml.SupportsKVStorage)
     for pair in ((twice, ctx.zeros((4, 1, 4), DType.F32)), (ctx.zeros((4, 1, 4), DType.F32), twice)):
         store = backend.kv_store(*pair)
         assert store is None or not store.write(ctx, 0, 2, new, new)

@@ -197,7 +197,8 @@ def in_this_process(library: Any, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.PAGE)
 def test_the_page_has_every_type_and_nothing_wrong(library: Any) -> None:
     text = (engine.DOCS / library.PAGE).read_text(encoding="utf-8")
-    table, _, unbuilt = text.split(engine.MARKS[0])[1].split(engine.MARKS[1])[0].partition("Not built: ")
+    begin, end = engine.marks(library)
+    table, _, unbuilt = text.split(begin)[1].split(end)[0].partition("Not built: ")
     results, _, groups = table.partition("| group | types | which |\n|---|---|---|\n")
     rows = [row.strip("| ").split(" | ") for row in groups.splitlines() if row.startswith("|")]
     names = [name for _, _, which in rows for name in which.split(", ")]

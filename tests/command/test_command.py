@@ -259,7 +259,7 @@ def test_backends_lists_them_all() -> None:
     assert "devices       cpu" in block
     assert "GiB free of" in block
     assert "dtypes        F32 F16 BF16 I8 U8 I32 I64 BOOL" in block
-    assert "SupportsZeroCopyRead\n" in block.partition("capabilities  ")[2]
+    assert "SupportsRaggedAttention\n" in block.partition("capabilities  ")[2]
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
 
 
@@ -286,7 +286,7 @@ def test_backends_as_json_with_what_each_is_capable_of() -> None:
     for name in (name for name, row in rows.items() if row["available"]):
         with ml.open_backend(name) as backend:
             expected = [kind.__name__ for kind in kinds if isinstance(backend, kind)]
-        assert "SupportsHostWrite" in expected
+        assert "SupportsHostMemory" in expected
         assert rows[name]["capabilities"] == expected
 
 

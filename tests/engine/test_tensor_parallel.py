@@ -131,11 +131,11 @@ def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_those_
 
 
 def test_families_that_are_not_divided_say_so_and_name_those_that_are() -> None:
-    config = replace(load_config(bundled_model()), architecture="GptOssForCausalLM")
+    config = replace(load_config(bundled_model()), architecture="MixtralForCausalLM")
     with pytest.raises(
-        ModelError, match=r"GptOssForCausalLM is not split .*LlamaForCausalLM.*Gemma3ForCausalLM"
+        ModelError, match=r"MixtralForCausalLM is not split .*LlamaForCausalLM.*Gemma3ForCausalLM"
     ):
-        FAMILIES["GptOssForCausalLM"].check_ranks(config, 2)
+        FAMILIES["MixtralForCausalLM"].check_ranks(config, 2)
 
 
 def test_a_backend_without_an_engine_is_refused_with_those_that_have_one() -> None:

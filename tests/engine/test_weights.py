@@ -119,7 +119,7 @@ def test_no_weights_and_weights_of_another_kind(make_model: Make, tmp_path: Path
 
 def test_integer_weights_are_refused(make_model: Make) -> None:
     folder = make_model({QUERY: np.zeros((32, 32), np.int8)})
-    with pytest.raises(ModelError, match="is I8; weights are read as F32, F16, BF16"):
+    with pytest.raises(ModelError, match="is I8; weights are read as F32, F16 and BF16"):
         open_weights(folder)[QUERY]
 
 

@@ -59,6 +59,9 @@ class LateBackend(NumpyBackend):
         """The host cannot write there."""
         ctx.check("overwrite", tensor)
 
+    def upload(self, ctx: Any, arrays: Sequence[tuple[np.ndarray, ml.DType]]) -> list[Any]:
+        return [ctx.from_numpy(array, dtype) for array, dtype in arrays]
+
     def pinned_memory(self, nbytes: int) -> np.ndarray:
         if self.locked is not None:
             if nbytes > self.locked:

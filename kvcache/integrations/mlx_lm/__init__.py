@@ -10,8 +10,8 @@
 
 Prompt caches that meet (rows of a batch, copies, what an ``LRUPromptCache`` keeps) are made by one
 :class:`CachePool`; :class:`MLXPrefixCache` shares prefixes between conversations, in memory and in stores.
-:func:`install` lets mlx-lm make its prompt caches of such a pool by itself. For
-mlx-lm 0.32.
+:func:`install` lets mlx-lm make its prompt caches of such a pool by itself; :class:`MLXModel` is a model that
+our engine drives. For mlx-lm 0.32.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvcache.integrations.mlx_lm.attention import ChunkedKVCache, KVCache, Rotat
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, layers_of
 from kvcache.integrations.mlx_lm.loops import check_loops
+from kvcache.integrations.mlx_lm.model import MLXModel
 from kvcache.integrations.mlx_lm.pool import CachePool, PoolOptions
 from kvcache.integrations.mlx_lm.prefixes import MLXPrefixCache, MLXSession
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache
@@ -41,6 +42,7 @@ __all__ = [
     "ChunkedKVCache",
     "KVCache",
     "LayerCache",
+    "MLXModel",
     "MLXPrefixCache",
     "MLXSession",
     "PoolOptions",

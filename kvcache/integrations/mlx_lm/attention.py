@@ -21,6 +21,7 @@ from kvcache.integrations.mlx_lm.layers import (
     mlx_caches,
 )
 from kvcache.integrations.mlx_lm.locking import waiting
+from kvcache.integrations.mlx_lm.packed import Given
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.rows.ragged_batch import read_positions, visible_mask
 
@@ -97,9 +98,7 @@ class Attending(LayerCache):
         if seen is None:
             return None
         if seen is not ml.CAUSAL:
-            found = mx.array(np.asarray(seen))
-            # Models with indexers choose columns of one query's, as a batch has it: (1, 1, 1, history).
-            return found[None, None] if tokens == 1 and self._spec.assigned else found
+            return mx.array(np.asarray(seen))
         if not return_array:
             return "causal"
         history = self._storage.tokens_of(self.layer, self.rows.held[0].seq)
@@ -473,6 +472,8 @@ def attend_by_entries(model: Any) -> bool:
 def _scaled_dot_product_attention(
     queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None
 ) -> Any:
+    if isinstance(keys, Given):
+        return keys.attend(queries, values, scale, mask, sinks)
     if isinstance(cache, Attending):
         found = cache.attend(queries, keys, values, scale, mask, sinks)
         if found is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,7 +31,7 @@ from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
 from kvcache.integrations.mlx_lm.storage import Storage
 
-__all__ = ["CachePool", "PoolOptions"]
+__all__ = ["CachePool", "PoolOptions", "called_by", "entries_of", "layers_tried", "prompt_cache_of"]
 
 _DTYPES = {mx.float32: ml.DType.F32, mx.float16: ml.DType.F16, mx.bfloat16: ml.DType.BF16}
 
@@ -114,17 +114,14 @@ class CachePool:
                 f"CachePool: max_kv_size={max_kv_size} of a list of layers, which say it themselves: "
                 f"Attention(window={max_kv_size}, keep=4)"
             )
-        layers = list(model) if listed else layers_of(model, max_kv_size, capacity)
+        layers, one_length = list(model) if listed else layers_of(model, max_kv_size, capacity), False
         if max_kv_size is not None:  # of less, the caches would keep everything, and no more than that
             capacity = max(capacity, max_kv_size + max(rollback, 1))
-        one_length = not listed and takes_one_length(model)
         self.backend = ml.open_backend("mlx") if backend is None else backend
         self._owns_backend = backend is None
         keep_whole_steps()
-        if not listed and not one_length:
-            layers = with_padding_told(
-                model, layers, lambda x: CachePool(x, capacity=32, max_sequences=4, backend=self.backend)
-            )
+        if not listed:
+            layers, one_length = layers_tried(model, layers, self.backend)
         ctx = self.backend.new_context()
         self.storage = Storage(
             layers, ctx, rollback, asked.checkpoints, asked.checkpoint_interval, one_length
@@ -133,11 +130,9 @@ class CachePool:
         self.storage.init(self.backend, _stored_dtype(asked.dtype), max_sequences, capacity, largest)
         caches = self.storage.caches
         if not listed:
-            told_by(type(model))
-            self.storage.calls_told = self.storage.wants_calls
+            called_by(model, self.storage)
         keep_prompt_caches()
         keep_codes()
-        self.storage.asked = not listed and attend_by_entries(model)
         self.sequences = SequencePool(self.storage, max_sequences, largest if caches.forgets else None)
 
     def __repr__(self) -> str:
@@ -176,13 +171,7 @@ class CachePool:
 
     def prompt_cache_of(self, rows: BatchRows) -> list[Any]:
         """The entries of a prompt cache of these rows."""
-        made = (_kind(layer)(rows, i) for i, layer in enumerate(self.storage.layers))
-        return [
-            CacheList(*itertools.islice(made, len(entry.layers)))
-            if isinstance(entry, Several)
-            else next(made)
-            for entry in self.storage.entries
-        ]
+        return prompt_cache_of(self.storage, rows)
 
     def clear(self) -> None:
         """Let the conversations go that ``LRUPromptCache`` s keep, once no other thread uses the pool."""
@@ -196,6 +185,41 @@ class CachePool:
             self.cache.close()
             if self._owns_backend:
                 self.backend.close()
+
+
+def layers_tried(
+    model: Any, layers: list[Layer | Several], backend: ml.Backend
+) -> tuple[list[Layer | Several], bool]:
+    """The layers of ``model``, and whether it takes all rows for ones of one length.
+
+    Of those with states it is tried, on ``backend``, whether the model keeps padding out of them.
+    """
+    if takes_one_length(model):
+        return layers, True
+    return with_padding_told(
+        model, layers, lambda x: CachePool(x, capacity=32, max_sequences=4, backend=backend)
+    ), False
+
+
+def called_by(model: Any, storage: Storage) -> None:
+    """Let the calls of ``model`` tell ``storage`` what its layers do not tell, and ask it for attention."""
+    told_by(type(model))
+    storage.calls_told = storage.wants_calls
+    storage.asked = attend_by_entries(model)
+
+
+def prompt_cache_of(storage: Storage, rows: BatchRows) -> list[Any]:
+    """The entries of a prompt cache of these rows."""
+    return entries_of(storage, lambda layer, i: _kind(layer)(rows, i))
+
+
+def entries_of(storage: Storage, made: Callable[[Layer, int], Any]) -> list[Any]:
+    """A prompt cache for the model's layers; ``made`` makes the entry of each, by its number."""
+    each = (made(layer, i) for i, layer in enumerate(storage.layers))
+    return [
+        CacheList(*itertools.islice(each, len(entry.layers))) if isinstance(entry, Several) else next(each)
+        for entry in storage.entries
+    ]
 
 
 def _stored_dtype(dtype: Any) -> Any:

@@ -15,7 +15,7 @@ from mlx_lm.generate import generate_step
 
 import ml
 from kvcache.cache import CacheDType, ClosedError, InvalidRangeError, KVCacheError
-from kvcache.integrations.conversations import Conversation, SharedPrefixes
+from kvcache.integrations.conversations import Conversation, SharedPrefixes, prefix_options
 from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.layers import Attention
 from kvcache.integrations.mlx_lm.pool import CachePool
@@ -113,8 +113,10 @@ class MLXPrefixCache(SharedPrefixes):
         backend: ml.Backend | None = None,
         **options: Any,
     ) -> None:
-        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``interval``, ...; but for
-        ``write_through=False``, a thread writes each conversation to the stores when it ends.
+        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and ``options``.
+
+        But for ``PrefixOptions(write_through=False)``, a thread writes each conversation to the stores when
+        it ends.
 
         Raises NotSupportedError for layers that there is no cache for, as CachePool does, and for ``tiers``
         of a model that is split over ranks (``model.shard``).
@@ -130,9 +132,8 @@ class MLXPrefixCache(SharedPrefixes):
         self.lock = self.pool.lock
         self._claims: dict[int, tuple[threading.Thread, float]] = {}
         """By sequence, who began the conversation that is open in it, and its part of the room."""
-        options = {"layers": _shapes(self.pool), **options}
         try:
-            self.prefix = PrefixCache(self.pool.cache, **{"write_through": True, **options})
+            self.prefix = PrefixCache(self.pool.cache, **prefix_options(options, lambda: _shapes(self.pool)))
         except BaseException:
             self.pool.close()
             raise

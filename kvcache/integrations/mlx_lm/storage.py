@@ -44,7 +44,8 @@ class Codes:
 class Storage:
     """A cache for each kind of layer there is in ``entries``, behind one: ``cache``.
 
-    ``rollback`` more tokens than their windows need stay in sliding layers.
+    ``rollback`` more tokens than their windows need stay in sliding layers. ``cache``: that of another, with
+    the same options, which somebody else has bound meanwhile (None: new ones).
     """
 
     def __init__(
@@ -55,22 +56,30 @@ class Storage:
         checkpoints: int,
         interval: int,
         one_length: bool = False,
+        cache: Any = None,
     ) -> None:
         self.entries = list(entries)
         self.layers = flat(entries)
         """Those inside others have numbers of their own here."""
         self.ctx, self.rollback = ctx, rollback
-        self.states = _state_cache(ctx, self.layers, checkpoints, interval)
         kinds = [_kind(layer) for layer in self.layers]
         used = sorted({kind for kind in kinds if kind is not None}, key=lambda kind: kind.size)
-        self.caches = ModelCaches(used, self.states, lookback=rollback)
+        if cache is None:
+            states = _state_cache(ctx, self.layers, checkpoints, interval)
+            self.caches = ModelCaches(used, states, lookback=rollback)
+        else:
+            self.caches = ModelCaches.over(used, cache)
+        self.states = self.caches.states
         self.attention = [None if kind is None else self.caches.caches[kind] for kind in kinds]
         """The cache of each layer with K and V; None for the others."""
         self.cache: Any = self.caches.all
-        self.format = CacheFormat.of(_computed(ctx, self.layers))
+        bound = [] if cache is None else [*self.caches.caches.values()]
+        self.format = bound[0].storage.dtype if bound else CacheFormat.of(self.computed)
         """What K and V are stored in."""
         self.one_length = one_length or any(isinstance(x, Attention) and x.chunked for x in self.layers)
         """Whether the model takes for granted that rows hold as many tokens as the others."""
+        self.chooses = any(isinstance(x, Attention) and x.assigned for x in self.layers)
+        """Whether the model has indexers, which choose from what it reads: of hidden columns too."""
         self.alike_from = math.inf if self.one_length else max(map(_alike_from, self.layers), default=0)
         """Rows without padding are alike to the model from so many tokens on; 0: it tells any rows apart."""
         limits = [x.capacity for x in self.layers if isinstance(x, Recurrent) and x.capacity is not None]
@@ -104,6 +113,13 @@ class Storage:
                 )
                 cache.set_layer(i)
                 cache.put(ctx, key, None if layer.keys_only else value)
+
+    @property
+    def computed(self) -> ml.DType:
+        """The dtype of the first K that the model is known to compute; F32 where none is."""
+        known = (x.dtype for x in self.layers if isinstance(x, Attention) and x.dtype is not None)
+        found = next(known, None)
+        return ml.DType.F32 if found is None else _dtype(self.ctx, found)
 
     # K and V.
 
@@ -166,7 +182,7 @@ class Storage:
 
     def reads_cells(self, one: ForwardPass) -> bool:
         """Whether K and V of a pass are read as they lie, with a mask of what the row sees of that."""
-        return one.rows == 1 and one.is_full and not self.one_length
+        return one.rows == 1 and one.is_full and not (self.one_length or self.chooses)
 
     def get_by_position(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
         """As ``get``, in the order of positions, whatever lies where."""
@@ -344,14 +360,6 @@ def _state_cache(
 def _name(i: int) -> str:
     """What state ``i`` of a layer is called in the cache of states."""
     return f"state{i}"
-
-
-def _computed(ctx: ml.Context, layers: Sequence[Layer]) -> ml.DType:
-    """The dtype of the first K that the model is known to compute; F32 where none is."""
-    for layer in layers:
-        if isinstance(layer, Attention) and layer.dtype is not None:
-            return _dtype(ctx, layer.dtype)
-    return ml.DType.F32
 
 
 def _dtype(ctx: ml.Context, native: Any) -> ml.DType:

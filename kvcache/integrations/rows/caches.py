@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from kvcache import (
     StateCache,
     WrapperCache,
 )
+from kvcache.caches.wrapper import unwrapped
 from kvcache.integrations.rows.compressed import CompressedCache
 
 __all__ = ["CHUNKED", "COMPRESSED", "FULL", "SLIDING", "Kind", "ModelCaches", "Top", "batch_of_rows"]
@@ -81,6 +82,15 @@ class ModelCaches:
             tops.append(self.encoder)
         self.tops: Sequence[Top] = tops
         self.all: Top | WrapperCache = tops[0] if len(tops) == 1 else WrapperCache(*cast("list[Cache]", tops))
+
+    @classmethod
+    def over(cls, kinds: Iterable[Kind], cache: Any) -> ModelCaches:
+        """Those whose ``all`` is ``cache``: of these kinds of attention, and of states where it has more."""
+        found = cls.__new__(cls)
+        found.tops, found.all, found.encoder = unwrapped(cache), cache, None
+        found.caches = dict(zip(dict.fromkeys(kinds), found.tops, strict=False))
+        found.states = next(iter(found.tops[len(found.caches) :]), None)
+        return found
 
     @property
     def cross(self) -> EncoderCache:

@@ -1,16 +1,7 @@
-"""What a model of transformers is given as its cache, where the engine has begun the pass.
-
-The engine starts a pass over tokens of many sequences; the model is called with all of them, or with some at
-a time, laid out in one of three ways (``Layout``)::
-
-    PACKED   one row of all tokens         a a a b c c     attention tells the sequences apart
-    ROWS     sequences of equal length     a a | b b       so do convolutions and recurrences
-    ALONE    one sequence after another    a a a, b, c c   and whatever else a model does by itself
-"""
+"""What a model of transformers is given as its cache, where the engine has begun the pass (``Layout``)."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +14,7 @@ import ml
 from kvcache import CausalCache, NotSupportedError, StateCache, StateSpec
 from kvcache.integrations.rows.caches import Kind
 from kvcache.integrations.rows.dense_batch import DenseBatch
+from kvcache.integrations.rows.driven import Layout
 from kvcache.integrations.transformers.bridge import Bridge, dtype_of
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.kinds import CROSS, Plan, Trait, empty_layer
@@ -30,19 +22,11 @@ from kvcache.integrations.transformers.passes import Pair
 from kvcache.integrations.transformers.states import state_name
 from kvcache.integrations.transformers.stored import tokens_of
 
-__all__ = ["Call", "Layout", "PassCache", "PassKeys", "caches_of"]
+__all__ = ["Call", "PassCache", "PassKeys"]
 
 PLACES = "positions"
 """The extra of an indexer's keys that has their positions."""
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-
-
-class Layout(enum.Enum):
-    """How the tokens of a pass are laid out for the model: the value says what a call has."""
-
-    PACKED = "all sequences of a pass in one row"
-    ROWS = "sequences with as many tokens each as rows"
-    ALONE = "one sequence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,9 +389,3 @@ class HybridPassLayer(StatesPassLayer, AttentionPassLayer):
     def __init__(self, owner: PassCache, layer: int, kind: Kind, count: int) -> None:
         AttentionPassLayer.__init__(self, owner, layer, kind)
         StatesPassLayer.__init__(self, owner, layer, count)
-
-
-def caches_of(plan: Plan, tops: Sequence[Any]) -> tuple[dict[Kind, CausalCache], StateCache | None]:
-    """Of ``ModelCaches.tops`` that which serves each kind of attention, and that which has the states."""
-    states: StateCache | None = tops[-1] if plan.is_hybrid else None
-    return dict(zip(plan.kinds, tops, strict=False)), states

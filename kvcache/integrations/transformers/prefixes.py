@@ -15,7 +15,7 @@ import torch
 import ml
 from kvcache import InvalidRangeError, KVCacheError, NotSupportedError
 from kvcache.caches.turns import Turns, in_turn
-from kvcache.integrations.conversations import Conversation, SharedPrefixes
+from kvcache.integrations.conversations import Conversation, SharedPrefixes, prefix_options
 from kvcache.integrations.transformers.adapters import Adapters
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
@@ -240,10 +240,10 @@ class HFPrefixCache(SharedPrefixes):
         """``max_sequences`` conversations of ``capacity`` tokens; ``dtype`` and ``backend`` as in HFCache.
 
         ``lookback`` is how many tokens sliding windows keep beyond what they show, as in HFCache. ``options``
-        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, ``interval``, ...; but for
-        ``write_through=False``, a thread writes each conversation to the stores when it ends. With a store
-        among the ``tiers``, and without ``layers``, the model is called once, with one token: what a store
-        has of layers that the model does not put is not used.
+        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and ``options``. But for
+        ``PrefixOptions(write_through=False)``, a thread writes each conversation to the stores when it ends.
+        With a store among the ``tiers``, and without ``PrefixOptions(layers=...)``, the model is called once,
+        with one token: what a store has of layers that the model does not put is not used.
         """
         check_model("HFPrefixCache", model)
         if model.config.is_encoder_decoder:
@@ -291,9 +291,8 @@ class HFPrefixCache(SharedPrefixes):
         whole: Any = family.all
         self.lock: Turns = Turns(whole.take_over)  # held over the passes of a loop of one's own, too
         stores = [tier for tier in options.get("tiers") or () if not isinstance(tier, HostTier)]
-        if stores and options.get("layers") is None:
-            options["layers"] = self._stored_layers(whole)
-        self.prefix = PrefixCache(whole, **{"write_through": True, **options})
+        shapes = functools.partial(self._stored_layers, whole) if stores else lambda: None
+        self.prefix = PrefixCache(whole, **prefix_options(options, shapes))
 
     def _stored_layers(self, whole: Any) -> Layers:
         """What the model stores in each layer, by a pass over one token, which is forgotten again."""

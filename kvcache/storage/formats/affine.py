@@ -43,9 +43,9 @@ class Affine:
         return width * 32 // self.bits
 
     def encode(self, ctx: ml.Context, x: ml.Tensor) -> tuple[ml.Tensor, ...]:
-        found = quantized_by(ctx, x, self.name)
-        if found is not None:
-            return found
+        parts = quantized_by(ctx, x, self.name)
+        if parts is not None:
+            return parts
         *outer, dim = x.shape
         groups = x.cast(ctx, ml.DType.F32).reshape(ctx, *outer, dim // self.group, self.group)
         scale, bias = self._fit(ctx, groups)
@@ -60,9 +60,9 @@ class Affine:
 
     def decode(self, ctx: ml.Context, parts: Sequence[ml.Tensor], dim: int) -> ml.Tensor:
         """``code * scale + bias``, in F32."""
-        found = read_by(ctx, parts, self.name)
-        if found is not None:
-            return found
+        values = read_by(ctx, parts, self.name)
+        if values is not None:
+            return values
         words, *rest = parts
         *outer, count = rest[0].shape
         codes = _bytes(ctx, words)
@@ -98,25 +98,25 @@ class Affine:
 FORMATS = {name: Affine(*sizes) for name, sizes in AFFINE.items()}
 
 
-def _words(ctx: ml.Context, found: ml.Tensor) -> ml.Tensor:
+def _words(ctx: ml.Context, raw: ml.Tensor) -> ml.Tensor:
     """I32 (...) of bytes F32 (..., 4), the lowest first: the last one has the sign."""
-    high = found.slice(ctx, -1, 3, 4)
+    high = raw.slice(ctx, -1, 3, 4)
     high = high.sub(ctx, select(ctx, high.compare(ctx, "ge", number(ctx, 128.0)), 256.0, 0.0))
-    signed = found.slice(ctx, -1, 0, 3).concat(ctx, high, -1).cast(ctx, ml.DType.I32)
+    signed = raw.slice(ctx, -1, 0, 3).concat(ctx, high, -1).cast(ctx, ml.DType.I32)
     weights = ctx.from_numpy(1 << 8 * np.arange(4), ml.DType.I32)
     return signed.mul(ctx, weights).sum(ctx, -1).cast(ctx, ml.DType.I32)
 
 
 def _bytes(ctx: ml.Context, words: ml.Tensor) -> ml.Tensor:
     """The bytes F32 (..., 4) of I32 (...), the lowest first."""
-    found, rest = [], words.contiguous(ctx).reshape(ctx, *words.shape, 1)
+    each, rest = [], words.contiguous(ctx).reshape(ctx, *words.shape, 1)
     for place in (24, 16, 8):
         byte, rest = _divided(ctx, rest, 1 << place)
-        found.append(byte.cast(ctx, ml.DType.F32))
-    high = found[0]
-    found[0] = high.add(ctx, select(ctx, high.compare(ctx, "lt", number(ctx, 0.0)), 256.0, 0.0))
+        each.append(byte.cast(ctx, ml.DType.F32))
+    high = each[0]
+    each[0] = high.add(ctx, select(ctx, high.compare(ctx, "lt", number(ctx, 0.0)), 256.0, 0.0))
     whole = rest.cast(ctx, ml.DType.F32)
-    for byte in reversed(found):
+    for byte in reversed(each):
         whole = whole.concat(ctx, byte, -1)
     return whole
 
@@ -127,8 +127,8 @@ def _divided(ctx: ml.Context, x: ml.Tensor, size: int) -> tuple[ml.Tensor, ml.Te
     In F32 large x are rounded, so that the quotient may come out one too large: the rest then tells.
     """
     whole = x.cast(ctx, ml.DType.F32).scale(ctx, 1 / size).sub(ctx, number(ctx, 0.498)).round(ctx)
-    found = whole.cast(ctx, ml.DType.I32)
+    quotient = whole.cast(ctx, ml.DType.I32)
     each, unit, none = (ctx.full((1,), value, ml.DType.I32) for value in (size, 1, 0))
-    rest = x.sub(ctx, found.mul(ctx, each))
+    rest = x.sub(ctx, quotient.mul(ctx, each))
     over = rest.compare(ctx, "lt", none).where(ctx, unit, none)
-    return found.sub(ctx, over), rest.add(ctx, over.mul(ctx, each))
+    return quotient.sub(ctx, over), rest.add(ctx, over.mul(ctx, each))

@@ -28,8 +28,8 @@ class CacheFormat:
         """
         if isinstance(dtype, CacheFormat):
             return dtype
-        found = tuple(dtype.split("/")) if isinstance(dtype, str) else dtype
-        pair = found if isinstance(found, (tuple, list)) else (found,)
+        named = tuple(dtype.split("/")) if isinstance(dtype, str) else dtype
+        pair = named if isinstance(named, (tuple, list)) else (named,)
         if len(pair) not in (1, 2):
             raise ml.DTypeError(
                 f"init: dtype={dtype!r:.60}; it must be one for both K and V, or a pair, of {_NAMES}"
@@ -58,11 +58,11 @@ class CacheFormat:
     @property
     def dtypes(self) -> frozenset[ml.DType]:
         """Those of the parts of what is put as F32, as far as they are known before there are heads."""
-        found: set[ml.DType] = set()
+        dtypes: set[ml.DType] = set()
         for one in (self.key, self.value):
             with contextlib.suppress(InvalidRangeError):  # a format of other blocks
-                found.update(dtype for _, dtype in one.parts(256, ml.DType.F32))
-        return frozenset(found)
+                dtypes.update(dtype for _, dtype in one.parts(256, ml.DType.F32))
+        return frozenset(dtypes)
 
     def check(self, key_dim: int, value_dim: int | None, activations: ml.DType) -> None:
         """Raise InvalidRangeError for head sizes that the formats cannot take; None: K has the values."""
@@ -88,8 +88,8 @@ def _one(dtype: object) -> StorageFormat:
         try:
             return open_format(dtype)
         except ml.DTypeError as error:
-            told = str(error).removeprefix("open_format: ")
-            raise ml.DTypeError(f"init: dtype={dtype!r:.60}: {told}") from None
+            reason = str(error).removeprefix("open_format: ")
+            raise ml.DTypeError(f"init: dtype={dtype!r:.60}: {reason}") from None
     if isinstance(dtype, ml.DType):
         if dtype.is_float or dtype.is_quantized:
             return open_format(dtype.name)

@@ -36,9 +36,9 @@ class _F8:
         return width
 
     def encode(self, ctx: ml.Context, x: ml.Tensor) -> tuple[ml.Tensor, ...]:
-        found = quantized_by(ctx, x, self.name)
-        if found is not None:
-            return found
+        parts = quantized_by(ctx, x, self.name)
+        if parts is not None:
+            return parts
         x = x.cast(ctx, ml.DType.F32)
         scale = x.abs(ctx).max(ctx, -1, keepdims=True).div(ctx, number(ctx, F8_LARGEST))
         scale = select(ctx, scale.compare(ctx, "lt", number(ctx, F8_LEAST_SCALE)), 0.0, scale)
@@ -47,9 +47,9 @@ class _F8:
         return _codes(ctx, select(ctx, empty, 0.0, scaled)), scale
 
     def decode(self, ctx: ml.Context, parts: Sequence[ml.Tensor], dim: int) -> ml.Tensor:
-        found = read_by(ctx, parts, self.name)
-        if found is not None:
-            return found
+        values = read_by(ctx, parts, self.name)
+        if values is not None:
+            return values
         codes, scale = parts
         listed = codes.contiguous(ctx).reshape(ctx, -1).cast(ctx, ml.DType.I32)
         return ctx.from_numpy(_NUMBERS).rows(ctx, listed).reshape(ctx, *codes.shape).mul(ctx, scale)

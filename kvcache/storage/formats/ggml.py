@@ -40,9 +40,9 @@ class _Blocks:
         return width * self.packed
 
     def encode(self, ctx: ml.Context, x: ml.Tensor) -> tuple[ml.Tensor, ...]:
-        found = quantized_by(ctx, x, self.name)
-        if found is not None:
-            return found
+        parts = quantized_by(ctx, x, self.name)
+        if parts is not None:
+            return parts
         *outer, dim = x.shape
         blocks = x.cast(ctx, ml.DType.F32).reshape(ctx, *outer, dim // BLOCK, BLOCK)
         codes, scale = self._encode(ctx, blocks)
@@ -50,9 +50,9 @@ class _Blocks:
         return codes.reshape(ctx, *outer, dim // self.packed), scales
 
     def decode(self, ctx: ml.Context, parts: Sequence[ml.Tensor], dim: int) -> ml.Tensor:
-        found = read_by(ctx, parts, self.name)
-        if found is not None:
-            return found
+        values = read_by(ctx, parts, self.name)
+        if values is not None:
+            return values
         codes, scales = parts
         *outer, count = scales.shape
         stored = codes.cast(ctx, ml.DType.F32).reshape(ctx, *outer, count, BLOCK // self.packed)

@@ -32,8 +32,8 @@ def read_by(ctx: ml.Context, parts: Sequence[ml.Tensor], name: str) -> ml.Tensor
     return backend.dequantize(ctx, parts, name) if by_backend(backend) else None
 
 
-def by_backend(backend: ml.Backend | None) -> TypeGuard[ml.SupportsBlockFormats]:
-    return nn.offers(backend, ml.SupportsBlockFormats)
+def by_backend(backend: ml.Backend | None) -> TypeGuard[ml.SupportsKVStorage]:
+    return nn.offers(backend, ml.SupportsKVStorage)
 
 
 def number(ctx: ml.Context, value: float) -> ml.Tensor:

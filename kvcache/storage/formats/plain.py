@@ -34,8 +34,8 @@ class Plain:
 
     def bound(self, x: np.ndarray, activations: ml.DType) -> np.ndarray:
         with np.errstate(over="ignore"):
-            found: np.ndarray = np.abs(x.astype(self.dtype.numpy).astype(np.float32) - x)
-        return found
+            error: np.ndarray = np.abs(x.astype(self.dtype.numpy).astype(np.float32) - x)
+        return error
 
 
 PLAIN = {dtype.name: Plain(dtype) for dtype in ml.DType if dtype.is_float}

@@ -62,8 +62,8 @@ class Rotated:
     def turn(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
         """x (..., dim) rotated, in F32 and rounded once to its dtype; twice gives x again."""
         wide = x if x.dtype is ml.DType.F32 else x.cast(ctx, ml.DType.F32)
-        found = wide.matmul(ctx, _matrix(ctx, x.shape[-1]))
-        return found if x.dtype is ml.DType.F32 else found.cast(ctx, x.dtype)
+        turned = wide.matmul(ctx, _matrix(ctx, x.shape[-1]))
+        return turned if x.dtype is ml.DType.F32 else turned.cast(ctx, x.dtype)
 
 
 def _size(dim: int) -> int:
@@ -73,10 +73,10 @@ def _size(dim: int) -> int:
 
 def _sylvester(size: int) -> np.ndarray:
     """The symmetric, orthogonal Hadamard matrix of a power of two (Sylvester's construction), float64."""
-    found = np.ones((1, 1))
-    while len(found) < size:
-        found = np.block([[found, found], [found, -found]])
-    return found / math.sqrt(size)
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / math.sqrt(size)
 
 
 def _matrix(ctx: ml.Context, dim: int) -> ml.Tensor:

@@ -61,7 +61,7 @@ class Client:
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Bytes of each; None: not there. Two round trips, one where nothing is there."""
         asked = list(dict.fromkeys(names))
-        there = [name for name, found in zip(asked, self.present(asked), strict=True) if found]
+        there = [name for name, present in zip(asked, self.present(asked), strict=True) if present]
         replicas = self.native.batch_get_replica_desc(there) if there else {}
         sizes = {name: _size_of(replicas.get(name, ())) for name in there}
         for name in there:

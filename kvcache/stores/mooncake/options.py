@@ -68,8 +68,8 @@ class MooncakeOptions:
             raise StoreValueError(
                 f"mooncake: segment={self.segment}; it must be 0 or at least {_SMALLEST_SEGMENT}"
             )
-        given: object = self.timeout  # of a program, maybe
-        if not isinstance(given, int | float) or not 0 < given < 3600:
+        seconds: object = self.timeout  # of a program, maybe
+        if not isinstance(seconds, int | float) or not 0 < seconds < 3600:
             raise StoreValueError(
                 f"mooncake: timeout={self.timeout!r}; it must be above 0 and below 3600 seconds"
             )

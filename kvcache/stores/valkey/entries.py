@@ -73,10 +73,10 @@ class Entries:
 
     def look(self, wire: Wire, keys: Sequence[str]) -> list[Found | Broken | None]:
         """What is there of each key: one round trip, and a second one where something is."""
-        found: list[Found | Broken | None] = []
+        entries: list[Found | Broken | None] = []
         for start in range(0, len(keys), _BATCH):
-            found += self._look(wire, keys[start : start + _BATCH])
-        return found
+            entries += self._look(wire, keys[start : start + _BATCH])
+        return entries
 
     def _look(self, wire: Wire, keys: Sequence[str]) -> list[Found | Broken | None]:
         raws = self.manifests(wire, keys)
@@ -87,15 +87,15 @@ class Entries:
                 questions.append(Command(["PTTL", self.name(key)], integer))
                 questions += self._lengths(entry, 0, _FIRST)
         answers = iter(wire.answers(*questions))
-        found: list[Found | Broken | None] = []
+        entries: list[Found | Broken | None] = []
         for raw, entry in zip(raws, parsed, strict=True):
             if isinstance(entry, RemoteManifest):
                 assert raw is not None
                 left, *lengths = itertools.islice(answers, 1 + min(entry.count, _FIRST))
-                found.append(self._judged(wire, raw, entry, left, lengths))
+                entries.append(self._judged(wire, raw, entry, left, lengths))
             else:
-                found.append(entry)
-        return found
+                entries.append(entry)
+        return entries
 
     def _judged(
         self, wire: Wire, raw: bytes, manifest: RemoteManifest, left: Any, lengths: list[Any]
@@ -171,8 +171,8 @@ class Entries:
         reading = Reading(wire, self.chunks(manifest), manifest.sizes, view, update)
         wire.send(*commands)
         reading.begin()
-        ((found,), *_) = unless_error([wire.reply(command.reply) for command in commands])
-        return found, reading.finish()
+        ((now_there,), *_) = unless_error([wire.reply(command.reply) for command in commands])
+        return now_there, reading.finish()
 
     def refresh(self, wire: Wire, manifests: Sequence[RemoteManifest]) -> None:
         """Start the time to live anew, of the last entry last."""
@@ -195,16 +195,16 @@ class Entries:
         cursor = b"0"
         while True:
             words = ["SCAN", cursor, "MATCH", stem + b"*", "COUNT", 1000]
-            ((cursor, found),) = wire.ask(Command(words, array(value(20), names)))
-            yield from (name[len(stem) :].decode("ascii", "replace") for name in found)
+            ((cursor, matched),) = wire.ask(Command(words, array(value(20), names)))
+            yield from (name[len(stem) :].decode("ascii", "replace") for name in matched)
             if cursor == b"0":
                 return
 
     def maxmemory(self, wire: Wire) -> int | None:
         """Bytes that the server may use in all, as it says; None: no limit, or it does not say."""
         (text,) = wire.ask(Command(["INFO", "memory"], value(1 << 16)))
-        found = re.search(rb"^maxmemory:(\d{1,18})\b", text or b"", re.MULTILINE)
-        return int(found[1]) or None if found else None
+        match = re.search(rb"^maxmemory:(\d{1,18})\b", text or b"", re.MULTILINE)
+        return int(match[1]) or None if match else None
 
 
 def _expiring(name: bytes, milliseconds: int) -> Command:

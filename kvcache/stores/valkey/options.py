@@ -55,15 +55,15 @@ class ValkeyOptions:
         Raises StoreValueError for what makes no sense, and for an option that does not exist,
         StoreUnavailableError where a ``password_file`` cannot be read.
         """
-        found: dict[str, Any] = {} if url is None else _parsed(url)
+        fields: dict[str, Any] = {} if url is None else _parsed(url)
         check_options("ValkeyStore", options, _READ)
         for name, value in options.items():
             target = name.removesuffix("_file")
-            if value is not None and target in found:
+            if value is not None and target in fields:
                 raise StoreValueError(f"ValkeyStore: the {target} is given twice")
             if value is not None:
-                found[target] = _READ[name]("ValkeyStore", name, value)
-        return cls(**found)
+                fields[target] = _READ[name]("ValkeyStore", name, value)
+        return cls(**fields)
 
     @property
     def url(self) -> str:
@@ -100,18 +100,18 @@ def _parsed(url: str) -> dict[str, Any]:
             f"ValkeyStore: {shown!r}; write valkey://[user:password@]host[:port][/db]; other options "
             "are arguments"
         )
-    found: dict[str, Any] = {"tls": SCHEMES[parts.scheme]}
+    fields: dict[str, Any] = {"tls": SCHEMES[parts.scheme]}
     if parts.hostname:
-        found["host"] = unquote(parts.hostname)
+        fields["host"] = unquote(parts.hostname)
     if port is not None:
-        found["port"] = _between("port", port, 1, 65535)
+        fields["port"] = _between("port", port, 1, 65535)
     if parts.path not in ("", "/"):
-        found["db"] = _between("db", parts.path[1:], 0, 1 << 20)
+        fields["db"] = _between("db", parts.path[1:], 0, 1 << 20)
     if parts.username:
-        found["username"] = unquote(parts.username)
+        fields["username"] = unquote(parts.username)
     if parts.password:
-        found["password"] = unquote(parts.password)
-    return found
+        fields["password"] = unquote(parts.password)
+    return fields
 
 
 def _between(name: str, value: Any, low: int, high: int) -> int:
@@ -128,14 +128,14 @@ def _connections(owner: str, name: str, value: Any) -> int:
 
 def _seconds(owner: str, name: str, value: Any) -> float:
     """Of 90, 0.5, "90", "90s", "30m", "12h", "7d"."""
-    found = math.nan
+    seconds = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
-        found = float(value)
+        seconds = float(value)
     elif isinstance(value, str) and (match := _SECONDS.fullmatch(value.strip())):
-        found = float(match[1]) * _UNITS[match[2]]
-    if not 0.001 <= found <= _LONGEST:
+        seconds = float(match[1]) * _UNITS[match[2]]
+    if not 0.001 <= seconds <= _LONGEST:
         raise StoreValueError(f"{owner}: {name}={value!r}; write seconds, or 90s, 30m, 12h, 7d")
-    return found
+    return seconds
 
 
 def _text(owner: str, name: str, value: Any) -> str:

@@ -167,10 +167,10 @@ class Replies:
     def _line(self) -> bytes:
         looked = 0
         while True:
-            found = self._bytes.find(_CRLF, self._begin + looked, self._end)
-            if found >= 0:
-                line = bytes(self._buffer[self._begin : found])
-                self._begin = found + 2
+            end = self._bytes.find(_CRLF, self._begin + looked, self._end)
+            if end >= 0:
+                line = bytes(self._buffer[self._begin : end])
+                self._begin = end + 2
                 return line
             looked = max(0, self._end - self._begin - 1)
             self._more()
@@ -216,10 +216,10 @@ def status(replies: Replies) -> Any:
 
 
 def status_or_nothing(replies: Replies) -> Any:
-    kind, found = replies.head(b"+", b"$")
-    if kind == b"$" and found != -1:
-        raise InvalidResponse(f"a value of {found} bytes in place of a status")
-    return None if kind == b"$" else found
+    kind, content = replies.head(b"+", b"$")
+    if kind == b"$" and content != -1:
+        raise InvalidResponse(f"a value of {content} bytes in place of a status")
+    return None if kind == b"$" else content
 
 
 def integer(replies: Replies) -> Any:

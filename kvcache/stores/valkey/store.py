@@ -91,7 +91,7 @@ class ValkeyStore(RemoteStore):
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
         check_keys(keys)
         with self._wire("stat", MAX_BYTES * len(keys)) as wire:
-            return [None if found is None else found.stat for found in self._look(wire, keys)]
+            return [None if entry is None else entry.stat for entry in self._look(wire, keys)]
 
     def get_into(self, key: str, buffer: WritableBuffer) -> bool:
         check_key(key)
@@ -111,8 +111,8 @@ class ValkeyStore(RemoteStore):
     def prefix(self, keys: Sequence[str]) -> int:
         check_keys(keys)
         with self._wire("prefix", 2 * MAX_BYTES * len(keys)) as wire:
-            leading = list(itertools.takewhile(lambda found: found is not None, self._look(wire, keys)))
-            self._entries.refresh(wire, [found.manifest for found in reversed(leading) if found is not None])
+            leading = list(itertools.takewhile(lambda entry: entry is not None, self._look(wire, keys)))
+            self._entries.refresh(wire, [entry.manifest for entry in reversed(leading) if entry is not None])
             return len(leading)
 
     def delete(self, key: str) -> bool:
@@ -133,7 +133,7 @@ class ValkeyStore(RemoteStore):
         with self._wire("usage") as wire:
             keys = sorted(self._scanned(wire))
             wire.deadline.allow(MAX_BYTES * len(keys))
-            sizes = [found.stat.nbytes for found in self._look(wire, keys) if found is not None]
+            sizes = [entry.stat.nbytes for entry in self._look(wire, keys) if entry is not None]
             budget = self._entries.maxmemory(wire)
             return Usage(len(sizes), sum(sizes), budget, self._evicted, self._dropped)
 
@@ -164,12 +164,12 @@ class ValkeyStore(RemoteStore):
         """What is whole of these; what is not is removed."""
         looked = self._entries.look(wire, keys)
         whole: list[Found | None] = []
-        for key, found in zip(keys, looked, strict=True):
-            if isinstance(found, Broken):
-                self._remove(wire, key, found)
-                found = None
-            whole.append(found)
-        self._remember([found for found in whole if found is not None])
+        for key, entry in zip(keys, looked, strict=True):
+            if isinstance(entry, Broken):
+                self._remove(wire, key, entry)
+                entry = None
+            whole.append(entry)
+        self._remember([entry for entry in whole if entry is not None])
         return whole
 
     def _send(self, wire: Wire, manifest: RemoteManifest, views: Sequence[memoryview]) -> RemoteManifest:
@@ -200,32 +200,32 @@ class ValkeyStore(RemoteStore):
             raise self._corrupt(wire, key, Broken(raw, manifest, f"its digest is not {manifest.digest}"))
         return now
 
-    def _corrupt(self, wire: Wire, key: str, found: Broken) -> SnapshotCorruptError:
-        self._entries.remove(wire, key, found.raw, found.manifest)
+    def _corrupt(self, wire: Wire, key: str, broken: Broken) -> SnapshotCorruptError:
+        self._entries.remove(wire, key, broken.raw, broken.manifest)
         with self._lock:
             self._dropped += 1
-        return SnapshotCorruptError(f"get_into: {key} in {self.url}: {found.reason}; it was dropped")
+        return SnapshotCorruptError(f"get_into: {key} in {self.url}: {broken.reason}; it was dropped")
 
-    def _remove(self, wire: Wire, key: str, found: Broken) -> None:
-        self._entries.remove(wire, key, found.raw, found.manifest)
+    def _remove(self, wire: Wire, key: str, broken: Broken) -> None:
+        self._entries.remove(wire, key, broken.raw, broken.manifest)
         with self._lock:
-            if found.evicted:
+            if broken.evicted:
                 self._evicted += 1
             else:
                 self._dropped += 1
 
     # Manifests that were seen lately: a get that follows a look spares a round trip.
 
-    def _remember(self, found: Sequence[Found]) -> None:
+    def _remember(self, entries: Sequence[Found]) -> None:
         with self._lock:
-            if len(self._seen) + len(found) > _REMEMBERED:
+            if len(self._seen) + len(entries) > _REMEMBERED:
                 self._seen.clear()
-            self._seen.update((entry.manifest.key, entry) for entry in found[:_REMEMBERED])
+            self._seen.update((entry.manifest.key, entry) for entry in entries[:_REMEMBERED])
 
     def _recall(self, key: str, nbytes: int) -> bytes | None:
         with self._lock:
-            found = self._seen.pop(key, None)
-        return found.raw if found is not None and found.stat.nbytes == nbytes else None
+            entry = self._seen.pop(key, None)
+        return entry.raw if entry is not None and entry.stat.nbytes == nbytes else None
 
 
 def _no_room(url: str, manifest: RemoteManifest, there: int) -> str:

@@ -21,6 +21,10 @@ from ml import DType
 CONV, DELTA = (2, 3), (2, 2, 2)
 KINDS = {"conv": CONV, "recurrent": DELTA}
 RECURRENT_LAYERS, ATTENTION_LAYER = (0, 2), 1
+TWO: dict[int | None, dict[str, kvcache.StateSpec]] = {
+    None: {"conv": kvcache.StateSpec(CONV), "recurrent": kvcache.StateSpec(DELTA, DType.F32)},
+}
+"""What RecurrentCache(CONV, DELTA) declares."""
 MANY: dict[int | None, dict[str, kvcache.StateSpec]] = {
     0: {"conv": kvcache.StateSpec((2, 3)), "ssm": kvcache.StateSpec((2, 2, 2), DType.F32)},
     1: {"k": kvcache.StateSpec((3,)), "count": kvcache.StateSpec((1, 2), DType.I32)},
@@ -49,17 +53,11 @@ class StateSetup:
     def make(self, backend: ml.Backend) -> kvcache.RecurrentCache:
         skip_undeclared(backend, self.dtype, *(dtype for _, dtype in self.layout.values() if dtype.is_float))
         shift = values.shift_positions if self.can_shift else None
-        two = self.states == "two"
-        cache = kvcache.RecurrentCache(
-            CONV if two else (),
-            DELTA if two else (),
-            shift,
-            self.checkpoints,
-            self.interval,
-            self.conv_dtype,
-            states=MANY if self.states == "declared" else None,
-            delivers=self.delivers,
+        declared = {"two": TWO, "declared": MANY}.get(self.states)
+        states = kvcache.StateCache(
+            declared, self.checkpoints, self.interval, self.conv_dtype, delivers=self.delivers
         )
+        cache = kvcache.RecurrentCache.of(states, kvcache.CausalCache(shift))
         cache.set_config(self.config)
         cache.init(backend, self.dtype, self.max_sequences, self.capacity, 8)
         return cache

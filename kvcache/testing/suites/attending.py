@@ -127,7 +127,7 @@ class AttendingTests(CacheCase):
             r.start([r.model.last(seq) + 1 for seq in sequences], sequences)
             r.put()
             r.check_attend(position)
-        if not shapes and nn.has_ragged_attention(r.backend):
+        if not shapes and nn.offers(r.backend, ml.SupportsRaggedAttention):
             pytest.skip("one kernel for ragged batches, which takes lengths as they are")
         assert {history % 16 for _, history in shapes} == {0}
         assert len(shapes) <= 6

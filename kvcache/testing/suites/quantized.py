@@ -96,7 +96,7 @@ class QuantizedTests(CacheCase):
         self, backend: ml.Backend, ctx: ml.Context, declared: ml.Features, name: str
     ) -> None:
         """On a device MLX's kernels may round the codes of groups another way: within a step there."""
-        if not declared.has("matmul") or not isinstance(backend, ml.SupportsBlockFormats):
+        if not declared.has("matmul") or not isinstance(backend, ml.SupportsKVStorage):
             pytest.skip("it has no way of its own")
         skip_undeclared(backend, name)
         stored, rng = open_format(name), np.random.default_rng(8)

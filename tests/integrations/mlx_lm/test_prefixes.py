@@ -23,7 +23,14 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters, remove_lora_layers
 
 import ml
-from kvcache import ClosedError, HostTier, InvalidRangeError, NotSupportedError, OrderError
+from kvcache import (
+    ClosedError,
+    HostTier,
+    InvalidRangeError,
+    NotSupportedError,
+    OrderError,
+    PrefixOptions,
+)
 from kvcache.integrations.mlx_lm import MLXPrefixCache, rewind
 from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
@@ -31,7 +38,9 @@ from kvcache.stores import MemoryStore
 from ...rigs import mlx_lm_models as models
 
 FIRST = models.prompt_of(30)
-OPTIONS: dict[str, Any] = {"interval": 8, "block_size": 8, "identity": {"model": "small"}}
+OPTIONS: dict[str, Any] = {
+    "block_size": 8, "identity": {"model": "small"}, "options": PrefixOptions(interval=8),
+}  # fmt: skip
 
 
 def plain(name: str, tokens: list[int], count: int) -> list[int]:

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import ml
+from benchmarks.census import driven
 from benchmarks.census import transformers_engine as census
 from kvcache import Batch, NotSupportedError
 from kvcache.integrations.transformers import TransformersModel
@@ -68,13 +69,13 @@ def ids(count: int, seed: int = 0) -> list[int]:
 def test_mixed_requests_answer_as_the_model_alone(case: census.Case, request: pytest.FixtureRequest) -> None:
     """Shared prefixes, chunks of prompts, one cancelled, one preempted; twice, the second from a folder."""
     assert case.driven.layout.name == LAYOUTS[request.node.callspec.params["case"]]
-    for answers in census.mixed(case):
+    for answers in driven.mixed(case):
         assert answers == case.alone(answers)
 
 
 def test_drafts_change_no_answer(case: census.Case) -> None:
     """Those that are looked up in the text, and those of a smaller model, which is driven likewise."""
-    [answers] = census.drafts(case)
+    [answers] = driven.drafts(case)
     assert answers == case.alone(answers)
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 import transformers
 
-from kvcache import InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError
+from kvcache import InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError, PrefixOptions
 from kvcache.integrations.transformers import HFCache, HFPrefixCache
 from kvcache.integrations.transformers import cache as cache_module
 from kvcache.prefix.prefix_cache import SessionLimitError
@@ -40,7 +40,7 @@ def llama(layers: int, **changes: Any) -> Any:
 def test_a_chat_is_never_read_again(name: str) -> None:
     """Three turns and a side branch; each goes on where the one before ended."""
     made, ids = hf.model(name), hf.tokens(1, 30)
-    with HFPrefixCache(made, capacity=200, lookback=8, interval=16) as prefix:
+    with HFPrefixCache(made, capacity=200, lookback=8, options=PrefixOptions(interval=16)) as prefix:
         told = []
         for turn in range(3):
             expected = plain(made, ids)
@@ -61,7 +61,8 @@ def test_a_chat_is_never_read_again(name: str) -> None:
 def test_more_chats_in_turn_than_sequences_compute_what_is_new(name: str) -> None:
     """The cells of a window are those of two conversations; what is kept of six goes beside them."""
     made, chats = hf.model(name), [hf.tokens(1, 40, seed=seed) for seed in range(6)]
-    options: dict[str, Any] = {"max_sequences": 2, "capacity": 512, "lookback": 8, "interval": 16}
+    every = PrefixOptions(interval=16)
+    options: dict[str, Any] = {"max_sequences": 2, "capacity": 512, "lookback": 8, "options": every}
     if name == "mistral":  # windows alone: without a budget, copies of them take no more than their few cells
         options["budget"] = "1MiB"
     with HFPrefixCache(made, **options) as prefix:
@@ -87,7 +88,8 @@ def test_a_model_whose_config_has_no_longest_position_shares_prefixes() -> None:
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
 def test_a_store_serves_another_process(name: str) -> None:
     made, ids, store = hf.model(name), hf.tokens(1, 40), MemoryStore()
-    options: dict[str, Any] = {"capacity": 100, "lookback": 8, "interval": 16, "block_size": 16}
+    every = PrefixOptions(interval=16)
+    options: dict[str, Any] = {"capacity": 100, "lookback": 8, "block_size": 16, "options": every}
     identity = {"model": name}
     with HFPrefixCache(made, tiers=[store], identity=identity, **options) as first:
         first.generate(ids, **OPTIONS)
@@ -166,7 +168,7 @@ def test_an_assistant_drafts_from_a_prefix_too(drafted: int) -> None:
     assistant.generation_config.num_assistant_tokens = drafted
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     ids = hf.tokens(1, 20)
-    with HFPrefixCache(made, capacity=200, lookback=16, interval=8) as prefix:
+    with HFPrefixCache(made, capacity=200, lookback=16, options=PrefixOptions(interval=8)) as prefix:
         for seed in range(3):
             expected = plain(made, ids)
             assert torch.equal(prefix.generate(ids, assistant_model=assistant, **OPTIONS), expected)

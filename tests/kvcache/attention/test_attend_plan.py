@@ -293,8 +293,10 @@ class RaggedNumpy(NumpyBackend):
 
     def ragged_attention(
         self, ctx: NumpyContext, query: Any, key: Any, value: Any, plan: ml.RaggedPlan, scale: float,
-        sinks: Any = None,
+        sinks: Any = None, formats: Any = None,
     ) -> Any:  # fmt: skip
+        if formats is not None:
+            return None
         self.calls += 1
         arrays = [x.to_numpy().astype(np.float64) for x in (query, key, value)]
         shown = None if sinks is None else sinks.to_numpy().astype(np.float64)

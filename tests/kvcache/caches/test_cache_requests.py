@@ -20,6 +20,7 @@ from kvcache import (
     InvalidRangeError,
     OrderError,
     PrefixCache,
+    PrefixOptions,
     RecurrentCache,
     SlidingWindowCache,
     WrapperCache,
@@ -156,16 +157,19 @@ def test_the_path_of_a_folder_is_a_tier(numpy: ml.Backend, tmp_path: Path) -> No
         prefix.close()
 
 
-@pytest.mark.parametrize("option", ["budget", "backlog", "in_flight", "interval"])
+@pytest.mark.parametrize("option", ["backlog", "in_flight", "interval"])
 def test_a_prefix_cache_refuses_amounts_below_zero(numpy: ml.Backend, option: str) -> None:
     cache = CausalCache()
     cache.init(numpy, ml.DType.F32, 2, 8, 8)
-    with pytest.raises(InvalidRangeError, match=f"PrefixCache: {option}=-1"):
-        PrefixCache(cache, **{option: -1})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRangeError, match="PrefixCache: budget=-1"):
+        PrefixCache(cache, -1)
+    with pytest.raises(InvalidRangeError, match=f"PrefixOptions: {option}=-1"):
+        PrefixOptions(**{option: -1})  # type: ignore[arg-type]
     with pytest.raises(InvalidRangeError, match=r"HostTier: budget=-1"):
         HostTier(-1)
     PrefixCache(cache, budget=0, tiers=[HostTier(0)]).close()
-    sizes: dict[str, Any] = {"backlog": "32KiB", "in_flight": "1 MiB", "read_ahead": "1.5KB"}
-    with PrefixCache(cache, budget="2KiB", tiers=[MemoryStore()], identity={"model": "m"}, **sizes) as prefix:
+    options = PrefixOptions(backlog="32KiB", in_flight="1 MiB", read_ahead="1.5KB")
+    stored: dict[str, Any] = {"tiers": [MemoryStore()], "identity": {"model": "m"}}
+    with PrefixCache(cache, budget="2KiB", options=options, **stored) as prefix:
         assert prefix.tree.store is not None
         assert prefix.tree.store.writes.backlog == 32 << 10

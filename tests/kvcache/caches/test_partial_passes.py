@@ -21,6 +21,7 @@ from kvcache import (
     RecurrentCache,
     SequenceLostError,
     SlidingWindowCache,
+    StateCache,
     WrapperCache,
 )
 from kvcache.caches import branches
@@ -385,7 +386,7 @@ class Sums:
 
     def __init__(self, backend: ml.Backend, declared: bool = False, **options: Any) -> None:
         specs = dict.fromkeys(range(2), SUM[None]) if declared else SUM
-        self.cache = bound(RecurrentCache(states=specs, **options), backend, 3, 16, 16)
+        self.cache = bound(RecurrentCache.of(StateCache(specs, **options)), backend, 3, 16, 16)
         self.ctx = backend.new_context()
 
     def run(self, seq: int, count: int, layers: int = 2, read_only: bool = False) -> list[float]:
@@ -487,7 +488,7 @@ def test_states_that_a_pass_left_out_stay_missing_when_the_sequence_is_changed(
 def test_beside_other_caches_a_pass_that_has_yet_to_ask_for_a_state_lacks_it(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    states = RecurrentCache(states=SUM)
+    states = RecurrentCache.of(StateCache(SUM))
     cache = bound(WrapperCache(SlidingWindowCache(3), WrapperCache(states)), backend, 1, 16, 16)
     cache.start_forward(ctx, Batch([0, 1], [0, 0]))
     cache.put(ctx, *[ctx.zeros((2, 1, 4), ml.DType.F32)] * 2)

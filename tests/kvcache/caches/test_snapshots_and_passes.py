@@ -159,7 +159,7 @@ def test_a_pass_that_is_taken_back_has_put_nothing_into_its_snapshots(
 def test_what_lands_in_freed_cells_is_not_blanked_by_the_pass_before(
     ctx: ml.Context, backend: ml.Backend
 ) -> None:
-    if not isinstance(backend, ml.SupportsHostWrite):
+    if not isinstance(backend, ml.SupportsHostMemory):
         pytest.skip("the host cannot write there")
     cache = bound(CausalCache(), backend, 3, 8, 8)
 

@@ -13,10 +13,10 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, OrderError, RecurrentCache
+from kvcache import Batch, OrderError, RecurrentCache, StateCache
 from kvcache.caches import branches
 from kvcache.testing.models import values
-from kvcache.testing.models.states import CONV, DELTA, KINDS, RECURRENT_LAYERS, StateSetup, state_values
+from kvcache.testing.models.states import CONV, DELTA, KINDS, RECURRENT_LAYERS, TWO, StateSetup, state_values
 from kvcache.testing.rigs.protocol import Plan, only_protocol
 from kvcache.testing.rigs.states import StateRig, state_of
 from ml import DType
@@ -104,13 +104,17 @@ def test_snapshots_of_other_shapes_and_dtypes_are_not_restored(states: MakeState
 
 
 MIXED: dict[int | None, dict[str, kvcache.StateSpec]] = {
-    None: {"conv": kvcache.StateSpec((4,))},
+    None: {"conv": kvcache.StateSpec((4,)), "recurrent": kvcache.StateSpec((7,), DType.F32)},
     1: {"ssm": kvcache.StateSpec((2, 3), DType.F32), "turn": kvcache.StateSpec((1,), DType.I32)},
 }
 
 
+def shifting(states: kvcache.StateCache) -> kvcache.RecurrentCache:
+    return kvcache.RecurrentCache.of(states, kvcache.CausalCache(values.shift_positions))
+
+
 def test_what_a_layer_declares_is_what_it_has(backend: ml.Backend, ctx: ml.Context) -> None:
-    cache = kvcache.RecurrentCache(states=MIXED, state_shape=(7,))
+    cache = kvcache.RecurrentCache.of(kvcache.StateCache(MIXED))
     cache.init(backend, DType.F16, 2, 8, 8)
     cache.start_forward(ctx, Batch([0, 0], [1, 0]))
     cache.set_layer(5)
@@ -130,8 +134,8 @@ def test_what_a_layer_declares_is_what_it_has(backend: ml.Backend, ctx: ml.Conte
         lambda: cache.state(ctx, "conv", "a"),  # type: ignore[arg-type]
         lambda: cache.update_state(ctx, "a b", ctx.zeros((2, 4), DType.F32), 5),
         lambda: cache.update_state(ctx, "other", ctx.zeros((2, 4), DType.F32), -1),
-        lambda: kvcache.RecurrentCache(states={-1: {}}),
-        lambda: kvcache.RecurrentCache(states={0: {"a/b": kvcache.StateSpec((1,))}}),
+        lambda: kvcache.StateCache({-1: {}}),
+        lambda: kvcache.StateCache({0: {"a/b": kvcache.StateSpec((1,))}}),
         lambda: kvcache.StateSpec((2, 0)),
     ]
     for call in wrong:
@@ -149,7 +153,7 @@ def test_what_a_layer_declares_is_what_it_has(backend: ml.Backend, ctx: ml.Conte
 
 
 def test_a_declared_state_that_no_pass_uses_is_named(backend: ml.Backend, ctx: ml.Context) -> None:
-    cache = bound(RecurrentCache(states=dict.fromkeys(range(2), SUM[None])), backend, 1, 16, 16)
+    cache = bound(RecurrentCache.of(StateCache(dict.fromkeys(range(2), SUM[None]))), backend, 1, 16, 16)
     for position in range(2):
         cache.start_forward(ctx, Batch([position], [0]))
         if position == 0:
@@ -161,7 +165,7 @@ def test_a_declared_state_that_no_pass_uses_is_named(backend: ml.Backend, ctx: m
 def test_a_pass_that_reserves_a_state_takes_nothing_from_sequences_and_snapshots(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    cache = bound(RecurrentCache(states=SUM), backend, 2, 16, 16)
+    cache = bound(RecurrentCache.of(StateCache(SUM)), backend, 2, 16, 16)
     one = ctx.full((1, 1), 1, DType.F32)
     cache.start_forward(ctx, Batch([0], [0]))
     cache.update_state(ctx, "sum", one, 0)
@@ -184,15 +188,16 @@ def test_a_pass_that_reserves_a_state_takes_nothing_from_sequences_and_snapshots
 def test_declared_states_are_part_of_the_settings() -> None:
     """What two caches must agree in to share pages; those of two shapes alone say what they always said."""
     found = []
-    for options in (
-        {"states": MIXED},
-        {"states": {**MIXED, 2: MIXED[1]}},
-        {"states": {**MIXED, 1: MIXED[None]}},
-        {"conv_shape": (4,)},
-        {"states": {None: {"recurrent": kvcache.StateSpec((4,), DType.F32)}}},
-        {"states": {None: {"recurrent": kvcache.StateSpec((4,), DType.F16)}}},
-    ):
-        cache = kvcache.RecurrentCache(**options)  # type: ignore[arg-type]
+    declared: list[dict[int | None, dict[str, kvcache.StateSpec]]] = [
+        MIXED,
+        {**MIXED, 2: MIXED[1]},
+        {**MIXED, 1: MIXED[None]},
+        {None: {"conv": kvcache.StateSpec((4,))}},
+        {None: {"recurrent": kvcache.StateSpec((4,), DType.F32)}},
+        {None: {"recurrent": kvcache.StateSpec((4,), DType.F16)}},
+    ]
+    for states in declared:
+        cache = kvcache.RecurrentCache.of(kvcache.StateCache(states))
         with ml.open_backend("numpy") as backend:
             cache.init(backend, DType.F32, 1, 8, 8)
             found.append(json.dumps(cache.settings()))
@@ -215,11 +220,11 @@ def test_pages_of_any_states_are_checked_against_what_the_cache_knows(states: Ma
         found = fresh.cache.state(r.ctx, kind, layer).to_numpy().astype("float32")
         assert (found[0] == expected).all()
     for spec in (kvcache.StateSpec((4,)), kvcache.StateSpec((3,), DType.F16)):
-        other = kvcache.RecurrentCache(states={1: {"k": spec}}, shift=values.shift_positions)
+        other = shifting(kvcache.StateCache({1: {"k": spec}}))
         other.init(r.backend, DType.F32, 2, 8, 8)
         with pytest.raises(kvcache.InvalidRangeError, match="the k state"):
             other.restore(0, snapshot)
-    bent = kvcache.RecurrentCache(shift=values.shift_positions)
+    bent = shifting(kvcache.StateCache())
     bent.init(r.backend, DType.F32, 2, 8, 8)
     bent.start_forward(r.ctx, Batch([0], [0]))
     bent.update_state(r.ctx, "k", r.ctx.zeros((1, 5), DType.F32), 1)
@@ -319,7 +324,7 @@ def test_a_state_goes_into_another_cache(states: MakeStates, closed: bool) -> No
 def test_in_the_middle_of_a_pass_and_after_one_that_failed_no_state_is_taken(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    cache = bound(RecurrentCache(states=SUM), backend, 2, 16, 8)
+    cache = bound(RecurrentCache.of(StateCache(SUM)), backend, 2, 16, 8)
 
     def update(layer: int, value: float) -> None:
         cache.update_state(ctx, "sum", ctx.full((1, 1), value, ml.DType.F32), layer)
@@ -347,7 +352,7 @@ def test_in_the_middle_of_a_pass_and_after_one_that_failed_no_state_is_taken(
 def test_a_pass_whose_successor_is_taken_back_is_given_its_last_states(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    cache = bound(RecurrentCache(states=SUM), backend, 1, 16, 8)
+    cache = bound(RecurrentCache.of(StateCache(SUM)), backend, 1, 16, 8)
     for position, layers in ((0, 2), (1, 1)):
         cache.start_forward(ctx, Batch([position], [0]))
         for layer in range(layers):
@@ -366,7 +371,7 @@ def test_the_same_sequences_start_again_in_the_slots_that_views_show(
     backend: ml.Backend, ctx: ml.Context, order: list[int]
 ) -> None:
     """Snapshots hold other slots before a pass than after it was taken back."""
-    cache = bound(RecurrentCache(states=SUM), backend, 8, 16, 8)
+    cache = bound(RecurrentCache.of(StateCache(SUM)), backend, 8, 16, 8)
     cache.start_forward(ctx, Batch([0] * len(order), range(len(order))))
     numbers = ctx.arange(10, 10 + len(order), 1, ml.DType.F32).reshape(ctx, len(order), 1)
     cache.update_state(ctx, "sum", numbers, 0)
@@ -417,14 +422,15 @@ def test_what_a_model_does_not_deliver_for_every_layer_is_skipped(states: MakeSt
 
 
 def test_batches_of_a_model_that_delivers_may_end_anywhere(backend: ml.Backend) -> None:
+    def made(delivers: bool) -> kvcache.RecurrentCache:
+        return kvcache.RecurrentCache.of(kvcache.StateCache(TWO, delivers=delivers))
+
     for delivers in (False, True):
-        cache = bound(kvcache.RecurrentCache(CONV, DELTA, delivers=delivers), backend, 2, 16, 16)
+        cache = bound(made(delivers), backend, 2, 16, 16)
         cache.schedule_snapshots(0, [3, 7])
         assert cache.next_snapshot(0) == (None if delivers else 3)
         assert branches.want_states(cache, 0, [2]) is delivers
-        both = kvcache.WrapperCache(
-            kvcache.RecurrentCache(CONV, DELTA, delivers=delivers), kvcache.CausalCache()
-        )
+        both = kvcache.WrapperCache(made(delivers), kvcache.CausalCache())
         both.init(backend, DType.F32, 2, 16, 16)
         assert branches.want_states(both, 0, [2]) is delivers
     assert branches.want_states(kvcache.CausalCache(), 0, [2])
@@ -563,7 +569,8 @@ def add_up(states: kvcache.StateCache, cache: Any, ctx: ml.Context, seq: int, nu
 def test_states_alone_take_no_cells_and_no_keys(backend: ml.Backend, ctx: ml.Context) -> None:
     cache = bound(kvcache.StateCache(SUM, checkpoints=0), backend, 2, 4, 4)
     tokens = list(range(1, 10))  # more than its capacity, which bounds tokens that take room
-    with kvcache.PrefixCache(cache, tiers=[kvcache.HostTier()], interval=4) as prefix:
+    every_four = kvcache.PrefixOptions(interval=4)
+    with kvcache.PrefixCache(cache, tiers=[kvcache.HostTier()], options=every_four) as prefix:
         with prefix.begin(tokens) as session:
             for part in session.chunks(4):
                 add_up(cache, cache, ctx, session.seq, part)

@@ -22,6 +22,7 @@ from kvcache import (
     OrderError,
     RecurrentCache,
     SlidingWindowCache,
+    StateCache,
     WrapperCache,
 )
 from kvcache.caches import branches
@@ -34,7 +35,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "window": lambda: SlidingWindowCache(3, 6),
     "chunks": lambda: ChunkedCache(4),
     "encoder": EncoderCache,
-    "recurrent": lambda: RecurrentCache(states=SUM),
+    "recurrent": lambda: RecurrentCache.of(StateCache(SUM)),
     "wrapper": lambda: WrapperCache(SlidingWindowCache(3, 6), CausalCache()),
 }
 Call = Callable[[Any, ml.Context], object]

@@ -10,7 +10,15 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, CausalCache, EncoderCache, RecurrentCache, SlidingWindowCache, WrapperCache
+from kvcache import (
+    Batch,
+    CausalCache,
+    EncoderCache,
+    RecurrentCache,
+    SlidingWindowCache,
+    StateCache,
+    WrapperCache,
+)
 from kvcache.caches import branches
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Setup
@@ -146,7 +154,7 @@ def test_a_context_shift_moves_all(wrapped: Callable[..., WrapperRig]) -> None:
 def test_where_one_goes_back_to_a_checkpoint_the_others_go_with_it(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    states = RecurrentCache(states=SUM, checkpoint_interval=4)
+    states = RecurrentCache.of(StateCache(SUM, checkpoint_interval=4))
     cache = bound(
         WrapperCache(WrapperCache(states, CausalCache()), SlidingWindowCache(16)), backend, 2, 32, 8
     )
@@ -253,7 +261,7 @@ def test_where_one_cannot_go_back_the_others_do_and_it_says_what_is_lost(
     backend: ml.Backend, when: str
 ) -> None:
     def make(limited: ml.Backend, ctx: ml.Context) -> WrapperCache:
-        states, window = RecurrentCache(states=SUM), SlidingWindowCache(1)
+        states, window = RecurrentCache.of(StateCache(SUM)), SlidingWindowCache(1)
         wrapper = bound(WrapperCache(CausalCache(), states, window), limited, 4, 8, 6)
         for positions, sequences in (([0, 1, 0], [0, 0, 1]), ([0, 2], [2, 0])):
             wrapper.start_forward(ctx, Batch(positions, sequences))
@@ -386,7 +394,7 @@ def test_tokens_are_evicted_through_a_nested_wrapper_too(
 def test_a_nested_wrapper_refuses_for_all_what_one_in_it_cannot_evict(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    full, states = CausalCache(), RecurrentCache(states=SUM)
+    full, states = CausalCache(), RecurrentCache.of(StateCache(SUM))
     cache = bound(WrapperCache(full, WrapperCache(states)), backend, 2, 16, 8)
     cache.start_forward(ctx, Batch(range(4), [0] * 4))
     with pytest.raises(kvcache.NotSupportedError, match="evict: StateCache cannot forget single tokens"):

@@ -471,7 +471,7 @@ def test_what_a_nested_wrapper_of_windows_took_where_states_could_not_is_joined_
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
     inner = kvcache.WrapperCache(kvcache.SlidingWindowCache(3), kvcache.EncoderCache())
-    states = kvcache.RecurrentCache(states=SUM)
+    states = kvcache.RecurrentCache.of(kvcache.StateCache(SUM))
     cache, taken = scheduled(backend, ctx, states, inner, kvcache.CausalCache(), at=[2, 4])
     assert [(snapshot.begin, snapshot.end) for snapshot in taken] == [(0, 4)]
     assert cache.restore(1, taken[0])

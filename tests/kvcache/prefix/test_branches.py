@@ -64,7 +64,8 @@ class Delegating:
 def test_a_cache_that_hands_its_calls_on_is_known_by_what_it_offers(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    cache: Any = Delegating(kvcache.RecurrentCache(states={None: {"s": kvcache.StateSpec((4,), DType.F32)}}))
+    states = kvcache.StateCache({None: {"s": kvcache.StateSpec((4,), DType.F32)}})
+    cache: Any = Delegating(kvcache.RecurrentCache.of(states))
     cache.init(backend, DType.F32, 2, 16, 16)
     cache.start_forward(ctx, Batch(range(4), [0] * 4))
     cache.update_state(ctx, "s", ctx.full((1, 4), 1.0, DType.F32), 0)

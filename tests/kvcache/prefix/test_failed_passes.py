@@ -8,7 +8,16 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 import ml
-from kvcache import Batch, CausalCache, OrderError, PrefixCache, RecurrentCache, Session, SlidingWindowCache
+from kvcache import (
+    Batch,
+    CausalCache,
+    OrderError,
+    PrefixCache,
+    PrefixOptions,
+    RecurrentCache,
+    Session,
+    SlidingWindowCache,
+)
 from kvcache.stores.memory import MemoryStore
 from kvcache.testing.rigs.protocol import InjectedError
 
@@ -59,7 +68,8 @@ def model(request: pytest.FixtureRequest, backend: ml.Backend) -> Model:
 def prefix(model: Model) -> Iterator[PrefixCache]:
     """Knows the layers: one conversation went well."""
     store = MemoryStore()
-    with PrefixCache(model.cache, tiers=[store], identity=IDENTITY, block_size=1, interval=4) as prefix:
+    options = PrefixOptions(interval=4)
+    with PrefixCache(model.cache, tiers=[store], identity=IDENTITY, block_size=1, options=options) as prefix:
         with prefix.begin([100, 101]) as session:
             model.evaluate(session, session.remaining)
         yield prefix

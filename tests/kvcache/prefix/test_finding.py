@@ -14,7 +14,7 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, CausalCache
+from kvcache import Batch, CausalCache, PrefixOptions
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.radix_tree import RadixTree
 from kvcache.prefix.tiers import HostTier
@@ -98,7 +98,7 @@ def test_what_lies_behind_a_cut_is_not_said_to_be_passed_by_a_batch(
 ) -> None:
     cache = kvcache.SlidingWindowCache(5, shift=lambda ctx, layer, key, offsets: key)
     cache.init(backend, DType.F32, 2, 60, 16)
-    prefix = PrefixCache(cache, interval=3)
+    prefix = PrefixCache(cache, options=PrefixOptions(interval=3))
     session = prefix.begin(range(12))
 
     def evaluate(count: int) -> None:
@@ -247,7 +247,10 @@ def test_what_was_computed_otherwise_is_never_shared(talk: Talk, what: str) -> N
         narrow = first.cache.window
         for wide in (kvcache.SlidingWindowCache(4), kvcache.SlidingWindowCache(narrow, keep=2)):
             wide.init(first.backend, DType.F32, 2, 32, 32)
-            prefix = PrefixCache(wide, tiers=[store], identity={"model": "digests"}, block_size=4, interval=8)
+            options = PrefixOptions(interval=8)
+            prefix = PrefixCache(
+                wide, tiers=[store], identity={"model": "digests"}, block_size=4, options=options
+            )
             assert prefix.begin([*LONG, 1]).cached == 0
     assert talk(cache, tiers=[store]).keep([*LONG, 1]) == 20
 

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import Batch, CausalCache, InvalidRangeError, KVCacheError, PrefixCache, WrapperCache
+from kvcache import (
+    Batch,
+    CausalCache,
+    InvalidRangeError,
+    KVCacheError,
+    PrefixCache,
+    PrefixOptions,
+    WrapperCache,
+)
 from kvcache.stores import FileStore, MemoryStore, SerializedSnapshot, pack, unpack
 from ml import DeviceError
 
@@ -65,7 +73,9 @@ class Talking:
         self.inner = CausalCache()
         self.cache: Any = WrapperCache(self.inner) if wrapped else self.inner
         self.cache.init(self.backend, ml.DType.F32, 2, 4096, 64)
-        self.prefix = PrefixCache(self.cache, tiers=[store], identity={"m": 1}, block_size=8, **options)
+        self.prefix = PrefixCache(
+            self.cache, tiers=[store], identity={"m": 1}, block_size=8, options=PrefixOptions(**options)
+        )
 
     def ask(self, tokens: list[int]) -> int | None:
         """How many tokens were cached; None where the pass was refused."""

@@ -263,7 +263,7 @@ def test_a_page_that_a_store_lent_is_read_before_it_is_given_back(device: LateBa
 
 def test_a_backend_of_the_required_protocol_alone_pages_as_ever(device: LateBackend) -> None:
     plain = only_protocol(device)
-    assert not isinstance(plain, ml.SupportsPageTransfer)
+    assert not isinstance(plain, ml.SupportsTransfers)
     r = Rig(ConversationSetup(), plain, budget=0, tiers=[HostTier()])
     r.keep(LONG)
     assert r.keep([*LONG, 1]) == 20

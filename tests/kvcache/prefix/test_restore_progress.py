@@ -14,7 +14,7 @@ pytest.importorskip("xxhash")
 
 import kvcache
 import ml
-from kvcache import Batch, HostTier, PrefixCache
+from kvcache import Batch, HostTier, PrefixCache, PrefixOptions
 from kvcache.stores import FileStore, MemoryStore
 
 LENGTH, CHUNK = 48, 8
@@ -34,7 +34,8 @@ class Reading:
 def over(backend: ml.Backend, window: int | None, *tiers: Any) -> PrefixCache:
     cache: Any = kvcache.CausalCache() if window is None else kvcache.SlidingWindowCache(window)
     cache.init(backend, ml.DType.F32, 2, 2 * LENGTH, LENGTH)
-    return PrefixCache(cache, tiers=tiers, identity={"model": "a"}, block_size=CHUNK, interval=CHUNK)
+    options = PrefixOptions(interval=CHUNK)
+    return PrefixCache(cache, tiers=tiers, identity={"model": "a"}, block_size=CHUNK, options=options)
 
 
 def evaluate(prefix: PrefixCache, tokens: Sequence[int]) -> int:

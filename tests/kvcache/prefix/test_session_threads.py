@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 import ml
-from kvcache import Batch, CausalCache, OrderError, RecurrentCache, SlidingWindowCache, StateSpec
+from kvcache import (
+    Batch,
+    CausalCache,
+    OrderError,
+    PrefixOptions,
+    RecurrentCache,
+    SlidingWindowCache,
+    StateCache,
+    StateSpec,
+)
 from kvcache.caches.turns import Turns
 from kvcache.prefix.prefix_cache import PrefixCache, SessionLimitError
 from ml import DType
@@ -20,7 +29,7 @@ from ml import DType
 KINDS: dict[str, Callable[[], Any]] = {
     "causal": CausalCache,
     "window": lambda: SlidingWindowCache(3, 6),
-    "recurrent": lambda: RecurrentCache(states={None: {"sum": StateSpec((1,), DType.F32)}}),
+    "recurrent": lambda: RecurrentCache.of(StateCache({None: {"sum": StateSpec((1,), DType.F32)}})),
 }
 TOKENS = list(range(1, 9))
 
@@ -37,7 +46,7 @@ def prefix(request: pytest.FixtureRequest) -> Iterator[PrefixCache]:
     with ml.open_backend("numpy") as backend:
         cache = KINDS[request.param]()
         cache.init(backend, DType.F32, 3, 64, 16)
-        with PrefixCache(cache, 1 << 20, interval=4) as opened:
+        with PrefixCache(cache, 1 << 20, options=PrefixOptions(interval=4)) as opened:
             yield opened
 
 

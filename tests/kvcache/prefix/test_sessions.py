@@ -193,7 +193,7 @@ def test_a_cache_takes_one_prefix_cache_at_a_time(talk: Talk) -> None:
     own = kvcache.CausalCache()
     own.init(r.backend, DType.F32, 2, 8, 8)
     with pytest.raises(kvcache.InvalidRangeError, match="interval"):
-        PrefixCache(own, interval=0)
+        PrefixCache(own, options=kvcache.PrefixOptions(interval=0))
     PrefixCache(own)
     with PrefixCache(own) as dropped:
         assert dropped.sessions == (), "one that is gone without close is no obstacle"
@@ -227,7 +227,11 @@ def test_close_ends_sessions_and_lets_go_of_the_cache(talk: Talk) -> None:
             use()
     chat.close()
     with PrefixCache(
-        r.cache, tiers=[store], identity={"model": "digests"}, block_size=4, interval=8
+        r.cache,
+        tiers=[store],
+        identity={"model": "digests"},
+        block_size=4,
+        options=kvcache.PrefixOptions(interval=8),
     ) as again:
         assert again.begin([*LONG, 1]).cached == 20, "the caller's store stays open"
 

@@ -12,7 +12,7 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, CacheDType, PrefixCache
+from kvcache import Batch, CacheDType, PrefixCache, PrefixOptions
 from kvcache.snapshots.layer_shapes import check_layers, layers_of_cache, layers_of_serialized
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.stores import FileStore, SerializedSnapshot, SnapshotCorruptError, get_snapshot, put_snapshot
@@ -58,7 +58,8 @@ def evaluate(cache: Any, seq: int, begin: int, tokens: Sequence[int]) -> None:
 
 
 def over(cache: Any, store: FileStore, **options: Any) -> PrefixCache:
-    return PrefixCache(cache, tiers=[store], identity={"model": "a"}, block_size=8, **options)
+    given = PrefixOptions(**options)
+    return PrefixCache(cache, tiers=[store], identity={"model": "a"}, block_size=8, options=given)
 
 
 def talk(prefix: PrefixCache) -> int:

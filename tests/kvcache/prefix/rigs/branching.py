@@ -22,10 +22,9 @@ from kvcache.caches import branches
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Model, Setup
 from kvcache.testing.models.states import (
-    CONV,
-    DELTA,
     KINDS,
     RECURRENT_LAYERS,
+    TWO,
     ModelRow,
     StateModel,
     StateSetup,
@@ -114,15 +113,10 @@ class StatePart:
 
     def __init__(self, setup: StateSetup) -> None:
         shift = values.shift_positions if setup.can_shift else None
-        self.cache = kvcache.RecurrentCache(
-            CONV,
-            DELTA,
-            shift,
-            setup.checkpoints,
-            setup.interval,
-            setup.conv_dtype,
-            delivers=setup.delivers,
+        states = kvcache.StateCache(
+            TWO, setup.checkpoints, setup.interval, setup.conv_dtype, delivers=setup.delivers
         )
+        self.cache = kvcache.RecurrentCache.of(states, kvcache.CausalCache(shift))
         self.delivers = setup.delivers
         self.model = StateModel(setup)
 

@@ -12,7 +12,7 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, CacheDType
+from kvcache import Batch, CacheDType, PrefixOptions
 from kvcache.prefix.outages import Outages
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.tiers import StoreTier
@@ -133,8 +133,11 @@ class Rig:
         self.setup, self.backend = setup, backend
         self.cache = setup.make(backend)
         self.parts = CACHES[setup.cache][1]
-        stored = {"identity": {"model": "digests"}} if tiers else {}
-        self.prefix = PrefixCache(self.cache, budget, tiers, **{**stored, **setup.options, **options})
+        given = {**setup.options, **options}
+        own = {name: given.pop(name) for name in ("identity", "block_size") if name in given}
+        if tiers:
+            own.setdefault("identity", {"model": "digests"})
+        self.prefix = PrefixCache(self.cache, budget, tiers, **own, options=PrefixOptions(**given))
         if self.prefix.tree.store is not None:  # a store that failed is asked again in the next call
             self.tier.outages = Outages(itertools.count(0, 1000).__next__)
         self.evaluated = 0

@@ -1,0 +1,194 @@
+"""A model of mlx-lm that the engine drives: ``Engine(MLXModel(model))``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+import ml
+from kvcache.cache import Batch, InvalidRangeError
+from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, layers_of, wanted_by
+from kvcache.integrations.mlx_lm.packed import PackedPass
+from kvcache.integrations.mlx_lm.padding import keep_whole_steps
+from kvcache.integrations.mlx_lm.pool import called_by, entries_of, layers_tried, prompt_cache_of
+from kvcache.integrations.mlx_lm.rows import BatchRows
+from kvcache.integrations.mlx_lm.sequences import SequencePool
+from kvcache.integrations.mlx_lm.storage import Storage
+from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Sizes, positions_in
+from kvcache.snapshots.layer_shapes import layers_of_cache
+
+__all__ = ["MLXModel"]
+
+
+_DTYPES = {ml.DType.F32: mx.float32, ml.DType.F16: mx.float16, ml.DType.BF16: mx.bfloat16}
+
+
+class MLXModel(DrivenModel):
+    """A ``LanguageModel``: a model of mlx-lm, as it was loaded, for ``Engine`` and ``ModelDraft``.
+
+    ::
+
+        model, tokenizer, config = mlx_lm.load(folder, return_config=True)
+        with Engine(MLXModel(model, config)) as engine:
+            answers = engine.complete([[1, 2, 3], [1, 2, 4]])
+
+    ``config`` is what config.json and generation_config.json say of ends of texts and of positions, which
+    mlx-lm's models keep in part; without it, nothing but ``GenerationOptions`` ends an answer. ``backend`` is
+    one of MLX that is open (None: a new one).
+
+    Where it is made, the model computes a few tokens, of two sequences in several passes, and once more with
+    mlx-lm's own prompt cache in one; where the logits differ in every ``layout``, it is refused:
+    NotSupportedError. The model still works by itself and with other prompt caches. Its weights must not
+    change while an engine drives it: what is kept of prefixes was computed with those before
+    (``Engine.forget``).
+    """
+
+    parts_outputs = True
+
+    def __init__(
+        self, model: Any, config: Mapping[str, Any] | None = None, backend: ml.Backend | None = None
+    ) -> None:
+        if not (callable(model) and hasattr(model, "parameters")):
+            raise InvalidRangeError(
+                f"MLXModel: model is a {type(model).__name__}; it must be the first of what mlx_lm.load "
+                "returns"
+            )
+        asked = layers_of(model)
+        mx.eval(model.parameters())  # now, and not by whichever thread asks first
+        self.model, self._config = model, dict(config or {})
+        self.backend = ml.open_backend("mlx") if backend is None else backend
+        keep_whole_steps()
+        self._layers, self._one_length = layers_tried(model, asked, self.backend)
+        new = self._storage()
+        called_by(model, new)
+        self.dtype = new.computed
+        self._last: Any = None
+        self._storage_of_last = new
+        self._sequences = SequencePool(new, 0, None)
+        self.config = self.settled(self._ways(), type(model).__module__, "call the model with a CachePool")
+        self._last = None
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], backend: ml.Backend, dtype: ml.DType) -> MLXModel:
+        """The model in a folder, in ``dtype``, on a ``backend`` of MLX; quantized weights stay so."""
+        made, config = load_model(Path(folder))
+        made.set_dtype(_DTYPES[dtype])
+        return cls(made, config, backend)
+
+    def __repr__(self) -> str:
+        return f"<MLXModel: {type(self.model).__module__}, one call of it has {self.layout.value}>"
+
+    def make_cache(self) -> Any:
+        """A cache for the model's layers, still to be bound by ``init``."""
+        return self._storage().cache
+
+    def _storage(self, cache: Any = None) -> Storage:
+        """What the layers store in a cache that ``make_cache`` made; None: in a new one."""
+        ctx = self.backend.new_context()
+        return Storage(self._layers, ctx, LOOKBACK, 24, 256, self._one_length, cache)
+
+    def identity(self) -> dict[str, str]:
+        """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once."""
+        total = hashlib.sha256()
+        args = {**self._args, "text_config": _named(self._args.get("text_config"))}
+        total.update(json.dumps(args, sort_keys=True, default=str).encode())
+        found: Any = tree_flatten(self.model.parameters())
+        for name, array in sorted(found, key=lambda named: str(named[0])):
+            total.update(f"{name} {array.dtype} {array.shape}".encode())
+            if array.size:
+                total.update(np.array(array.reshape(-1).view(mx.uint8)))
+        return {"mlx_lm": total.hexdigest(), "dtype": self.dtype.name}
+
+    @property
+    def _args(self) -> dict[str, Any]:
+        return _named(getattr(self.model, "args", None))
+
+    def call(
+        self, ctx: ml.Context, cache: Any, ids: Any, positions: np.ndarray, sequences: np.ndarray,
+        outputs: np.ndarray,
+    ) -> ml.Tensor:  # fmt: skip
+        """Logits F32 (outputs, vocabulary) of one call of the model, which is a pass of the cache."""
+        storage = self._storage_for(cache)
+        storage.ctx = ctx
+        tokens = ids.native if hasattr(ids, "native") else mx.array(ids.astype(np.int32))
+        if self.layout is Layout.PACKED:
+            cache.start_forward(ctx, Batch(positions, sequences))
+            one = PackedPass(storage, ctx, mx.array(positions.astype(np.int32)))
+            entries, rows = entries_of(storage, one.entry), len(tokens)
+        else:
+            starts = np.flatnonzero(np.diff(sequences, prepend=-1))
+            rows, pool = len(starts), self._sequences
+            pool.current = None
+            held = [pool.lent(int(seq)) for seq in sequences[starts]]
+            entries = prompt_cache_of(
+                storage, BatchRows(pool, held, positions[starts].tolist(), batched=rows > 1)
+            )
+        logits = self.model(tokens.reshape(rows, -1), cache=entries)
+        if self.layout is not Layout.PACKED:
+            self._sequences.undo_unwritten()
+        flat = logits.reshape(-1, logits.shape[-1])[mx.array(outputs.astype(np.int32))]
+        return ctx.input().from_native(flat.astype(mx.float32))
+
+    def _storage_for(self, cache: Any) -> Storage:
+        if self._last is not cache:
+            self._storage_of_last, self._last = self._storage(cache), cache
+            called_by(self.model, self._storage_of_last)
+            self._sequences = SequencePool(self._storage_of_last, 0, None)
+            self._sequences.give_away()
+        return self._storage_of_last
+
+    # How it is driven.
+
+    def _ways(self) -> Iterator[None]:
+        """Layouts, the fastest first."""
+        for self.layout in Layout:
+            yield
+
+    def without(self, text: Sequence[int]) -> np.ndarray:
+        """Logits (tokens, vocabulary) of a text in one pass with mlx-lm's own prompt cache."""
+        logits = self.model(mx.array([list(text)], mx.int32), cache=wanted_by(self.model))
+        return np.array(logits[0].astype(mx.float32))
+
+    def sizes(self, cache: Any, vocabulary: int) -> Sizes:
+        """Of what the layers store, and what config and model say."""
+        storage = self._storage_for(cache)
+        windows = {
+            i: layer.window + LOOKBACK
+            for i, layer in enumerate(storage.layers)
+            if isinstance(layer, Attention) and layer.used and layer.window is not None
+        }
+        states = sum(
+            math.prod(shape) * int(dtype.size)
+            for layer in storage.layers
+            if isinstance(layer, Recurrent)
+            for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True)
+        )
+        told: dict[str, Any] = {}
+        for config in (self._args, self._config):
+            told |= {**config, **_named(config.get("text_config"))}
+        eos = told.get("eos_token_id")
+        most = positions_in(SimpleNamespace(**told))
+        return Sizes(
+            vocab_size=vocabulary,
+            max_positions=int(min(most, storage.longest)),
+            eos_ids=tuple([eos] if isinstance(eos, int) else eos or ()),
+            cached_layers=dict(layers_of_cache(cache)),
+            windows=windows,
+            states=states,
+        )
+
+
+def _named(config: Any) -> dict[str, Any]:
+    """Of a mapping or an object what it says, by name; of None nothing."""
+    return dict(config) if isinstance(config, Mapping) else {} if config is None else dict(vars(config))

@@ -1,0 +1,80 @@
+"""What a PrefixCache may be told beyond its cache, budget, tiers and the names of its entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvcache.cache import InvalidRangeError, check_whole
+from kvcache.prefix.break_even import BreakEven
+from kvcache.prefix.eviction_queue import TenantBudget
+from kvcache.snapshots.layer_shapes import Layers
+from kvcache.stores.sizes import parse_bytes
+
+__all__ = ["PrefixOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOptions:
+    """Options of a PrefixCache; checked here, so that one object may be made once and used for several.
+
+    Numbers of bytes may be given as sizes such as ``"256MiB"``, and are ints afterwards.
+
+    Raises InvalidRangeError for a value that is no option, which names it and what it must be.
+    """
+
+    interval: int = 512
+    """Tokens between snapshots of windows and recurrent states in a prompt."""
+    in_flight: int | str = 256 << 20
+    """Most bytes on their way from the device to host memory, which a thread copies; 0: the caller copies."""
+    tenant_budget: TenantBudget | Callable[[str], TenantBudget | None] | None = None
+    """What is kept at most for each tenant (the ``salt`` of ``begin``): one for all, or a function of the
+    salt. None, also of the function: no limit."""
+    salt: str = ""
+    """Separates the entries of this PrefixCache in stores from others with the same identity; ``begin`` takes
+    a salt for each conversation."""
+    layers: Layers | None = None
+    """The shapes that the model stores, {layer: ((heads, dim) of K, (heads, dim) of V)} for all attention
+    layers; stored content with other shapes is corrupt. None: the shapes of the cache, which an unused cache
+    learns from the first serialized snapshot that it restores."""
+    backlog: int | str = 256 << 20
+    """Most bytes that wait to be written to the stores."""
+    write_through: bool | None = None
+    """Whether a thread writes what the stores lack of each session when it closes: a process that is killed
+    loses little. None: a PrefixCache does not, an HFPrefixCache or MLXPrefixCache does."""
+    break_even: BreakEven | None = None
+    """Says when a store is not asked, as computing is faster. None: a new one, which asks as long as nobody
+    tells it by ``break_even.computed`` how long passes over prompts take."""
+    read_ahead: int | str = 256 << 20
+    """Most bytes of host memory that ``prefetch`` fills; 0: it does nothing."""
+
+    def __post_init__(self) -> None:
+        check_whole("PrefixOptions", "interval", self.interval, least=1)
+        for name in ("in_flight", "backlog", "read_ahead"):
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), f"PrefixOptions: {name}"))
+        budget, layers = self.tenant_budget, self.layers
+        if not (budget is None or isinstance(budget, TenantBudget) or callable(budget)):
+            raise InvalidRangeError(
+                f"PrefixOptions: tenant_budget={budget!r:.60}; it must be a TenantBudget, or a function of "
+                "the salt"
+            )
+        if not isinstance(self.salt, str):
+            raise InvalidRangeError(f"PrefixOptions: salt={self.salt!r:.60}; it must be a string")
+        if layers is not None and not isinstance(layers, Mapping):
+            raise InvalidRangeError(
+                f"PrefixOptions: layers={layers!r:.60}; it must be a dict, {{layer: ((heads, dim) of K, "
+                "(heads, dim) of V)}"
+            )
+        if not isinstance(self.write_through, bool | None):
+            raise InvalidRangeError(
+                f"PrefixOptions: write_through={self.write_through!r:.60}; it must be a bool, or None"
+            )
+        if not isinstance(self.break_even, BreakEven | None):
+            raise InvalidRangeError(
+                f"PrefixOptions: break_even={self.break_even!r:.60}; it must be a BreakEven"
+            )
+
+    def tenant_limit(self, salt: str) -> TenantBudget | None:
+        """The budget of a tenant; None: it has none."""
+        budget = self.tenant_budget
+        return budget(salt) if callable(budget) else budget
