@@ -12,8 +12,12 @@ from benchmarks import report, two_hosts_report
 from benchmarks.pages import DOCS, filled, load
 from examples import pictures
 
-PAGES = {"benchmarks/index.md": report.RECORD, "benchmarks/ragged.md": "ragged.json"}
-"""Pages with tables, and the records that these are of."""
+def tables_of(page: str) -> dict[str, str]:
+    """The tables that are filled into a page, by their marks."""
+    if page == "remote-stores.md":
+        return {"two-hosts": two_hosts_report.tables(two_hosts_report.load(DOCS))}
+    records = {"benchmarks/index.md": report.RECORD, "benchmarks/ragged.md": "ragged.json"}
+    return report.tables(load(DOCS / "benchmarks" / records[page])) if page in records else {}
 
 
 def drawings() -> dict[str, bytes]:
@@ -33,7 +37,5 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str | None:
-    if (record := PAGES.get(page.file.src_uri)) is None:
-        return None
-    return filled(markdown, report.tables(load(DOCS / "benchmarks" / record)))
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    return filled(markdown, tables_of(page.file.src_uri))
