@@ -12,6 +12,7 @@ from benchmarks import report, two_hosts_report
 from benchmarks.pages import DOCS, filled, load
 from examples import pictures
 
+
 def tables_of(page: str) -> dict[str, str]:
     """The tables that are filled into a page, by their marks."""
     if page == "remote-stores.md":

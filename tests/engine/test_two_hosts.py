@@ -305,7 +305,8 @@ def test_the_page_shows_its_figures() -> None:
     page = (docs / "remote-stores.md").read_text(encoding="utf-8")
     assert report.tables(results) in pages.filled(page, tables_of("remote-stores.md"))
     longest = report.points_of(results["models"]["llama"])[-1]
-    assert f"take {longest.computed:.2g} s to compute and {longest.restored[1.0]:.2g} s to fetch over 1 Gb/s" in page
+    computed, fetched = longest.computed, longest.restored[1.0]
+    assert f"take {computed:.2g} s to compute and {fetched:.2g} s to fetch over 1 Gb/s" in page
     for name, record in results["models"].items():
         rows = [Decided(**row) for row in record["decisions"]["rows"]]
         assert {(row.gigabits < 0.1, row.restored == 0) for row in rows} == {(True, True), (False, False)}
