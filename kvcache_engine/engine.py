@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from typing import Any
@@ -72,6 +72,7 @@ from kvcache_engine.scheduler import (
     proposed_in,
     worth_waiting,
 )
+from kvcache_engine.streaming import Listener, Streams
 from kvcache_engine.tokenizer import Tokenizer
 from kvcache_engine.verification import Speculation, Verifier, accept
 
@@ -156,8 +157,9 @@ class Engine(Closing):
             raise
         self.lock = Turns(getattr(bound, "take_over", lambda: None))
         """Held by the thread whose call is made."""
-        self._completing: set[int] = set()
-        """Requests whose events nobody is told."""
+        self._listeners: dict[int, Listener] = {}
+        """By request, who hears of its events in the place of who steps."""
+        self._streams = Streams(self)
         self._verifier = Verifier(self.cache, options, model.config.vocab_size)
         self.draft: Draft | None = None
         """Of requests that bring none."""
@@ -177,6 +179,7 @@ class Engine(Closing):
         self.preemptions = 0
         """How often a request had to make room for others."""
         self._submitted = 0
+        self._listeners.clear()
         self._verifier.speculation = Speculation()
 
     @property
@@ -221,6 +224,7 @@ class Engine(Closing):
         salt: str = "",
         shared: int = 0,
         retention: Retention | None = None,
+        listener: Listener | None = None,
     ) -> Request:
         """Queue a request; it starts in a ``step`` that finds a sequence for it.
 
@@ -228,7 +232,9 @@ class Engine(Closing):
         tokens (``PrefixCache.begin``). ``retention``: how long it is kept after the request ends.
 
         ``draft`` proposes tokens of the answer, so that it takes fewer passes. It requires an engine with
-        SpeculativeOptions. Requests of one seed draw alike unless their ``stream`` differs.
+        SpeculativeOptions. Requests of one seed draw alike unless their ``stream`` differs. ``listener`` is
+        called with each event of the request, which no ``step`` returns then, in whatever thread steps; it
+        must not raise.
 
         Raises RequestError for a prompt or settings that cannot be served; nothing is queued then.
         """
@@ -259,15 +265,43 @@ class Engine(Closing):
         if self.busy:  # else it starts in the next step, and reads its own
             request.ahead = self.prefix.prefetch(tokens, salt, shared)
         self._waiting.append(request)
+        if listener is not None:
+            self._listeners[request.id] = listener
         return request
 
     @in_turn
     def cancel(self, request: Request) -> bool:
-        """End a request without an answer and keep what it computed. False: it had already ended."""
+        """End a request without an answer and keep what it computed. False: it had already ended.
+
+        A listener hears no more of it.
+        """
+        if self._listeners.pop(request.id, None) is not None:
+            self._events = [event for event in self._events if event.request != request.id]
         if request.done:
             return False
         self._over(request, [], [])
         return True
+
+    def stream(
+        self,
+        prompt: Prompt,
+        settings: GenerationOptions | None = None,
+        *,
+        draft: Draft | None = None,
+        salt: str = "",
+        shared: int = 0,
+        retention: Retention | None = None,
+    ) -> AsyncGenerator[Token, None]:
+        """The answer as it grows: ``async for token in engine.stream(prompt)``.
+
+        From any number of tasks, of event loops in any threads; a thread of the engine steps meanwhile, and
+        no loop waits for a pass. Where the iteration ends early (a task is cancelled, the generator closed),
+        so does the request. The arguments are those of ``submit``, and the error is raised that ``submit``
+        raises, or that a request or a pass fails with.
+        """
+        return self._streams.stream(
+            prompt, settings, draft=draft, salt=salt, shared=shared, retention=retention
+        )
 
     def complete(
         self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
@@ -282,23 +316,14 @@ class Engine(Closing):
         requests: list[Request] = []
         with ExitStack() as ending:
             for prompt in prompts:
-                with self.lock:
-                    requests.append(request := self.submit(prompt, settings))
-                    self._completing.add(request.id)
-                ending.callback(self._completed, request)
+                requests.append(request := self.submit(prompt, settings, listener=_ignored))
+                ending.callback(self.cancel, request)
             while not all(request.done for request in requests):
-                with self.lock:
-                    self._events = self.step()  # of others
+                self.advance()
                 for request in requests:
                     if request.error is not None:
                         raise request.error
         return [self._answer(request) for request in requests]
-
-    @in_turn
-    def _completed(self, request: Request) -> None:
-        self.cancel(request)
-        self._events = self.take_events()
-        self._completing.discard(request.id)
 
     def _answer(self, request: Request) -> Finished:
         if request.error is not None:
@@ -342,7 +367,20 @@ class Engine(Closing):
     def take_events(self) -> list[EngineEvent]:
         """The events from before a pass that failed, which the next ``step`` would return; none as a rule."""
         events, self._events = self._events, []
-        return [event for event in events if event.request not in self._completing]
+        others: list[EngineEvent] = []
+        for event in events:
+            ended = isinstance(event, (Finished, Failed))
+            listener = (self._listeners.pop if ended else self._listeners.get)(event.request, None)
+            if listener is None:
+                others.append(event)
+            else:
+                listener(event)
+        return others
+
+    @in_turn
+    def advance(self) -> None:
+        """``step``, for who has listeners: what others are to be told, the next ``step`` tells."""
+        self._events = self.step()
 
     @in_turn
     def step(self) -> list[EngineEvent]:
@@ -642,3 +680,7 @@ class Engine(Closing):
     def _check(self, op: str) -> None:
         if self.closed:
             raise ClosedError(f"{op}: the engine is closed")
+
+
+def _ignored(event: EngineEvent) -> None:
+    """Hears of requests whose answers are asked for when they have ended."""

@@ -78,6 +78,18 @@ class ForwardPass:
 
     # Which layers have the tokens.
 
+    def goes_straight(self, layer: int, buffers: LayerBuffers) -> bool:
+        """Whether K and V of ``layer`` may be written past ``put``, into its cells in ``buffers``.
+
+        Who writes them calls ``note_put``. False where ``put`` has more to do, or refuses.
+        """
+        return (
+            self.layers.get(layer) is buffers
+            and buffers.stamp <= self.storable
+            and buffers.absent is None
+            and self.thread == get_ident()
+        )
+
     def note_put(self, buffers: LayerBuffers) -> None:
         """A layer has the tokens of the pass now."""
         buffers.stamp = self.stamp

@@ -200,10 +200,13 @@ class Pin:
 
     def set_cells(self, cells: Array | slice) -> None:
         """``cells``, or a run of them."""
-        is_slice = isinstance(cells, slice)
-        self.cells: Array = np.arange(cells.start, cells.stop) if is_slice else cells
-        self.where: Array | slice = cells if is_slice else indices(cells)
+        self.cells: Array
+        self.where: Array | slice
         """What takes them out of an array."""
+        if isinstance(cells, slice):
+            self.cells, self.where = np.arange(cells.start, cells.stop), cells
+        else:
+            self.cells, self.where = cells, indices(cells)
 
 
 class Arrivals:

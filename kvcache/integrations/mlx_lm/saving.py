@@ -101,8 +101,8 @@ def _filled(
     rows: BatchRows = made[0].rows
     rows.check_room("adopt", [length])
     pool.sequences.undo_unwritten()
-    pool.sequences.occupy(rows.held[0])
-    seq = rows.held[0].seq
+    pool.sequences.occupy(rows.claimed[0])
+    seq = rows.claimed[0].seq
     assert seq is not None
     for cache in pool.storage.caches.tops:
         _fill(pool.storage, cache, seq, contents, length)
@@ -223,7 +223,7 @@ def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], 
     """Store what belongs to one of the caches of the pool."""
     recurrent = cache is storage.states
     own = [i for i, one in enumerate(storage.attention) if one is cache and contents[i].arrays]
-    held = length if recurrent or not own else contents[own[0]].held
+    held = length if recurrent or not own else contents[own[0]].claimed
     positions = np.arange(length - held, length)
     if isinstance(cache, SlidingWindowCache):
         positions[: cache.keep] = np.arange(min(cache.keep, held))  # the first of them stay

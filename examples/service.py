@@ -1,0 +1,98 @@
+"""A service for many users: a model of transformers behind FastAPI, whose prefixes outlive the process.
+
+    pip install 'ml-kvcache[transformers,engine]' fastapi uvicorn
+    python examples/service.py FOLDER --store kept --budget 2GiB
+    curl -N localhost:8000/chat -H 'content-type: application/json' -d '{"prompt": "Hello", "max_tokens": 32}'
+
+All users are in the same passes of the model; what their prompts begin with alike is computed once. Answers
+stream as server-sent events, and a client that goes away takes no more of the model's time. What was computed
+of an answer is in the folder when it ends: a process that takes over, after kill -9 too, goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvcache import HostTier
+from kvcache.integrations.transformers import TransformersModel
+from kvcache.stores import FileStore, parse_bytes
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, RequestError, Tokenizer
+
+WAITING = 64
+"""Requests that may wait for a place; more are told to come later."""
+
+
+class Asked(BaseModel):
+    """What a client sends: a prompt, or messages for the model's chat template."""
+
+    prompt: str = ""
+    messages: list[dict[str, str]] = Field(default_factory=list)
+    max_tokens: int = Field(128, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    user: str = ""  # whose request it is: others reuse nothing of what it computed, and cannot tell
+
+
+def make_app(folder: str, store: str, budget: str, users: int = 8, capacity: int = 4096) -> FastAPI:
+    """Of ``users`` requests run at a time, of ``capacity`` tokens each; ``store`` keeps ``budget`` bytes."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.templates = AutoTokenizer.from_pretrained(folder)
+        model = TransformersModel(AutoModelForCausalLM.from_pretrained(folder).eval())
+        tiers = [HostTier("1GiB"), FileStore(store, parse_bytes(budget, "--budget"))]
+        options = EngineOptions(max_sequences=users, capacity=capacity)
+        with Engine(model, Tokenizer.load(folder), options, tiers) as app.state.engine:
+            yield  # at the end, what the folder lacks is written
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.post("/chat")
+    def chat(asked: Asked) -> StreamingResponse:  # in a thread: templates and tokenizers take their time
+        engine: Engine = app.state.engine
+        if len(engine.waiting) >= WAITING:
+            raise HTTPException(429, "too many requests wait; try again later", {"retry-after": "1"})
+        prompt: Any = asked.prompt
+        if asked.messages:
+            prompt = app.state.templates.apply_chat_template(
+                asked.messages, add_generation_prompt=True, return_dict=False
+            )
+        try:
+            tokens = engine.encode(prompt)
+            room = max(1, engine.limit - len(tokens))
+            settings = GenerationOptions(min(asked.max_tokens, room), asked.temperature)
+        except RequestError as error:
+            raise HTTPException(400, str(error)) from error
+        return StreamingResponse(events(tokens, settings, asked.user), media_type="text/event-stream")
+
+    async def events(tokens: list[int], settings: GenerationOptions, user: str) -> AsyncIterator[str]:
+        async for token in app.state.engine.stream(tokens, settings, salt=user):
+            yield f"data: {json.dumps({'text': token.text})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    @app.get("/health")
+    def health() -> dict[str, int]:
+        engine: Engine = app.state.engine
+        tokens = {"computed": engine.statistics.computed_tokens, "reused": engine.statistics.reused_tokens}
+        return {"running": len(engine.running), "waiting": len(engine.waiting), **tokens}
+
+    return app
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Serve a model of transformers to many users.")
+    parser.add_argument("folder", help="a model's folder, with its tokenizer")
+    parser.add_argument("--store", default="kept", help="the folder that keeps prefixes")
+    parser.add_argument("--budget", default="2GiB", help="bytes of that folder")
+    parser.add_argument("--port", type=int, default=8000)
+    given = parser.parse_args()
+    uvicorn.run(make_app(given.folder, given.store, given.budget), port=given.port)

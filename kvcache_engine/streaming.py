@@ -1,0 +1,120 @@
+"""Answers token by token in asyncio: a thread steps the engine while anybody waits for some.
+
+Tasks of any event loop, in any thread, ask and give up; the thread does what that takes of the engine between
+two passes, so that no loop waits for a pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
+
+from kvcache_engine.requests import Event, Finished, Token
+from kvcache_engine.scheduler import Failed, Request
+
+__all__ = ["Listener", "Streams"]
+
+Listener = Callable[[Event | Failed], None]
+"""Hears the events of one request, in the thread that steps the engine; it must not raise."""
+
+
+class Steps(Protocol):
+    """What is asked of an engine."""
+
+    @property
+    def submit(self) -> Callable[..., Request]: ...
+    def cancel(self, request: Request) -> bool: ...
+    def advance(self) -> None: ...
+    def take_events(self) -> Any: ...
+
+
+class _Stream:
+    """A request on its way: what its task hears, and the handle once it is submitted."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.inbox: asyncio.Queue[Event | Failed] = asyncio.Queue()
+        self.request: Request | None = None
+
+    def tell(self, event: Event | Failed) -> None:
+        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody hears
+            self._loop.call_soon_threadsafe(self.inbox.put_nowait, event)
+
+
+class Streams:
+    """Those of one engine."""
+
+    def __init__(self, engine: Steps) -> None:
+        self._engine = engine
+        self._starting = threading.Lock()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """What is to be done between two passes."""
+        self._running: set[_Stream] = set()
+        self._thread: threading.Thread | None = None
+
+    async def stream(self, prompt: Any, *options: Any, **named: Any) -> AsyncGenerator[Token, None]:
+        """The tokens of an answer to what ``submit`` takes; the request ends with the generator."""
+        one = _Stream()
+
+        def begin() -> None:
+            self._running.add(one)
+            one.request = self._engine.submit(prompt, *options, listener=one.tell, **named)
+
+        self._post(lambda: self._attempt(one, begin))
+        try:
+            while not isinstance(event := await one.inbox.get(), Finished):
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Token):
+                    yield event
+        finally:
+            self._post(lambda: self._end(one))
+
+    # Of the thread.
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with self._starting:
+            self._calls.put(call)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="kvcache-streams", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._calls.get_nowait()()
+            if not self._running:
+                with self._starting:
+                    if self._calls.empty():
+                        self._thread = None
+                        return
+                continue
+            try:
+                self._engine.advance()
+            except Exception as error:  # of a pass, which would fail them again and again
+                with contextlib.suppress(Exception):
+                    self._engine.take_events()  # what came before
+                for one in [*self._running]:
+                    self._fail(one, error)
+
+    def _attempt(self, one: _Stream, begin: Callable[[], None]) -> None:
+        try:
+            begin()
+        except Exception as error:
+            self._fail(one, error)
+
+    def _fail(self, one: _Stream, error: Exception) -> None:
+        number = -1 if one.request is None else one.request.id
+        self._end(one)
+        one.tell(Failed(number, error))
+
+    def _end(self, one: _Stream) -> None:
+        """Also of one that has ended: then nothing changes."""
+        self._running.discard(one)
+        if one.request is not None:
+            self._engine.cancel(one.request)

@@ -1,0 +1,124 @@
+"""The service of FastAPI as a process, with real clients: many, one that leaves, kill -9 and a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("xxhash")
+
+import httpx
+import torch
+import transformers
+
+from kvcache_engine import Tokenizer, bundled_model
+
+ROOT = Path(__file__).resolve().parents[2]
+SYSTEM = "In the beginning God created the heaven and the earth. And the earth was without form. " * 8
+TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with its tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=Tokenizer.load(bundled_model()).vocab_size, hidden_size=64, intermediate_size=96,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
+        bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model() / name, folder / name)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return folder
+
+
+class Service:
+    """The process, and what clients ask of it."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
+
+    def health(self) -> dict[str, int]:
+        found: dict[str, int] = httpx.get(f"{self.url}/health", timeout=60).json()
+        return found
+
+    def ask(self, content: str, **options: Any) -> str:
+        """The whole text of an answer to a system prompt that all share, and a user's message."""
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+        body = {"messages": messages, "max_tokens": 12, **options}
+        with httpx.stream("POST", f"{self.url}/chat", json=body, timeout=120) as response:
+            assert response.status_code == 200
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        return "".join(json.loads(line)["text"] for line in lines[:-1])
+
+
+@contextlib.contextmanager
+def serving(folder: Path, store: Path) -> Iterator[Service]:
+    line = [sys.executable, "examples/service.py", folder, "--store", store, "--budget=64MiB", "--port=0"]
+    pipes: Any = {"stderr": subprocess.PIPE, "text": True, "encoding": "utf-8", "cwd": ROOT}
+    with subprocess.Popen([str(word) for word in line], **pipes) as process:
+        try:
+            found = (re.search(r"http://[\d.]+:\d+", text) for text in process.stderr)
+            yield Service(process, next(url[0] for url in found if url))
+        finally:
+            process.kill()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened for two minutes"
+        time.sleep(0.01)
+
+
+def test_users_share_what_they_have_in_common_and_a_restart_after_kill_9_goes_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    store, questions = tmp_path / "kept", ["And God said", "And God saw", "the sea", "Noah", "light"]
+    with serving(folder, store) as service:
+        first = service.ask(questions[0])
+        with ThreadPoolExecutor(8) as users:
+            answers = list(users.map(service.ask, questions * 2))
+        assert answers[0] == answers[5] == first
+        told = service.health()
+        assert told["reused"] > told["computed"]
+        assert httpx.post(f"{service.url}/chat", json={"prompt": "x " * 9000}).status_code == 400
+        alone = service.ask(questions[0], user="another")  # which reuses nothing of the others'
+        assert (alone, service.health()["reused"]) == (first, told["reused"])
+        until(lambda: any((store / "pages").glob("*.entry")))
+        service.process.send_signal(signal.SIGKILL)
+    with serving(folder, store) as service:
+        assert service.ask(questions[0]) == first
+        assert service.health()["reused"] > 0
+        service.process.send_signal(signal.SIGINT)
+        assert service.process.wait(60) in (0, -signal.SIGINT)
+
+
+def test_a_client_that_goes_away_ends_its_request(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path / "kept") as service:
+        body = {"prompt": SYSTEM, "max_tokens": 1900}
+        with httpx.stream("POST", f"{service.url}/chat", json=body, timeout=120) as response:
+            next(response.iter_lines())
+            assert service.health()["running"] == 1
+        until(lambda: service.health()["running"] == 0)
+        assert service.ask("And God said")
