@@ -462,8 +462,9 @@ class OpenSessions:
             for node in self._tree.along(self._tree.walk(ids))[1]:
                 assert node.data is not None
                 content = content_of(node.data)
-                kept = isinstance(content, SerializedSnapshot)
-                pieces.append(deserialize(cache.backend, content) if kept else content)
+                if isinstance(content, SerializedSnapshot):
+                    content = deserialize(cache.backend, content)
+                pieces.append(content)
         reached = pieces[-1].end if pieces else 0
         if reached < size or not pieces:
             pieces.append(cache.snapshot(seq, reached, size))
