@@ -10,6 +10,8 @@ from numba import types
 from backends.numba_options import kernel, part
 
 ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
+LARGEST_TO_OVERFLOW = np.float32(2.0**-128)
+"""Of a scale up to this the inverse is infinite, and an integer of infinity is another on each processor."""
 GIVEN = types.Array(types.float32, 3, "C", readonly=True)
 INTO = types.Array(types.int8, 3, "A"), types.Array(types.uint16, 3, "A"), types.int64
 
@@ -42,7 +44,7 @@ def _store_eight(source: Any, first: Any, stop: Any, codes: Any) -> Any:
     for j in range(first, stop):
         top = max(top, _magnitude(source[j]))
     scale = np.int32(top).view(np.float32) / np.float32(127)
-    inverse = ONE / scale if scale != ZERO else ZERO
+    inverse = ONE / scale if abs(scale) > LARGEST_TO_OVERFLOW else ZERO
     for j in range(first, stop):
         x = source[j] * inverse
         codes[j] = np.int8(np.int32(x + (HALF if x >= ZERO else -HALF)))
@@ -57,7 +59,7 @@ def _store_four(source: Any, first: Any, stop: Any, codes: Any) -> Any:
         if size > top:
             top, peak = size, source[j]
     scale = peak * np.float32(-1 / 8)
-    inverse = ONE / scale if scale != ZERO else ZERO
+    inverse = ONE / scale if abs(scale) > LARGEST_TO_OVERFLOW else ZERO
     half = (stop - first) // 2
     for j in range(half):
         low = min(max(source[first + j] * inverse + np.float32(8.5), ZERO), np.float32(15))

@@ -80,13 +80,13 @@ AREAS = {
     ),
     "read plan": Area(
         (
-            *_files("kvcache/integrations/rows/", "dense_batch", "ragged_batch"),
+            "kvcache/integrations/rows/dense_batch.py",
             *_files(
                 "kvcache/attention/", "batch", "forward_pass", "fixed_shapes", "masks", "plan", "history"
             ),
         ),
         (
-            *_files("tests/integrations/test_", "dense_batch", "ragged_batch"),
+            "tests/integrations/test_dense_batch.py",
             *_files("tests/kvcache/attention/test_", "fixed_shapes", "large_masks"),
             *("tests/kvcache/caches/test_order.py", TRACES),
             *(f"tests/kvcache/test_cache_numpy.py::TestNumpy::test_{name}" for name in READING),

@@ -354,9 +354,8 @@ def _show_returning(counts: Sequence[int], rounds: int) -> None:
     print("\n## a conversation that comes back: ms of the processor (and times full attention's)\n")
     rows = []
     for count, host, array in itertools.product(counts, (False, True), (False, True)):
-        given = (
-            f"{count:,}, {'an array' if array else 'a list'}, from {'host memory' if host else 'the cache'}"
-        )
+        place = "host memory" if host else "the cache"
+        given = f"{count:,}, {'an array' if array else 'a list'}, from {place}"
         kinds = [Returning(kind, array, host, count) for kind in ("full", "states", "windows")]
         turns = [kind.turns() for kind in kinds]
         for _ in range(rounds):

@@ -8,12 +8,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # mkdocs loads this file by its path
 
-from benchmarks import report, two_hosts_report
+from benchmarks import agents, report, two_hosts_report
 from benchmarks.pages import DOCS, filled, load
 from examples import pictures
 
-PAGES = {"benchmarks/index.md": report.RECORD, "benchmarks/ragged.md": "ragged.json"}
-"""Pages with tables, and the records that these are of."""
+PAGES = {
+    "benchmarks/index.md": ("benchmarks/" + report.RECORD, report.tables),
+    "benchmarks/ragged.md": ("benchmarks/ragged.json", report.tables),
+    "benchmarks/agents.md": ("benchmarks/" + agents.RECORD, agents.tables),
+    "remote-stores.md": (
+        "two-hosts/figures.json",
+        lambda record: {"two-hosts": two_hosts_report.tables(record)},
+    ),
+}
+"""Pages with tables, the records that these are of, and what writes them."""
 
 
 def drawings() -> dict[str, bytes]:
@@ -21,6 +29,7 @@ def drawings() -> dict[str, bytes]:
     found = {f"pictures/{name}.svg": drawn for name, drawn in pictures.drawings().items()}
     results = load(DOCS / "benchmarks" / report.RECORD)
     found |= {f"benchmarks/{name}": drawn for name, drawn in report.plots(results).items()}
+    found["benchmarks/agents.svg"] = agents.plot(load(DOCS / "benchmarks" / agents.RECORD))
     models = two_hosts_report.load(DOCS)["models"]
     return found | {f"two-hosts/{name}.svg": two_hosts_report.plot(of) for name, of in models.items()}
 
@@ -33,7 +42,13 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str | None:
-    if (record := PAGES.get(page.file.src_uri)) is None:
-        return None
-    return filled(markdown, report.tables(load(DOCS / "benchmarks" / record)))
+def tables_of(page: str) -> dict[str, str]:
+    """The tables that are filled into a page, by their marks."""
+    if page not in PAGES:
+        return {}
+    record, written = PAGES[page]
+    return written(load(DOCS / record))
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    return filled(markdown, tables_of(page.file.src_uri))

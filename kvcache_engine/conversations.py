@@ -145,11 +145,11 @@ class Conversations:
         if conversation.name != name:  # the name is another process's
             self._all = {each.name: each for each in self._all.values()}
 
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Write the current conversation to a file; returns its bytes."""
+    def save(self, path: str | os.PathLike[str], inside: int | None = None) -> int:
+        """Write the current conversation to a file; returns its bytes. ``inside`` is that of ``capture``."""
         if not self.current.tokens:
             raise ConversationError(f"save: {self.current.name} is empty, so there is nothing to save")
-        return write(path, capture(self.engine, self.current.tokens))
+        return write(path, capture(self.engine, self.current.tokens, inside))
 
     def load(
         self, path: str | os.PathLike[str], name: str, progress: Callable[[int, int], None] | None = None

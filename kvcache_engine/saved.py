@@ -37,10 +37,10 @@ from kvcache_engine.scheduler import Request, chunks
 
 __all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read", "write", "write_whole"]
 
-FORMAT = "kvcache.conversation/1"
+FORMAT = "kvcache.conversation/2"
 _BLOCK = 16 << 20
 """Bytes that are read between two looks at the progress."""
-_FIELDS = {"format", "tokens", "evaluated", "model", "cache", "snapshot"}
+_FIELDS = {"format", "tokens", "evaluated", "model", "cache", "snapshots"}
 
 
 class ConversationError(RunnerError):
@@ -49,8 +49,9 @@ class ConversationError(RunnerError):
 
 @dataclass(frozen=True, slots=True)
 class SavedConversation:
-    """``tokens``, and a snapshot of the first ``evaluated`` of them: all, or all but the last.
+    """``tokens``, and snapshots of the first ``evaluated`` of them: all, or all but the last.
 
+    ``pages`` follow one another; each ends where a window or a state is that others can go on from.
     ``model`` is the engine's identity, ``cache`` what the cache's ``settings`` say.
     """
 
@@ -58,7 +59,7 @@ class SavedConversation:
     evaluated: int
     model: Mapping[str, Any]
     cache: Mapping[str, Any]
-    page: SerializedSnapshot
+    pages: tuple[SerializedSnapshot, ...]
 
     @property
     def dtype(self) -> ml.DType:
@@ -76,16 +77,18 @@ class SavedConversation:
         return str(_naming(self.cache)["dtype"])
 
 
-def capture(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
+def capture(engine: Engine, tokens: Sequence[int], inside: int | None = None) -> SavedConversation:
     """What the engine's cache holds of ``tokens``; what it no longer does is computed. Nothing is counted.
 
+    Prompts that leave the conversation before its end go on from the windows and states inside it, which take
+    at most ``inside`` bytes (None: as many as all else).
     Raises CacheFullError or SessionLimitError where the engine's requests leave no room for that.
     """
     with engine.lock:
-        return _captured(engine, tokens)
+        return _captured(engine, tokens, inside)
 
 
-def _captured(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
+def _captured(engine: Engine, tokens: Sequence[int], inside: int | None) -> SavedConversation:
     complete = engine.ranks.least([engine.prefix.longest([*tokens, 0])]) == [len(tokens)]
     evaluated = len(tokens) if complete else len(tokens) - 1
     if evaluated < 1:
@@ -96,8 +99,9 @@ def _captured(engine: Engine, tokens: Sequence[int]) -> SavedConversation:
         request.session, request.run.stored = session, session.cached
         while request.run.stored < evaluated:
             engine.forward(list(chunks([request], engine.options.prefill_chunk, engine.prefix)))
-        page = serialize(engine.model.backend, engine.cache.snapshot(session.seq, 0, evaluated))
-    return SavedConversation(tuple(tokens), evaluated, engine.identity, engine.cache.settings(), page)
+        backend = engine.model.backend
+        pages = tuple(serialize(backend, snapshot) for snapshot in session.snapshots(inside))
+    return SavedConversation(tuple(tokens), evaluated, engine.identity, engine.cache.settings(), pages)
 
 
 def adopt(engine: Engine, saved: SavedConversation) -> None:
@@ -119,9 +123,9 @@ def adopt(engine: Engine, saved: SavedConversation) -> None:
     if dict(saved.cache) != settings:
         raise ConversationError(f"the conversation is of a cache {dict(saved.cache)}; this one is {settings}")
     try:
-        snapshot = deserialize(engine.model.backend, saved.page)
+        snapshots = [deserialize(engine.model.backend, page) for page in saved.pages]
         with engine.lock:
-            adopted = engine.prefix.adopt(saved.tokens[: saved.evaluated], snapshot)
+            adopted = engine.prefix.adopt(saved.tokens[: saved.evaluated], snapshots)
     except (SnapshotCorruptError, InvalidRangeError) as error:
         raise ConversationError(f"the conversation does not fit the model's cache: {error}") from error
     if not adopted:
@@ -148,10 +152,13 @@ def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
         "evaluated": saved.evaluated,
         "model": dict(saved.model),
         "cache": dict(saved.cache),
-        "snapshot": saved.page.meta["snapshot"],
+        "snapshots": [page.meta["snapshot"] for page in saved.pages],
     }
-    meta[SNAPSHOT_DIGEST] = digest_of_snapshot(SerializedSnapshot(meta, saved.page.arrays))
-    parts = pack(SerializedSnapshot(meta, saved.page.arrays))
+    arrays = {
+        f"{i}:{name}": array for i, page in enumerate(saved.pages) for name, array in page.arrays.items()
+    }
+    meta[SNAPSHOT_DIGEST] = digest_of_snapshot(SerializedSnapshot(meta, arrays))
+    parts = pack(SerializedSnapshot(meta, arrays))
     target = check_target(path)
     try:
         write_whole(target, parts)
@@ -181,8 +188,16 @@ def read(
         raise ConversationError(f"{source}: damaged: its digest does not match; save the conversation again")
     if not _is_whole(meta):
         raise ConversationError(f"{source}: a saved conversation with invalid fields")
-    content = SerializedSnapshot({"snapshot": meta["snapshot"]}, page.arrays)
-    return SavedConversation(tuple(meta["tokens"]), meta["evaluated"], meta["model"], meta["cache"], content)
+    arrays: list[dict[str, np.ndarray]] = [{} for _ in meta["snapshots"]]
+    for name, array in page.arrays.items():
+        i, _, own = name.partition(":")
+        arrays[int(i)][own] = array
+    pages = (
+        SerializedSnapshot({"snapshot": one}, of) for one, of in zip(meta["snapshots"], arrays, strict=True)
+    )
+    return SavedConversation(
+        tuple(meta["tokens"]), meta["evaluated"], meta["model"], meta["cache"], tuple(pages)
+    )
 
 
 def _bytes(source: Path, progress: Callable[[int, int], None] | None) -> np.ndarray:
@@ -200,7 +215,9 @@ def _bytes(source: Path, progress: Callable[[int, int], None] | None) -> np.ndar
 def _is_whole(meta: Mapping[str, Any]) -> bool:
     if meta.keys() != _FIELDS or not all(isinstance(meta[name], Mapping) for name in ("model", "cache")):
         return False
-    tokens, evaluated = meta["tokens"], meta["evaluated"]
+    tokens, evaluated, snapshots = meta["tokens"], meta["evaluated"], meta["snapshots"]
+    if not isinstance(snapshots, list) or not snapshots:
+        return False
     counts = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
     return counts and type(evaluated) is int and evaluated > 0 and evaluated in (len(tokens) - 1, len(tokens))
 

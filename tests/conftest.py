@@ -55,26 +55,31 @@ if not Path("/dev/nvidiactl").exists():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a class that says ``checkered``, each table of parameters runs on the squares of one colour."""
+    """Of a class with ``colours``, each table of parameters runs on the squares of these, of four colours."""
     tables: dict[tuple[Any, str], dict[pytest.Item, dict[str, object]]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and getattr(item.cls, "checkered", False):
+        if isinstance(item, pytest.Function) and hasattr(item.cls, "colours"):
             given = item.callspec.params if hasattr(item, "callspec") else {}
             tables.setdefault((item.cls, item.originalname), {})[item] = given
-    left_out = set[pytest.Item]().union(*map(_off_the_board, tables.values()))
+    left_out = {item for (cls, _), table in tables.items() for item in _off_the_board(table, cls.colours)}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
 
 
-def _off_the_board(table: dict[pytest.Item, dict[str, object]]) -> set[pytest.Item]:
-    """Up to three of four combinations, where a table has all; each value of each parameter is still met."""
+def _off_the_board(table: dict[pytest.Item, dict[str, object]], colours: tuple[int, ...]) -> set[pytest.Item]:
+    """Combinations of other colours, where a table has all; each value of each parameter is still met."""
     axes: dict[str, dict[int, int]] = {}
     for name, value in (pair for given in table.values() for pair in given.items()):
         axis = axes.setdefault(name, {})
         axis.setdefault(id(value), len(axis))
     sizes = [len(axis) for axis in axes.values() if len(axis) > 1]
     step = min(4, *sizes) if len(sizes) > 1 and math.prod(sizes) == len(table) else 1
-    return {item for item, given in table.items() if sum(axes[n][id(v)] for n, v in given.items()) % step}
+    chosen = {colour % step for colour in colours}
+    return {
+        item
+        for item, given in table.items()
+        if sum(axes[name][id(value)] for name, value in given.items()) % step not in chosen
+    }
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

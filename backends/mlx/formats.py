@@ -87,8 +87,9 @@ def _from_blocks(codes: Any, scales: Any, eight: bool) -> Any:
 
 
 def _inverse(scale: Any) -> Any:
-    """1 / scale, and 0 where the scale is 0."""
-    return mx.where(scale == 0, 0.0, mx.reciprocal(scale))
+    """1 / scale, and 0 where that is not finite: an integer of infinity is another on each processor."""
+    found = mx.reciprocal(scale)
+    return mx.where(mx.isfinite(found), found, 0.0)
 
 
 def _to_float8(x: MlxTensor) -> tuple[MlxTensor, MlxTensor]:

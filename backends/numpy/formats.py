@@ -67,8 +67,9 @@ def _from_blocks(codes: np.ndarray, scales: np.ndarray, eight: bool) -> np.ndarr
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:
-    """1 / scale, and 0 where the scale is 0."""
-    found: np.ndarray = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    """1 / scale, and 0 where that is not finite: an integer of infinity is another on each processor."""
+    found = np.float32(1) / scale
+    found[~np.isfinite(found)] = 0
     return found
 
 

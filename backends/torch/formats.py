@@ -69,8 +69,9 @@ def _from_blocks(codes: torch.Tensor, scale: torch.Tensor, eight: bool) -> torch
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale, and 0 where the scale is 0."""
-    return scale.reciprocal().masked_fill_(scale == 0, 0)
+    """1 / scale, and 0 where that is not finite: an integer of infinity is another on each processor."""
+    found = scale.reciprocal()
+    return found.masked_fill_(~found.isfinite(), 0)
 
 
 def _scalar(like: torch.Tensor, number: float) -> torch.Tensor:

@@ -78,6 +78,18 @@ class ForwardPass:
 
     # Which layers have the tokens.
 
+    def goes_straight(self, layer: int, buffers: LayerBuffers) -> bool:
+        """Whether K and V of ``layer`` may be written past ``put``, into its cells in ``buffers``.
+
+        Who writes them calls ``note_put``. False where ``put`` has more to do, or refuses.
+        """
+        return (
+            self.layers.get(layer) is buffers
+            and buffers.stamp <= self.storable
+            and buffers.absent is None
+            and self.thread == get_ident()
+        )
+
     def note_put(self, buffers: LayerBuffers) -> None:
         """A layer has the tokens of the pass now."""
         buffers.stamp = self.stamp
@@ -130,7 +142,7 @@ class ForwardPass:
                     buffers.lack(self.table.taken, self._where())
 
     def resume(self) -> None:
-        """It goes on after ``end``: layers may still be given its tokens."""
+        """Go on after ``end``: layers may still be given the tokens."""
         for buffers in self.layers.values() if self.cells is not None else ():
             if buffers.stamp < self.stamp and buffers.absent is not None:
                 buffers.absent[self._where()] = 0
@@ -296,7 +308,7 @@ def place(table: CellTable, groups: Sequence[SequenceTokens], tokens: int) -> in
 def _place_behind(
     table: CellTable, groups: Sequence[SequenceTokens], cells: np.ndarray
 ) -> Sequence[SequenceTokens]:
-    """Of groups of one token each those that the cell behind their sequence's last one is not free for."""
+    """Place tokens, one per group, right behind their sequences; the groups whose next cell is taken."""
     positions = np.concatenate([group.positions for group in groups])
     chosen = table.append_each([group.seq for group in groups], positions)
     cells[[group.first_token for group in groups]] = chosen

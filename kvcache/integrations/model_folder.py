@@ -6,7 +6,9 @@ import hashlib
 import json
 from pathlib import Path
 
-__all__ = ["model_folder", "weights_digest"]
+from kvcache.stores import UnknownModelError
+
+__all__ = ["model_folder", "unknown_weights", "weights_digest"]
 
 
 def model_folder(name: str, revision: str | None = None) -> Path | None:
@@ -23,6 +25,14 @@ def model_folder(name: str, revision: str | None = None) -> Path | None:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception:
         return None
+
+
+def unknown_weights(reader: str, what: str, option: str) -> UnknownModelError:
+    """The error where no files tell which weights ``what`` has: ``option`` of ``reader`` may name them."""
+    return UnknownModelError(
+        f"{reader}: no files tell which weights {what} has; name them in {option}: "
+        '{"model": ..., "weights": ...}'
+    )
 
 
 _CONFIGS = ("adapter_config.json", "config.json")

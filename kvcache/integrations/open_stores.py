@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcache.cache import InvalidRangeError
 from kvcache.prefix.tiers import StoreTier
-from kvcache.stores import SnapshotStore, open_store
+from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, SnapshotStore, open_store
 
-__all__ = ["StoresInUse", "at_exit", "check_number", "parse_options"]
+__all__ = ["StoresInUse", "at_exit", "check_number", "parse_options", "use_entry"]
+
+T = TypeVar("T")
+log = logging.getLogger("kvcache")
 
 
 @dataclass(slots=True)
@@ -64,6 +68,22 @@ class StoresInUse:
                     del _opened[url]
             if not opened.users:
                 opened.store.close()
+
+
+def use_entry(tier: StoreTier, key: str, use: Callable[[SerializedSnapshot], T]) -> T | None:
+    """What ``use`` makes of an entry, whose arrays are its own for that long.
+
+    None: no store has it whole, or ``use`` found it damaged (SnapshotCorruptError), and it was dropped.
+    """
+    with tier.serialized(key) as found:
+        if found is None:
+            return None
+        try:
+            return use(found)
+        except SnapshotCorruptError as error:
+            log.warning("%s; it is dropped and computed again", error)
+            tier.drop(key)
+            return None
 
 
 def at_exit(close: Callable[[], None]) -> None:

@@ -21,7 +21,15 @@ from kvcache.caches.wrapper import unwrapped
 from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retention import DEFAULT, DEFAULT_PRIORITY, Grants, Retention, merged, rank_of
-from kvcache.prefix.tree_entry import Priority, TreeEntry, in_cells, is_restored, priority_of, tenant_of
+from kvcache.prefix.tree_entry import (
+    Priority,
+    TreeEntry,
+    in_cells,
+    is_folded,
+    is_restored,
+    priority_of,
+    tenant_of,
+)
 from kvcache.snapshots.snapshot import Snapshot, unwrapped_snapshot
 
 __all__ = ["Evictor"]
@@ -39,7 +47,9 @@ class Evictor:
         self._tree = tree
         self.retainer = Retainer(tree)
         self.windows = WindowCells(tree.cache)
-        self.interior = InteriorSnapshots()
+        self.interior = InteriorSnapshots(tree.unfold)
+        self.gap = 0.0
+        """Since room was short: how many tokens may lie between snapshots inside conversations (``_gap``)."""
         tree.watchers.append(self.retainer.note)
         if any(self.windows.parts.values()):
             tree.watchers.append(self.windows.note)
@@ -59,6 +69,8 @@ class Evictor:
 
     def enforce(self) -> None:
         self.retainer.expire()
+        if self._tree.device.over() is not None or self._tree.device.excess:
+            self._tree.unfold()
         while (over := self._tree.device.over()) is not None:
             self._tree.over_budget += 1
             if self._absorbed(over[0], tenant_of(over[0])) is None:
@@ -72,6 +84,7 @@ class Evictor:
     def evict(self, nbytes: int | None = None) -> int:
         """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
         self.retainer.expire()
+        self._tree.unfold()
         device, count = self._tree.device, 0
         goal = 0 if nbytes is None else max(0, device.nbytes - nbytes)
         while (device.nbytes > goal or nbytes is None) and (node := device.first()) is not None:
@@ -90,6 +103,7 @@ class Evictor:
         restored stays: it would free cells of one wrapped cache to fill those of another.
         """
         self._tree.tick()
+        self._tree.unfold()
         self.retainer.expire()
         try:
             return self._relieve_window(part) if window else self._relieve(missing, part)
@@ -139,23 +153,48 @@ class Evictor:
     def _first(self, wanted: Callable[[Node[TreeEntry]], bool]) -> Node[TreeEntry] | None:
         """What goes first of those that are ``wanted`` and not being restored."""
         with contextlib.closing(self._tree.device.in_order()) as nodes:
-            return next((node for node in nodes if wanted(node) and not is_restored(node)), None)
+            return next((node for node in nodes if not is_restored(node) and wanted(node)), None)
 
     def _absorbed(self, first: Node[TreeEntry], tenant: str | None = None, part: int = 0) -> bool | None:
         """Let the next interior snapshot go, of a tenant or of all: whether it held cells of ``part``.
 
-        None: there is none, the next tier has room for ``first``, which goes first, or its priority is low.
+        None: there is none whose neighbours are close, the next tier has room for ``first``, which goes
+        first, or its priority is low.
         """
         tree = self._tree
         room = tree.host is not None and not tree.host.is_full(_nbytes(first), first)
-        if tree.store is not None or room or (first.data and first.data.rank < DEFAULT_PRIORITY):
+        if tree.divisible or tree.store is not None or room:
             return None
-        while (node := self.interior.first(tenant)) is not None:
+        gap = self._gap(first)
+        if tenant is None:
+            self.gap = gap
+        if first.data and first.data.rank < DEFAULT_PRIORITY:
+            return None
+        while (node := self.interior.first(tenant, gap)) is not None:
             held_cells = _holds_cells(node, part)
             if tree.absorb(node):
                 return held_cells
             self.interior.forget(node)
         return None
+
+    def _gap(self, node: Node[TreeEntry]) -> float:
+        """Between neighbours that are no further apart a snapshot is not worth its room; in tokens.
+
+        A conversation that has to go goes from its end, snapshot by snapshot. Wide gaps waste room there,
+        half a gap; narrow ones everywhere: of ``kept`` bytes every gap has a snapshot of ``whole`` bytes. The
+        sum, gap / 2 + kept * whole / gap, in bytes, is least at the square root of 2 * kept * whole.
+        """
+        assert node.data is not None
+        snapshot = node.data.snapshot
+        parts = () if snapshot is None else unwrapped_snapshot(snapshot)
+        whole = sum(part.nbytes for part in parts if not part.divisible)
+        of_tokens = sum(part.nbytes for part in parts if part.divisible)
+        if not of_tokens or snapshot is None:  # a snapshot needs nothing of those before it
+            return math.inf
+        device, host = self._tree.device, self._tree.host
+        kept = device.budget if device.budget is not None else device.nbytes
+        kept += 0 if host is None else host.nbytes
+        return math.sqrt(2 * kept * whole) * (snapshot.end - snapshot.begin) / of_tokens
 
     def _next_freeing(self, part: int) -> Node[TreeEntry] | None:
         """The least recently used snapshot that alone holds a cell of ``part``.
@@ -223,6 +262,9 @@ class Retainer:
         """
         if retention is None and not self._asked:
             return
+        if not self._tree.divisible:  # each of its snapshots has a priority
+            self._tree.unfold()
+            path.nodes = self._tree.walk(path.tokens).nodes
         self._asked = True
         asked, now = retention or _NOTHING, self.clock()
         self._cut(path, asked)
@@ -285,16 +327,19 @@ class InteriorSnapshots:
 
     After the eviction of restore points in Ollama's x/mlxrunner. A window or a recurrent state is that of one
     position. One from which nothing but a later one of the same conversation goes on is of use to prompts
-    alone that part in between: it goes before the end of any, where it would be gone for good::
+    that part in between, and to what is left of a conversation whose end has gone. Where it would be gone for
+    good, it goes before the end of any if its neighbours are close (``Evictor._gap``)::
 
         512 -- 1024 -- 1536 -- 2000 -- 2001     512, 1024 and 1536 are inside; 2001 goes on, 2000 answers anew
 
     In the order of how many tokens lie between their neighbours, the fewest first: so that those that are
-    left lie at even distances, and what is joined is joined in few steps. What changes is noted, and
-    looked at when somebody asks which goes first.
+    left lie at even distances, and what is joined is joined in few steps. What changes is noted, and looked
+    at when somebody asks which goes first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unfold: Callable[[], object] = lambda: None) -> None:
+        """``unfold`` is called first: PrefixTree.unfold."""
+        self._unfold = unfold
         self._heap: Heap = []
         self._of: dict[str, Heap] = {}
         """By tenant."""
@@ -317,6 +362,7 @@ class InteriorSnapshots:
 
     def _look(self) -> None:
         """Take note of which are interior by now: of those that changed, and of the two before each."""
+        self._unfold()
         changed, self._changed = self._changed, {}
         for node in changed:
             one: Node[TreeEntry] | None = node
@@ -348,14 +394,14 @@ class InteriorSnapshots:
         for heap in (self._heap, self._of.setdefault(tenant_of(node), [])):
             heapq.heappush(heap, (span, next(self._count), node))
 
-    def first(self, tenant: str | None = None) -> Node[TreeEntry] | None:
-        """The one that goes first, of a tenant or of all; None: there is none."""
+    def first(self, tenant: str | None = None, gap: float = math.inf) -> Node[TreeEntry] | None:
+        """The one that goes first, of a tenant or of all; None: none has neighbours within ``gap`` tokens."""
         self._look()
         heap = self._heap if tenant is None else self._of.get(tenant, [])
         while heap:
             span, _, node = heap[0]
             if self._spans.get(node) == span == _span(node):
-                return node
+                return node if span <= gap else None
             heapq.heappop(heap)
             if self._spans.get(node) == span:
                 self.forget(node)
@@ -389,7 +435,7 @@ class WindowCells:
     def note(self, node: Node[TreeEntry]) -> None:
         """A node's snapshot came, went, or was copied out."""
         for part, nodes in self._nodes.items():
-            window = part_of(node, part)
+            window = None if is_folded(node) else part_of(node, part)  # it comes again when it is unfolded
             self.copied -= self._copied[part].pop(node, 0)
             if window is not None and window.holds_cells:
                 nodes[node] = None

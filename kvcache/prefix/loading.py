@@ -39,7 +39,7 @@ from kvcache.snapshots.check_serialized import StoredArray, check_meta
 from kvcache.snapshots.cut import join_serialized, part_before
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot, StoredTensor, bits_of
 from kvcache.snapshots.serialize import deserialize
-from kvcache.snapshots.snapshot import Snapshot, StateSnapshot, WrapperSnapshot
+from kvcache.snapshots.snapshot import Snapshot, SnapshotChain, StateSnapshot, WrapperSnapshot
 from kvcache.storage.formats import CacheFormat
 from kvcache.stores.errors import SnapshotCorruptError, StoreError
 from kvcache.stores.keys import Chain
@@ -570,9 +570,8 @@ def restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> tuple[int,
     None where the first one's cannot be had.
     """
     for limit in (len(nodes), 1):  # one by one it turns out which of them is lost
-        snapshots, serialized = _sources(tree, nodes[:limit])
-        count, tier = len(snapshots) + len(serialized), None
-        some = nodes[:count]
+        count, snapshots, serialized = _sources(tree, nodes[:limit])
+        tier, some = None, nodes[:count]
         try:
             if some:
                 tier = _restore(tree, seq, some, snapshots, serialized, min(some[-1].end, target))
@@ -586,11 +585,12 @@ def restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> tuple[int,
     return None
 
 
-def _sources(tree: PrefixTree, nodes: Nodes) -> tuple[list[Snapshot], list[SerializedSnapshot]]:
-    """What the first nodes have that goes in one step, one kind alone; nothing where the first has none."""
+def _sources(tree: PrefixTree, nodes: Nodes) -> tuple[int, list[Snapshot], list[SerializedSnapshot]]:
+    """How many of the first nodes go in one step, and what they have, one kind alone; 0: nothing."""
     snapshots: list[Snapshot] = []
     serialized: list[SerializedSnapshot] = []
     before: Node[TreeEntry] | None = None
+    count = 0
     for node in nodes:
         entry = node.data
         if entry is None or (entry.snapshot is None and not entry.present):
@@ -602,14 +602,16 @@ def _sources(tree: PrefixTree, nodes: Nodes) -> tuple[list[Snapshot], list[Seria
             if snapshots or (before is not None and (tree.divisible or len(before.children) > 1)):
                 break
             serialized.append(source)
-        elif serialized or not source.joins_in_place:
-            if before is None:
-                snapshots.append(source)
-            break
         else:
-            snapshots.append(source)
+            apart = not isinstance(source, SnapshotChain) and not source.joins_in_place
+            if serialized or (apart and before is not None):
+                break
+            snapshots += source.parts if isinstance(source, SnapshotChain) else (source,)
+            if apart:
+                return 1, snapshots, []
         before = node
-    return snapshots, serialized
+        count += 1
+    return count, snapshots, serialized
 
 
 def _restore(

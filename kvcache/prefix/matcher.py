@@ -25,7 +25,7 @@ from kvcache.prefix.prefetch import Prefetch, Prefetcher
 from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.tiers import LookUp, StoreTier
-from kvcache.prefix.tree_entry import TreeEntry, span_of
+from kvcache.prefix.tree_entry import TreeEntry, is_folded, span_of
 from kvcache.snapshots.attention import AttentionSnapshots
 from kvcache.snapshots.check_serialized import check_serialized
 from kvcache.snapshots.layer_shapes import Layers, check_layers, layers_of_cache, layers_of_serialized
@@ -166,6 +166,9 @@ class PrefixMatcher:
                 path = self._tree.walk(ids[: source.length])
                 self._tree.insert(seq, path, [self._cache.snapshot(seq, 0, source.length)])
             return True
+        if apart := [node for node in source.nodes if is_folded(node) and not _joins_in_place(node)]:
+            self._tree.unfold(*apart)  # they are restored one after another
+            return False
         self._cache.remove(seq, 0)
         if self._restore_along(seq, source.nodes, source.length) == source.length:
             return True
@@ -182,11 +185,12 @@ class PrefixMatcher:
 
         Returns how many tokens the sequence has then.
         """
+        failed: Node[TreeEntry] | None = None
         with self._tree.in_use(nodes, restoring=True):
             while nodes:
                 restored = restore(self._tree, seq, nodes, length)
                 if restored is None:
-                    self._tree.drop(nodes[0])
+                    failed = nodes[0]
                     break
                 count, tier = restored
                 reached = min(nodes[count - 1].end, length)
@@ -194,6 +198,10 @@ class PrefixMatcher:
                 at, nodes = reached, nodes[count:]
                 if tier == "host":
                     self._tell(length, at)
+        if failed is not None and is_folded(failed):
+            self._tree.unfold(failed)  # the next search finds out which of them it was
+        elif failed is not None:
+            self._tree.drop(failed)
         return at
 
     def _from_store(self, seq: int, ids: np.ndarray, source: Source, stored: int) -> int | None:
@@ -249,6 +257,10 @@ class PrefixMatcher:
     def _tell(self, total: int, reached: int) -> None:
         if self.on_restore is not None:
             self.on_restore(reached, total)
+
+
+def _joins_in_place(node: Node[TreeEntry]) -> bool:
+    return node.data is not None and node.data.snapshot is not None and node.data.snapshot.joins_in_place
 
 
 class StoreLookup:
@@ -499,4 +511,4 @@ class StoreLookup:
         return self._tree.store
 
     def _chain(self, ids: np.ndarray) -> Chain:
-        return self._tree.keys.chain(self._tree.alphabet.named(ids))
+        return self._tree.chain(ids)

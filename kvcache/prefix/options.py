@@ -24,7 +24,7 @@ class PrefixOptions:
     """
 
     interval: int = 512
-    """Tokens between snapshots of windows and recurrent states in a prompt."""
+    """Tokens between snapshots of windows and recurrent states in a prompt; where room is short, at least."""
     in_flight: int | str = 256 << 20
     """Most bytes on their way from the device to host memory, which a thread copies; 0: the caller copies."""
     tenant_budget: TenantBudget | Callable[[str], TenantBudget | None] | None = None

@@ -131,6 +131,7 @@ class PrefixCache(Closing):
             self.tree, self.evictor, lookup, options.interval, self.stats, bool(options.write_through)
         )
         self._calls = self._open.calls
+        self._in_flight, self._read_ahead = in_flight, read_ahead
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
         cache.on_pressure = self.evictor.relieve
@@ -213,27 +214,43 @@ class PrefixCache(Closing):
 
     @one_thread
     def adopt(
-        self, tokens: Tokens, snapshot: Snapshot, salt: str = "", shared: int = 0, variant: Part = None
+        self,
+        tokens: Tokens,
+        snapshot: Snapshot | Sequence[Snapshot],
+        salt: str = "",
+        shared: int = 0,
+        variant: Part = None,
     ) -> bool:
         """Keep a snapshot of ``tokens`` that was made elsewhere, as if a session had computed it.
 
-        It is briefly restored into a free sequence. Returns False, and keeps nothing, if it is incomplete.
-        Raises SessionLimitError without a free sequence, and whatever the cache's ``restore`` raises.
+        Or several, as ``Session.snapshots`` gives them: the first begins at 0, each goes on where the one
+        before it ends, the last ends where ``tokens`` do. They are briefly restored into a free sequence.
+        Returns False if they are incomplete; those before the one that is are kept. Raises SessionLimitError
+        without a free sequence, and whatever the cache's ``restore`` raises.
         """
         self._check("adopt")
         ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         if not self._open.free:
             raise SessionLimitError(f"adopt: {len(self._open.sessions)} sessions are open; close one first")
         self.tree.settle()
-        seq = self._open.free[0]
-        with self.evictor.within_budgets():
+        pieces = snapshot if isinstance(snapshot, Sequence) else [snapshot]
+        if not pieces or getattr(pieces[-1], "end", ids.size) != ids.size:
+            return False
+        seq, reached = self._open.free[0], 0
+        with self.evictor.within_budgets(), contextlib.ExitStack() as following:
             try:
-                if getattr(snapshot, "end", ids.size) != ids.size or not self.cache.restore(seq, snapshot):
-                    return False
-                if self._open.computed(seq) < ids.size:  # tokens were evicted, or layers lack some
-                    return False
-                pieces = [] if self.tree.divisible else [self.cache.snapshot(seq)]
-                self.tree.insert(seq, self.tree.walk(ids), pieces)
+                for piece in pieces:
+                    end = int(getattr(piece, "end", ids.size))
+                    # The first may begin anywhere, as far as ``restore`` can tell that it is whole.
+                    if (reached and piece.begin != reached) or not self.cache.restore(seq, piece):
+                        return False
+                    if self._open.computed(seq) < end:  # tokens were evicted, or layers lack some
+                        return False
+                    path = self.tree.walk(ids[:end])
+                    own = [] if self.tree.divisible else [self.cache.snapshot(seq, reached, end)]
+                    self.tree.insert(seq, path, own)
+                    following.enter_context(self.tree.in_use(path.nodes[-1:], restoring=True))
+                    reached = end
             finally:
                 self.cache.remove(seq, 0)
         return True
@@ -414,6 +431,28 @@ class PrefixCache(Closing):
         if self._prefetcher is not None:
             sizes["ahead"] = self._prefetcher.nbytes
         return sizes
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The bytes that an operator has to reckon with, beside the cache's own; None: no limit.
+
+        On the device: "copies" of windows and states beside the cache's cells (full attention has none), and
+        what is "leaving" to other tiers. In the process's memory: "host", what waits for "writing" to stores
+        (more by one snapshot that is larger), and what is read "ahead" from them.
+        """
+        tree, limits = self.tree, dict[str, int | None]()
+        if not tree.divisible:
+            budget = tree.device.budget
+            limits["copies"] = self.cache.nbytes if budget is None else budget
+        if tree.worker is not None:
+            limits["leaving"] = self._in_flight
+        if tree.host is not None:
+            limits["host"] = tree.host.budget
+        if tree.store is not None:
+            limits["writing"] = tree.store.writes.backlog
+        if self._prefetcher is not None:
+            limits["ahead"] = self._read_ahead
+        return limits
 
     @property
     def failed(self) -> dict[str, int]:

@@ -11,6 +11,10 @@ tree; sessions and eviction say when::
 
 Content that is divisible is parted with its edge. What is whole (a window, a recurrent state) belongs to the
 end of its edge, and an edge that is parted above it has nothing. ``drop`` and ``clear`` forget at once.
+
+A long prompt leaves hundreds of snapshots of what is whole. As long as nobody asks for one of them, they are
+``folded``: one edge has the chain of them. What parts there, leaves the device or is evicted is a node of its
+own (``unfold``).
 """
 
 from __future__ import annotations
@@ -29,14 +33,15 @@ from kvcache.cache import SequenceLostError, SnapshotCache
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.events import BlockEvents
 from kvcache.prefix.eviction_queue import TenantBudget, TenantQueue
-from kvcache.prefix.radix_tree import Match, Node, RadixTree
+from kvcache.prefix.radix_tree import Match, Node, RadixTree, common_length
 from kvcache.prefix.retention import Grants
 from kvcache.prefix.store_writer import StoreWriter
 from kvcache.prefix.tiers import HostTier, StoreTier
 from kvcache.prefix.tree_entry import (
-    Chain,
     TreeEntry,
+    Usable,
     chain_of,
+    is_folded,
     is_present,
     priority_of,
     span_of,
@@ -45,8 +50,8 @@ from kvcache.prefix.tree_entry import (
 from kvcache.prefix.worker import OffloadWorker
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
-from kvcache.snapshots.snapshot import Snapshot
-from kvcache.stores import Keys, SerializedSnapshot
+from kvcache.snapshots.snapshot import Snapshot, SnapshotChain
+from kvcache.stores import Chain, Keys, SerializedSnapshot
 
 __all__ = ["Budgets", "Path", "PrefixTree"]
 
@@ -97,10 +102,18 @@ class PrefixTree:
             self.host = TenantQueue(budgets.host.budget, priority_of, tenant_of, limit)
         self.divisible = bool(cache.snapshot(0, 0, 0).divisible)
         self.writer = (
-            None if store is None else StoreWriter(store, keys, self.alphabet, self.divisible, self._to_write)
+            None
+            if store is None
+            else StoreWriter(store, keys.block_size, self.chain, self.divisible, self._to_write)
         )
+        self._chains: list[tuple[np.ndarray, Chain]] = []
+        """Tokens and keys of the conversations that were asked for last, the longest of each."""
+        self._most = max(8, cache.max_sequences)
+        """How many of them."""
         self.watchers: list[Callable[[Node[TreeEntry]], object]] = []
         """Called with each node that keeps something else now, or has other children."""
+        self._folded: dict[Node[TreeEntry], None] = {}
+        """The nodes that hold a SnapshotChain, and some that did."""
         self.clock = 0
         """Counts uses: what tiers hold is ordered by it."""
         self.evicted = 0
@@ -140,9 +153,28 @@ class PrefixTree:
 
     # Finding.
 
+    def chain(self, ids: np.ndarray) -> Chain:
+        """The keys of the prefixes of ``ids``. Of a conversation that goes on only new blocks are hashed."""
+        like: tuple[np.ndarray, Chain] | None = None
+        shared = 0
+        for known in self._chains:
+            length = common_length(known[0], ids)
+            if length > shared:
+                like, shared = known, length
+        chain = self.keys.chain(
+            self.alphabet.named(ids), like=None if like is None else like[1], shared=shared
+        )
+        newest = like if like is not None and shared == ids.size else (ids, chain)
+        replaced = like if like is not None and shared in (ids.size, like[0].size) else None
+        self._chains = [newest, *(known for known in self._chains if known is not replaced)][: self._most]
+        return chain
+
     def walk(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Path:
         """How far ``ids`` lead into the tree. ``above``: a node that they are known to lead through."""
         path = self.radix_tree.match(ids, above)
+        if path.inside and is_folded(path.nodes[-1]):
+            self.unfold(path.nodes[-1])
+            path = self.radix_tree.match(ids, above)
         if above is not None:
             path.nodes[:0] = above.path()
         return path
@@ -249,32 +281,63 @@ class PrefixTree:
     def _insert_whole(
         self, path: Path, pieces: Sequence[Snapshot], stored: bool, salt: str, own: int
     ) -> None:
-        """Keep snapshots of what is whole, each at its end."""
-        chain, added, nodes = Chain(), 0, path.nodes
+        """Keep snapshots of what is whole, each at its end; those of a new edge folded, if they may be."""
+        new = [piece for piece in pieces if piece.end > path.length]
+        if self._folds(new, path, own):
+            pieces = [*pieces[: len(pieces) - len(new)], SnapshotChain(tuple(new))]
+        usable, added, nodes = Usable(), 0, path.nodes
         for piece in pieces:
             node = self.end_at(path, piece.end)
             if path.nodes is not nodes:  # the tree has changed, and the path was walked again
-                chain, added, nodes = Chain(), 0, path.nodes
+                usable, added, nodes = Usable(), 0, path.nodes
             while nodes[added] is not node:
-                chain.add(nodes[added])
+                usable.add(nodes[added])
                 added += 1
             lost = None
-            if node.data is not None and not chain.add(node):  # what it follows is gone
+            if node.data is not None and not usable.add(node):  # what it follows is gone
                 lost = node.data
                 self.drop(node)
                 self._walk_again(path)
                 node, nodes = self.end_at(path, piece.end), path.nodes
                 added = nodes.index(node)
-            if new := node.data is None:
+            if added_here := node.data is None:
                 node.data = TreeEntry(piece.begin, stored=stored, tenant=salt if node.end > own else "")
                 if lost is not None:
                     node.data.rank, node.data.grants = lost.rank, lost.grants
             assert node.data is not None
             if node.data.snapshot is None and node.data.begin == piece.begin:
                 self.keep_on_device(node, piece)
-            if new:
-                chain.add(node)
+            if added_here:
+                usable.add(node)
             added += 1
+
+    def _folds(self, pieces: Sequence[Snapshot], path: Path, own: int) -> bool:
+        """Whether these, all of them behind a path, may be one chain: with one tenant, and for no store.
+
+        They follow one another, which windows alone do not.
+        """
+        if len(pieces) < 2 or self.store is not None or pieces[0].begin != path.length:
+            return False
+        if pieces[0].end <= own < pieces[-1].end:
+            return False
+        return all([one.end == other.begin for one, other in itertools.pairwise(pieces)])  # noqa: C419
+
+    def unfold(self, *nodes: Node[TreeEntry]) -> None:
+        """Give each snapshot of these a node of its own; none: of all but those that are being restored."""
+        for node in nodes or [*self._folded]:
+            entry = node.data
+            if entry is None or not isinstance(entry.snapshot, SnapshotChain):
+                self._folded.pop(node, None)
+            elif nodes or not entry.restoring:
+                del self._folded[node]
+                self._unfold(node, entry, entry.snapshot.parts)
+
+    def _unfold(self, node: Node[TreeEntry], entry: TreeEntry, parts: Sequence[Snapshot]) -> None:
+        uppers = self.radix_tree.part(node, [part.end for part in parts[:-1]])
+        for upper, part in zip(uppers, parts, strict=False):
+            upper.data = replace(entry, users=0, restoring=0, end_used=entry.used, watched=math.inf)
+            self.keep_on_device(upper, part)
+        self.keep_on_device(node, parts[-1])
 
     def end_at(self, path: Path, at: int) -> Node[TreeEntry]:
         """The node of a path that ends at position ``at``: found, parted from an edge, or added."""
@@ -290,7 +353,7 @@ class PrefixTree:
         i = bisect.bisect_left(nodes, at, key=lambda node: node.end)
         if nodes[i].end == at:
             return nodes[i]
-        if self._is_leaving(nodes[i]):
+        if self._is_leaving(nodes[i]) or self._was_folded(nodes[i]):
             self._walk_again(path)
             return self.end_at(path, at)
         nodes.insert(i, self.split(nodes[i], at))
@@ -309,6 +372,13 @@ class PrefixTree:
         self.worker.drain()
         self._land()
         return True
+
+    def _was_folded(self, node: Node[TreeEntry]) -> bool:
+        """Whether a node was folded; it is not now, and what is to be parted may end there."""
+        folded = is_folded(node)
+        if folded:
+            self.unfold(node)
+        return folded
 
     def split(self, node: Node[TreeEntry], at: int) -> Node[TreeEntry]:
         """Part an edge; content that is divisible is parted with it."""
@@ -343,6 +413,8 @@ class PrefixTree:
         entry = node.data
         assert entry is not None
         entry.snapshot, entry.begin = snapshot, snapshot.begin
+        if isinstance(snapshot, SnapshotChain):
+            self._folded[node] = None
         self.device.add(node, snapshot.nbytes)
         self._changed(node)
 
@@ -367,6 +439,8 @@ class PrefixTree:
 
     def offload(self, node: Node[TreeEntry]) -> None:
         """Move a snapshot from the device to the next tier, or drop it where there is none."""
+        if is_folded(node):
+            self.unfold(node)
         entry = node.data
         assert entry is not None
         if entry.serialized is None and entry.leaving is None and self._is_wanted(node, entry):
@@ -528,6 +602,7 @@ class PrefixTree:
                 self.host.discard(node)
             node.data = None
         self.radix_tree = RadixTree()
+        self._folded.clear()
         if self.worker is not None:
             self.worker.drain()
         if self.store is not None:

@@ -1,7 +1,7 @@
 """A compressed radix tree over token ids: which conversations begin alike, and where they part.
 
 After the prefix trees of RadixAttention (SGLang) and of Ollama's x/mlxrunner. An edge holds a run of
-tokens, so that a walk costs one comparison of arrays per node and not one step per token::
+tokens, so that a walk costs a comparison of arrays and not one step per token::
 
     root -- "You are a helpful assistant. " --+-- "Tell me of Noah."
                                               +-- "Tell me of Moses." -- " And then?"
@@ -10,7 +10,8 @@ tokens, so that a walk costs one comparison of arrays per node and not one step 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -102,9 +103,9 @@ class RadixTree(Generic[D]):
         while node.end < size and (child := node.children.get(item(node.end))) is not None:
             nodes.append(child)
             node = child
-        edges = [node.tokens for node in nodes[:-1]] + [
-            node.tokens[: size - node.begin] for node in nodes[-1:]
-        ]
+        edges = [node.tokens for node in nodes]
+        if edges:
+            edges[-1] = edges[-1][: size - node.begin]
         led = edges[0] if len(edges) == 1 else np.concatenate([tokens[:0], *edges])
         length = start + common_length(led, tokens[start:])
         there = bisect.bisect_left(nodes, length, key=lambda node: node.end) + 1
@@ -120,15 +121,24 @@ class RadixTree(Generic[D]):
 
     def split(self, node: Node[D], at: int) -> Node[D]:
         """Part an edge at position ``at``, strictly inside it; the new upper node has no data yet."""
-        cut = at - node.begin
-        if node.parent is None or not 0 < cut < node.tokens.size:
-            raise ValueError(f"split: at {at}; the edge is [{node.begin}, {node.end})")
-        upper = Node(node.parent, node.tokens[:cut].copy())
-        node.parent.children[int(upper.tokens[0])] = upper
-        node.tokens = node.tokens[cut:].copy()
-        node.parent = upper
-        upper.children[int(node.tokens[0])] = node
-        return upper
+        return self.part(node, [at])[0]
+
+    def part(self, node: Node[D], ends: Sequence[int]) -> list[Node[D]]:
+        """As ``split``, at several positions, ascending: the new nodes that end there."""
+        above, begin, tokens = node.parent, node.begin, node.tokens
+        for before, at in itertools.pairwise([begin, *ends]):
+            if above is None or not before < at < node.end:
+                raise ValueError(f"split: at {at}; the edge is [{before}, {node.end})")
+        assert above is not None
+        uppers: list[Node[D]] = []
+        for at in ends:
+            upper = Node(above, tokens[above.end - begin : at - begin].copy())
+            above.children[int(upper.tokens[0])] = upper
+            uppers.append(upper)
+            above = upper
+        node.tokens, node.parent = tokens[above.end - begin :].copy(), above
+        above.children[int(node.tokens[0])] = node
+        return uppers
 
     def remove(self, node: Node[D]) -> None:
         """Take out a node and all below it."""

@@ -34,9 +34,11 @@ from kvcache.prefix.matcher import PrefixMatcher, Source, StoreLookup
 from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.retention import Retention
-from kvcache.prefix.tree_entry import TreeEntry
+from kvcache.prefix.tree_entry import TreeEntry, content_of
 from kvcache.snapshots.schedule import REPLACED
-from kvcache.snapshots.snapshot import Snapshot
+from kvcache.snapshots.serialize import deserialize
+from kvcache.snapshots.snapshot import Snapshot, unwrapped_snapshot
+from kvcache.stores import SerializedSnapshot
 
 __all__ = [
     "Lookup", "OpenSessions", "PrefixStats", "Session", "SessionLimitError", "SessionReplacedError", "Tokens",
@@ -251,6 +253,20 @@ class Session:
         self._check("keep")
         self._owner.keep(self)
 
+    @one_thread
+    def snapshots(self, inside: int | None = None) -> list[Snapshot]:
+        """What it holds, to be saved and given to ``PrefixCache.adopt``: snapshots that follow one another.
+
+        Of full attention, one. A window or a state is that of one position: the last snapshot has those of
+        the end, and the ones before it those of positions at which other prompts may leave. ``inside`` limits
+        the bytes of these windows and states (None: as many as all else has; 0: none). Those go first between
+        whose neighbours the fewest tokens lie, and their tokens are in the next snapshot.
+        """
+        self._check("snapshots")
+        if inside is not None:
+            check_whole("snapshots", "inside", inside)
+        return self._owner.snapshots(self, inside)
+
     def close(self, keep: bool = True) -> None:
         """End the session. What the cache holds of it is kept for others, unless ``keep`` is False.
 
@@ -417,7 +433,9 @@ class OpenSessions:
         if self._tree.divisible:
             return
         others = (other.encoded() for other in self.sessions.values())
-        positions = positions_due(ids, cached, self._interval, parted, others)
+        # Of those at intervals none that would go as soon as it is kept.
+        interval = max(self._interval, int(min(self._evictor.gap / 2, ids.size)) + 1)
+        positions = positions_due(ids, cached, interval, parted, others)
         if positions:
             self._cache.schedule_snapshots(seq, positions)
 
@@ -434,6 +452,24 @@ class OpenSessions:
                 self._insert(session, path, pieces)
                 session.kept = pieces[-1].end
                 self._follow(session, path)
+
+    def snapshots(self, session: Session, inside: int | None) -> list[Snapshot]:
+        """As ``Session.snapshots``."""
+        seq, ids, cache = session.seq, session.computed(), self._cache
+        size, pieces = int(ids.size), list[Snapshot]()
+        if not self._tree.divisible:
+            self.keep(session)
+            for node in self._tree.along(self._tree.walk(ids))[1]:
+                assert node.data is not None
+                content = content_of(node.data)
+                if isinstance(content, SerializedSnapshot):
+                    content = deserialize(cache.backend, content)
+                pieces.append(content)
+        reached = pieces[-1].end if pieces else 0
+        if reached < size or not pieces:
+            pieces.append(cache.snapshot(seq, reached, size))
+        groups = thinned(pieces, inside)
+        return [group[0] if len(group) == 1 else cache.join(group) for group in groups]
 
     def _follow(self, session: Session, path: Path) -> None:
         """What the next snapshot of a session follows stays where it is, as long as the session does."""
@@ -510,6 +546,7 @@ class OpenSessions:
     def clear(self) -> None:
         """Forget all that is kept. What open sessions hold by now is theirs, and nobody else's any more."""
         self._tree.clear()
+        self._evictor.gap = 0.0
         for session in self.sessions.values():
             session.stale = True
 
@@ -558,6 +595,24 @@ class OpenSessions:
     def rolled_back(self, seq: int) -> int | None:
         """The lowest position that was taken out of the cache since the last call."""
         return self._cache.rolled_back(seq)
+
+
+def thinned(pieces: Sequence[Snapshot], inside: int | None) -> list[list[Snapshot]]:
+    """Snapshots that follow one another, by those that are to be joined, whose last one alone counts.
+
+    The windows and states of all but the last one have at most ``inside`` bytes then.
+    """
+    whole = [sum(part.nbytes for part in unwrapped_snapshot(one) if not part.divisible) for one in pieces]
+    limit = sum(piece.nbytes for piece in pieces) - sum(whole[:-1]) if inside is None else inside
+    stay, nbytes = [*range(len(pieces))], sum(whole[:-1])
+    while nbytes > limit:
+
+        def between(place: int, stay: list[int] = stay) -> int:
+            return pieces[stay[place + 1]].end - pieces[stay[place]].begin
+
+        nbytes -= whole[stay.pop(min(range(len(stay) - 1), key=between))]
+    starts = [0, *(i + 1 for i in stay[:-1])]
+    return [[*pieces[start : i + 1]] for start, i in zip(starts, stay, strict=True)]
 
 
 def positions_due(

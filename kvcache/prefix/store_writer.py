@@ -7,12 +7,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from kvcache.prefix.alphabet import Alphabet
+import numpy as np
+
 from kvcache.prefix.radix_tree import Node, RadixTree
 from kvcache.prefix.tiers import StoreTier, StoreWrite
 from kvcache.prefix.tree_entry import TreeEntry, span_of
 from kvcache.snapshots.cut import cut_serialized
-from kvcache.stores import Chain, Keys, SerializedSnapshot
+from kvcache.stores import Chain, SerializedSnapshot
 
 __all__ = ["StoreWriter"]
 
@@ -25,13 +26,13 @@ class StoreWriter:
     def __init__(
         self,
         store: StoreTier,
-        keys: Keys,
-        alphabet: Alphabet,
+        block_size: int,
+        chain: Callable[[np.ndarray], Chain],
         divisible: bool,
         serialized: Callable[[TreeEntry], SerializedSnapshot | None],
     ) -> None:
-        """``serialized``: what an entry has, to be written; None where that cannot be had."""
-        self._store, self._keys, self._alphabet, self._divisible = store, keys, alphabet, divisible
+        """``chain``: the keys of some tokens. ``serialized``: what an entry has, None if it cannot be had."""
+        self._store, self._size, self._keys_of, self._divisible = store, block_size, chain, divisible
         self._serialized = serialized
         self._round = 0
         """Counts the times that ``write_all`` has gone through all."""
@@ -134,7 +135,7 @@ class StoreWriter:
             assert isinstance(node, Node)
             kept: TreeEntry | None = node.data
             if kept is not None and kept.store_write is store_write:
-                whole = node is store_write.owner or node.end % self._keys.block_size == 0
+                whole = node is store_write.owner or node.end % self._size == 0
                 kept.stored = whole and not store_write.failed
                 kept.store_write = kept.writing = None
                 yield node
@@ -162,14 +163,14 @@ class StoreWriter:
                 yield [*before, *own]
 
     def ends(self, node: Node[TreeEntry]) -> list[int]:
-        size = self._keys.block_size
+        size = self._size
         first = node.begin - node.begin % size + size
         return [*range(first, node.end, size), node.end] if self._divisible else [node.end]
 
     def _cut(self, serialized: SerializedSnapshot) -> Iterator[tuple[int, SerializedSnapshot]]:
         """(end, part) of the parts of a serialized snapshot; an empty end has no part of its own."""
         begin, end = span_of(serialized)
-        size = self._keys.block_size
+        size = self._size
         cuts = range(begin - begin % size + size, end, size)
         if not self._divisible or not cuts:
             yield end, serialized
@@ -180,4 +181,4 @@ class StoreWriter:
         yield end, serialized
 
     def _chain(self, node: Node[TreeEntry]) -> Chain:
-        return self._keys.chain(self._alphabet.named(node.prefix()))
+        return self._keys_of(node.prefix())

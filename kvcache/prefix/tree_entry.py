@@ -13,17 +13,18 @@ from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.retention import DEFAULT_PRIORITY, Grants
 from kvcache.prefix.tiers import StoreWrite
 from kvcache.prefix.worker import OffloadJob
-from kvcache.snapshots.snapshot import Snapshot
+from kvcache.snapshots.snapshot import Snapshot, SnapshotChain
 from kvcache.stores import SerializedSnapshot
 from kvcache.stores.errors import SnapshotCorruptError
 
 __all__ = [
-    "Chain",
     "Priority",
     "TreeEntry",
+    "Usable",
     "chain_of",
     "content_of",
     "in_cells",
+    "is_folded",
     "is_present",
     "is_restored",
     "priority_of",
@@ -150,19 +151,24 @@ def is_restored(node: Node[TreeEntry]) -> bool:
     return node.data is not None and node.data.restoring > 0
 
 
+def is_folded(node: Node[TreeEntry]) -> bool:
+    """Whether several snapshots share a node: PrefixTree.unfold."""
+    return node.data is not None and isinstance(node.data.snapshot, SnapshotChain)
+
+
 def is_present(node: Node[TreeEntry]) -> bool:
     return node.data is not None and node.data.present
 
 
 def chain_of(nodes: Sequence[Node[TreeEntry]], start: int = 0) -> tuple[Node[TreeEntry], ...]:
     """Of the nodes of a path those whose snapshots follow one another from ``start``, as far as any do."""
-    chain = Chain(start)
+    usable = Usable(start)
     for node in nodes:
-        chain.add(node)
-    return chain.nodes()
+        usable.add(node)
+    return usable.nodes()
 
 
-class Chain:
+class Usable:
     """The nodes of a path, added from the top down, whose snapshots can be had: they follow one another."""
 
     def __init__(self, start: int = 0) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "InCache",
     "LayerSnapshot",
     "Snapshot",
+    "SnapshotChain",
     "StateSnapshot",
     "WrapperSnapshot",
     "check_following",
@@ -407,6 +408,55 @@ class WrapperSnapshot:
             if not part.joins_in_place:
                 return False
         return True
+
+    def detach(self) -> None:
+        for part in self.parts:
+            part.detach()
+
+    def drop(self) -> None:
+        for part in self.parts:
+            part.drop()
+
+
+@dataclass(slots=True, eq=False)
+class SnapshotChain:
+    """Snapshots of one sequence that follow one another, each of which may be restored behind those before.
+
+    Nothing is joined or copied: what it says of itself is what they say together.
+    """
+
+    parts: tuple[Snapshot, ...]
+
+    __repr__ = _shown
+    divisible = False
+
+    @property
+    def begin(self) -> int:
+        return self.parts[0].begin
+
+    @property
+    def end(self) -> int:
+        return self.parts[-1].end
+
+    @property
+    def nbytes(self) -> int:
+        return sum([part.nbytes for part in self.parts])
+
+    @property
+    def in_cache(self) -> bool:
+        return any(part.in_cache for part in self.parts)
+
+    @property
+    def holds_cells(self) -> bool:
+        return any(part.holds_cells for part in self.parts)
+
+    @property
+    def frees_cells(self) -> bool:
+        return any(part.frees_cells for part in self.parts)
+
+    @property
+    def joins_in_place(self) -> bool:
+        return all([part.joins_in_place for part in self.parts])  # noqa: C419 - a generator takes longer
 
     def detach(self) -> None:
         for part in self.parts:

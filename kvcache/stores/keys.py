@@ -76,25 +76,32 @@ class Keys:
         tokens: Sequence[int | bytes | SaltedToken] | np.ndarray,
         after: str | None = None,
         others: Mapping[int, bytes | SaltedToken] | None = None,
+        like: Chain | None = None,
+        shared: int = 0,
     ) -> Chain:
         """The keys of all prefixes of ``tokens``: ids (int64), and bytes that name multimodal items.
 
         ``after``: an aligned key of what comes before them (None: nothing does). ``others``: with an array of
-        ids, by place what stands there; a SaltedToken of an id has that of the array. Raises
-        StoreValueError for other tokens.
+        ids, by place what stands there; a SaltedToken of an id has that of the array. ``like``: a chain whose
+        first ``shared`` tokens are the same, whose blocks are not hashed again. Raises StoreValueError for
+        other tokens.
         """
         root = self._root if after is None else bytes.fromhex(after)
-        return Chain(root, self.block_size, _items(tokens, others))
+        return Chain(root, self.block_size, _items(tokens, others), like, shared)
 
 
 class Chain:
     """The keys of the prefixes of one token sequence, of length ``len(chain)``."""
 
-    def __init__(self, root: bytes, block_size: int, items: _Items) -> None:
+    def __init__(
+        self, root: bytes, block_size: int, items: _Items, like: Chain | None = None, shared: int = 0
+    ) -> None:
+        """``like``, ``shared``: as for ``Keys.chain``."""
         self.block_size = block_size
         self._items = items
-        self._digests = [root]
-        for start in range(0, len(items) - block_size + 1, block_size):
+        self._digests: list[bytes] = [root] if like is None else like._digests[: shared // block_size + 1]
+        known = (len(self._digests) - 1) * block_size
+        for start in range(known, len(items) - block_size + 1, block_size):
             self._digests.append(_link(self._digests[-1], items.encoded(start, start + block_size)))
 
     def __len__(self) -> int:

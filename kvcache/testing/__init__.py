@@ -13,8 +13,10 @@ or as a test file of the backend's own repository, which is ten lines::
 
 The fixtures are those of :class:`ml.testing.BackendTests`. A backend that only stores (its
 ``Features`` declare ``"compute"`` absent) runs all of it but the arithmetic, and its ``attend`` has to
-raise NotSupportedError. :class:`StoreTests` is the suite of a place for snapshots.
-``python -m kvcache.testing.traces`` runs many more random traces.
+raise NotSupportedError. ``python -m kvcache.testing.traces`` runs many more random traces.
+
+:class:`StoreTests` is the suite of a place for snapshots. :class:`DrivenTests` tests a cache that is not
+ours, whatever it runs on, through a :class:`CacheDriver`: see :mod:`kvcache.testing.driven`.
 
 Importing this package is light: the suite, pytest and hypothesis load with the first test class.
 
@@ -29,11 +31,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcache.testing.cache import CacheTests
+    from kvcache.testing.driven import (
+        AREAS,
+        DIM,
+        LONGEST,
+        TRACES,
+        CacheDriver,
+        DrivenTests,
+        Outcome,
+        Seen,
+        Span,
+        Tokens,
+        attended,
+        check,
+        keys_and_values,
+    )
     from kvcache.testing.stores import StoreTests
 
-__all__ = ["CacheTests", "StoreTests"]
-
+_DRIVEN = (
+    "AREAS", "DIM", "LONGEST", "TRACES", "CacheDriver", "DrivenTests", "Outcome", "Seen", "Span", "Tokens",
+    "attended", "check", "keys_and_values",
+)  # fmt: skip
 _MODULES = {"CacheTests": "kvcache.testing.cache", "StoreTests": "kvcache.testing.stores"}
+_MODULES |= dict.fromkeys(_DRIVEN, "kvcache.testing.driven")
+
+__all__ = [
+    "AREAS", "DIM", "LONGEST", "TRACES", "CacheDriver", "CacheTests", "DrivenTests", "Outcome", "Seen",
+    "Span", "StoreTests", "Tokens", "attended", "check", "keys_and_values",
+]  # fmt: skip
 
 if (_pytest := sys.modules.get("pytest")) is not None:
     _pytest.register_assert_rewrite(__name__)

@@ -17,12 +17,9 @@ import pytest
 
 import ml
 from kvcache import Batch, CausalCache
-from kvcache.testing.storing import StoringTests
 from kvcache.testing.suites.attending import AttendingTests
-from kvcache.testing.suites.moving import MovingTests
 from kvcache.testing.suites.properties import PropertyTests
 from kvcache.testing.suites.quantized import QuantizedTests
-from kvcache.testing.suites.recurrent import RecurrentTests
 from ml import DType
 from ml.nn import Groups, generic_attention, grouped_matmul
 from ml.testing import BackendTests
@@ -51,15 +48,12 @@ class TestDouble(BackendTests):
     open_backend = opener(module.CupyBackend)
 
 
-class TestDoubleCaches(
-    StoringTests, MovingTests, AttendingTests, QuantizedTests, RecurrentTests, PropertyTests
-):
-    """The part of the cache suite that asks most of tensors; the rest asks it of caches."""
+class TestDoubleCaches(AttendingTests, QuantizedTests, PropertyTests):
+    """The part of the cache suite that asks most of tensors; the rest it asks in random traces."""
 
-    checkered = True
+    colours = (0,)
     traces = 16
     state_traces = encoder_traces = quantized_traces = 4
-    long_run = 1000
 
     @pytest.fixture
     def backend(self) -> Iterator[Any]:

@@ -4,46 +4,122 @@ from __future__ import annotations
 
 import json
 import lzma
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.agents import found_by_belady, found_by_blocks, found_by_prefix_cache, read_trace
+from benchmarks.agents import (
+    KINDS,
+    SETTINGS,
+    Request,
+    found_by_belady,
+    found_by_blocks,
+    measure_reuse,
+    plot,
+    read_trace,
+    replay,
+    tables,
+)
 
-MODELS = (found_by_prefix_cache, found_by_blocks, found_by_belady)
+Prompts = Sequence[np.ndarray]
+
+
+def requests_of(prompts: Prompts) -> list[Request]:
+    return [Request(600.0 * i, prompt) for i, prompt in enumerate(prompts)]
+
+
+def prefix_cache(prompts: Prompts, room: int) -> int:
+    return replay(requests_of(prompts), KINDS["full"], room).found
+
+
+def lru(prompts: Prompts, room: int) -> int:
+    return found_by_blocks(requests_of(prompts), room)
+
+
+def belady(prompts: Prompts, room: int) -> int:
+    return found_by_belady(requests_of(prompts), room)
+
+
+MODELS = (prefix_cache, lru, belady)
 A, B, C = (np.arange(first, first + size) for first, size in ((100, 10), (200, 10), (300, 10)))
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_with_room_for_all_a_prompt_finds_the_longest_prefix_that_was_there(model: object) -> None:
+def test_with_room_for_all_a_prompt_finds_the_longest_prefix_that_was_there(
+    model: Callable[[Prompts, int], int],
+) -> None:
     prompts = [A, B, A, A[:5], np.append(A[:3], B), A]
-    assert model(prompts, 100) == 9 + 4 + 3 + 9  # type: ignore[operator]
+    assert model(prompts, 100) == 9 + 4 + 3 + 9
 
 
 @pytest.mark.parametrize(
-    ("prompts", "lru", "belady"),
+    ("prompts", "by_lru", "by_belady"),
     [([A, B, A, C, A], 9 + 9, 9 + 9), ([A, B, C, A], 0, 9), ([A, B, C, B, A], 9, 9 + 9)],
     ids=["used lately", "a scan", "a loop"],
 )
 def test_with_room_for_two_of_three_the_least_recently_used_goes(
-    prompts: list[np.ndarray], lru: int, belady: int
+    prompts: Prompts, by_lru: int, by_belady: int
 ) -> None:
-    assert found_by_prefix_cache(prompts, 20) == found_by_blocks(prompts, 20) == lru
-    assert found_by_belady(prompts, 20) == belady
+    assert prefix_cache(prompts, 20) == lru(prompts, 20) == by_lru
+    assert belady(prompts, 20) == by_belady
+
+
+def histories(count: int, seed: int = 4) -> list[np.ndarray]:
+    """Prompts of twelve conversations that grow, the first of which go on most."""
+    rng = np.random.default_rng(seed)
+    said = [rng.integers(i << 20, (i + 1) << 20, 30) for i in range(12)]
+    prompts = []
+    for _ in range(count):
+        i = min(int(rng.exponential(3)), 11)
+        said[i] = np.append(said[i], rng.integers(0, 1 << 19, 4))
+        prompts.append(said[i])
+    return prompts
 
 
 def test_of_random_requests_a_prefix_cache_finds_about_what_single_blocks_would() -> None:
-    rng = np.random.default_rng(4)
-    histories = [rng.integers(i << 20, (i + 1) << 20, 30) for i in range(12)]
-    prompts = []
-    for _ in range(300):
-        i = min(int(rng.exponential(3)), 11)
-        histories[i] = np.append(histories[i], rng.integers(0, 1 << 19, 4))
-        prompts.append(histories[i])
-    for budget in (200, 400, 800):
-        ours, blocks, best = (model(prompts, budget) for model in MODELS)
+    prompts = histories(300)
+    for room in (200, 400, 800):
+        ours, blocks, best = (model(prompts, room) for model in MODELS)
         assert 0.97 * blocks < ours <= best
+
+
+def test_windows_find_nearly_what_full_attention_finds_at_the_same_bytes() -> None:
+    requests = requests_of(histories(300))
+    for room in (400, 800):
+        full, windows = (replay(requests, KINDS[kind], room).found for kind in ("full", "window + full"))
+        assert windows > 0.9 * full
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_is_cancelled_and_sent_again_gets_further_each_time(kind: str) -> None:
+    prompts = [np.arange(first, first + 2500) for first in (0, 10_000, 20_000)]
+    outcome = replay(requests_of(prompts), KINDS[kind], 9000, "cancelled")
+    assert outcome.repeated > 6
+    assert outcome.stuck == outcome.again == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restart_costs_nothing_that_a_folder_has(kind: str) -> None:
+    prompts = [A, B, np.append(A, C), np.append(B, C)]
+    found = [
+        replay(requests_of(prompts), KINDS[kind], 100, how, period=600.0).found
+        for how in ("folder", "restarts")
+    ]
+    assert found == [20, 20]
+
+
+def test_a_run_goes_on_where_it_ended_and_its_record_has_tables_and_a_plot() -> None:
+    requests = requests_of(histories(20))
+    record: dict[str, object] = {}
+    cells = [("device", kind, percent) for percent in (10, 100) for kind in ("full", "states + full")]
+    assert len(list(measure_reuse(record, requests, cells[:3]))) == 3
+    assert len(list(measure_reuse(record, requests, cells))) == 1
+    with pytest.raises(SystemExit, match="another trace"):
+        next(measure_reuse(record, requests[:9], cells))
+    assert f"| full: {SETTINGS['device']} |" in tables(record)["reuse"]
+    assert plot(record).startswith(b"<?xml")
 
 
 def test_a_trace_is_read_in_the_order_of_time_compressed_or_not(tmp_path: Path) -> None:
@@ -52,5 +128,5 @@ def test_a_trace_is_read_in_the_order_of_time_compressed_or_not(tmp_path: Path) 
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
     (tmp_path / "b.jsonl.xz").write_bytes(lzma.compress(text.encode()))
     for name in ("a.jsonl", "b.jsonl.xz"):
-        assert [ids.tolist() for ids in read_trace(tmp_path / name)] == [[7], [1], [1, 2]]
+        assert [one.blocks.tolist() for one in read_trace(tmp_path / name)] == [[7], [1], [1, 2]]
     assert len(read_trace(tmp_path / "a.jsonl", 2)) == 2

@@ -114,14 +114,14 @@ def test_what_the_cache_no_longer_holds_is_computed_again(model: Any, tmp_path: 
     prompt = list(range(10, 40))
     with engine_of(model, prefill_chunk=7) as engine:
         tokens = [*prompt, *go_on(engine, prompt, FIRST)]
-        kept = capture(engine, tokens)
+        kept = capture(engine, tokens, inside=0)
         engine.prefix.clear()
-        again = capture(engine, tokens)
+        again = capture(engine, tokens, inside=0)
         assert len(engine.prefix.sessions) == 0
     assert again.tokens == kept.tokens
     assert again.evaluated == kept.evaluated == len(tokens) - 1
-    for name, array in kept.page.arrays.items():
-        np.testing.assert_allclose(again.page.arrays[name], array, rtol=0, atol=1e-4)
+    for name, array in kept.pages[0].arrays.items():
+        np.testing.assert_allclose(again.pages[0].arrays[name], array, rtol=0, atol=1e-4)
 
 
 def test_a_saved_conversation_joins_those_that_an_engine_has(model: Any, tmp_path: Path) -> None:
@@ -142,17 +142,47 @@ def test_a_saved_conversation_joins_those_that_an_engine_has(model: Any, tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_has_windows_and_states_of_its_end_alone(
-    make_model: Make, numpy_backend: ml.Backend, kind: str
+def test_a_prompt_that_leaves_a_saved_conversation_finds_what_it_would_have_found(
+    make_model: Make, numpy_backend: ml.Backend, tmp_path: Path, kind: str
 ) -> None:
     model, prompt = load_model(make_model(**KINDS[kind]), numpy_backend), list(range(10, 40))
-    reused = []
     with engine_of(model, interval=8) as first, engine_of(model, interval=8) as second:
-        adopt(second, capture(first, [*prompt, *go_on(first, prompt, FIRST)]))
-        for engine in (first, second):
-            (answer,) = engine.complete([[*prompt[:26], 5, 6, 7]], GenerationOptions(1))
-            reused.append(answer.reused)
-    assert reused == ([26, 26] if kind == "full" else [24, 0])
+        whole = [*prompt, *go_on(first, prompt, FIRST)]
+        write(tmp_path / "c.kv", capture(first, whole, 1 << 20))
+        adopt(second, read(tmp_path / "c.kv"))
+        for at in (len(whole) - 1, 29, 26, 13, 5):
+            asked, answers = [*whole[:at], 5, 6, 7], []
+            for engine in (first, second):
+                (answer,) = engine.complete([asked], GenerationOptions(3, ignore_eos=True))
+                answers.append((answer.reused, answer.tokens))
+            assert answers[0] == answers[1], at
+
+
+@pytest.mark.parametrize("kind", ["sliding", "recurrent"])
+def test_what_a_file_has_of_positions_inside_is_within_a_bound(
+    make_model: Make, numpy_backend: ml.Backend, tmp_path: Path, kind: str
+) -> None:
+    """The fewer bytes, the further apart they are; the end is there in any case."""
+    model, prompt = load_model(make_model(**KINDS[kind]), numpy_backend), list(range(10, 90))
+    with engine_of(model, interval=8) as engine:
+        whole = [*prompt, *go_on(engine, prompt, FIRST)]
+        least, most = (
+            write(tmp_path / f"{inside}.kv", capture(engine, whole, inside)) for inside in (0, 1 << 20)
+        )
+        counts = []
+        for inside in (0, (most - least) // 2, 1 << 20):
+            saved = capture(engine, whole, inside)
+            assert (
+                sum(array.nbytes for page in saved.pages for array in page.arrays.values()) <= least + inside
+            )
+            ends = [page.meta["snapshot"]["end"] for page in saved.pages]
+            assert ends[-1] == saved.evaluated
+            counts.append(len(ends))
+        assert counts[0] == 1 < counts[1] < counts[2]
+    with engine_of(model, interval=8) as engine:
+        adopt(engine, read(tmp_path / "0.kv"))
+        assert engine.complete([whole], GenerationOptions(1))[0].reused == len(whole) - 1
+        assert engine.complete([[*whole[:60], 5]], GenerationOptions(1))[0].reused == 0
 
 
 def test_one_token_is_no_conversation(model: Any) -> None:
@@ -177,15 +207,19 @@ def test_a_file_is_read_as_it_was_written(saved: SavedConversation, tmp_path: Pa
     for name in ("tokens", "evaluated", "model", "cache"):
         assert getattr(again, name) == getattr(saved, name)
     assert (again.dtype, again.cache_dtype) == (DType.F32, "F32")
-    for name, array in saved.page.arrays.items():
-        assert np.array_equal(again.page.arrays[name], array)
+    assert len(again.pages) == len(saved.pages) > 1
+    for page, was in zip(again.pages, saved.pages, strict=True):
+        assert page.meta == {"snapshot": was.meta["snapshot"]}
+        for name, array in was.arrays.items():
+            assert np.array_equal(page.arrays[name], array)
 
 
 def test_safetensors_reads_the_file(saved: SavedConversation, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     write(tmp_path / "c.kv", saved)
-    assert load_file(tmp_path / "c.kv").keys() == saved.page.arrays.keys()
+    names = {f"{i}:{name}" for i, page in enumerate(saved.pages) for name in page.arrays}
+    assert load_file(tmp_path / "c.kv").keys() == names
 
 
 def test_a_flipped_bit_anywhere_is_noticed(saved: SavedConversation, tmp_path: Path) -> None:

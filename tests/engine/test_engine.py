@@ -407,8 +407,13 @@ def test_where_the_cache_is_full_the_last_request_makes_room_and_loses_nothing(m
 
 
 @pytest.mark.parametrize(
-    ("name", "width"),
-    [("close", 0), ("close", 3), ("extend", 1), ("keep", 0), ("rewind", 0), ("rewind", 3)],
+    ("model", "name", "width"),
+    [
+        *[("full", "close", 0), ("sliding", "close", 3), ("recurrent", "close", 3), ("sliding", "extend", 1)],
+        *[("full", "keep", 0), ("recurrent", "keep", 0), ("recurrent", "rewind", 0)],
+        *[("sliding", "rewind", 3), ("recurrent", "rewind", 3)],
+    ],
+    indirect=["model"],
 )
 def test_an_interruption_of_a_session_loses_no_request(
     model: Any, name: str, width: int, monkeypatch: pytest.MonkeyPatch

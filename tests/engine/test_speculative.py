@@ -146,10 +146,7 @@ def speculate(
 @pytest.mark.parametrize(
     ("backend", "kind", "width"),
     [
-        *(
-            ("numpy", kind, width)
-            for kind, width in (("right", 1), ("partly", 1), ("random", 1), ("partly", 3))
-        ),
+        *(("numpy", kind, width) for kind, width in (("right", 1), ("partly", 1), ("partly", 3))),
         ("torch", "partly", 3),
     ],
     indirect=["backend"],

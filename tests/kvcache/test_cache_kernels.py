@@ -30,7 +30,7 @@ def compiled() -> Iterator[ml.Backend]:
 
 class TestNumpyByKernels(AttendingTests, ExtrasTests, PropertyTests, AttentionTests):
     backend_name = "numpy"
-    checkered = True
+    colours = (0,)
     traces = 60
     state_traces = 2
     encoder_traces = 2
@@ -42,7 +42,7 @@ class TestNumpyByKernels(AttendingTests, ExtrasTests, PropertyTests, AttentionTe
 
 class TestTorchByCalls(AttendingTests, ExtrasTests, PropertyTests):
     backend_name = "torch"
-    checkered = True
+    colours = (0,)
     traces = 60
     state_traces = 2
     encoder_traces = 2

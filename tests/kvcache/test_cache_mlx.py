@@ -9,7 +9,7 @@ pytest.importorskip("mlx")
 
 class TestMlx(CacheTests):
     backend_name = "mlx"
-    checkered = True
+    colours = (3,)
     traces = 40
     state_traces = 8
     encoder_traces = 8

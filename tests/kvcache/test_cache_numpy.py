@@ -17,6 +17,7 @@ from ml.backend_spec import COMPUTE_OPERATIONS
 
 class TestNumpy(CacheTests):
     backend_name = "numpy"
+    colours = (0, 1)  # PyTorch and MLX have the other two of each table of parameters
     traces = 160
     state_traces = 32
     quantized_traces = 40
@@ -37,7 +38,7 @@ class TestStorageOnly(CacheTests):
     """A backend that declares compute absent runs all of the suite that needs none."""
 
     features = ml.Features(absent=frozenset({"compute"}))
-    checkered = True
+    colours = (0,)
     traces = 24
     state_traces = 4
     encoder_traces = 4

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 
 class TestTorch(CacheTests):
     backend_name = "torch"
-    checkered = True
+    colours = (2,)
     traces = 40
     state_traces = 8
     encoder_traces = 8

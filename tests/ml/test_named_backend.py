@@ -19,7 +19,7 @@ from kvcache import (
     RecurrentCache,
     SlidingWindowCache,
 )
-from kvcache.testing.rigs import protocol
+from ml.testing import strict
 
 HEADS, DIM = 2, 32
 
@@ -27,8 +27,8 @@ HEADS, DIM = 2, 32
 @pytest.fixture(name="named")
 def _named(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Its contexts do not tell their backend, so that nothing beyond the required core can be asked for."""
-    monkeypatch.delattr(protocol._Context, "backend")
-    with protocol.only_protocol(ml.open_backend("numpy")) as backend:
+    monkeypatch.delattr(strict._ContextRules, "backend")
+    with strict.strict(ml.open_backend("numpy")) as backend:
         yield backend
 
 

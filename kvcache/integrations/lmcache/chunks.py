@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvcache.integrations.model_folder import model_folder
+from kvcache.integrations.model_folder import model_folder, unknown_weights
 from kvcache.integrations.open_stores import check_number, parse_options
-from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, UnknownModelError, files_digest
+from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, files_digest
 from kvcache.stores.composing import digest_of
 
 __all__ = ["ChunkShape", "ConnectorOptions", "chunk_key", "identity_of_model"]
@@ -53,10 +53,7 @@ def identity_of_model(name: str) -> dict[str, Any]:
     """
     folder = model_folder(name)
     if folder is None:
-        raise UnknownModelError(
-            f"KVStoreConnector: no files tell which weights {name!r} has; name them in extra_config: "
-            f"{PREFIX}identity: {{model: ..., weights: ...}}"
-        )
+        raise unknown_weights("KVStoreConnector", repr(name), f"extra_config: {PREFIX}identity")
     return {"files": files_digest(folder)}
 
 

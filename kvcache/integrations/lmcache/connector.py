@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcache.cache import NotSupportedError
 from kvcache.integrations.lmcache.chunks import ChunkShape, ConnectorOptions, chunk_key, identity_of_model
-from kvcache.integrations.open_stores import StoresInUse
+from kvcache.integrations.open_stores import StoresInUse, use_entry
 from kvcache.stores import SnapshotCorruptError, StoreUnavailableError
 
 try:
@@ -104,16 +104,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         return await self._loop.run_in_executor(self._threads, call, *args)
 
     def _get(self, key: Any) -> Any:
-        name = self._name(key)
-        with self._tier.serialized(name) as found:
-            if found is None:
-                return None
-            try:
-                return self._filled(*ChunkShape.unpack(found))
-            except SnapshotCorruptError as error:
-                log.warning("%s; it is dropped and computed again", error)
-                self._tier.drop(name)
-                return None
+        return use_entry(self._tier, self._name(key), lambda found: self._filled(*ChunkShape.unpack(found)))
 
     def _filled(self, shape: ChunkShape, data: np.ndarray) -> Any:
         """A memory object with these bytes."""

@@ -117,9 +117,9 @@ def rewind(prompt_cache: Sequence[Any], position: int) -> int:
         raise InvalidRangeError(
             "rewind: this is no prompt cache of a CachePool; mlx-lm's own have trim_prompt_cache"
         )
-    if len(rows.held) != 1:
+    if len(rows.claimed) != 1:
         raise InvalidRangeError(
-            f"rewind: the prompt cache is a batch of {len(rows.held)} rows; extract one row first"
+            f"rewind: the prompt cache is a batch of {len(rows.claimed)} rows; extract one row first"
         )
     check_whole("rewind", "position", position)
     with rows.pool.lock:

@@ -21,9 +21,14 @@ from kvcache.integrations.mlx_lm.layers import (
     mlx_caches,
 )
 from kvcache.integrations.mlx_lm.locking import waiting
+from kvcache.integrations.mlx_lm.masks import (
+    read_positions,
+    seen_beside_kept,
+    visible_columns,
+    visible_mask,
+)
 from kvcache.integrations.mlx_lm.packed import Given
 from kvcache.integrations.mlx_lm.passes import ForwardPass
-from kvcache.integrations.rows.ragged_batch import read_positions, visible_mask
 
 __all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache", "attend_by_entries"]
 
@@ -101,13 +106,14 @@ class Attending(LayerCache):
             return mx.array(np.asarray(seen))
         if not return_array:
             return "causal"
-        history = self._storage.tokens_of(self.layer, self.rows.held[0].seq)
+        history = self._storage.tokens_of(self.layer, self.rows.claimed[0].seq)
         return mx.arange(history)[None] <= mx.arange(history - tokens, history)[:, None]
 
     def _batch_mask(self, one: ForwardPass, return_array: bool, window: int | None) -> Any:
-        reading = self._storage.reading(self._storage.attention_of(self.layer), one)
-        first, stop = reading.visible(one.positions(), window)
-        size, tokens = reading.length, one.tokens
+        cache = self._storage.attention_of(self.layer)
+        reading = self._storage.reading(cache, one)
+        first, stop = visible_columns(cache, reading, one.positions(), window)
+        size, tokens = reading.tokens, one.tokens
         if not first.any():
             if tokens == 1 and (stop == size).all():
                 return None
@@ -128,7 +134,7 @@ class Attending(LayerCache):
         if self._spec.window is None or (self._storage.rollback and not self.rows.kept):
             return True
         cache = self._storage.attention_of(self.layer)
-        stored = [cache.positions(held.seq) for held in self.rows.held if held.seq is not None]
+        stored = [cache.positions(held.seq) for held in self.rows.claimed if held.seq is not None]
         return all(not x.size or x[-1] + 1 == x.size for x in stored)
 
     # What is stored, in the order of positions.
@@ -139,7 +145,7 @@ class Attending(LayerCache):
         self.rows.settle()
         if not any(self.rows.lengths):
             return None, None
-        sequences = [held.seq for held in self.rows.held]
+        sequences = [held.seq for held in self.rows.claimed]
         found = self._storage.stored(self.layer, sequences, self.rows.live())
         return self._kept(found[0]), self._kept(found[1])
 
@@ -211,7 +217,7 @@ class Attending(LayerCache):
 
     def _with_codes(self, *state: Any) -> SavedState:
         """What mlx-lm's class loads, with what is stored of one row."""
-        held, storage = self.rows.held, self._storage
+        held, storage = self.rows.claimed, self._storage
         return SavedState.of(
             state, self.layer, lambda: storage.codes(self.layer, held[0].seq) if len(held) == 1 else None
         )
@@ -225,7 +231,7 @@ class Attending(LayerCache):
     @waiting
     def nbytes(self) -> int:
         """Bytes of this layer that the rows hold; what they share with others counts for each."""
-        tokens = sum(self._storage.tokens_of(self.layer, held.seq) for held in self.rows.held)
+        tokens = sum(self._storage.tokens_of(self.layer, held.seq) for held in self.rows.claimed)
         return self._storage.token_bytes(self.layer) * tokens
 
 
@@ -250,7 +256,7 @@ def _to_quantized(self: Attending, group_size: int = 64, bits: int = 4) -> Any:
     made = mlx_caches.QuantizedKVCache(group_size=group_size, bits=bits)
     if self._storage.is_affine(bits, group_size):
         self.rows.settle()
-        codes = self._storage.codes(self.layer, self.rows.held[0].seq)
+        codes = self._storage.codes(self.layer, self.rows.claimed[0].seq)
         if codes is not None:
             parts = [mx.view(x, mx.uint32) if x.dtype == mx.int32 else x for x in codes.parts]
             made.keys, made.values, made.offset = parts[:3], parts[3:], parts[0].shape[2]
@@ -305,13 +311,13 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
         if by_cells:
             read = [read_positions(cache, storage.ctx)]
         else:
-            length = storage.reading(cache, one).length
+            length = storage.reading(cache, one).tokens
             stored = [cache.positions(seq) if seq is not None else np.empty(0, int) for seq in one.sequences]
             read = [np.pad(x, (0, length - x.size), constant_values=-1) for x in stored]
         size = min(self.max_size, window_size or self.max_size)
         each = zip(read, one.positions(), one.before, strict=True)
         seen = np.stack(
-            [_seen_beside_kept(x, queries, before, size, self.keep) for x, queries, before in each]
+            [seen_beside_kept(x, queries, before, size, self.keep) for x, queries, before in each]
         )
         in_order = all(np.array_equal(x, np.arange(one.before[0] + one.tokens)) for x in read)
         causal = in_order and one.is_full and read[0].size <= size
@@ -360,7 +366,7 @@ class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
         """The position of the first token that ``update_and_fetch`` of the next pass gives."""
         lengths, rows = self.rows.lengths_for(self._seen), self.rows
         begun = rows.lengths[0] - lengths[0]
-        return lengths[0] - self._reach(self._storage.tokens_of(self.layer, rows.held[0].seq) - begun)
+        return lengths[0] - self._reach(self._storage.tokens_of(self.layer, rows.claimed[0].seq) - begun)
 
     def maybe_trim_front(self) -> None:
         """Nothing: what has left the window goes when a pass begins."""
@@ -417,34 +423,6 @@ class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
 
 
 Bystander.__name__ = KVCache.__name__  # which save_prompt_cache writes
-
-
-def _seen_beside_kept(
-    read: np.ndarray, queries: np.ndarray, before: int, max_size: int, keep: int
-) -> np.ndarray:
-    """BOOL (queries, read): which of the positions ``read`` (-1: no token) queries at ``queries`` see.
-
-    First tokens stay as with mlx-lm's RotatingKVCache(max_size, keep). ``before`` is how many tokens there
-    were before the pass. The positions may come in any order, with more among them than mlx-lm's cache has.
-
-    A pass of several tokens there reads the first ``keep`` tokens, the last ``max_size - 1 - keep`` before
-    it and its own, in this order, and a query sees the last ``max_size`` of these columns up to itself. So
-    later queries of a pass do not see the first tokens, which the next pass sees again; the last token of a
-    prompt, which ``generate`` feeds alone, sees them. ``max_size`` 7, ``keep`` 2, the tokens at 20 to 23::
-
-        column    0  1  2  3  4  5  6  7  8  9
-        position  0  1 16 17 18 19 20 21 22 23
-        at 20     x  x  x  x  x  x  x                 as a pass of one token
-        at 21     .  x  x  x  x  x  x  x
-        at 23     .  .  .  x  x  x  x  x  x  x
-
-    Source: mlx_lm/models/cache.py (``_update_concat``, ``make_mask``) of mlx-lm 0.32.2.
-    """
-    lowest = max(keep, before - (max_size - 1 - keep))
-    there = (read >= lowest) | ((read >= 0) & (read < keep))
-    columns, own = (np.where(x < keep, x, x - lowest + keep) for x in (read, queries[:, None]))
-    seen: np.ndarray = there & (columns <= own) & (columns > own - max_size)
-    return seen
 
 
 # Attention by ``Cache.attend``, where that reads less than the arrays that ``update_and_fetch`` gives: these

@@ -125,7 +125,7 @@ class LayerCache:
 
     def cut(self, length: int) -> None:
         """Keep the first ``length`` tokens of every row; NotSupportedError where it cannot be done."""
-        self._do("cut", (length,) * len(self.rows.held))
+        self._do("cut", (length,) * len(self.rows.claimed))
 
     def filter(self, batch_indices: Any) -> None:
         """Keep these rows."""

@@ -52,7 +52,7 @@ class PoolOptions:
     pass, of all rows together (None: 2048 per sequence). ``max_kv_size`` is mlx-lm's, at least 5: a layer
     keeps the first 4 tokens for good and the last ``max_kv_size - 4``, and no row is too long. A query in a
     pass of several tokens sees what it sees with mlx-lm's RotatingKVCache, which is not quite that (see
-    ``attention._seen_beside_kept``). ``backend`` is an open one of MLX (None: a new one).
+    ``masks.seen_beside_kept``). ``backend`` is an open one of MLX (None: a new one).
     """
 
     capacity: int = 4096

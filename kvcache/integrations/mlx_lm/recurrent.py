@@ -77,7 +77,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
     def _kept(self, idx: int) -> Any:
         """The state of every row outside of a pass: 0 where a row holds nothing, or less than another."""
         spec = self._spec
-        found = [self._storage.kept_state(self.layer, idx, held.seq) for held in self.rows.held]
+        found = [self._storage.kept_state(self.layer, idx, held.seq) for held in self.rows.claimed]
         sizes = [state.shape[1:] for state in found if state is not None]
         if not sizes:
             return None
@@ -112,7 +112,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
 
     @property
     def batch_size(self) -> int:
-        return len(self.rows.held)
+        return len(self.rows.claimed)
 
     @property
     @waiting
@@ -130,7 +130,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         spec, rows = self._spec, self.rows
         states = zip(spec.shapes, spec.dtypes, strict=True)
         one = sum(int(np.prod(shape)) * int(dtype.size) for shape, dtype in states)
-        return one * sum(held.seq is not None for held in rows.held)
+        return one * sum(held.seq is not None for held in rows.claimed)
 
 
 def _named(name: str) -> Any:

@@ -18,22 +18,20 @@ from kvcache.integrations.conversations import check_missing
 from kvcache.integrations.mlx_lm.layers import entries_in
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.sequences import SequencePool
-from kvcache.integrations.rows.sequences import SharedSequence
+from kvcache.integrations.rows.sequences import ClaimedRows, SharedSequence
 
 __all__ = ["BatchRows", "left_behind"]
 
 
-class BatchRows:
+class BatchRows(ClaimedRows):
     """Rows of ``pool``: their sequences, how many tokens each holds, and the padding that is announced."""
 
     def __init__(
-        self, pool: SequencePool, held: Sequence[SharedSequence], lengths: Sequence[int], batched: bool
+        self, pool: SequencePool, claimed: Sequence[SharedSequence], lengths: Sequence[int], batched: bool
     ) -> None:
-        """Claims ``held``. ``batched``: offsets are told as an array, one for each row."""
+        """Claims ``claimed``. ``batched``: offsets are told as an array, one for each row."""
         self.pool = pool
-        self.held = list(held)
-        for one in self.held:
-            one.claims += 1
+        super().__init__(claimed)
         self.lengths = list(lengths)
         self.before = list(lengths)
         """The lengths before the last event."""
@@ -46,7 +44,7 @@ class BatchRows:
         self.last: Any = None
         """The last event: a ForwardPass, or a tuple that tells what was done."""
         self.result: Any = None
-        self.skip = [0] * len(self.held)
+        self.skip = [0] * len(self.claimed)
         """Columns of left padding to come."""
         self.left: list[int] | None = None
         """Tokens to come before right padding, where some was announced."""
@@ -72,13 +70,13 @@ class BatchRows:
         self.before = [0]
 
     def __del__(self) -> None:
-        if held := getattr(self, "held", ()):  # an interrupt may come before __init__ begins
+        if held := getattr(self, "claimed", ()):  # an interrupt may come before __init__ begins
             self.pool.drop(held)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchRows:
         self.pool.check_sharing("deepcopy")
         self.settle()
-        copy = BatchRows(self.pool, self.held, self.lengths, self.batched)
+        copy = BatchRows(self.pool, self.claimed, self.lengths, self.batched)
         copy.before = list(self.before)
         copy.skip, copy.left = list(self.skip), None if self.left is None else list(self.left)
         return copy
@@ -207,7 +205,7 @@ class BatchRows:
         for row, count in enumerate(counts):
             if count:
                 self._own(row)
-        one.sequences = [held.seq for held in self.held]
+        one.sequences = [held.seq for held in self.claimed]
         return one
 
     def check_room(self, op: str, counts: Sequence[int]) -> None:
@@ -233,12 +231,12 @@ class BatchRows:
 
     def widen(self, rows: int) -> None:
         """Make an empty prompt cache one of so many rows. InvalidRangeError for one that is not empty."""
-        if rows == len(self.held):
+        if rows == len(self.claimed):
             return
-        if len(self.held) != 1 or self.lengths[0]:
+        if len(self.claimed) != 1 or self.lengths[0]:
             raise InvalidRangeError(
-                f"update: {rows} rows for a prompt cache of {len(self.held)} rows of {self.lengths} tokens; "
-                "only an empty prompt cache accepts another number of rows"
+                f"update: {rows} rows for a prompt cache of {len(self.claimed)} rows of {self.lengths} "
+                "tokens; only an empty prompt cache accepts another number of rows"
             )
         self._replace([self.pool.hold() for _ in range(rows)], [0] * rows)
 
@@ -284,11 +282,11 @@ class BatchRows:
 
         They are empty where a pass fails half way, and as they were where none was begun.
         """
-        held = [self.held[row] for row in chosen]
+        held = [self.claimed[row] for row in chosen]
         lengths = [self.lengths[row] for row in chosen]
         lent = BatchRows(self.pool, held, lengths, batched=self.batched and len(held) > 1)
         for row in chosen:
-            self._swap(row, self.pool.hold())
+            self.swap(row, self.pool.hold())
             self.lengths[row] = 0
         done = False
         try:
@@ -296,32 +294,24 @@ class BatchRows:
             done = True
         finally:
             if done or not lent.events:
-                for row, one, length in zip(chosen, lent.held, lent.lengths, strict=True):
-                    self._swap(row, one)
+                for row, one, length in zip(chosen, lent.claimed, lent.lengths, strict=True):
+                    self.swap(row, one)
                     self.lengths[row] = length
 
     def _own(self, row: int) -> None:
         """A sequence that is no one else's."""
-        held = self.held[row]
+        held = self.claimed[row]
         self.pool.make_way(held)
         if held.claims > 1:
             new = self.pool.fork(held, self.lengths[row])
-            self._swap(row, new)
+            self.swap(row, new)
             held = new
         self.pool.occupy(held)
 
-    def _swap(self, row: int, new: SharedSequence) -> None:
-        new.claims += 1
-        self.held[row].release()
-        self.held[row] = new
-
     def _replace(self, held: list[SharedSequence], lengths: list[int]) -> None:
         """Other rows instead, with no padding announced."""
-        for one in held:
-            one.claims += 1
-        for one in self.held:
-            one.release()
-        self.held, self.lengths = held, lengths
+        self.replace_all(held)
+        self.lengths = lengths
         self.skip, self.left = [0] * len(held), None
 
     # What mlx-lm does to prompt caches.
@@ -334,7 +324,7 @@ class BatchRows:
 
     def reachable(self, position: int) -> int:
         """The greatest length, at most ``position``, that the one row can be cut to."""
-        pool, seq = self.pool, self.held[0].seq
+        pool, seq = self.pool, self.claimed[0].seq
         if seq is None or position in (0, self.lengths[0]):
             return position
         states = pool.storage.states
@@ -364,7 +354,7 @@ class BatchRows:
     def cut(self, lengths: Sequence[int]) -> None:
         """Keep the first ``lengths[i]`` tokens of row i. An error leaves all as they were."""
         storage = self.pool.storage
-        for held, old, new in zip(self.held, self.lengths, lengths, strict=True):
+        for held, old, new in zip(self.claimed, self.lengths, lengths, strict=True):
             if 0 < new < old and not storage.cache.can_resume(held.seq, new):
                 raise NotSupportedError(
                     f"trim: {old - new} of {old} tokens, and what a token at {new} attends to is no longer "
@@ -374,9 +364,9 @@ class BatchRows:
         shorter = {row: new for row, new in enumerate(lengths) if new < self.lengths[row]}
         copies = self._copies(shorter)
         for row, length in shorter.items():
-            held = self.held[row]
+            held = self.claimed[row]
             if row in copies:
-                self._swap(row, copies[row])
+                self.swap(row, copies[row])
             else:
                 assert held.seq is not None
                 self.pool.cut(held.seq, length)
@@ -387,12 +377,12 @@ class BatchRows:
         pool, found = self.pool, dict[int, SharedSequence]()
         try:
             for row, length in lengths.items():
-                held = self.held[row]
+                held = self.claimed[row]
                 if not length and not pool.given_away:
                     found[row] = pool.hold()
                     continue
                 pool.make_way(held)
-                if held.claims - sum(self.held[other] is held for other in found) > 1:
+                if held.claims - sum(self.claimed[other] is held for other in found) > 1:
                     found[row] = pool.fork(held, length)
         except BaseException:
             for copy in found.values():
@@ -404,15 +394,15 @@ class BatchRows:
     def filter(self, keep: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         self._check_rows("filter", keep)
-        if len({row % len(self.held) for row in keep}) < len(keep):
+        if len({row % len(self.claimed) for row in keep}) < len(keep):
             self.pool.check_sharing("filter")
         skip, left = self.skip, self.left
-        self._replace([self.held[row] for row in keep], [self.lengths[row] for row in keep])
+        self._replace([self.claimed[row] for row in keep], [self.lengths[row] for row in keep])
         self.skip = [skip[row] for row in keep]
         self.left = None if left is None else [left[row] for row in keep]
 
     def _check_rows(self, op: str, rows: Sequence[int]) -> None:
-        count = len(self.held)
+        count = len(self.claimed)
         for row in rows:
             if not -count <= row < count:
                 raise InvalidRangeError(f"{op}: row {row}; the prompt cache has {count}")
@@ -424,7 +414,7 @@ class BatchRows:
             one.check_finalized("extend")
         theirs = other.held_in(self.pool)
         skip = [*self.skip, *other.skip]
-        self._replace([*self.held, *theirs], [*self.lengths, *other.lengths])
+        self._replace([*self.claimed, *theirs], [*self.lengths, *other.lengths])
         self.skip = skip
         self.batched = True
 
@@ -442,12 +432,12 @@ class BatchRows:
                         "recurrent layers would go on over it; pad at the right: lengths= and right_padding="
                     )
         for name, given in (("lengths", lengths), ("left_padding", skip)):
-            if given is not None and len(given) != len(self.held):
-                if len(self.held) == 1 and not self.lengths[0]:
+            if given is not None and len(given) != len(self.claimed):
+                if len(self.claimed) == 1 and not self.lengths[0]:
                     self.widen(len(given))
                 else:
                     raise InvalidRangeError(
-                        f"prepare: {name} of {len(given)} rows; there are {len(self.held)}"
+                        f"prepare: {name} of {len(given)} rows; there are {len(self.claimed)}"
                     )
         if skip is not None:
             self.skip = [old + int(new) for old, new in zip(self.skip, skip, strict=True)]
@@ -456,7 +446,7 @@ class BatchRows:
 
     def finalize(self) -> None:
         """No more padding."""
-        self.skip, self.left = [0] * len(self.held), None
+        self.skip, self.left = [0] * len(self.claimed), None
 
     def check_finalized(self, op: str) -> None:
         """Raise OrderError between ``prepare(lengths=)`` and ``finalize``."""
@@ -470,7 +460,7 @@ class BatchRows:
         """One row as a prompt cache of its own, sharing what is stored."""
         self.pool.check_sharing("extract")
         self._check_rows("extract", [row])
-        return BatchRows(self.pool, [self.held[row]], [self.lengths[row]], batched=False)
+        return BatchRows(self.pool, [self.claimed[row]], [self.lengths[row]], batched=False)
 
     @staticmethod
     def merge(several: Sequence[BatchRows]) -> BatchRows:
@@ -491,7 +481,7 @@ class BatchRows:
                 "the same pool: "
                 "one CachePool(model, max_sequences=...) and its make_prompt_cache(), or install()"
             )
-        return self.held
+        return self.claimed
 
     def derived(self, name: str, of: tuple, layer: int, make: Callable[[], BatchRows]) -> BatchRows:
         """What ``make`` gives, the same for every layer that asks once."""

@@ -101,8 +101,8 @@ def _filled(
     rows: BatchRows = made[0].rows
     rows.check_room("adopt", [length])
     pool.sequences.undo_unwritten()
-    pool.sequences.occupy(rows.held[0])
-    seq = rows.held[0].seq
+    pool.sequences.occupy(rows.claimed[0])
+    seq = rows.claimed[0].seq
     assert seq is not None
     for cache in pool.storage.caches.tops:
         _fill(pool.storage, cache, seq, contents, length)

@@ -198,7 +198,7 @@ def _anew(tokens: list[int], segments: Sequence[list[int]]) -> list[list[int]]:
 
 
 def _holds(prompt_cache: Any) -> bool:
-    return any(held.seq is not None for rows in rows_of(prompt_cache)[:1] for held in rows.held)
+    return any(held.seq is not None for rows in rows_of(prompt_cache)[:1] for held in rows.claimed)
 
 
 def _next(generator: Any, original: Callable[[Any], Any]) -> Any:

@@ -17,7 +17,7 @@ from kvcache.caches.states import StateCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, flat
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.rows.caches import FULL, SLIDING, Kind, ModelCaches
-from kvcache.integrations.rows.ragged_batch import RaggedBatch
+from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.snapshots.snapshot import read_layers
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.state_specs import StateSpec
@@ -186,8 +186,8 @@ class Storage:
 
     def get_by_position(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
         """As ``get``, in the order of positions, whatever lies where."""
-        found = self.reading(self.attention_of(layer), one).read(self.ctx, layer)
-        tensors: list[Any] = [x.permute(self.ctx, 0, 2, 1, 3) for x in found]
+        key, value = self.reading(self.attention_of(layer), one).read(self.ctx, layer)
+        tensors: tuple[Any, Any] = key, value
         if self.attends(layer, one):  # not handed over: nobody may want them
             return tensors[0].read(), tensors[1].read()
         return tensors[0].native, tensors[1].native
@@ -216,10 +216,10 @@ class Storage:
         found = cache.attend(ctx, ctx.from_native(one.stored(queries)), scale, logits)
         return one.given_back(found.native)
 
-    def reading(self, cache: CausalCache, one: ForwardPass) -> RaggedBatch:
-        found: RaggedBatch | None = one.readings.get(id(cache))
+    def reading(self, cache: CausalCache, one: ForwardPass) -> DenseBatch:
+        found: DenseBatch | None = one.readings.get(id(cache))
         if found is None:
-            found = one.readings[id(cache)] = RaggedBatch(cache, one.sequences)
+            found = one.readings[id(cache)] = DenseBatch(cache, one.sequences, uneven=True)
         return found
 
     def attention_of(self, layer: int) -> CausalCache:
@@ -236,8 +236,8 @@ class Storage:
         ``one``: the pass that the sequences are in, where they are in one. Values that are not stored are 0.
         """
         if one is None:
-            found = RaggedBatch(self.attention_of(layer), sequences).read(self.ctx, layer)
-            keys, values = (x.permute(self.ctx, 0, 2, 1, 3).native for x in found)
+            reading = DenseBatch(self.attention_of(layer), sequences, uneven=True)
+            keys, values = (x.native for x in reading.read(self.ctx, layer))
         else:
             keys, values = self.get_by_position(layer, one)
         spec = self._spec(layer)

@@ -128,6 +128,8 @@ def batch_of_rows(sequences: Sequence[int | None], begins: Sequence[int], counts
     """Tokens row by row: of row i those at ``[begins[i], begins[i] + counts[i])``, which may be none."""
     count = counts[0]
     if all(other == count for other in counts):
+        if count == 1:
+            return Batch(begins, sequences)  # type: ignore[arg-type]
         return Batch(np.add.outer(begins, np.arange(count)).ravel(), np.repeat(sequences, count))  # type: ignore[arg-type]
     starts, many = np.array(begins), np.array(counts)
     ends = np.cumsum(many)

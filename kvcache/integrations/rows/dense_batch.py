@@ -1,17 +1,40 @@
-"""Several sequences read as one tensor, for models that keep the rows of a batch at one length.
+"""Several sequences read as one tensor, for models whose attention has a batch axis.
 
-``get`` and ``attend`` give each sequence its own cells. A runtime that pads its batch wants
-(sequences, heads, tokens, dim) instead.
+``get`` and ``attend`` give each sequence its own cells. A runtime with a batch axis wants
+(sequences, heads, tokens, dim) instead. Where the cells lie at even distances in the buffers, as they do when
+the sequences grow from their homes, that is one strided view; else they are gathered. Each is in the order of
+positions from column 0 on; shorter ones are followed by columns that nobody sees::
+
+    sequence 0   0 1 2 3 4        columns 0 to 4
+    sequence 1   0 1 2 . .        a query at 2 sees columns [0, 3)
+    sequence 2   . 3 4 5 6        a window of 3 that holds 3 to 6: a query at 6 sees columns [0, 4)
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+
 import ml
-from kvcache.cache import InvalidRangeError, OrderError
-from kvcache.integrations.rows.batched_rows import BatchedRows, HasCells, rows_of
+from kvcache.attention.batch import check_sequence
+from kvcache.cache import InvalidRangeError, OrderError, SequenceLostError
+from kvcache.storage.cell_storage import CellStorage
+from kvcache.storage.cell_table import CellTable, Row, is_run
+from kvcache.storage.device_copies import HostArray, HostArrays
+
+__all__ = ["DenseBatch", "read_encoded"]
+
+
+class HasCells(Protocol):
+    """A cache that keeps K and V in cells, as CausalCache and its kinds do."""
+
+    @property
+    def storage(self) -> CellStorage:
+        """The cell table and the buffers; OrderError before ``init``."""
 
 
 class HasEncoderOutput(Protocol):
@@ -22,40 +45,75 @@ class HasEncoderOutput(Protocol):
 
 
 class DenseBatch:
-    """Positions ``[begin, end)`` of ``sequences``, as they lie now, for reading any layer.
+    """What ``sequences`` hold from position ``begin`` on, as it lies now, for reading any layer.
 
-    All of the sequences hold every position of that range and none above it. The reading is good until
-    the next change of one of the sequences; tensors that it gave alias the cache where
-    ``is_view``, and are gathered copies else.
+    All of them hold every position from there to the same end. With ``uneven`` each holds what it holds, and
+    None stands for one that holds nothing; what lies in columns past the end of a row is unspecified.
 
-    ``unwritten`` lets ``read`` give what nothing was put into, too. Raises InvalidRangeError where the
-    sequences do not end together or lack a position.
+    The reading is good until the next change of one of the sequences; tensors that it gave alias the cache
+    where ``is_view``, and are gathered copies else. ``unwritten`` lets ``read`` give what nothing was put
+    into, too. Raises InvalidRangeError where the sequences do not end together or lack a position.
     """
 
     def __init__(
-        self, cache: HasCells, sequences: Sequence[int], begin: int = 0, unwritten: bool = False
+        self,
+        cache: HasCells,
+        sequences: Sequence[int | None],
+        begin: int = 0,
+        unwritten: bool = False,
+        uneven: bool = False,
     ) -> None:
         self._storage = cache.storage
-        rows = rows_of("DenseBatch", self._storage.table, sequences)
-        self._checked = () if unwritten else rows
-        self.begin, self.end = begin, rows[0].last + 1
-        self.tokens = self.end - begin
-        for seq, row in zip(sequences, rows, strict=True):
-            start = row.index(begin)
-            count = len(row) - start
-            ends_there = row.last + 1 == self.end and count == self.tokens
-            if not ends_there or (count and int(row.positions[start]) != begin):
+        table = self._storage.table
+        self.rows = _rows_of(table, sequences)
+        self._checked = () if unwritten else self.rows
+        self.begin, self.end = begin, max(row.last for row in self.rows) + 1
+        self._cells = [row.cells[row.index(begin) :] if begin else row.cells for row in self.rows]
+        if uneven:
+            self.tokens = max(1, *(cells.size for cells in self._cells))
+        else:
+            self.tokens = self.end - begin
+            self._check_even(sequences)
+        self.even: tuple[int, int] | None = None
+        """The first cell, and the distance of the rows in cells, if they are runs so arranged."""
+        if all(row.contiguous or is_run(own) for row, own in zip(self.rows, self._cells, strict=True)):
+            self.even = self._distances(table.cells)
+
+    def _check_even(self, sequences: Sequence[int | None]) -> None:
+        for seq, row, cells in zip(sequences, self.rows, self._cells, strict=True):
+            first = len(row) - cells.size
+            ends_there = row.last + 1 == self.end and cells.size == self.tokens
+            if not ends_there or (cells.size and int(row.positions[first]) != self.begin):
                 raise InvalidRangeError(
-                    f"DenseBatch: [{begin}, {self.end}) of sequence {seq}, which holds {count} positions "
-                    f"from there to {row.last}; sequences that are read together must end at the same "
-                    "position and have no gaps"
+                    f"DenseBatch: [{self.begin}, {self.end}) of sequence {seq}, which holds {cells.size} "
+                    f"positions from there to {row.last}; sequences that are read together must end at the "
+                    "same position and have no gaps"
                 )
-        self._rows = BatchedRows(self._storage.table, rows, begin, self.tokens)
+
+    def _distances(self, limit: int) -> tuple[int, int] | None:
+        if not self.tokens:
+            return 0, 0
+        if not all(own.size for own in self._cells):
+            return None
+        starts = [int(own[0]) for own in self._cells]
+        steps = {later - earlier for earlier, later in itertools.pairwise(starts)} or {0}
+        step = steps.pop()
+        if steps or step < 0 or starts[-1] + self.tokens > limit:
+            return None
+        return starts[0], step
+
+    @cached_property
+    def _index(self) -> HostArray:
+        """The cells of all columns; where a row has ended, some cell."""
+        cells = np.zeros((len(self._cells), self.tokens), dtype=np.int64)
+        for line, own in zip(cells, self._cells, strict=True):
+            line[: own.size] = own
+        return HostArrays().add(cells.reshape(-1))
 
     @property
     def is_view(self) -> bool:
         """Whether reading copies nothing: one strided view of the buffers (of plain storage)."""
-        return self._rows.is_view
+        return self.even is not None
 
     def read(self, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor]:
         """K (sequences, kv_heads, tokens, head_dim) and V (sequences, kv_heads, tokens, v_dim) of a layer.
@@ -64,7 +122,10 @@ class DenseBatch:
         sequences share cells.
         """
         buffers = self._storage.readable("DenseBatch", layer, self._checked, self.begin)
-        return self._rows.read(ctx, buffers, heads_first=True)
+        shape = len(self._cells), self.tokens
+        if self.even is not None:
+            return buffers.read_batch(ctx, *self.even, *shape, heads_first=True)
+        return buffers.gather_batch(ctx, self._index.on(ctx), *shape, heads_first=True)
 
     def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor | None:
         """An extra of a layer, (sequences, tokens, numbers) in its own dtype; None where it stores none.
@@ -74,7 +135,27 @@ class DenseBatch:
         buffers = self._storage.buffers.get(layer)
         if buffers is None or name not in buffers.extra:
             return None
-        return self._rows.read_extra(ctx, buffers.extra[name])
+        buffer, shape = buffers.extra[name], (len(self._cells), self.tokens)
+        if self.even is not None:
+            found = buffer.read_batch(ctx, *self.even, *shape)
+        else:
+            found = buffer.gather_batch(ctx, self._index.on(ctx), *shape)
+        return found.reshape(ctx, *shape, buffer.dim)
+
+
+def _rows_of(table: CellTable, sequences: Sequence[int | None]) -> list[Row]:
+    """The rows of these sequences, an empty one for None; refuses none at all, unknown and lost sequences."""
+    if not sequences:
+        raise InvalidRangeError("DenseBatch: no sequences given; it must read at least one")
+    for seq in sequences:
+        if seq is None:
+            continue
+        check_sequence("DenseBatch", seq, len(table.rows))
+        if table.rows[seq].lost:
+            raise SequenceLostError(
+                f"DenseBatch: the data of sequence {seq} is lost; call remove({seq}, 0) and compute it again"
+            )
+    return [Row() if seq is None else table.rows[seq] for seq in sequences]
 
 
 def read_encoded(

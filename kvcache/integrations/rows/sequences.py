@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from typing import Any
 
 from kvcache.cache import InvalidSequenceError
 
-__all__ = ["Sequences", "SharedSequence"]
+__all__ = ["ClaimedRows", "Sequences", "SharedSequence"]
 
 
 class SharedSequence:
@@ -26,6 +27,28 @@ class SharedSequence:
         if not self.claims and self.seq is not None:
             self._retired.append(self.seq)  # emptied later: this may run in the middle of a pass
             self.seq = None
+
+
+class ClaimedRows:
+    """The rows of a batch, each with a claim to its sequence."""
+
+    def __init__(self, claimed: Iterable[SharedSequence] = ()) -> None:
+        self.claimed: list[SharedSequence] = []
+        self.replace_all(claimed)
+
+    def replace_all(self, sequences: Iterable[SharedSequence]) -> None:
+        """Rows of these sequences instead; the last claim to one of the others ends after all are claimed."""
+        before, self.claimed = self.claimed, [*sequences]
+        for one in self.claimed:
+            one.claims += 1
+        for one in before:
+            one.release()
+
+    def swap(self, row: int, new: SharedSequence) -> None:
+        """Another sequence for one row."""
+        new.claims += 1
+        self.claimed[row].release()
+        self.claimed[row] = new
 
 
 class Sequences:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.integrations.model_folder import model_folder, weights_digest
+from kvcache.integrations.model_folder import model_folder, unknown_weights, weights_digest
 from kvcache.integrations.sglang.options import WHERE
 from kvcache.stores import UnknownModelError, files_digest
 
@@ -51,10 +51,7 @@ def _weights(what: str, path: str, revision: str | None = None) -> str:
 
 
 def _unknown(what: str) -> UnknownModelError:
-    return UnknownModelError(
-        f"HiCacheStore: no files tell which weights {what} has; name them in {WHERE}: "
-        '"identity": {"model": ..., "weights": ...}'
-    )
+    return unknown_weights("HiCacheStore", what, f'{WHERE}: "identity"')
 
 
 def share_of(config: Any, replicated: bool) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.integrations.open_stores import use_entry
 from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, StoreError
 from kvcache.stores.composing import digest_of
@@ -19,8 +19,6 @@ from kvcache.stores.protocol import Reader
 from kvcache.stores.serialized_snapshot import read_outline
 
 __all__ = ["PageKind", "PageStore"]
-
-log = logging.getLogger("kvcache")
 
 META = "sglang_page"
 
@@ -84,18 +82,13 @@ class PageStore:
         key = self.key(kind, page)
         if any(_filled(reader, kind, parts) for reader in self._tier.readers(key)):
             return True
-        with self._tier.serialized(key) as found:
-            if found is None:
-                return False
-            try:
-                arrays = _parts_of(found, kind)
-            except SnapshotCorruptError as error:
-                log.warning("%s; it is dropped and computed again", error)
-                self._tier.drop(key)
-                return False
-            for part, array in zip(parts, arrays, strict=True):
+
+        def copy(found: SerializedSnapshot) -> bool:
+            for part, array in zip(parts, _parts_of(found, kind), strict=True):
                 part[:] = array
             return True
+
+        return use_entry(self._tier, key, copy) is True
 
 
 def _filled(reader: Reader, kind: PageKind, parts: Sequence[np.ndarray]) -> bool:

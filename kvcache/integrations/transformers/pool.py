@@ -27,6 +27,7 @@ from kvcache.integrations.rows.sequences import Sequences, SharedSequence
 from kvcache.integrations.transformers.arguments import CacheOptions
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
+from kvcache.integrations.transformers.layer_views import LayerViews
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.places import Places, opened
 from kvcache.snapshots.snapshot import Snapshot
@@ -55,6 +56,8 @@ class CachePool:
         self.bound = False
         self.current: ForwardPass | None = None
         """The pass under way: the caches know of one at a time."""
+        self._views: dict[int, LayerViews | None] = {}
+        """By layer, how the model writes and reads its buffers itself; None where it does not."""
         self.shown: dict[Kind, np.ndarray | None] = {}
         """What the mask of the last pass by each kind showed; None: all."""
 
@@ -79,7 +82,7 @@ class CachePool:
         self.bridge = bridge_to(backend)
         self.places = Places(self.ctx, self.like, follows=options.backend is None)
         count = options.max_sequences or batch
-        self.family = self._new_family(options, count)
+        self.family, self._views = self._new_family(options, count), {}
         self.sequences = Sequences(count, self.family.all)
         self.bound = True
 
@@ -167,7 +170,7 @@ class CachePool:
                     "and the last pass, of this cache or of a fork, did not reach all layers; call crop(-n) "
                     "with the n tokens of that pass, or reset(), on the one that it was of"
                 ) from error
-            self.family, self.current = family, None
+            self.family, self.current, self._views = family, None, {}
             self.sequences.cache = family.all
         self.options = options
 
@@ -176,6 +179,24 @@ class CachePool:
         keys, values = reading.read(self.places.found.get(layer) or self.ctx.layer(layer), layer)
         found = self.bridge.to_torch(keys, key), self.bridge.to_torch(values, value)
         return (found[0].contiguous(), found[1].contiguous()) if self._in_one_piece else found
+
+    def step(
+        self, kind: Kind, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> Pair | None:
+        """``put`` and ``read`` of a pass at once: see :meth:`LayerViews.step`."""
+        views = self._views.get(layer)
+        forward = self.family.caches[kind].pass_under_way()
+        if views is None or forward is None:
+            return None
+        return views.step(layer, forward, reading, key, value)
+
+    def learn_views(self, kind: Kind, layer: int, key: torch.Tensor) -> None:
+        """After a ``put``: let ``step`` serve the layer from now on, if it can."""
+        buffers, known = self.family.caches[kind].storage.buffers[layer], self._views.get(layer)
+        if layer in self._views and (known is None or known.buffers is buffers):
+            return
+        plain = self.aliased(layer, key) and not (buffers.shape.is_latent or buffers.shape.extra)
+        self._views[layer] = LayerViews(buffers, self.bridge) if plain and not self._in_one_piece else None
 
     def aliased(self, layer: int, key: torch.Tensor) -> bool:
         """Whether what is read for ``key`` is the memory of the cache, where the cells allow it."""

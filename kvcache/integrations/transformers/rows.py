@@ -30,7 +30,7 @@ from kvcache import (
 from kvcache.integrations.conversations import MOST_DRAFTS, check_missing
 from kvcache.integrations.rows.caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
 from kvcache.integrations.rows.dense_batch import DenseBatch, read_encoded
-from kvcache.integrations.rows.sequences import SharedSequence
+from kvcache.integrations.rows.sequences import ClaimedRows, SharedSequence
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
@@ -58,12 +58,12 @@ def cannot_crop(length: int, held: int) -> InvalidRangeError:
     return InvalidRangeError(f"crop: cannot {wanted} tokens; the cache holds {held}")
 
 
-class BatchRows:
+class BatchRows(ClaimedRows):
     """As many sequences as the batch has rows, all of one length, growing in step."""
 
     def __init__(self, pool: CachePool) -> None:
+        super().__init__()
         self.pool = pool
-        self.claimed: list[SharedSequence] = []
         self.sequences: list[int] = []
         """Those of ``claimed``, one for each row."""
         self.length = 0
@@ -295,15 +295,19 @@ class BatchRows:
         current, pool = self.enter(layer, tokens, rows, key), self.pool
         if kind in current.stored:
             return self._update_short(current, layer, kind, key, value)
-        self._put(pool.family.caches[kind], layer, key, value)
-        self.seen[layer] = self.length
         reading = current.readings.get(kind)
         if reading is None:
             reading = current.readings[kind] = self.reading(kind, current.begin)
         recorded = torch.is_grad_enabled() and is_recorded(key, value)
+        found = None if recorded else pool.step(kind, reading, layer, key, value)
+        if found is None:
+            self._put(pool.family.caches[kind], layer, key, value)
+            pool.learn_views(kind, layer, key)
+        self.seen[layer] = self.length
         if defer and current.attends and not recorded:
-            return Stored(pool, layer, kind, current, reading).pair(key, value)
-        found = pool.read(reading, layer, key, value)
+            return Stored(pool, layer, kind, current, reading).pair(key, value, found)
+        if found is None:
+            found = pool.read(reading, layer, key, value)
         return without_gradients(found, key, value) if recorded else found
 
     def _update_short(
@@ -409,11 +413,8 @@ class BatchRows:
 
     def become(self, held: list[SharedSequence]) -> None:
         """Other sequences instead: those that nobody holds any more are emptied."""
-        for one in held:
-            one.claims += 1
-        for one in self.claimed:
-            one.release()
-        self.claimed, self.sequences = held, [one.seq for one in held if one.seq is not None]
+        self.replace_all(held)
+        self.sequences = [one.seq for one in held if one.seq is not None]
         if self.pool.bound:
             self.pool.sequences.reclaim()
 

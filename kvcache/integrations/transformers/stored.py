@@ -37,14 +37,15 @@ class Stored:
     reading: DenseBatch
     _found: Pair | None = None
 
-    def pair(self, key: torch.Tensor, value: torch.Tensor) -> Pair:
+    def pair(self, key: torch.Tensor, value: torch.Tensor, found: Pair | None) -> Pair:
         """All K and V (rows, heads, tokens, dim) that the pass sees; ``stored`` of both is this.
 
-        Views where that copies nothing, else tensors that are made when something looks into them.
+        ``found``, if they are there already; else views where that copies nothing, and tensors that are made
+        when something looks into them where it does.
         """
-        if self.reading.is_view and self.pool.aliased(self.layer, key):
+        if found is None and self.reading.is_view and self.pool.aliased(self.layer, key):
             found = self.pool.read(self.reading, self.layer, key, value)
-        else:
+        elif found is None:
             one, heads, tokens = self.pool.places.like(self.layer), key.shape[:2], self.reading.tokens
             found = (
                 Deferred.of(one, (*heads, tokens, key.shape[3]), lambda: self._read(key, value)[0]),

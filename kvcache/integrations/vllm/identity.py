@@ -10,8 +10,8 @@ from typing import Any
 
 import ml
 from kvcache.cache import NotSupportedError
-from kvcache.integrations.model_folder import model_folder
-from kvcache.integrations.vllm.options import ConnectorOptions
+from kvcache.integrations.model_folder import model_folder, unknown_weights
+from kvcache.integrations.vllm.options import WHERE, ConnectorOptions
 from kvcache.stores import UnknownModelError, identity_of
 
 __all__ = ["SHARED", "check_config", "identity_of_config", "settings_of"]
@@ -96,10 +96,7 @@ def _dtype(model: Any) -> ml.DType:
 def _folder(model: Any, dummy: bool) -> Path:
     path = None if dummy else model_folder(model.model, model.revision)
     if path is None:
-        raise UnknownModelError(
-            f"KVCacheConnector: no files tell which weights {model.model!r} has; name them in "
-            'kv_connector_extra_config: "identity": {"model": ..., "weights": ...}'
-        )
+        raise unknown_weights("KVCacheConnector", repr(model.model), f'{WHERE}: "identity"')
     return path
 
 

@@ -19,12 +19,13 @@ from typing import Protocol
 
 import numpy as np
 
+from kvcache.integrations.open_stores import use_entry
 from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.pages import PageFormat
 from kvcache.integrations.vllm.steps import PageLoad, PageSave, Report, Step
 from kvcache.integrations.vllm.work import Workers
 from kvcache.prefix.tiers import StoreTier, StoreWrite
-from kvcache.stores import SnapshotCorruptError
+from kvcache.stores import SerializedSnapshot
 
 __all__ = ["Copied", "DeviceBlocks", "Transfers"]
 
@@ -138,15 +139,12 @@ class Transfers:
                 self._some_arrived.set()
 
     def _read(self, page: PageLoad) -> bool:
-        key = page.keys[self._rank]
-        with self._tier.serialized(key) as found:
-            if found is not None:
-                try:
-                    self._blocks.scatter(page.blocks, self._pages.unpack(page.begin, found))
-                    return True
-                except SnapshotCorruptError as error:
-                    log.warning("%s; it is dropped and computed again", error)
-                    self._tier.drop(key)
+        def scatter(found: SerializedSnapshot) -> bool:
+            self._blocks.scatter(page.blocks, self._pages.unpack(page.begin, found))
+            return True
+
+        if use_entry(self._tier, page.keys[self._rank], scatter):
+            return True
         self._counters.add("pages_lost")
         return False
 

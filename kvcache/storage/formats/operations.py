@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -48,9 +49,9 @@ def select(ctx: ml.Context, which: ml.Tensor, one: ml.Tensor | float, other: ml.
 
 
 def inverse(ctx: ml.Context, scale: ml.Tensor) -> ml.Tensor:
-    """1 / scale, and 0 where the scale is 0."""
-    empty = scale.compare(ctx, "eq", number(ctx, 0.0))
-    return select(ctx, empty, 0.0, number(ctx, 1.0).div(ctx, select(ctx, empty, 1.0, scale)))
+    """1 / scale, and 0 where that is not finite: an integer of infinity is another on each processor."""
+    found = number(ctx, 1.0).div(ctx, scale)
+    return select(ctx, found.abs(ctx).compare(ctx, "lt", number(ctx, math.inf)), found, 0.0)
 
 
 def same_sign(ctx: ml.Context, x: ml.Tensor, size: float) -> ml.Tensor:

@@ -203,7 +203,7 @@ def test_parts_of_a_further_turn_end_where_a_snapshot_is_due() -> None:
     model, ends = models.shared("qwen"), []
     with MLXPrefixCache(model, capacity=128, **OPTIONS) as cache, cache.begin(FIRST[:10]) as session:
         session.extend(FIRST[10:])
-        seq = session.prompt_cache[0].rows.held[0].seq
+        seq = session.prompt_cache[0].rows.claimed[0].seq
         cache.pool.cache.schedule_snapshots(seq, [13, 21])
         session.prefill(10, lambda done, _: ends.append(done))
         assert ends == [0, 8, 9, 13, 21]

@@ -23,6 +23,7 @@ import ml
 from benchmarks.census import transformers as census
 from kvcache import (
     CacheFullError,
+    CausalCache,
     InvalidRangeError,
     InvalidSequenceError,
     NotSupportedError,
@@ -82,6 +83,28 @@ class TestStorage:
                     assert backend.memory().devices[0].allocated == 0
                 finally:
                     gc.enable()
+
+    @pytest.mark.parametrize("rows", [1, 3])
+    def test_what_is_decoded_is_copied_into_the_buffers_that_the_model_looks_into(self, rows: int) -> None:
+        """Past ``put``, whose checks are made once; what it would refuse, or copy first, still goes there."""
+        made = hf.model("llama")
+        cache = HFCache(made.config, capacity=50)
+        hf.feed(made, cache, hf.tokens(rows))
+        with mock.patch.object(CausalCache, "put", side_effect=AssertionError):
+            for _ in range(3):
+                hf.feed(made, cache, hf.tokens(rows, 1))
+        last = [tuple(x[:, :, -1:] for x in (layer.keys, layer.values)) for layer in cache.layers]
+        before = [[layer.keys.clone(), layer.values.clone()] for layer in cache.layers]
+        with mock.patch.object(CausalCache, "put", autospec=True, side_effect=CausalCache.put) as put:
+            for i, (key, value) in enumerate(last):  # the memory of the cache itself
+                found = cache.update(key, value, i)
+                for x, old in zip(found, before[i], strict=True):
+                    assert torch.equal(x, torch.cat((old, old[:, :, -1:]), 2))
+            assert put.call_count == len(last)
+        for wrong in (torch.zeros(rows, 2, 1, 8), torch.zeros(rows, 1, 1, 16)):
+            with pytest.raises(InvalidRangeError, match="put: "):
+                cache.update(torch.zeros(rows, 2, 1, 16), wrong, 0)
+            cache.crop(-1)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_narrow_models_are_stored_as_they_are(self, dtype: torch.dtype) -> None:
@@ -384,6 +407,7 @@ class TestGoingBack:
         hf.feed(made, cache, ids[:, :10])
         with monkeypatch.context() as patch:
             patch.setattr(cache.rows.pool.family.all, "put", mock.Mock(side_effect=ml.DeviceError))
+            patch.setattr(cache.rows.pool, "step", lambda *given: None)
             with pytest.raises(ml.DeviceError):
                 hf.feed(made, cache, ids[:, 10:13])
         assert cache.get_seq_length() == 10

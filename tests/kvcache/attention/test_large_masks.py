@@ -90,14 +90,6 @@ def test_a_mask_made_on_the_backend_is_the_hosts(
 
 
 @every_kind
-def test_a_prompt_in_chunks_has_the_masks_of_the_host(backend: ml.Backend, make: Callable[[], Any]) -> None:
-    with backend.new_context() as ctx:
-        follower = Follower(backend, ctx, make)
-        for begin in range(0, 36, 12):
-            follower.step(list(range(begin, begin + 12)), [1] * 12)
-
-
-@every_kind
 @every_padding
 def test_a_kept_mask_follows_every_step(backend: ml.Backend, make: Callable[[], Any], padding: int) -> None:
     with backend.new_context() as ctx:

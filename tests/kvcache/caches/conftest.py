@@ -13,8 +13,9 @@ import ml
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.snapshots import CopyRig
 from kvcache.testing.rigs.states import StateRig, StateSetup
+from ml.testing.strict import strict
 
-OTHERS = ("torch", "mlx", "cupy")
+OTHERS = ("torch", "mlx", "cupy", "strict")
 SHARE = 8
 
 
@@ -26,11 +27,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def backend(backend_name: str) -> Iterator[ml.Backend]:
-    """An open backend; CuPy's is on a double of CuPy."""
+    """An open backend; CuPy's is on a double of CuPy, the strict one on NumPy."""
     if backend_name == "cupy":
         from ...rigs.cupy_double import module
 
         with module.CupyBackend() as opened:
+            yield opened
+        return
+    if backend_name == "strict":
+        with strict(ml.open_backend("numpy")) as opened:
             yield opened
         return
     pytest.importorskip(backend_name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -141,20 +140,6 @@ def _put(cache: Any, ctx: ml.Context, kind: str, positions: list[int], sequences
         cache.set_layer_type(1)
     cache.put(ctx, key, key)
     return [int(number) for number in cache.get(ctx)[0].to_numpy().ravel()]
-
-
-def test_the_path_of_a_folder_is_a_tier(numpy: ml.Backend, tmp_path: Path) -> None:
-    for expected in (0, 4):
-        cache = CausalCache()
-        cache.init(numpy, ml.DType.F32, 2, 8, 8)
-        prefix = PrefixCache(cache, tiers=[tmp_path / "pages"], identity={"model": "example"}, block_size=2)
-        with prefix.begin([1, 2, 3, 4, 5]) as session, numpy.new_context() as ctx:
-            assert session.cached == expected
-            rest = session.remaining
-            cache.start_forward(ctx, Batch(range(session.cached, 5), [session.seq] * len(rest)))
-            key = ctx.from_numpy(np.array(rest, np.float32).reshape(-1, 1, 1))
-            cache.put(ctx, key, key)
-        prefix.close()
 
 
 @pytest.mark.parametrize("option", ["backlog", "in_flight", "interval"])

@@ -380,27 +380,6 @@ def tokens(ctx: ml.Context, count: int, dim: int = 2) -> ml.Tensor:
     return ctx.arange(0, count * dim, 1, DType.F32).reshape(ctx, count, 1, dim)
 
 
-def test_an_encoders_output_comes_back_when_all_else_has(
-    backend: ml.Backend, ctx: ml.Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing would tell that it is another conversation's: the sequence is empty, and its item at 0 too."""
-    encoder, causal = kvcache.EncoderCache(), kvcache.CausalCache()
-    cache = bound(kvcache.WrapperCache(encoder, causal), backend, 2, 16, 8)
-    cache.start_forward(ctx, Batch([0, 1, 2], [0] * 3, multimodal=[(0, None)]))
-    for kind in (0, 1):
-        cache.set_layer_type(kind)
-        cache.put(ctx, tokens(ctx, 3), tokens(ctx, 3))
-    snapshot = cache.snapshot(0)
-    snapshot.detach()
-    with monkeypatch.context() as patch:
-        patch.setattr(type(tokens(ctx, 1)), "copy", Mock(side_effect=MemoryError()))
-        with pytest.raises(MemoryError):
-            cache.restore(1, snapshot)
-    assert (cache.offset(1), encoder.encoder_cached(1)) == (0, False)
-    assert cache.restore(1, snapshot)
-    assert (cache.offset(1), encoder.encoder_cached(1)) == (3, True)
-
-
 def test_what_is_no_whole_number_is_refused_by_name(backend: ml.Backend, ctx: ml.Context) -> None:
     encoder, causal = kvcache.EncoderCache(), kvcache.CausalCache()
     cache = bound(kvcache.WrapperCache(encoder, causal), backend, 2, 16, 8)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import ml
+from ml.testing.strict import strict
 
 from ...rigs.cupy_double import module as cupy
 from .rigs.conversing import ConversationSetup, Rig, Talk
@@ -19,6 +20,12 @@ from .rigs.stores import Way
 def ctx(backend: ml.Backend) -> Iterator[ml.Context]:
     with backend.new_context() as ctx:
         yield ctx
+
+
+@pytest.fixture
+def strict_backend() -> Iterator[ml.Backend]:
+    with strict(ml.open_backend("numpy")) as backend:
+        yield backend
 
 
 @pytest.fixture(params=["torch", "mlx", "the double of CuPy"])

@@ -467,8 +467,8 @@ def run_machine(
 
 
 @every_cache
-def test_sessions_see_what_computing_from_nothing_would_store(backend: ml.Backend, cache: str) -> None:
-    run_machine(backend, 120 if "ML_LONG" in os.environ else 8, cache=cache)
+def test_sessions_see_what_computing_from_nothing_would_store(strict_backend: ml.Backend, cache: str) -> None:
+    run_machine(strict_backend, 120 if "ML_LONG" in os.environ else 8, cache=cache)
 
 
 def test_on_other_backends_too(other: ml.Backend) -> None:

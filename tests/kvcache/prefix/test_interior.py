@@ -1,8 +1,9 @@
-"""Snapshots inside conversations go before the end of any, where what goes is gone for good."""
+"""Close snapshots inside conversations go before the end of any, where what goes is gone for good."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,29 +12,72 @@ import ml
 from kvcache.prefix.eviction_queue import TenantBudget
 from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.prefix.tiers import HostTier
+from kvcache.prefix.tree_entry import is_folded
+from kvcache.snapshots.snapshot import AttentionSnapshot, unwrapped_snapshot
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import only_protocol
 
 from .rigs.conversing import LONG, STATEFUL, WHOLE, ConversationSetup, Rig, Talk
 from .rigs.stores import Way
 
+ROOMY = 1 << 40
+"""A budget beside which what wide gaps between snapshots waste is nothing: no snapshot inside is worth its
+room."""
+
 every_whole = pytest.mark.parametrize("cache", WHOLE)
 
 
 def ends(r: Rig) -> list[int]:
     """Where conversations can be gone on with."""
-    return sorted(node.end for node in r.prefix.tree.radix_tree if node.data is not None)
+    nodes = (node for node in r.prefix.tree.radix_tree if node.data is not None)
+    return sorted(end for node in nodes for end in (node.end, *(each.end for each in _chain(node)[:-1])))
+
+
+def _chain(node: Any) -> Sequence[Any]:
+    """The snapshots of a node that has several."""
+    return node.data.snapshot.parts if is_folded(node) else ()
 
 
 def line(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
 
 
+FOLDING = ("wrapper", "recurrent", "recurrent and sliding")
+"""Caches whose snapshots follow one another."""
+
+
+@pytest.mark.parametrize("cache", FOLDING)
+def test_a_new_prompt_is_one_edge_until_another_parts_from_it(talk: Talk, cache: str) -> None:
+    r = talk(cache, capacity=200)
+    nodes = r.prefix.tree.radix_tree
+    r.keep(line(100, 40))
+    assert (len(nodes), ends(r)) == (1, [8, 16, 24, 32, 39, 40])
+    assert r.keep([*line(100, 40), 7]) == 40
+    assert (len(nodes), ends(r)) == (2, [8, 16, 24, 32, 39, 40, 41])
+    r.check_books()
+    assert r.keep([*line(100, 20), 900]) == 16
+    assert {8, 16, 24, 32, 39, 40, 41} <= {node.end for node in nodes}
+    assert [r.peek([*line(100, at), 8]) for at in (8, 16, 24, 32, 39, 40)] == [8, 16, 24, 32, 39, 40]
+    r.check_books()
+
+
+@pytest.mark.parametrize("cache", FOLDING)
+def test_a_lost_snapshot_costs_what_is_behind_it(talk: Talk, cache: str) -> None:
+    r = talk(cache, capacity=200)
+    r.keep(line(100, 40))
+    (node,) = r.prefix.tree.radix_tree
+    for part in unwrapped_snapshot(_chain(node)[2]):
+        if isinstance(part, AttentionSnapshot) and part.source is not None:
+            part.source.pin.lost = True
+    assert r.peek([*line(100, 40), 7]) == 16
+    r.check_books()
+
+
 @every_whole
 def test_points_inside_go_first_where_the_fewest_tokens_lie_between_their_neighbours(
     talk: Talk, cache: str
 ) -> None:
-    r = talk(cache, capacity=100)
+    r = talk(cache, capacity=100, budget=ROOMY)
     r.keep(line(100, 40))
     assert ends(r) == [8, 16, 24, 32, 39, 40]
     found = []
@@ -54,19 +98,31 @@ def test_what_is_divisible_has_no_points_inside(talk: Talk) -> None:
     assert r.prefix.evictor.interior.first() is None
 
 
-@every_whole
-def test_the_end_of_every_conversation_outlasts_what_lies_inside_any(talk: Talk, cache: str) -> None:
-    one = talk(cache)
-    one.keep(LONG)
-    full = one.prefix.nbytes["device"]
-    one.prefix.evict(1)
-    one.prefix.evict(1)
-    r = talk(cache, budget=3 * one.prefix.nbytes["device"], max_sequences=4)
-    assert r.prefix.tree.device.budget < 3 * full
+def test_of_a_conversation_that_has_to_go_the_beginning_stays(talk: Talk) -> None:
+    """It goes from its end: the points inside that this needs are not let go of, however old they are."""
+    one = talk("recurrent", capacity=100, max_batch=80)
+    one.keep(line(100, 80))
+    budget = int(2.6 * one.prefix.nbytes["device"])
+    r = talk("recurrent", budget=budget, capacity=100, max_sequences=4, max_batch=80)
     for first in (100, 200, 300):
-        r.keep(line(first, 20))
-    assert [r.peek([*line(first, 20), 1]) for first in (100, 200, 300)] == [20, 20, 20]
+        r.keep(line(first, 80))
+    assert [r.peek([*line(first, 80), 1]) for first in (200, 300)] == [80, 80]
+    assert 16 <= r.peek([*line(100, 80), 1]) < 80
     r.check_books()
+
+
+@every_whole
+def test_where_room_is_short_no_points_are_taken_that_would_go_at_once(talk: Talk, cache: str) -> None:
+    r = talk(cache, budget=ROOMY, capacity=200)
+    r.keep(line(100, 40))
+    assert ends(r) == [8, 16, 24, 32, 39, 40]
+    r.prefix.evict(1)
+    r.keep(line(500, 40))
+    assert r.peek([*line(500, 38), 1]) == 0
+    assert r.peek([*line(500, 40), 1]) == 40
+    r.prefix.clear()
+    r.keep(line(500, 40))
+    assert ends(r) == [8, 16, 24, 32, 39, 40]
 
 
 @pytest.mark.parametrize("cache", ["wrapper", "sliding"])
@@ -99,7 +155,7 @@ def test_where_prompts_part_and_what_has_a_priority_stays(talk: Talk, cache: str
 def test_a_tenant_that_has_too_much_loses_points_inside_its_own_conversations(talk: Talk) -> None:
     budgets: dict[str, TenantBudget] = {}
     options = {"block_size": 4, "interval": 8, "tenant_budget": budgets.get}
-    r = talk("recurrent", capacity=100, options=options)
+    r = talk("recurrent", capacity=100, budget=ROOMY, options=options)
     r.keep(line(100, 40), salt="bob")
     budgets["ada"] = TenantBudget(r.prefix.nbytes["device"] - 1)
     r.keep(line(100, 40), salt="ada")
@@ -121,7 +177,7 @@ def test_nothing_goes_for_good_that_another_tier_has_room_for(talk: Talk, cache:
 
 @every_whole
 def test_with_full_host_memory_points_inside_go_before_what_it_has(talk: Talk, cache: str) -> None:
-    r = talk(cache, capacity=100, tiers=[HostTier()])
+    r = talk(cache, capacity=100, budget=ROOMY, tiers=[HostTier()])
     r.keep(line(100, 20))
     r.prefix.evict()
     r.prefix.flush()
@@ -138,7 +194,7 @@ def test_with_full_host_memory_points_inside_go_before_what_it_has(talk: Talk, c
 def test_what_cannot_be_joined_stays_and_the_next_one_goes(
     talk: Talk, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    r = talk(cache, capacity=100)
+    r = talk(cache, capacity=100, budget=ROOMY)
     r.keep(line(100, 40))
     join, failed = r.cache.join, []
 
@@ -168,7 +224,7 @@ def test_cells_for_all_of_the_past_come_from_no_point_inside(talk: Talk) -> None
 
 
 def test_after_one_request_with_a_priority_the_others_are_as_before(talk: Talk) -> None:
-    r = talk("recurrent", capacity=200)
+    r = talk("recurrent", capacity=200, budget=ROOMY)
     r.keep(line(500, 4), retention=Retention([TokenRange(0, 2, 80)]))
     r.keep(line(100, 40))
     r.prefix.evict(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,9 +14,11 @@ import pytest
 import ml
 from kvcache import InvalidRangeError
 from kvcache.prefix import loading, prefix_tree
+from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.session import SessionReplacedError
 from kvcache.prefix.tiers import HostTier, StoreTier
 from kvcache.stores import MemoryStore
+from kvcache.stores import keys as stores_keys
 
 from ...rigs.child_processes import child, finished
 from .rigs.conversing import LONG, STATEFUL, ConversationSetup, Rig, Talk, some_caches
@@ -265,3 +268,25 @@ def test_a_session_whose_end_is_interrupted_gives_its_sequence_back(
             chat.session.close()
     assert r.prefix.sessions == ()
     assert [r.keep([*LONG, turn]) for turn in range(4)] == [20] * 4
+
+
+@pytest.mark.parametrize("salt", ["", "ada"])
+def test_a_block_is_hashed_once_in_a_conversations_life(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, salt: str
+) -> None:
+    r, hashed, link = talk(tiers=[MemoryStore()], capacity=200), Counter[bytes](), stores_keys._link
+
+    def counted(before: bytes, parts: list[bytes | memoryview]) -> bytes:
+        digest = link(before, parts)
+        hashed[digest] += 1
+        return digest
+
+    monkeypatch.setattr(stores_keys, "_link", counted)
+    others = [[*range(9000 + 100 * i, 9030 + 100 * i)] for i in range(3)]
+    for turn in range(1, 6):
+        for tokens in ([*range(23 * turn)], *others):
+            r.keep(tokens, salt=salt)
+        r.prefix.flush()
+    chain = r.prefix.tree.chain(r.prefix.alphabet.encode([*range(115)], Tenant.of(salt, 0, None)))
+    blocks = [bytes.fromhex(key) for key in chain.aligned]
+    assert [hashed[block] for block in blocks] == [1] * (115 // r.prefix.tree.keys.block_size)

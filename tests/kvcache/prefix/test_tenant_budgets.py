@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import ml
 from kvcache import HostTier, InvalidRangeError
 from kvcache.prefix.eviction_queue import TenantBudget
 
@@ -20,16 +19,6 @@ TOKEN = ConversationSetup().token_bytes
 
 def options(**named: Any) -> dict[str, Any]:
     return {"options": {"block_size": 4, "interval": 8, **named}}
-
-
-def test_other_backends_too(other: ml.Backend) -> None:
-    r = Rig(ConversationSetup(capacity=96), other, tenant_budget=TenantBudget(36 * TOKEN))
-    for prompt, salt in ((ONE, "a"), (ONE, "a"), (TWO, "b"), (THREE, "a")):
-        r.keep(prompt, salt=salt)
-    assert r.peek([*TWO, 0]) == 0
-    assert longest(r, TWO, salt="b") == [20]
-    assert longest(r, ONE, THREE, salt="a") == [16, 20]
-    r.prefix.close()
 
 
 def test_what_is_no_budget_is_refused(talk: Talk) -> None:

@@ -342,7 +342,7 @@ def cut(way: str, left: int) -> Iterator[None]:
 
 def cuts(total: int, count: int) -> list[int]:
     """Numbers of bytes: the first and the last ones, and some between."""
-    edges = [*range(0, 40, 2), *range(total - 40, total, 2)]
+    edges = [*range(0, 40, 4), *range(total - 40, total, 4)]
     return sorted({cut for cut in (*edges, *range(0, total, max(1, total // count))) if 0 <= cut < total})
 
 
@@ -376,5 +376,5 @@ def test_a_call_that_is_cut_off_anywhere_does_all_or_nothing(
                 done += 1
             assert all(client.pttl(name) > 0 for name in client.keys("*")), "what nobody finds expires"
         assert direct.usage().dropped == 0
-    assert failed > 20
+    assert failed > 12
     assert done > 0, "some were cut off after all was there"

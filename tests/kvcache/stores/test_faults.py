@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 
 from kvcache.stores import (
-    FileStore,
     MooncakeStore,
     SnapshotCorruptError,
-    StoreError,
     StoreFullError,
     StoreUnavailableError,
     open_store,
@@ -317,14 +315,3 @@ def test_of_two_that_put_one_key_at_once_one_writes_and_the_other_leaves_nothing
         assert read(stores[0], key) == content(f"{key} {wrote.index(True)}", place.size)
         assert stores[1].delete(key)
         assert place.values() == []
-
-
-@every_kind
-def test_a_call_that_raises_leaves_the_store_in_order(places: Places, kind: str) -> None:
-    place = places(kind)
-    store = filled(place, "a")
-    for _ in range(3):
-        with pytest.raises(StoreError):
-            store.get_into("a", bytearray(place.size - 1))
-        assert read(store, "a") == content("a", place.size)
-    assert not isinstance(store, FileStore) or store.usage().dropped == 0

@@ -371,19 +371,6 @@ def test_a_fresh_folder_that_may_only_be_read_is_an_empty_store(
                 call()
 
 
-def test_a_folder_that_may_only_be_read_serves_what_it_has(
-    where: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with FileStore(where, durable=False) as store:
-        fill(store, "ab")
-    only_read(monkeypatch, errno.EROFS)
-    with FileStore(where) as store:
-        assert [read(store, key) for key in "ab"] == [content("a"), content("b")]
-        assert (store.prefix(["a", "b"]), store.usage().nbytes) == (2, 2 * UNIT)
-        with pytest.raises(StoreReadOnlyError):
-            store.put("c", [b"x"])
-
-
 def test_a_folder_of_entries_that_may_not_be_read_is_unavailable(
     where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,11 @@
-"""Sequences of different lengths read as one tensor: what is read and what is visible, against lists.
+"""Rows of different lengths: what is read of them as one tensor, and what queries see of that, against lists.
 
-Quantized storage, shared cells and refusals are the same code: test_dense_batch.py.
+Quantized storage, shared cells and refusals are the same code: ../test_dense_batch.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 
 import ml
 from kvcache import Batch, CausalCache, ChunkedCache, NotSupportedError, SlidingWindowCache
-from kvcache.integrations.rows.ragged_batch import RaggedBatch, visible_mask
+from kvcache.integrations.mlx_lm.masks import visible_columns, visible_mask
+from kvcache.integrations.rows.dense_batch import DenseBatch
 
 HEADS, DIM = 2, 32
 
@@ -35,11 +37,14 @@ class Filled:
     def run(self, seq: int, start: int, stop: int) -> None:
         self.store(*[(seq, position) for position in range(start, stop)])
 
-    def rows(self, reading: RaggedBatch) -> np.ndarray:
+    def reading(self, sequences: Sequence[int | None]) -> DenseBatch:
+        return DenseBatch(self.cache, sequences, uneven=True)
+
+    def rows(self, reading: DenseBatch) -> np.ndarray:
         key, value = (x.to_numpy() for x in reading.read(self.ctx, 3))
-        assert key.shape == (reading.sequences, reading.length, HEADS, DIM)
+        assert key.shape == (len(reading.rows), HEADS, reading.tokens, DIM)
         assert (key == value).all()
-        marks: np.ndarray = key[:, :, 0, 0]
+        marks: np.ndarray = key[:, 0, :, 0]
         return marks
 
 
@@ -51,9 +56,9 @@ def test_rows_that_grow_from_their_homes_are_one_view(backend: ml.Backend) -> No
     filled = Filled(CausalCache(), backend)
     for seq, length in ((0, 5), (1, 2), (2, 7)):
         filled.run(seq, 0, length)
-    reading = RaggedBatch(filled.cache, [0, 1, 2])
+    reading = filled.reading([0, 1, 2])
     assert reading.is_view
-    assert reading.length == 7
+    assert reading.tokens == 7
     marks = filled.rows(reading)
     for row, length in zip(marks, (5, 2, 7), strict=True):
         assert row[:length].tolist() == expected(int(row[0]) // 1000, *range(length))
@@ -64,7 +69,7 @@ def test_rows_in_any_other_order_are_gathered(backend: ml.Backend, order: list[i
     filled = Filled(CausalCache(), backend)
     for seq in range(4):
         filled.run(seq, 0, seq + 2)
-    reading = RaggedBatch(filled.cache, order)
+    reading = filled.reading(order)
     assert not reading.is_view
     for row, seq in zip(filled.rows(reading), order, strict=True):
         if seq is not None:
@@ -76,11 +81,11 @@ def test_a_view_ends_with_the_buffer(backend: ml.Backend) -> None:
     filled = Filled(CausalCache(), backend, max_sequences=2, capacity=8)
     filled.run(0, 0, 8)
     filled.run(1, 0, 3)
-    assert RaggedBatch(filled.cache, [0, 1]).is_view
+    assert filled.reading([0, 1]).is_view
     filled.cache.remove(1, 0)
     filled.run(0, 8, 12)  # runs on into the home of the other, which then begins in what is left
     filled.run(1, 0, 3)
-    reading = RaggedBatch(filled.cache, [0, 1])
+    reading = filled.reading([0, 1])
     assert not reading.is_view
     marks = filled.rows(reading)
     assert marks[0].tolist() == expected(0, *range(12))
@@ -105,9 +110,9 @@ def test_a_query_sees_what_its_cache_says_narrowed_by_a_window(
     filled.run(1, 0, 4)
     filled.store((1, 4), (0, 9), (0, 10), (1, 5))
     positions = np.array([[9, 10], [4, 5]])
-    reading = RaggedBatch(filled.cache, [0, 1])
+    reading = filled.reading([0, 1])
     marks = filled.rows(reading)
-    first, stop = reading.visible(positions, window)
+    first, stop = visible_columns(filled.cache, reading, positions, window)
     for row in range(2):
         for column, position in enumerate(positions[row].tolist()):
             lowest = max(0, low(position), position - (99 if window is None else window))
@@ -118,10 +123,13 @@ def test_a_query_sees_what_its_cache_says_narrowed_by_a_window(
 def test_a_window_and_kept_tokens_apart_from_it_are_no_range(backend: ml.Backend) -> None:
     filled = Filled(SlidingWindowCache(3, memory=6, keep=2), backend)
     filled.run(0, 0, 9)
-    reading = RaggedBatch(filled.cache, [0])
-    assert [part.tolist() for part in reading.visible(np.array([[1, 5]]))] == [[[0, 0]], [[2, 6]]]
+    reading = filled.reading([0])
+    assert [part.tolist() for part in visible_columns(filled.cache, reading, np.array([[1, 5]]))] == [
+        [[0, 0]],
+        [[2, 6]],
+    ]
     with pytest.raises(NotSupportedError, match="first 2 tokens"):
-        reading.visible(np.array([[5, 8]]))
+        visible_columns(filled.cache, reading, np.array([[5, 8]]))
 
 
 @pytest.mark.parametrize("window", [None, 1])

@@ -1,0 +1,432 @@
+"""Other projects' caches held to the suite of kvcache.testing.driven, each by a driver: docs/peers-caches.md.
+
+``python -m benchmarks.peers_caches`` runs all of them, and writes the page's tables.
+What is claimed of a cache is what its project documents or does itself: ``crop`` goes by ``is_croppable`` and
+``is_trimmable`` where there are such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+import kvcache
+import ml
+from benchmarks.pages import DOCS, fill, load, save, table
+from kvcache.testing import (
+    AREAS,
+    DIM,
+    LONGEST,
+    TRACES,
+    CacheDriver,
+    Outcome,
+    Seen,
+    Span,
+    Tokens,
+    attended,
+    check,
+    keys_and_values,
+)
+
+FULL, WINDOW, CHUNK = Span(), Span(window=5), Span(chunk=4)
+RESIDUAL = 4
+"""Tokens that a quantized cache of transformers' keeps as they are, but for FP8."""
+
+
+class Ours(CacheDriver):
+    """This library's caches, on NumPy."""
+
+    def __init__(self, span: Span, sequences: int) -> None:
+        super().__init__(span, sequences)
+        self.backend = ml.open_backend("numpy")
+        self.ctx = self.backend.new_context()
+        self.cache = self.make()
+        self.cache.init(self.backend, ml.DType.F32, 8, LONGEST, 64)
+        self.free = list(range(8))
+        self.names = [self.free.pop() for _ in range(sequences)]
+        self.lengths = [0] * sequences
+
+    def make(self) -> Any:
+        if self.span.window is not None:  # ours counts the tokens before the query's own
+            return kvcache.SlidingWindowCache(self.span.window - 1, memory=LONGEST)
+        return kvcache.CausalCache() if self.span.chunk is None else kvcache.ChunkedCache(self.span.chunk)
+
+    def feed(self, tokens: Tokens) -> Seen:
+        positions, sequences = [], []
+        for i, row in enumerate(tokens):
+            positions += range(self.lengths[i], self.lengths[i] + len(row))
+            sequences += [self.names[i]] * len(row)
+            self.lengths[i] += len(row)
+        self.cache.start_forward(self.ctx, kvcache.Batch(positions, sequences))
+        self.cache.set_layer(0)
+        keys, values = keys_and_values([[token for row in tokens for token in row]])
+        self.cache.put(self.ctx, *(self.ctx.from_numpy(x[0].swapaxes(0, 1)) for x in (keys, values)))
+        key, value, mask = (x.to_numpy() for x in self.cache.get(self.ctx))
+        history = [x.swapaxes(0, 1)[None] for x in (key, value)]
+        ends = np.cumsum([len(row) for row in tokens])
+        return [
+            attended(*history, mask[end - len(row) : end] == 0, [row])[0]
+            for row, end in zip(tokens, ends, strict=True)
+        ]
+
+    def crop(self, count: int) -> None:
+        for i, name in enumerate(self.names):
+            self.lengths[i] -= count
+            self.cache.remove(name, self.lengths[i])
+
+    def select(self, rows: Sequence[int]) -> None:
+        old, lengths = self.names, self.lengths
+        self.names, self.lengths = self.shared(rows), [lengths[row] for row in rows]
+        for name in old:
+            self.cache.remove(name, 0)
+        self.free += old
+
+    def shared(self, rows: Sequence[int]) -> list[int]:
+        """New sequences that share the cells of those."""
+        names = [self.free.pop() for _ in rows]
+        for name, row in zip(names, rows, strict=True):
+            self.cache.copy_prefix(self.names[row], name, self.lengths[row])
+        return names
+
+    def join(self, other: Self) -> None:
+        for seq, length in zip(other.names, other.lengths, strict=True):
+            page = kvcache.serialize(other.backend, other.cache.snapshot(seq))
+            self.names.append(self.free.pop())
+            self.lengths.append(length)
+            assert self.cache.restore(self.names[-1], kvcache.deserialize(self.backend, page))
+
+    def copy(self) -> Self:
+        """Beside it, in the same cache."""
+        twin = copy.copy(self)
+        twin.names, twin.lengths = self.shared(range(len(self.names))), list(self.lengths)
+        self.free = twin.free = [name for name in self.free if name not in twin.names]
+        return twin
+
+    def save(self) -> Self:
+        loaded = type(self)(self.span, len(self.names))
+        loaded.lengths = list(self.lengths)
+        for name, target in zip(self.names, loaded.names, strict=True):
+            page = kvcache.serialize(self.backend, self.cache.snapshot(name))
+            assert loaded.cache.restore(target, kvcache.deserialize(loaded.backend, page))
+        return loaded
+
+
+class Transformers(CacheDriver):
+    """A cache of transformers' with the masks that its models make, for attention written out ("eager")."""
+
+    absent = frozenset({"join", "save"})
+    kind = "dynamic"
+
+    def __init__(self, span: Span, sequences: int) -> None:
+        import torch
+        from transformers import LlamaConfig
+
+        super().__init__(span, sequences)
+        layer = "full_attention" if span == FULL else "sliding_attention"
+        layer = layer if span.chunk is None else "chunked_attention"
+        self.config = LlamaConfig(hidden_size=DIM, num_attention_heads=1, num_hidden_layers=1)
+        self.config.layer_types = [layer]
+        self.config.sliding_window, self.config.attention_chunk_size = span.window, span.chunk
+        self.config._attn_implementation = "eager"
+        self.cache = self.make()
+        self.real = torch.zeros((sequences, 0), dtype=torch.int64)
+        """1 for tokens, 0 for padding."""
+
+    def make(self) -> Any:
+        from transformers import DynamicCache, QuantizedCache, StaticCache
+
+        if self.kind == "static":
+            return StaticCache(config=self.config, max_cache_len=LONGEST + 8)
+        if self.kind == "dynamic":
+            return DynamicCache(config=self.config)
+        options = {} if self.kind == "fp8" else {"residual_length": RESIDUAL}
+        return QuantizedCache(self.kind, self.config, **options)
+
+    def feed(self, tokens: Tokens) -> Seen:
+        import torch
+        from transformers import masking_utils
+
+        keys, values = map(torch.from_numpy, keys_and_values(tokens))
+        length = keys.shape[2]
+        new = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in tokens])
+        self.real = torch.cat([self.real, new], 1)
+        make = {
+            "full_attention": masking_utils.create_causal_mask,
+            "sliding_attention": masking_utils.create_sliding_window_causal_mask,
+            "chunked_attention": masking_utils.create_chunked_causal_mask,
+        }[self.config.layer_types[0]]
+        embedded = torch.zeros((len(tokens), length, DIM))
+        mask = make(self.config, embedded, self.real, self.cache)
+        keys, values = self.cache.update(keys, values, 0)
+        return attended(keys, values, mask == 0, tokens)
+
+    def crop(self, count: int) -> None:
+        if not self.cache.is_croppable:
+            raise kvcache.NotSupportedError("is_croppable is False")
+        self.cache.crop(-count)
+        self.real = self.real[:, :-count]
+
+    def draft(self) -> None:
+        self.cache.activate_past_recording()
+
+    def select(self, rows: Sequence[int]) -> None:
+        import torch
+
+        indices = torch.tensor(rows)
+        self.cache.reorder_cache(indices)
+        self.real = self.real[indices]
+
+    def copy(self) -> Self:
+        return copy.deepcopy(self)
+
+
+class Static(Transformers):
+    kind = "static"
+
+
+class Fp8(Transformers):
+    kind = "fp8"
+
+
+class Quanto(Transformers):
+    kind = "quanto"
+
+
+class MlxLm(CacheDriver):
+    """A cache of mlx-lm's with the mask that its models ask it for."""
+
+    absent = frozenset({"padding", "select", "join"})
+
+    def __init__(self, span: Span, sequences: int) -> None:
+        super().__init__(span, sequences)
+        self.cache: Any = None
+
+    def make(self, padding: list[int]) -> Any:
+        from mlx_lm.models.cache import KVCache
+
+        return KVCache()
+
+    def mask(self, tokens: int) -> Any:
+        return self.cache.make_mask(tokens, return_array=True, window_size=self.span.window)
+
+    def feed(self, tokens: Tokens) -> Seen:
+        import mlx.core as mx
+
+        keys, values = map(mx.array, keys_and_values(tokens))
+        length = keys.shape[2]
+        if self.cache is None:
+            self.cache = self.make([length - len(row) for row in tokens])
+        mask = self.mask(length)
+        rows = [np.array(self.plain(x)) for x in self.cache.update_and_fetch(keys, values)]
+        return attended(*rows, None if mask is None else np.array(mask), tokens)
+
+    def plain(self, rows: Any) -> Any:
+        return rows
+
+    def crop(self, count: int) -> None:
+        from mlx_lm.models.cache import trim_prompt_cache
+
+        if trim_prompt_cache([self.cache], count) != count:
+            raise kvcache.NotSupportedError("trim_prompt_cache trims fewer")
+
+    def copy(self) -> Self:
+        return copy.deepcopy(self)
+
+    def save(self) -> Self:
+        from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+        loaded = type(self)(self.span, self.sequences)
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder, "cache.safetensors"))
+            save_prompt_cache(path, [self.cache])
+            (loaded.cache,) = load_prompt_cache(path)
+        return loaded
+
+
+class MlxRotating(MlxLm):
+    def make(self, padding: list[int]) -> Any:
+        from mlx_lm.models.cache import RotatingKVCache
+
+        return RotatingKVCache(self.span.window)
+
+
+class MlxQuantized(MlxLm):
+    def make(self, padding: list[int]) -> Any:
+        from mlx_lm.models.cache import QuantizedKVCache
+
+        return QuantizedKVCache(group_size=DIM, bits=4)
+
+    def plain(self, rows: Any) -> Any:
+        import mlx.core as mx
+
+        return mx.dequantize(*rows, group_size=DIM, bits=4)
+
+
+class MlxChunked(MlxLm):
+    """With the mask that mlx-lm's llama4.py makes itself, from ``start_position`` on."""
+
+    def make(self, padding: list[int]) -> Any:
+        from mlx_lm.models.cache import ChunkedKVCache
+
+        return ChunkedKVCache(self.span.chunk)
+
+    def mask(self, tokens: int) -> Any:
+        self.cache.maybe_trim_front()
+        end, chunk = self.cache.offset + tokens, self.span.chunk
+        history, queries = np.arange(self.cache.start_position, end), np.arange(end - tokens, end)[:, None]
+        return (history // chunk == queries // chunk) & (history <= queries)
+
+
+class MlxBatch(MlxLm):
+    absent = frozenset()
+
+    def make(self, padding: list[int]) -> Any:
+        from mlx_lm.models.cache import BatchKVCache
+
+        return BatchKVCache(padding)
+
+    def mask(self, tokens: int) -> Any:
+        return self.cache.make_mask(tokens)
+
+    def select(self, rows: Sequence[int]) -> None:
+        import mlx.core as mx
+
+        self.cache.filter(mx.array(rows))
+
+    def join(self, other: Self) -> None:
+        self.cache.extend(other.cache)
+
+
+class MlxBatchRotating(MlxBatch):
+    def make(self, padding: list[int]) -> Any:
+        from mlx_lm.models.cache import BatchRotatingKVCache
+
+        return BatchRotatingKVCache(self.span.window, padding)
+
+
+class MlxArrays(MlxBatch):
+    """A state that is the last few tokens: as good as any for a cache that only stores it."""
+
+    absent = frozenset({"draft", "crop"})
+
+    def make(self, padding: list[int]) -> Any:
+        from mlx_lm.models.cache import ArraysCache
+
+        return ArraysCache(1, padding if any(padding) else None)
+
+    def feed(self, tokens: Tokens) -> Seen:
+        import mlx.core as mx
+
+        length = max(map(len, tokens))
+        if self.cache is None:
+            self.cache = self.make([length - len(row) for row in tokens])
+        given, mask = self.cache[0], self.cache.make_mask(length)
+        state = np.zeros((len(tokens), self.span.window), int) if given is None else np.array(given)
+        real = np.ones((len(tokens), length), bool) if mask is None else np.array(mask)
+        seen: Seen = [[] for _ in tokens]
+        for i in range(length):
+            for row, ids in enumerate(tokens):
+                if real[row, i]:
+                    token = ids[i - length] if length - i <= len(ids) else 0
+                    state[row] = [*state[row, 1:], token]
+                    seen[row].append([x for x in state[row].tolist() if x])
+        self.cache[0] = mx.array(state)
+        self.cache.advance(length)
+        return seen
+
+
+QUANTO = "QuantizedCache, quanto"
+"""It takes optimum-quanto, which only the extra [bench] installs."""
+CACHES: dict[str, tuple[str, str, type[CacheDriver], Span]] = {
+    "CausalCache": ("ml-kvcache", "full", Ours, FULL),
+    "SlidingWindowCache": ("ml-kvcache", "window", Ours, WINDOW),
+    "ChunkedCache": ("ml-kvcache", "chunk", Ours, CHUNK),
+    "DynamicCache": ("transformers", "full", Transformers, FULL),
+    "DynamicCache, sliding": ("transformers", "window", Transformers, WINDOW),
+    "DynamicCache, chunked": ("transformers", "chunk", Transformers, CHUNK),
+    "StaticCache": ("transformers", "full", Static, FULL),
+    "StaticCache, sliding": ("transformers", "window", Static, WINDOW),
+    "StaticCache, chunked": ("transformers", "chunk", Static, CHUNK),
+    "QuantizedCache, fp8": ("transformers", "full", Fp8, FULL),
+    QUANTO: ("transformers", "full", Quanto, FULL),
+    "KVCache": ("mlx-lm", "full", MlxLm, FULL),
+    "QuantizedKVCache": ("mlx-lm", "full", MlxQuantized, FULL),
+    "RotatingKVCache": ("mlx-lm", "window", MlxRotating, WINDOW),
+    "ChunkedKVCache": ("mlx-lm", "chunk", MlxChunked, CHUNK),
+    "BatchKVCache": ("mlx-lm", "full", MlxBatch, FULL),
+    "BatchRotatingKVCache": ("mlx-lm", "window", MlxBatchRotating, WINDOW),
+    "ArraysCache": ("mlx-lm", "state", MlxArrays, WINDOW),
+}
+"""By name: the project, what its cache shows, its driver and what a query has to see."""
+
+
+VERSIONS = ("transformers", "torch", "optimum-quanto", "mlx-lm", "mlx")
+RECORD, PAGE = "benchmarks/peers-caches.json", "peers-caches.md"
+
+
+def outcomes(name: str, traces: int) -> dict[str, list[str]]:
+    """By area: the result, and why it is not "passes"."""
+    _, _, driver, span = CACHES[name]
+    return {one.area: [one.result, _why(one)] for one in check(driver, span, traces)}
+
+
+def _why(one: Outcome) -> str:
+    return f"{one.wrong} of {one.traces}: {one.why}" if one.wrong else one.why
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def tables(record: Mapping[str, Any]) -> dict[str, str]:
+    """Those of the page."""
+    results, reasons = [], []
+    for name, (project, shows, *_) in CACHES.items():
+        areas = record["caches"].get(name)
+        if areas is None:
+            continue
+        told = {"absent": "", "fails": "**fails**"}
+        results.append([project, f"`{name}`", shows, *(told.get(areas[a][0], areas[a][0]) for a in AREAS)])
+        reasons += [[f"`{name}`", area, *map(_cell, areas[area])] for area in AREAS if areas[area][1]]
+    return {
+        "results": table(["project", "cache", "a query sees", *AREAS], results),
+        "reasons": table(
+            ["cache", "area", "result", "the shortest trace, or what the refusal says"], reasons
+        ),
+        "areas": table(["area", "what a trace does"], list(AREAS.items())),
+        "versions": table(["package", "version"], list(record["versions"].items())),
+    }
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers_caches", description=__doc__)
+    parser.add_argument("--only", default="", help="those caches whose names have this")
+    parser.add_argument("--traces", type=int, default=TRACES, help="random traces of each area")
+    parser.add_argument("--out", type=Path, default=DOCS, help="the folder of the page and its record")
+    options = parser.parse_args()
+    record = {"versions": {}, "caches": {}, **load(options.out / RECORD)}
+    for name in CACHES:
+        if options.only in name and not (name == QUANTO and _version("optimum-quanto") == "not installed"):
+            print(f"{name} ...", flush=True)
+            record["caches"][name] = outcomes(name, options.traces)
+            record["versions"] = {one: _version(one) for one in VERSIONS}
+            save(options.out / RECORD, record)
+    fill(options.out / PAGE, tables(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""K and V of a layer where the model's own tensors can be copied into the cache's memory, and look into it.
+
+A decoded token of a small model is more Python than arithmetic. Where rows lie at even distances, which is
+known once for a pass, a layer's part in it is four views of its buffers and two copies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcache.attention.forward_pass import ForwardPass
+from kvcache.integrations.rows.dense_batch import DenseBatch
+from kvcache.integrations.transformers.bridge import Bridge
+from kvcache.integrations.transformers.passes import Pair
+from kvcache.storage.buffer import Buffer
+from kvcache.storage.layer_buffers import LayerBuffers
+
+__all__ = ["LayerViews"]
+
+
+class LayerViews:
+    """The buffers of one layer, plain numbers in memory that torch shares."""
+
+    __slots__ = ("_device", "_dtype", "_key", "_value", "buffers")
+
+    def __init__(self, buffers: LayerBuffers, bridge: Bridge) -> None:
+        key, value = buffers.key, buffers.value
+        assert isinstance(key, Buffer)
+        assert isinstance(value, Buffer)
+        self.buffers = buffers
+        self._key, self._value = _Half(key, bridge), _Half(value, bridge)
+        self._dtype, self._device = self._key.whole.dtype, self._key.whole.device
+
+    def step(
+        self, layer: int, forward: ForwardPass, reading: DenseBatch, key: torch.Tensor, value: torch.Tensor
+    ) -> Pair | None:
+        """Store K and V (rows, heads, new tokens, dim) and give all that ``reading`` reads, as views.
+
+        The new tokens are the last of every row of ``reading``. None, and nothing done, where ``put`` and
+        ``read`` have to look closer: at the first pass of a layer, at rows that lie apart, at tensors of
+        other dtypes, shapes or devices than the layer's, or in its own memory.
+        """
+        if (
+            reading.even is None
+            or not forward.goes_straight(layer, self.buffers)
+            or not type(key) is type(value) is torch.Tensor
+            or not key.dtype is value.dtype is self._dtype
+            or not key.device == value.device == self._device
+        ):
+            return None
+        rows, heads, new, dim = key.shape
+        k, v = self._key, self._value
+        key_at, value_at = key.data_ptr(), value.data_ptr()
+        if (
+            heads != k.heads
+            or dim != k.dim
+            or value.shape != (rows, heads, new, v.dim)
+            or k.begin <= key_at < k.end  # the copy would read what it writes
+            or k.begin <= value_at < k.end  # keys are written first
+            or v.begin <= value_at < v.end
+        ):
+            return None
+        try:
+            found = k.step(key, reading.even, reading.tokens), v.step(value, reading.even, reading.tokens)
+        except RuntimeError:  # of the device, say: ``put`` writes both anew, and says what it is
+            return None
+        forward.note_put(self.buffers)
+        self.buffers.note_read()
+        return found
+
+
+class _Half:
+    """All cells of K, or of V; ``begin`` and ``end`` are its addresses."""
+
+    __slots__ = ("_offset", "_strides", "begin", "dim", "end", "heads", "whole")
+
+    def __init__(self, buffer: Buffer, bridge: Bridge) -> None:
+        self.whole = whole = bridge.alias(buffer.tensor)
+        self.heads, self.dim = buffer.heads, buffer.dim
+        self._strides, self._offset = buffer.strides, int(whole.storage_offset())
+        self.begin = whole.data_ptr()
+        self.end = self.begin + whole.nbytes
+
+    def step(self, x: torch.Tensor, even: tuple[int, int], tokens: int) -> torch.Tensor:
+        """Write ``x`` (rows, heads, new, dim) to the ends of runs of ``tokens`` cells, and give these.
+
+        The run of row i begins at cell ``even[0] + i * even[1]``.
+        """
+        rows, heads, new, dim = x.shape
+        cell, head, one = self._strides
+        strides, begin = (even[1] * cell, head, cell, one), self._offset + even[0] * cell
+        self.whole.as_strided(x.shape, strides, begin + (tokens - new) * cell).copy_(x)
+        return self.whole.as_strided((rows, heads, tokens, dim), strides, begin)

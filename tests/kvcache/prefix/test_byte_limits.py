@@ -1,0 +1,115 @@
+"""What a PrefixCache takes at most, by every allocation of NumPy and Python, and every file of its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import kvcache
+import ml
+from kvcache import Batch, HostTier, PrefixCache
+from kvcache.stores import FileStore
+from kvcache.stores.buffers import Buffer
+
+KIB, MIB = 1 << 10, 1 << 20
+DIM = 2048
+TOKEN = 2 * DIM * 4
+"""Bytes of K and V of a token."""
+BLOCK = 16
+PAGE = BLOCK * (TOKEN + 8)
+"""Bytes of an entry of a store, its positions included."""
+LIMITS = {"backlog": 2 * MIB, "in_flight": MIB, "read_ahead": 2 * MIB}
+HOST, FOLDER = 8 * MIB, 12 * MIB
+BOOKS = 2 * MIB
+"""For the tree, its queues, the tokens, and what a call needs for a moment."""
+
+
+def make_cache(kind: str, backend: ml.Backend) -> tuple[kvcache.Cache, kvcache.CausalCache]:
+    full = kvcache.CausalCache()
+    cache: kvcache.Cache = full
+    if kind == "window":
+        cache = kvcache.WrapperCache(kvcache.SlidingWindowCache(16), full)
+    elif kind == "states":
+        hybrid = kvcache.RecurrentCache((), (16 * DIM,))
+        cache, full = hybrid, hybrid.attention
+    cache.init(backend, ml.DType.F32, 2, 256, 64)
+    return cache, full
+
+
+def evaluate(cache, full, kind: str, backend: ml.Backend, session: kvcache.Session) -> None:
+    for part in session.chunks(64):
+        at, count = cache.offset(session.seq), len(part)
+        with backend.new_context() as ctx:
+            cache.start_forward(ctx, Batch(range(at, at + count), [session.seq] * count))
+            key = ctx.zeros((count, 1, DIM), ml.DType.F32)
+            for layer in range(2 if kind == "window" else 1):
+                if kind == "window":
+                    cache.set_layer_type(layer)
+                cache.set_layer(layer)
+                cache.put(ctx, key, key)
+            if kind == "states":
+                cache.set_recurrent_state(ctx, 1, cache.recurrent_state(ctx, 1))
+        session.keep()
+
+
+class WatchedStore(FileStore):
+    """``most`` is what its files came to, looked at after each that was written."""
+
+    most = 0
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> bool:
+        done = super().put(key, parts)
+        total = 0
+        for path in self.path.rglob("*.entry"):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        self.most = max(self.most, total)
+        return done
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "states"])
+def test_random_traffic_stays_within_the_sum_of_the_limits(kind: str, tmp_path: Path) -> None:
+    rnd, largest = random.Random(7), 0
+    histories = [[i << 20, *range(1, 40)] for i in range(24)]
+    with ml.open_backend("numpy") as backend:
+        cache, full = make_cache(kind, backend)
+        store = WatchedStore(tmp_path, FOLDER, durable=False)
+        tiers = [HostTier(HOST), store]
+        with (
+            store,
+            PrefixCache(
+                cache, tiers=tiers, identity={"model": "m"}, block_size=BLOCK, interval=32, **LIMITS
+            ) as prefix,
+        ):
+            with prefix.begin(histories[0]) as session:  # the cells are there then
+                evaluate(cache, full, kind, backend, session)
+            tracemalloc.start()
+            try:
+                for turn in range(60):
+                    history = histories[min(int(rnd.expovariate(0.15)), 23)]
+                    if len(history) > 200 or rnd.random() < 0.1:
+                        del history[rnd.randrange(20, len(history)) :]
+                    history += [turn + 1] * rnd.randrange(1, 40)
+                    ahead = prefix.prefetch(history) if rnd.random() < 0.5 else None
+                    with prefix.begin(history) as session:
+                        evaluate(cache, full, kind, backend, session)
+                    if ahead is not None:
+                        ahead.release()
+                    nbytes = prefix.nbytes
+                    largest = max(largest, nbytes["host"])
+                    assert nbytes["host"] <= HOST
+                    assert nbytes["writing"] <= LIMITS["backlog"] + PAGE
+                    assert nbytes["ahead"] <= LIMITS["read_ahead"]
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            limits = prefix.limits
+    assert largest > HOST // 2
+    assert FOLDER // 2 < store.most <= FOLDER + FOLDER // 100
+    assert limits.keys() == {"leaving", "host", "writing", "ahead", *(["copies"] * (kind != "full"))}
+    assert peak <= sum(limits.values()) + PAGE + BOOKS
