@@ -110,7 +110,8 @@ def test_users_share_a_restart_goes_on_and_who_leaves_is_cancelled(folder: Path,
         assert service.health()["reused"] > 0
         body = {"prompt": SYSTEM, "max_tokens": 1500}  # of a client that goes away
         with httpx.stream("POST", f"{service.url}/chat", json=body, timeout=120) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # which closes the connection when it goes
+            next(lines)
             assert service.health()["running"] == 1
         until(lambda: service.health()["running"] == 0)
         assert service.ask(questions[1]) == answers[1]

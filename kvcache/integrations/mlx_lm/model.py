@@ -65,7 +65,7 @@ class MLXModel(DrivenModel):
                 f"MLXModel: model is a {type(model).__name__}; it must be the first of what mlx_lm.load "
                 "returns"
             )
-        name = type(model).__module__
+        name = type(model).__module__.rpartition(".")[2]
         if parts_matter(model):
             raise NotSupportedError(
                 f"MLXModel: {name} gives other tokens where a prompt is evaluated in other parts"

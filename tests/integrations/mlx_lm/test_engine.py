@@ -34,7 +34,7 @@ LAYOUTS = {
     "deepseek_v32": "ROWS",  # an indexer
     "qwen3_next": "ROWS",  # recurrences
     "mamba": "ROWS",
-    "llama4_text": "ROWS",  # chunks, by a mask of its own
+    "llama4": "ROWS",  # chunks, by a mask of its own
 }
 """By type of model, how its tokens are given to it."""
 ENDLESS = GenerationOptions(6, ignore_eos=True)
