@@ -37,7 +37,7 @@ from kvcache.prefix.retention import Retention
 from kvcache.prefix.tree_entry import TreeEntry, content_of
 from kvcache.snapshots.schedule import REPLACED
 from kvcache.snapshots.serialize import deserialize
-from kvcache.snapshots.snapshot import Snapshot, unwrapped_snapshot
+from kvcache.snapshots.snapshot import Snapshot, SnapshotChain, unwrapped_snapshot
 from kvcache.stores import SerializedSnapshot
 
 __all__ = [
@@ -462,8 +462,9 @@ class OpenSessions:
             for node in self._tree.along(self._tree.walk(ids))[1]:
                 assert node.data is not None
                 content = content_of(node.data)
-                kept = isinstance(content, SerializedSnapshot)
-                pieces.append(deserialize(cache.backend, content) if kept else content)
+                if isinstance(content, SerializedSnapshot):
+                    content = deserialize(cache.backend, content)
+                pieces += content.parts if isinstance(content, SnapshotChain) else [content]
         reached = pieces[-1].end if pieces else 0
         if reached < size or not pieces:
             pieces.append(cache.snapshot(seq, reached, size))
