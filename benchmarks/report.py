@@ -122,19 +122,14 @@ def _front(results: Mapping[str, Any]) -> str:
 
 
 def _targets(results: Mapping[str, Any]) -> str:
-    rows = [
-        (
-            f"{row.measurement} ({row.contender})",
-            row.group,
-            f"{row.ratio:.3g}",
-            f"{row.target:g}",
-            "reached" if row.met else "**not reached**",
-        )
-        for part in results["parts"].values()
-        for row in _rows(part)
-        if row.met is not None
+    """How many are reached, and those that are not."""
+    rows = [row for part in results["parts"].values() for row in _rows(part)]
+    missed = [
+        (f"{row.measurement} ({row.contender})", row.group, f"{row.ratio:.3g}", f"{row.target:g}")
+        for row in rows
+        if row.met is False
     ]
-    return table(("measurement", "where", "ratio", "at most", ""), rows)
+    return f"{verdict(rows)}; not reached:\n\n{table(('measurement', 'where', 'ratio', 'at most'), missed)}"
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

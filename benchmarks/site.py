@@ -13,9 +13,13 @@ from benchmarks.pages import DOCS, filled, load
 from examples import pictures
 
 PAGES = {
-    "benchmarks/index.md": (report.RECORD, report.tables),
-    "benchmarks/ragged.md": ("ragged.json", report.tables),
-    "benchmarks/agents.md": (agents.RECORD, agents.tables),
+    "benchmarks/index.md": ("benchmarks/" + report.RECORD, report.tables),
+    "benchmarks/ragged.md": ("benchmarks/ragged.json", report.tables),
+    "benchmarks/agents.md": ("benchmarks/" + agents.RECORD, agents.tables),
+    "remote-stores.md": (
+        "two-hosts/figures.json",
+        lambda record: {"two-hosts": two_hosts_report.tables(record)},
+    ),
 }
 """Pages with tables, the records that these are of, and what writes them."""
 
@@ -38,8 +42,13 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str | None:
-    if (tables := PAGES.get(page.file.src_uri)) is None:
-        return None
-    record, written = tables
-    return filled(markdown, written(load(DOCS / "benchmarks" / record)))
+def tables_of(page: str) -> dict[str, str]:
+    """The tables that are filled into a page, by their marks."""
+    if page not in PAGES:
+        return {}
+    record, written = PAGES[page]
+    return written(load(DOCS / record))
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    return filled(markdown, tables_of(page.file.src_uri))

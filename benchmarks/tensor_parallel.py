@@ -3,7 +3,7 @@
 python -m benchmarks.tensor_parallel [--quick] [--write]
 
 Ranks are processes with ``--threads`` threads each. Runs of one and of two ranks take turns, so that what
-else the machine does falls on both. ``--write`` puts the tables into docs/tensor-parallel.md.
+else the machine does falls on both. ``--write`` puts the tables into docs/devices.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvcache_engine.parallel import join, share_of
 from kvcache_engine.rank import LOST, job_of_rank, leave
 from kvcache_engine.ranks import run_ranks
 
-PAGE = DOCS / "tensor-parallel.md"
+PAGE = DOCS / "devices.md"
 ENGINES = ("torch", "mlx")
 KIBIBYTES = (8, 64, 1024)
 SHALLOW = {**RANDOM, "num_hidden_layers": 8}

@@ -3,9 +3,9 @@
     python -m benchmarks.two_hosts [--quick] [--decisions] [--model NAME ...] [--docs docs]
 
 Two network namespaces on one machine, the server of the store on the first. Needs root, iproute2 and
-redis-server or valkey-server. Writes figures and plots to docs/two-hosts/ and the tables into
-docs/two-hosts.md; of a model that is not measured, the former figures stay. With --decisions only what a host
-does is measured that asks the store where fetching beats computing.
+redis-server or valkey-server. Writes the figures to docs/two-hosts/; the site makes the tables and plots of
+docs/remote-stores.md from them. Of a model that is not measured, the former figures stay. With --decisions
+only what a host does is measured that asks the store where fetching beats computing.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main() -> None:
             results["models"][name]["decisions"] = decisions(plan, machines)
         report.write(options.docs, results)
         front.write(options.docs)
-    print(f"wrote {options.docs / 'two-hosts.md'}")
+    print(f"wrote {options.docs / 'two-hosts' / 'figures.json'}")
 
 
 class Machines(contextlib.ExitStack):

@@ -73,9 +73,8 @@ def load(docs: Path) -> dict[str, Any]:
 
 
 def write(docs: Path, results: Mapping[str, Any]) -> None:
-    """Figures, and the tables of the page."""
+    """The figures, from which the site's tables and plots are made when it is built."""
     pages.save(docs / "two-hosts" / "figures.json", results)
-    pages.fill(docs / "two-hosts.md", {"two-hosts": tables(load(docs)).strip()})
 
 
 def row_of(point: Point) -> dict[str, Any]:
@@ -89,10 +88,10 @@ def points_of(record: Mapping[str, Any]) -> list[Point]:
 
 def tables(results: Mapping[str, Any]) -> str:
     """Markdown of all models."""
-    return "\n".join(line for name, record in results["models"].items() for line in _model(name, record))
+    return "\n".join(line for record in results["models"].values() for line in _model(record))
 
 
-def _model(name: str, record: Mapping[str, Any]) -> Sequence[str]:
+def _model(record: Mapping[str, Any]) -> Sequence[str]:
     points = points_of(record)
     limits = [link["gigabits"] for link in record["links"]]
     named = [_bandwidth(limit) for limit in limits]
@@ -111,7 +110,6 @@ def _model(name: str, record: Mapping[str, Any]) -> Sequence[str]:
     return [
         f"\n### {record['title'][0].upper()}{record['title'][1:]}\n",
         f"{conditions}\n",
-        f"![Time to the first token, and how much sooner it comes](two-hosts/{name}.svg)\n",
         f"{legend}\n",
         table(
             ("stored tokens", "over the wire", "computed anew", *named, "break-even bandwidth"),

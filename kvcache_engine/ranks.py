@@ -1,7 +1,7 @@
 """Ranks of a group on this machine, started by their framework's launcher: watched, and ended together.
 
 torchrun and mlx.launch start the ranks; each reports here, over a socket, its process id and what it exits
-with. That is for what the launchers lack (docs/tensor-parallel.md has it measured): all are gone in time,
+with. That is for what the launchers lack (docs/devices.md has it measured): all are gone in time,
 also those that are stopped or whose starter was killed, rank 0 has the terminal, and the cause is one line.
 """
 

@@ -200,9 +200,8 @@ class Pin:
 
     def set_cells(self, cells: Array | slice) -> None:
         """``cells``, or a run of them."""
-        is_slice = isinstance(cells, slice)
-        self.cells: Array = np.arange(cells.start, cells.stop) if is_slice else cells
-        self.where: Array | slice = cells if is_slice else indices(cells)
+        self.cells: Array = np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
+        self.where: Array | slice = cells if isinstance(cells, slice) else indices(cells)
         """What takes them out of an array."""
 
 

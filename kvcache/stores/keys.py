@@ -99,7 +99,7 @@ class Chain:
         """``like``, ``shared``: as for ``Keys.chain``."""
         self.block_size = block_size
         self._items = items
-        self._digests = [root] if like is None else like._digests[: shared // block_size + 1]
+        self._digests: list[bytes] = [root] if like is None else like._digests[: shared // block_size + 1]
         known = (len(self._digests) - 1) * block_size
         for start in range(known, len(items) - block_size + 1, block_size):
             self._digests.append(_link(self._digests[-1], items.encoded(start, start + block_size)))

@@ -100,8 +100,8 @@ def test_a_part_takes_the_place_of_the_one_that_was_recorded(tmp_path: Path) -> 
         report.write(tmp_path, {"memory": report.record([row], False, 1.0, None)})
     report.write(tmp_path, {"tail": report.record([slow], False, 1.0, 0.25)})
     page = (tmp_path / "index.md").read_text(encoding="utf-8")
-    assert page.count("| m (ours) | numpy | 0.5 | 1 | reached |") == 1
-    assert page.count("| m (ours) | numpy | 2 | 1 | **not reached** |") == 1
+    assert "1 of 2 targets reached; not reached:" in page
+    assert page.count("| m (ours) | numpy | 2 | 1 |") == 1
     tables = report.tables(pages.load(tmp_path / "results.json"))
     assert tables.keys() == {"memory", "tail"}
     assert tables["tail"].startswith("1 s; others kept 0.2 cores busy.\n\n| where |")

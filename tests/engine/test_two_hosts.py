@@ -26,10 +26,12 @@ pytest.importorskip("xxhash")
 pytest.importorskip("safetensors")
 
 
+from benchmarks import pages
 from benchmarks import two_hosts_report as report
 from benchmarks.hosts.host import Host
 from benchmarks.hosts.network import Network, unavailable
 from benchmarks.hosts.processes import Process, store_server
+from benchmarks.site import tables_of
 from benchmarks.two_hosts_report import Decided, Point, break_even_bandwidth, break_even_length
 from benchmarks.wire import link_speed
 
@@ -273,10 +275,8 @@ def test_break_even_bandwidth_is_what_makes_the_transfer_as_long_as_what_it_save
     assert break_even_bandwidth(POINTS[2]) == 8 * 4000 / 4.5
 
 
-def test_tables_and_plots_take_the_place_between_the_marks_of_the_page(tmp_path: Path) -> None:
+def test_tables_and_plots_are_those_of_the_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    page = tmp_path / "two-hosts.md"
-    page.write_text("before\n<!-- table: two-hosts -->\nold\n<!-- end -->\nafter\n", encoding="utf-8")
     rows = [report.row_of(point) for point in POINTS]
     record = {
         "title": "a model", "backend": "torch", "machine": "a machine", "foreign_cores": 0.25, "rounds": 3,
@@ -287,13 +287,9 @@ def test_tables_and_plots_take_the_place_between_the_marks_of_the_page(tmp_path:
             "rows": [asdict(row) for row in DECIDED],
         },
     }  # fmt: skip
-    for _ in range(2):
-        report.write(tmp_path, {"models": {"one": record}})
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith("before\n<!-- table: two-hosts -->\n\n### ")
-    assert text.endswith("|\n\n<!-- end -->\nafter\n")
-    assert "old" not in text
-    assert text.count("### A model") == 1
+    report.write(tmp_path, {"models": {"one": record}})
+    text = report.tables(report.load(tmp_path))
+    assert text.startswith("\n### A model\n")
     assert "| 40 | 3.9 KiB | 6,000.0 | 5,000.0 (1.2x) | 1,500.0 (4x) | 7.11e-06 Gb/s |" in text
     assert "| restoring pays from | 35 tokens | 15 tokens |" in text
     assert "| 0.05 Gb/s | 40 | computed all | 6,000.0 | 9,000.0 | 6,500.0 |" in text
@@ -302,15 +298,18 @@ def test_tables_and_plots_take_the_place_between_the_marks_of_the_page(tmp_path:
     assert report.load(tmp_path) == json.loads(json.dumps({"models": {"one": record}}))
 
 
-def test_the_pages_tables_are_those_of_its_figures() -> None:
-    """Else: python -m benchmarks.two_hosts writes both."""
+def test_the_page_shows_its_figures() -> None:
     docs = Path(__file__).resolve().parents[2] / "docs"
     results = report.load(docs)
     assert {*results["models"]} == {"tiny", "llama"}
-    assert report.tables(results) in (docs / "two-hosts.md").read_text(encoding="utf-8")
+    page = (docs / "remote-stores.md").read_text(encoding="utf-8")
+    assert report.tables(results) in pages.filled(page, tables_of("remote-stores.md"))
+    longest = report.points_of(results["models"]["llama"])[-1]
+    computed, fetched = longest.computed, longest.restored[1.0]
+    assert f"take {computed:.2g} s to compute and {fetched:.2g} s to fetch over 1 Gb/s" in page
     for name, record in results["models"].items():
         rows = [Decided(**row) for row in record["decisions"]["rows"]]
         assert {(row.gigabits < 0.1, row.restored == 0) for row in rows} == {(True, True), (False, False)}
-        assert f"(two-hosts/{name}.svg)" in (docs / "two-hosts.md").read_text(encoding="utf-8")
+        assert f"(two-hosts/{name}.svg)" in page
         for point in report.points_of(record):
             assert point.nbytes > point.tokens * BYTES
