@@ -33,7 +33,7 @@ import numpy as np
 import kvcache
 import ml
 from benchmarks.pages import DOCS, axes_of, legend, load, save, show, svg, table
-from kvcache import Batch, HostTier, PrefixCache, Session
+from kvcache import Batch, HostTier, PrefixCache, PrefixOptions, Session
 from kvcache.stores import FileStore
 from kvcache.testing.bench.timing import machine
 
@@ -132,7 +132,9 @@ class Replay(contextlib.AbstractContextManager["Replay"]):
         self.cache: Any = full
         if kind.state:
             floats = kind.state // self.scale * self.token_bytes // 4
-            self.cache = self._hybrid = kvcache.RecurrentCache((), (floats,), delivers=True)
+            declared = {"recurrent": kvcache.StateSpec((floats,), ml.DType.F32)}
+            states = kvcache.StateCache({None: declared}, delivers=True)
+            self.cache = self._hybrid = kvcache.RecurrentCache.of(states, full)
         elif kind.window:
             self.cache = kvcache.WrapperCache(kvcache.SlidingWindowCache(kind.window // self.scale), full)
         cells = self._room + 2 * self._longest
@@ -148,7 +150,7 @@ class Replay(contextlib.AbstractContextManager["Replay"]):
             tiers=tiers,
             identity={"model": kind.model},
             block_size=512 // self.scale,
-            interval=512 // self.scale,
+            options=PrefixOptions(interval=512 // self.scale),
         )
 
     def restart(self) -> None:
@@ -354,7 +356,7 @@ def measure_reuse(
 ) -> Iterator[str]:
     """Add to a record what is not there yet; after each result, its name."""
     blocks, distinct = sum(request.blocks.size for request in requests), distinct_blocks(requests)
-    trace = {"requests": len(requests), "blocks": blocks, "distinct": distinct}
+    trace: dict[str, float] = {"requests": len(requests), "blocks": blocks, "distinct": distinct}
     trace |= {"seed": seed, "period": period}
     if record.get("trace", trace) != trace:
         raise SystemExit(f"--out has results of another trace, {record['trace']}; this one is {trace}")

@@ -30,7 +30,7 @@ from kvcache.prefix.tree_entry import (
     priority_of,
     tenant_of,
 )
-from kvcache.snapshots.snapshot import Snapshot, unwrapped_snapshot
+from kvcache.snapshots.snapshot import Snapshot, SnapshotChain, unwrapped_snapshot
 
 __all__ = ["Evictor"]
 
@@ -186,6 +186,8 @@ class Evictor:
         """
         assert node.data is not None
         snapshot = node.data.snapshot
+        if isinstance(snapshot, SnapshotChain):
+            snapshot = snapshot.parts[-1]
         parts = () if snapshot is None else unwrapped_snapshot(snapshot)
         whole = sum(part.nbytes for part in parts if not part.divisible)
         of_tokens = sum(part.nbytes for part in parts if part.divisible)

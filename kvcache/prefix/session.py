@@ -37,7 +37,7 @@ from kvcache.prefix.retention import Retention
 from kvcache.prefix.tree_entry import TreeEntry, content_of
 from kvcache.snapshots.schedule import REPLACED
 from kvcache.snapshots.serialize import deserialize
-from kvcache.snapshots.snapshot import Snapshot, unwrapped_snapshot
+from kvcache.snapshots.snapshot import Snapshot, SnapshotChain, unwrapped_snapshot
 from kvcache.stores import SerializedSnapshot
 
 __all__ = [
@@ -464,7 +464,7 @@ class OpenSessions:
                 content = content_of(node.data)
                 if isinstance(content, SerializedSnapshot):
                     content = deserialize(cache.backend, content)
-                pieces.append(content)
+                pieces += content.parts if isinstance(content, SnapshotChain) else [content]
         reached = pieces[-1].end if pieces else 0
         if reached < size or not pieces:
             pieces.append(cache.snapshot(seq, reached, size))
