@@ -109,7 +109,7 @@ class Bound:
         self._shape, self._dtype, self._key = query.shape, query.dtype, buffers.shape.key
 
     def __call__(self, buffers: LayerBuffers, query: Any, scale: float) -> ml.Tensor | None:
-        """The layer's attention; None where this is not what was bound: then ``attend`` says what it is."""
+        """The layer's attention; None if the call is unlike the one that was bound: use ``attend`` then."""
         if (
             type(query) is not self._kind
             or query.backend is not self._backend
@@ -137,7 +137,7 @@ class Kernels:
         self, ctx: ml.Context, plan: ReadPlan, buffers: LayerBuffers, query: ml.Tensor, scale: float,
         sinks: ml.Tensor | None,
     ) -> ml.Tensor | None:  # fmt: skip
-        """By the kernel; None where it declines, or declined a plan that was no larger."""
+        """Attention by the kernel; None if it declines, or has declined a plan of no more segments."""
         backend, asked = self.backend, (buffers.shape, query.shape[1], device_of(ctx))
         declined = self._declined.get(asked, sys.maxsize)
         if len(plan.groups) >= declined:  # each has a segment of its own, as a rule
@@ -208,7 +208,7 @@ def _by_calls(
 
 
 def _queries(ctx: ml.Context, query: ml.Tensor, call: ml.AttentionCall) -> ml.Tensor:
-    """The call's of query (tokens, heads, head_dim), segment by segment."""
+    """The queries of one call, out of (tokens, heads, head_dim), segment by segment."""
     tokens = call.tokens
     if not isinstance(tokens, slice):
         return query.rows(ctx, tokens)
@@ -266,7 +266,7 @@ def _part(
 
 
 def _cut(ctx: ml.Context, output: ml.Tensor, dim: int) -> ml.Tensor:
-    """The first ``dim`` numbers of each head: those behind them are of keys that hold the values."""
+    """The first ``dim`` numbers of each head. Where keys hold the values, what follows belongs to the key."""
     return output if output.shape[2] == dim else output.slice(ctx, 2, 0, dim)
 
 

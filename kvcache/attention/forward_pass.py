@@ -142,7 +142,7 @@ class ForwardPass:
                     buffers.lack(self.table.taken, self._where())
 
     def resume(self) -> None:
-        """It goes on after ``end``: layers may still be given its tokens."""
+        """Go on after ``end``: layers may still be given the tokens."""
         for buffers in self.layers.values() if self.cells is not None else ():
             if buffers.stamp < self.stamp and buffers.absent is not None:
                 buffers.absent[self._where()] = 0
@@ -308,7 +308,7 @@ def place(table: CellTable, groups: Sequence[SequenceTokens], tokens: int) -> in
 def _place_behind(
     table: CellTable, groups: Sequence[SequenceTokens], cells: np.ndarray
 ) -> Sequence[SequenceTokens]:
-    """Of groups of one token each those that the cell behind their sequence's last one is not free for."""
+    """Place tokens, one per group, right behind their sequences; the groups whose next cell is taken."""
     positions = np.concatenate([group.positions for group in groups])
     chosen = table.append_each([group.seq for group in groups], positions)
     cells[[group.first_token for group in groups]] = chosen

@@ -37,7 +37,7 @@ from kvcache.cache import (
     SupportsRollback,
     check_whole,
 )
-from kvcache.caches.managed import PreparedCalls
+from kvcache.caches.base import PreparedCalls
 from kvcache.caches.one_thread import one_thread
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.caches.wrapper import unwrapped

@@ -9,7 +9,10 @@ s with position <= p; a window w adds position >= p - w, a chunk c adds position
     chunk 4        . . . . x x x .        from the start of its chunk of 4
 
 The cache puts together its ``storage`` (a cell table and the buffers of each layer), the forward pass
-(kvcache.attention), ``editor`` (what is done to sequences between passes) and ``snapshots``.
+(kvcache.attention), ``editor`` (what is done to sequences between passes) and ``snapshots``. The class reads
+from top to bottom: it is set up, a pass finds cells for its tokens, layers put and attend, sequences are
+shared, shortened and snapshotted between passes. What takes a pass back, for caches that start together,
+comes last. Checks that all caches make are in base.py, those of threads in one_thread.py.
 """
 
 from __future__ import annotations
@@ -41,8 +44,7 @@ from kvcache.cache import (
     check_whole,
     whole_numbers,
 )
-from kvcache.caches.base import BoundCache
-from kvcache.caches.managed import ManagedSnapshots
+from kvcache.caches.base import BoundCache, ManagedSnapshots
 from kvcache.caches.one_thread import busy, is_foreign, one_call, one_thread
 from kvcache.caches.sequences import SequenceEditor, check_groups
 from kvcache.caches.undo_log import UndoLog
@@ -77,7 +79,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         self._uploads: Uploads | None = None
         self._undo: UndoLog | None = None
 
-    # Setting up and closing.
+    # Setting up.
 
     def init(
         self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
@@ -99,30 +101,6 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             raise
         self._closed = False
 
-    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
-        if self._buffers or self._pass is not None or (self._backend and any(self._table.occupied())):
-            raise OrderError("set_config: tokens are already stored; call set_config before the first batch")
-
-        def commit() -> None:
-            self._config = config
-            if self._backend is not None:
-                self._make_table()
-
-        return commit
-
-    def close(self) -> None:
-        """Drop all tensors and metadata. ``init`` may bind the cache anew.
-
-        Snapshots that are still in the cache are copied out first.
-        """
-        self._changed()
-        self.snapshots.close()
-        self._buffers = {}  # a new one: a snapshot may know the old
-        self._fixed = {}
-        self._backend = None
-        self._layer = 0
-        self._closed = True
-
     def _make_table(self) -> None:
         self._active, backend = self.config, self._bound("init")
         self._fixed = {}
@@ -134,6 +112,17 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         self._kernels = Kernels(backend)
         self.snapshots.detach_all()
         self.snapshots.bind(storage, self._window())
+
+    def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
+        if self._buffers or self._pass is not None or (self._backend and any(self._table.occupied())):
+            raise OrderError("set_config: tokens are already stored; call set_config before the first batch")
+
+        def commit() -> None:
+            self._config = config
+            if self._backend is not None:
+                self._make_table()
+
+        return commit
 
     # What windows and chunks change.
 
@@ -153,10 +142,16 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         """(sequence, begin, end): positions ``[begin, end)``, which go before the batch is placed."""
         return []
 
+    def _go_on_to(self, forward: ForwardPass) -> None:
+        if forward.cells is None and self._pass is not None:  # else it has ended, for room
+            self._pass.end()
+        self._pass = forward
+        forward.begin()
+
     def _full(self, tokens: int) -> CacheFullError:
         return CacheFullError(tokens, self._table.unowned, self._table.held())
 
-    # A pass begins, and ends.
+    # One pass.
 
     @one_call
     def start_forward(
@@ -202,7 +197,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
                 self.snapshots.capture(group.seq)
 
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
-        """End the pass, and evict what windows no longer see: ``tokens`` cells are free then; or neither."""
+        """End the pass and evict what windows no longer see; ``tokens`` cells are free then. Or neither."""
         if self._pass is not None:
             self._pass.end()  # noted before snapshots are copied out
         undo = UndoLog(self._table, groups)
@@ -250,84 +245,6 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
                 forward.fill(ctx)
         return forward
 
-    def _go_on_to(self, forward: ForwardPass) -> None:
-        if forward.cells is None and self._pass is not None:  # else it has ended, for room
-            self._pass.end()
-        self._pass = forward
-        forward.begin()
-
-    def _changed(self) -> None:
-        """Sequences change: the pass under way ends, and cannot be undone any more."""
-        if self._pass is not None:
-            self._pass.end()
-        self._forget_pass()
-
-    def _forget_pass(self) -> None:
-        if self._pass is not None and not self._pass.reserve:
-            self._reads = self._pass.reading.reads()
-        self._pass = None
-        self._undo = None
-
-    def pass_under_way(self) -> ForwardPass | None:
-        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
-        return self._pass
-
-    def undo_forward(self, resume: object = None) -> None:
-        """Undo the last ``start_forward``, including evictions, as if it had not been called.
-
-        For caches that start together: where one refuses, the others go back. Only right after
-        ``start_forward``; once another sequence operation has followed there is nothing to undo.
-        The pass ends, or goes on with ``resume``: what ``pass_under_way`` gave before that start.
-        """
-        self._bound("undo_forward")
-        if self._pass is not None:
-            check_thread("undo_forward", self._pass.thread)
-        if self._pass is not None and self._undo is not None and not self._undo.evicts:
-            self._pass.end()  # snapshots of it are said to lack what was never put
-        saved = self._take_back()
-        for seq in saved:
-            self.snapshots.schedule.undone(seq, self._table.rows[seq].last + 1)
-        self._pass = resume if isinstance(resume, ForwardPass) else None
-        self._table.placed = None
-        self._resume()
-
-    def _take_back(self) -> Iterable[int]:
-        """Undo what the last pass changed when it began; the sequences that this was about."""
-        undo, self._undo = self._undo, None
-        if undo is None:
-            return ()
-        undo.restore()
-        return undo.rows
-
-    def _resume(self) -> None:
-        """The pass goes on after it was ended: snapshots of its tokens are taken anew, with what follows."""
-        forward = self._pass
-        if forward is None:
-            return
-        forward.resume()
-        for group in forward.groups if forward.cells is not None else ():
-            self.snapshots.schedule.again(group.seq, group.lowest)
-            self.snapshots.capture(group.seq)
-
-    def foreign_pass(self) -> bool | None:
-        forward = self._pass
-        if forward is None or forward.finished or not is_foreign(forward):
-            return False
-        return True if self._buffers else None
-
-    def upload_with(self, uploads: Uploads | None) -> None:
-        """Let what the next pass needs of the host go to devices with that of other caches' passes.
-
-        For caches that start together. What has fixed shapes waits for ``upload_fixed`` then.
-        """
-        self._uploads = uploads
-
-    def upload_fixed(self, ctx: ml.Context) -> None:
-        """After ``upload_with`` and ``start_forward``: bring what has fixed shapes to the pass."""
-        self._started("upload_fixed").fill(ctx)
-
-    # The layers of a pass.
-
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
         """Let the batch's tokens at the indices ``except_`` also see the tokens after them.
 
@@ -347,6 +264,8 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         except BaseException:
             forward.lift(before)
             raise
+
+    # Its layers.
 
     def put(
         self,
@@ -502,6 +421,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         forward.fill(here)
         result = attend(here, plan, self._kernels, buffers, query, scale, sinks, select)
         buffers.note_read()
+        # A cast to its own dtype moves a tensor to the device of ``ctx``.
         return result if here is ctx else result.cast(ctx, result.dtype)
 
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
@@ -561,14 +481,6 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         reached = int(row.positions[below - 1]) + 1 if below else 0
         return reached if reached > 0 and self.can_resume(seq, reached) else 0
 
-    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
-        self._check_copy(src_seq, dst_seq, length)
-        return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
-
-    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        self._check_remove(seq, begin, end)
-        return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
-
     @one_thread
     def evict(self, seq: int, positions: Iterable[int]) -> None:
         """Evict some tokens of a sequence in all layers; no other token moves, no key is re-encoded.
@@ -584,6 +496,20 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         """
         self.prepare_evict(seq, positions)()
 
+    @one_thread
+    def defrag(self) -> None:
+        """Make every sequence one contiguous run of cells, with room to grow. Views become invalid."""
+        self._bound("defrag")
+        self._ending_pass(self.editor.defrag)()
+
+    def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
+        self._check_copy(src_seq, dst_seq, length)
+        return self._ending_pass(self.editor.prepare_copy_prefix(src_seq, dst_seq, length))
+
+    def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
+        self._check_remove(seq, begin, end)
+        return self._ending_pass(self.editor.prepare_remove(seq, begin, end))
+
     def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
         self._check_sequence("evict", seq)
         return self._ending_pass(self.editor.prepare_evict(seq, positions))
@@ -594,12 +520,6 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             change()
 
         return commit
-
-    @one_thread
-    def defrag(self) -> None:
-        """Make every sequence one contiguous run of cells, with room to grow. Views become invalid."""
-        self._bound("defrag")
-        self._ending_pass(self.editor.defrag)()
 
     def mark_lost(self, seq: int) -> None:
         """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""
@@ -721,3 +641,90 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         used = f"cells: {table.cells - table.free} of {table.cells}"
         used += f" ({alone} held by snapshots alone)" if alone else ""
         return [used, f"{bytes_text(self.nbytes)} of K and V"]
+
+    # A pass ends, or is taken back.
+
+    def _changed(self) -> None:
+        """Sequences change: the pass under way ends, and cannot be undone any more."""
+        if self._pass is not None:
+            self._pass.end()
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        if self._pass is not None and not self._pass.reserve:
+            self._reads = self._pass.reading.reads()
+        self._pass = None
+        self._undo = None
+
+    def foreign_pass(self) -> bool | None:
+        forward = self._pass
+        if forward is None or forward.finished or not is_foreign(forward):
+            return False
+        return True if self._buffers else None
+
+    def pass_under_way(self) -> ForwardPass | None:
+        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
+        return self._pass
+
+    def undo_forward(self, resume: object = None) -> None:
+        """Undo the last ``start_forward``, including evictions, as if it had not been called.
+
+        For caches that start together: where one refuses, the others go back. Only right after
+        ``start_forward``; once another sequence operation has followed there is nothing to undo.
+        The pass ends, or goes on with ``resume``: what ``pass_under_way`` gave before that start.
+        """
+        self._bound("undo_forward")
+        if self._pass is not None:
+            check_thread("undo_forward", self._pass.thread)
+        if self._pass is not None and self._undo is not None and not self._undo.evicts:
+            self._pass.end()  # snapshots of it are said to lack what was never put
+        saved = self._take_back()
+        for seq in saved:
+            self.snapshots.schedule.undone(seq, self._table.rows[seq].last + 1)
+        self._pass = resume if isinstance(resume, ForwardPass) else None
+        self._table.placed = None
+        self._resume()
+
+    def _take_back(self) -> Iterable[int]:
+        """Undo what the last pass changed when it began; the sequences that this was about."""
+        undo, self._undo = self._undo, None
+        if undo is None:
+            return ()
+        undo.restore()
+        return undo.rows
+
+    def _resume(self) -> None:
+        """The pass goes on after it was ended: snapshots of its tokens are taken anew, with what follows."""
+        forward = self._pass
+        if forward is None:
+            return
+        forward.resume()
+        for group in forward.groups if forward.cells is not None else ():
+            self.snapshots.schedule.again(group.seq, group.lowest)
+            self.snapshots.capture(group.seq)
+
+    def upload_with(self, uploads: Uploads | None) -> None:
+        """Let what the next pass needs of the host go to devices with that of other caches' passes.
+
+        For caches that start together. What has fixed shapes waits for ``upload_fixed`` then.
+        """
+        self._uploads = uploads
+
+    def upload_fixed(self, ctx: ml.Context) -> None:
+        """After ``upload_with`` and ``start_forward``: bring what has fixed shapes to the pass."""
+        self._started("upload_fixed").fill(ctx)
+
+    # Closing.
+
+    def close(self) -> None:
+        """Drop all tensors and metadata. ``init`` may bind the cache anew.
+
+        Snapshots that are still in the cache are copied out first.
+        """
+        self._changed()
+        self.snapshots.close()
+        self._buffers = {}  # a new one: a snapshot may know the old
+        self._fixed = {}
+        self._backend = None
+        self._layer = 0
+        self._closed = True

@@ -28,8 +28,7 @@ from kvcache.cache import (
     check_thread,
     check_whole,
 )
-from kvcache.caches.base import BoundCache
-from kvcache.caches.managed import ManagedSnapshots
+from kvcache.caches.base import BoundCache, ManagedSnapshots
 from kvcache.caches.one_thread import is_foreign, one_call, one_thread
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import StateSnapshot

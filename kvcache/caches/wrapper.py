@@ -36,8 +36,8 @@ from kvcache.cache import (
     computed,
     whole_numbers,
 )
+from kvcache.caches.base import PreparedCalls
 from kvcache.caches.encoder import EncoderCache
-from kvcache.caches.managed import PreparedCalls
 from kvcache.caches.one_thread import joined, one_call, one_thread
 from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind, replaces

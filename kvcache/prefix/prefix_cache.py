@@ -131,6 +131,7 @@ class PrefixCache(Closing):
             self.tree, self.evictor, lookup, options.interval, self.stats, bool(options.write_through)
         )
         self._calls = self._open.calls
+        self._in_flight, self._read_ahead = in_flight, read_ahead
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
         cache.on_pressure = self.evictor.relieve
@@ -430,6 +431,28 @@ class PrefixCache(Closing):
         if self._prefetcher is not None:
             sizes["ahead"] = self._prefetcher.nbytes
         return sizes
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The bytes that an operator has to reckon with, beside the cache's own; None: no limit.
+
+        On the device: "copies" of windows and states beside the cache's cells (full attention has none), and
+        what is "leaving" to other tiers. In the process's memory: "host", what waits for "writing" to stores
+        (more by one snapshot that is larger), and what is read "ahead" from them.
+        """
+        tree, limits = self.tree, dict[str, int | None]()
+        if not tree.divisible:
+            budget = tree.device.budget
+            limits["copies"] = self.cache.nbytes if budget is None else budget
+        if tree.worker is not None:
+            limits["leaving"] = self._in_flight
+        if tree.host is not None:
+            limits["host"] = tree.host.budget
+        if tree.store is not None:
+            limits["writing"] = tree.store.writes.backlog
+        if self._prefetcher is not None:
+            limits["ahead"] = self._read_ahead
+        return limits
 
     @property
     def failed(self) -> dict[str, int]:

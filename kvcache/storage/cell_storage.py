@@ -29,7 +29,7 @@ class CellStorage:
     """By layer, from its first ``put`` on."""
 
     def allocate(self, ctx: ml.Context, layer: int, shape: LayerShape, activations: ml.DType) -> LayerBuffers:
-        """Buffers for what is put as ``activations``; not yet in ``buffers``. Tokens there are lack in it."""
+        """Buffers for what is put as ``activations``, not yet in ``buffers``; no stored token is in them."""
         cells, taken = self.table.cells, self.table.taken
         made = LayerBuffers(ctx.layer(layer), self.dtype, self.config, cells, shape, activations)
         owned = np.flatnonzero(self.table.references)

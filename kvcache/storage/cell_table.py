@@ -200,13 +200,9 @@ class Pin:
 
     def set_cells(self, cells: Array | slice) -> None:
         """``cells``, or a run of them."""
-        self.cells: Array
-        self.where: Array | slice
+        self.cells: Array = np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
+        self.where: Array | slice = cells if isinstance(cells, slice) else indices(cells)
         """What takes them out of an array."""
-        if isinstance(cells, slice):
-            self.cells, self.where = np.arange(cells.start, cells.stop), cells
-        else:
-            self.cells, self.where = cells, indices(cells)
 
 
 class Arrivals:

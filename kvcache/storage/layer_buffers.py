@@ -123,7 +123,7 @@ class LayerBuffers:
     def touch(self, ctx: ml.Context) -> None:
         """Write the zeros that new buffers hold, so that the system gives them their memory now.
 
-        It may have promised it only, and the pages would then be found one by one while decoding.
+        Otherwise the first write to each page of memory would pay for it, while decoding.
         """
         for buffer in self.stored:
             if isinstance(buffer, Buffer):
@@ -210,7 +210,7 @@ class LayerBuffers:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether what is read is made anew from what is stored."""
+        """Whether reading decodes what is stored, into new tensors."""
         return isinstance(self.key, QuantizedBuffer)
 
     @property

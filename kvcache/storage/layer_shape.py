@@ -41,7 +41,7 @@ class LayerShape(NamedTuple):
         return self.told("tokens")
 
     def told(self, tokens: object) -> str:
-        """What it is of ``tokens``, as people read it."""
+        """The shapes of ``tokens`` tokens, for messages."""
 
         def of(*shape: int) -> str:
             return f"({', '.join(map(str, (tokens, *shape)))})"

@@ -329,7 +329,7 @@ class StateBuffers:
         self._held = {}
 
     def lose_all(self) -> None:
-        """What is held in slots lacks a layer that is used from now on."""
+        """Lose all states in slots: a layer that is used from now on has none for them."""
         for state in self.held().values():
             state.lose()
         self._held = {}

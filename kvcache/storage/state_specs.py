@@ -88,7 +88,7 @@ class StateSpecs:
             self._found[name, layer] = StateSpec(spec.shape, self._dtype(spec))
 
     def get(self, name: str, layer: int) -> StateSpec | None:
-        """With its dtype; None for a state that nobody has told of."""
+        """What is known of a state, with its dtype; None for an unknown one."""
         resolved = self._found.get((name, layer))
         if resolved is None:
             spec = self.declared.get(layer, self.declared.get(None, {})).get(name)

@@ -195,12 +195,12 @@ def generate(
         screen = screen_for(prompts, as_json, head, quiet)
         if runtime is Runtime.OWN:
             with place.open(load_config(place.path)) as opened:
-                what = (opened, place.path, dtypes.weights, prompts, settings, cache, screen, drafting)
-                continue_prompts(*what)
+                shared = (place.path, dtypes.weights, prompts, settings, cache, screen, drafting)
+                continue_prompts(opened, *shared)
         else:
             with place.loaded(dtypes.weights, mtp=drafting.mtp) as model:
-                what = (model.backend, place.path, dtypes.weights, prompts, settings, cache, screen, drafting)
-                continue_prompts(*what, model=model)
+                shared = (place.path, dtypes.weights, prompts, settings, cache, screen, drafting)
+                continue_prompts(model.backend, *shared, model=model)
 
 
 for _command in (chat, conformance, inspect, load, save, serve):

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from kvcache import bytes_text
 from kvcache_engine.engine import Engine
 from kvcache_engine.errors import RequestError
 from kvcache_engine.serve.app import make_app
@@ -48,7 +49,8 @@ def serve(
 
     To be called from the main thread, which gets the signals. The address is taken before the engine is
     opened, and answers after that. At the end requests that are running may finish, and then what is kept
-    goes to the engine's stores. ``told`` hears in a line each that it serves, and that it writes.
+    goes to the engine's stores. ``told`` hears in a line each what memory it may take, that it serves, and
+    that it writes.
     ``watching`` is entered while requests are served.
 
     Raises RequestError for an address that cannot be had, and what ``make`` raises.
@@ -65,6 +67,7 @@ def serve(
         if options.api_key is None and not is_loopback(where):
             log.warning("anybody who reaches %s can use the model; --api-key requires a key", where)
         config = configured(app, options, [where])
+        told(memory_line(worker.engine))
         try:
             with contextlib.suppress(KeyboardInterrupt), watched:  # it has ended in order
                 told_ready = functools.partial(told, f"serving {name} on {_url(listening)}")
@@ -73,6 +76,27 @@ def serve(
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one ends nothing half-written
             if has_stores(worker.engine):
                 told("writing what is kept to the stores; Ctrl-C leaves it undone")
+
+
+def memory_line(engine: Engine) -> str:
+    """What an operator has to reckon with beside the weights, and of what that is the sum."""
+    names = {
+        "copies": "copies beside it",
+        "leaving": "on the way from the device",
+        "host": "host memory",
+        "writing": "waiting for stores",
+        "ahead": "read ahead",
+    }
+    limits = {"the cache": engine.cache_bytes}
+    unlimited = []
+    for name, limit in engine.prefix.limits.items():
+        if limit is None:
+            unlimited.append(names[name])
+        else:
+            limits[names[name]] = limit
+    told = ", ".join(f"{name} {bytes_text(limit)}" for name, limit in limits.items())
+    more = "".join(f", {name} without a limit" for name in unlimited)
+    return f"beside the weights at most {bytes_text(sum(limits.values()))} of memory: {told}{more}"
 
 
 def configured(app: Any, options: ServeOptions, where: Sequence[str]) -> uvicorn.Config:

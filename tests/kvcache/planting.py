@@ -11,8 +11,9 @@ from _pytest.runner import runtestprotocol
 
 Plant = Callable[..., Any]
 Bug = tuple[str, str, Plant]
-"""What of kvcache is replaced; the test that fails then, by how its name begins behind ``test_``, and a part
-of its parameters; what is called in its place, with the original first."""
+"""What is replaced, in kvcache or by its whole name in kvcache_engine; the test that fails then, by how its
+name begins behind ``test_``, and a part of its parameters; what is called in its place, with the original
+first."""
 KEPT: list[Any] = []
 """What is never let go of."""
 
@@ -35,7 +36,7 @@ class Put:
 
 
 def named(path: str) -> Any:
-    return pkgutil.resolve_name(f"kvcache.{path}")
+    return pkgutil.resolve_name(path if path.startswith("kvcache_engine.") else f"kvcache.{path}")
 
 
 def like(path: str) -> Put:

@@ -42,6 +42,28 @@ def command(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], openai.
             process.kill()
 
 
+def test_the_start_says_what_memory_it_may_take(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash")
+    arguments = (
+        "--port",
+        0,
+        "--capacity",
+        64,
+        "--host-memory",
+        "3GiB",
+        "--store",
+        (tmp_path / "kept").as_uri(),
+    )
+    with piped(*KVCACHE, "serve", *arguments) as process:
+        try:
+            line = next(text for text in process.stderr if "beside the weights" in text)
+        finally:
+            process.kill()
+    assert line.startswith("kvcache: beside the weights at most 3.")
+    assert "GiB of memory: the cache " in line
+    assert ", host memory 3.0 GiB, waiting for stores 256.0 MiB" in line
+
+
 @posix
 def test_the_next_server_finds_what_one_kept_whatever_signal_ended_it(tmp_path: Path) -> None:
     """SIGTERM is below; after SIGKILL there is what was answered before."""

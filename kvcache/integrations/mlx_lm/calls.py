@@ -25,7 +25,7 @@ from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import OwnCacheList, entries_in, mlx_caches, wanted_by
 from kvcache.integrations.mlx_lm.rows import BatchRows
 
-__all__ = ["takes_one_length", "told_by"]
+__all__ = ["parts_matter", "takes_one_length", "told_by"]
 
 _BY_COLUMN = {"afm7", "deepseek_v41", "minimax_m3_vl"}
 """Types of models that take a query's column for its position, or have one position for all rows."""
@@ -34,6 +34,11 @@ _UNSETTLED = {"phi3small"}
 1. There is no right answer for a row of a batch then, and mlx-lm gives none."""
 _ROWS = 7
 """Of a batch that is tried: no number of heads."""
+
+
+def parts_matter(model: Any) -> bool:
+    """Whether a model gives other tokens where a prompt is evaluated in other parts."""
+    return getattr(model, "model_type", None) in _UNSETTLED
 
 
 def takes_one_length(model: Any) -> bool:

@@ -17,7 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 import ml
-from kvcache.cache import Batch, InvalidRangeError
+from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
+from kvcache.integrations.mlx_lm.calls import parts_matter
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, layers_of, wanted_by
 from kvcache.integrations.mlx_lm.packed import PackedPass
 from kvcache.integrations.mlx_lm.padding import keep_whole_steps
@@ -64,6 +65,11 @@ class MLXModel(DrivenModel):
                 f"MLXModel: model is a {type(model).__name__}; it must be the first of what mlx_lm.load "
                 "returns"
             )
+        name = type(model).__module__
+        if parts_matter(model):
+            raise NotSupportedError(
+                f"MLXModel: {name} gives other tokens where a prompt is evaluated in other parts"
+            )
         asked = layers_of(model)
         mx.eval(model.parameters())  # now, and not by whichever thread asks first
         self.model, self._config = model, dict(config or {})
@@ -76,7 +82,7 @@ class MLXModel(DrivenModel):
         self._last: Any = None
         self._storage_of_last = new
         self._sequences = SequencePool(new, 0, None)
-        self.config = self.settled(self._ways(), type(model).__module__, "call the model with a CachePool")
+        self.config = self.settled(self._ways(), name, "call the model with a CachePool")
         self._last = None
 
     @classmethod
@@ -112,7 +118,7 @@ class MLXModel(DrivenModel):
 
     @property
     def _args(self) -> dict[str, Any]:
-        return _named(getattr(self.model, "args", None))
+        return _named(getattr(self.model, "args", getattr(self.model, "config", None)))
 
     def call(
         self, ctx: ml.Context, cache: Any, ids: Any, positions: np.ndarray, sequences: np.ndarray,

@@ -310,7 +310,7 @@ class BatchRows(ClaimedRows):
 
     def _replace(self, held: list[SharedSequence], lengths: list[int]) -> None:
         """Other rows instead, with no padding announced."""
-        self.claim(held)
+        self.replace_all(held)
         self.lengths = lengths
         self.skip, self.left = [0] * len(held), None
 

@@ -223,7 +223,7 @@ def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], 
     """Store what belongs to one of the caches of the pool."""
     recurrent = cache is storage.states
     own = [i for i, one in enumerate(storage.attention) if one is cache and contents[i].arrays]
-    held = length if recurrent or not own else contents[own[0]].claimed
+    held = length if recurrent or not own else contents[own[0]].held
     positions = np.arange(length - held, length)
     if isinstance(cache, SlidingWindowCache):
         positions[: cache.keep] = np.arange(min(cache.keep, held))  # the first of them stay

@@ -168,7 +168,7 @@ class SequencePool(Sequences):
                 large = limit is not None and len(batch) > limit
                 if large or not self.relieve():
                     remedy = _TOO_LARGE if large else _FULL
-                    raise CacheFullError(error.asked, error.free, error.claimed, "update", remedy) from error
+                    raise CacheFullError(error.asked, error.free, error.held, "update", remedy) from error
         self.current = new
 
     def undo_unwritten(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import ml
 from kvcache import Batch, CausalCache, NotSupportedError
 from kvcache.cache import CacheDType
-from kvcache.caches.managed import PreparedCalls
+from kvcache.caches.base import PreparedCalls
 from kvcache.snapshots.snapshot import AttentionSnapshot
 
 __all__ = ["CompressedCache"]

@@ -34,9 +34,9 @@ class ClaimedRows:
 
     def __init__(self, claimed: Iterable[SharedSequence] = ()) -> None:
         self.claimed: list[SharedSequence] = []
-        self.claim(claimed)
+        self.replace_all(claimed)
 
-    def claim(self, sequences: Iterable[SharedSequence]) -> None:
+    def replace_all(self, sequences: Iterable[SharedSequence]) -> None:
         """Rows of these sequences instead; the last claim to one of the others ends after all are claimed."""
         before, self.claimed = self.claimed, [*sequences]
         for one in self.claimed:

@@ -413,7 +413,7 @@ class BatchRows(ClaimedRows):
 
     def become(self, held: list[SharedSequence]) -> None:
         """Other sequences instead: those that nobody holds any more are emptied."""
-        self.claim(held)
+        self.replace_all(held)
         self.sequences = [one.seq for one in held if one.seq is not None]
         if self.pool.bound:
             self.pool.sequences.reclaim()

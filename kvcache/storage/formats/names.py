@@ -45,7 +45,7 @@ def open_format(name: str) -> StorageFormat:
 
 
 def keep_format(stored: StorageFormat) -> StorageFormat:
-    """Know a format by its name from now on: snapshots and pages contain no more of it.
+    """Know a format by its name from now on: snapshots, serialized or not, have nothing but the name.
 
     Raises DTypeError for a name that no format can have ("/" stands between the names of a pair), and for
     one that a format of another class has.

@@ -5,10 +5,10 @@ out, done for the wrong part or in the wrong order, a view where a copy belongs,
 """
 
 from .caches import BUGS as CACHES
+from .engine_and_stores import BUGS as ENGINE_AND_STORES
 from .prefix import BUGS as PREFIX
-from .runner_and_stores import BUGS as RUNNER_AND_STORES
 
 __all__ = ["BUGS"]
 
-BUGS = CACHES | PREFIX | RUNNER_AND_STORES
+BUGS = CACHES | PREFIX | ENGINE_AND_STORES
 """By the file (or class) of the tests that notice them."""

@@ -108,7 +108,8 @@ def test_random_traffic_stays_within_the_sum_of_the_limits(kind: str, tmp_path: 
                 peak = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
-            beside = cache.nbytes if kind != "full" else 0
+            limits = prefix.limits
     assert largest > HOST // 2
     assert FOLDER // 2 < store.most <= FOLDER + FOLDER // 100
-    assert peak <= HOST + sum(LIMITS.values()) + PAGE + beside + BOOKS
+    assert limits.keys() == {"leaving", "host", "writing", "ahead", *(["copies"] * (kind != "full"))}
+    assert peak <= sum(limits.values()) + PAGE + BOOKS

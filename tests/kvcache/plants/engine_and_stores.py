@@ -1,4 +1,4 @@
-"""Of the runner (drafts, verification) and the stores."""
+"""Of the engine (drafts, verification) and the stores."""
 
 from __future__ import annotations
 
@@ -67,34 +67,35 @@ def put_over(f: Any, self: Any, key: str, *rest: Any) -> Any:
 
 BUGS: dict[str, list[Bug]] = {
     "tests/engine/test_speculative.py": [
-        ("runner.verification:Verifier.settle", "the_bundled_model",
+        ("kvcache_engine.verification:Verifier.settle", "the_bundled_model",
          lambda f, self, part, winner, known, right: right),
-        ("runner.engine:accept", "the_bundled_model[wrong-1", drafts_believed),
-        ("runner.engine:accept", "the_bundled_model[partly-2", first_branch_wins),
+        ("kvcache_engine.engine:accept", "the_bundled_model[wrong-1", drafts_believed),
+        ("kvcache_engine.engine:accept", "the_bundled_model[partly-2", first_branch_wins),
         ("caches.branches:resume_point", "the_bundled_model", one_more),
-        ("runner.verification:Verifier.clear", "a_pass_that_fails_leaves[2", NOTHING),
+        ("kvcache_engine.verification:Verifier.clear", "a_pass_that_fails_leaves[2", NOTHING),
     ],
     "tests/engine/test_mtp.py": [
-        ("runner.models.mtp:HiddenStates.slot", "guesses_are_those",
+        ("kvcache_engine.models.mtp:HiddenStates.slot", "guesses_are_those",
          lambda f, self, seq, at: f(self, seq, at - 1)),
-        ("runner.models.mtp:HiddenStates.slot", "guesses_are_those", lambda f, self, seq, at: f(self, 0, at)),
-        ("runner.models.mtp:HiddenStates.before", "guesses_are_those",
+        ("kvcache_engine.models.mtp:HiddenStates.slot", "guesses_are_those",
+         lambda f, self, seq, at: f(self, 0, at)),
+        ("kvcache_engine.models.mtp:HiddenStates.before", "guesses_are_those",
          lambda f, self, ctx, batch, hidden: (f(self, ctx, batch, hidden), hidden)[1]),
-        ("runner.models.mtp:HiddenStates.keep", "without_the_hidden_state",
+        ("kvcache_engine.models.mtp:HiddenStates.keep", "without_the_hidden_state",
          lambda f, self, *a: (f(self, *a), self._positions.__setitem__(slice(None), -1))),
-        ("runner.mtp:branches.rollback", "what_is_drawn_is_drawn", NOTHING),
+        ("kvcache_engine.mtp:branches.rollback", "what_is_drawn_is_drawn", NOTHING),
     ],
     "tests/engine/test_rejection_sampling.py": [
-        ("runner.sampling:nn.RejectionSampler.__call__", "what_cannot_come[numpy",
+        ("kvcache_engine.sampling:nn.RejectionSampler.__call__", "what_cannot_come[numpy",
          lambda f, self, ctx, logits: self._tokens),
-        ("runner.sampling:nn.RejectionSampler.__init__", "what_cannot_come[numpy",
+        ("kvcache_engine.sampling:nn.RejectionSampler.__init__", "what_cannot_come[numpy",
          lambda f, self, ctx, draws, drafted, size: f(
              self, ctx, draws, replace(drafted, uniform=0 * drafted.uniform + 2**-24), size)),
-        ("runner.sampling:nn.RejectionSampler.__init__", "a_token_is_distributed[numpy",
+        ("kvcache_engine.sampling:nn.RejectionSampler.__init__", "a_token_is_distributed[numpy",
          lambda f, self, ctx, draws, drafted, size: f(
              self, ctx, replace(draws, uniform=drafted.uniform), drafted, size)),
-        ("runner.engine:proposed_in", "as_many_are_accepted[whole", always([])),
-        ("runner.engine:proposed_in", "as_many_are_accepted[whole",
+        ("kvcache_engine.engine:proposed_in", "as_many_are_accepted[whole", always([])),
+        ("kvcache_engine.engine:proposed_in", "as_many_are_accepted[whole",
          lambda f, parts: [replace(p, probabilities=np.roll(p.probabilities, 1)) for p in f(parts)]),
     ],
     "tests/kvcache/stores/test_keys.py": [
@@ -114,7 +115,7 @@ BUGS: dict[str, list[Bug]] = {
         ("stores.streams:check_digest", "a_damaged_entry_is_reported", NOTHING),
     ],
     "tests/engine/test_prefetch.py": [
-        ("runner.scheduler:Request.release", "what_was_read_for_a_request_that", NOTHING),
+        ("kvcache_engine.scheduler:Request.release", "what_was_read_for_a_request_that", NOTHING),
     ],
     "tests/kvcache/stores/test_faults.py": [
         ("stores.digests:Digests.start", "the_data_of_one_key_are_not[valkey-xxh3",
