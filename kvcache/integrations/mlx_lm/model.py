@@ -113,7 +113,7 @@ class MLXModel(DrivenModel):
         for name, array in sorted(found, key=lambda named: str(named[0])):
             total.update(f"{name} {array.dtype} {array.shape}".encode())
             if array.size:
-                total.update(np.array(array.reshape(-1).view(mx.uint8)))
+                total.update(np.array(array.reshape(-1).view(mx.uint8)).data)
         return {"mlx_lm": total.hexdigest(), "dtype": self.dtype.name}
 
     @property
@@ -129,7 +129,7 @@ class MLXModel(DrivenModel):
         storage.ctx = ctx
         tokens = ids.native if hasattr(ids, "native") else mx.array(ids.astype(np.int32))
         if self.layout is Layout.PACKED:
-            cache.start_forward(ctx, Batch(positions, sequences))
+            cache.start_forward(ctx, Batch(positions.tolist(), sequences.tolist()))
             one = PackedPass(storage, ctx, mx.array(positions.astype(np.int32)))
             entries, rows = entries_of(storage, one.entry), len(tokens)
         else:

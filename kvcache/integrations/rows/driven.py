@@ -101,7 +101,7 @@ class DrivenModel(ABC):
         outputs = np.arange(len(positions)) if batch.outputs is None else np.asarray(batch.outputs, np.int64)
         inputs: Any = batch.inputs
         on_device = hasattr(inputs, "native")
-        ids = inputs if on_device else np.asarray(inputs, np.int64)
+        ids: Any = inputs if on_device else np.asarray(inputs, np.int64)
         found: list[ml.Tensor] = []
         places: list[np.ndarray] = []
         for chosen in self._calls(positions, sequences, outputs):
@@ -127,7 +127,7 @@ class DrivenModel(ABC):
         order, first = np.unique(sequences, return_index=True)
         asked = np.zeros(len(positions), bool)
         asked[outputs] = True
-        calls: dict[tuple[object, ...], list[np.ndarray]] = {}
+        calls: dict[tuple[int, object], list[np.ndarray]] = {}
         for row, seq in enumerate(order[np.argsort(first)]):
             run = np.flatnonzero(sequences == seq)
             for step, part in enumerate(self._steps(run, positions, asked[run])):

@@ -119,7 +119,7 @@ class TransformersModel(DrivenModel):
         outputs: np.ndarray,
     ) -> ml.Tensor:  # fmt: skip
         """Logits F32 (outputs, vocabulary) of one call of the model, which is a pass of the cache."""
-        cache.start_forward(ctx, Batch(positions, sequences))
+        cache.start_forward(ctx, Batch(positions.tolist(), sequences.tolist()))
         passing = self._cache_of(cache)
         starts = np.flatnonzero(np.diff(sequences, prepend=-1))
         counts = np.diff(starts, append=len(sequences))
