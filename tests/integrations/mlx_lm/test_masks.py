@@ -67,8 +67,8 @@ def test_rows_that_grow_from_their_homes_are_one_view(backend: ml.Backend) -> No
 @pytest.mark.parametrize("order", [[0, 2, 1], [0, 1, 3], [2, 0], [1, None, 0]])
 def test_rows_in_any_other_order_are_gathered(backend: ml.Backend, order: list[int | None]) -> None:
     filled = Filled(CausalCache(), backend)
-    for seq in range(4):
-        filled.run(seq, 0, seq + 2)
+    for number in range(4):
+        filled.run(number, 0, number + 2)
     reading = filled.reading(order)
     assert not reading.is_view
     for row, seq in zip(filled.rows(reading), order, strict=True):
