@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from benchmarks import agents, report, two_hosts_report
 from benchmarks.pages import DOCS, filled, load
 from examples import pictures
 
-PAGES = {
+PAGES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, str]]]] = {
     "benchmarks/index.md": ("benchmarks/" + report.RECORD, report.tables),
     "benchmarks/ragged.md": ("benchmarks/ragged.json", report.tables),
     "benchmarks/agents.md": ("benchmarks/" + agents.RECORD, agents.tables),
