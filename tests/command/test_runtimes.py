@@ -157,3 +157,16 @@ def test_what_a_library_cannot_load_is_told_in_a_line(folder: Path, tmp_path: Pa
     result = run("generate", "--model", broken, "--prompt", PROMPT)
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
     assert f"{broken}: transformers cannot load this model" in result.stderr
+
+
+def test_serve_answers_with_the_model_of_transformers(folder: Path) -> None:
+    """Two clients one after another: the second reuses what the first one's prompt computed."""
+    pytest.importorskip("starlette")
+    from ..serve.test_process import command
+
+    with command("--model", folder, "--runtime", "transformers") as (_, client):
+        asked = {"model": "it", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+        answers = [client.completions.create(**asked) for _ in range(2)]
+    expected = Tokenizer.load(folder).decode(own_words(folder, PROMPT, 6))
+    assert [answer.choices[0].text for answer in answers] == [expected] * 2
+    assert answers[1].usage.prompt_tokens_details.cached_tokens > 0
