@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +22,9 @@ __all__ = [
 
 MOST_DRAFTS = 64
 """Drafted tokens behind the last one of a prompt that are taken for drafts."""
+
+
+_FIELDS = [field.name for field in fields(PrefixOptions)]
 
 
 def names_of(*inits: Callable[..., Any]) -> list[str]:
@@ -134,12 +137,12 @@ def prefix_options(given: Mapping[str, Any], shapes: Callable[[], Layers | None]
 
     ``shapes`` finds what the model stores in each layer; it is called where no ``layers`` are given.
     """
-    options = given.get("options") or PrefixOptions()
-    if isinstance(options, PrefixOptions):  # else PrefixCache refuses it
-        through = options.write_through is not False
-        layers = shapes() if options.layers is None else options.layers
-        options = replace(options, write_through=through, layers=layers)
-    return {**given, "options": options}
+    named = {name: value for name, value in given.items() if name in _FIELDS}
+    options = PrefixOptions.of(given.get("options"), named)
+    through = options.write_through is not False
+    layers = shapes() if options.layers is None else options.layers
+    options = replace(options, write_through=through, layers=layers)
+    return {**{name: given[name] for name in given if name not in named}, "options": options}
 
 
 class SharedPrefixes(Closing):
@@ -165,7 +168,7 @@ class SharedPrefixes(Closing):
 
         Each rank has other heads under the same keys, and a tier may give one of them more than another.
         """
-        op, known = cls.__name__, names_of(cls.__init__, PrefixCache.__init__)
+        op, known = cls.__name__, [*names_of(cls.__init__, PrefixCache.__init__), *_FIELDS]
         check_known(op, options, known, theirs, error)
         if ranks > 1 and options.get("tiers"):
             raise NotSupportedError(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from kvcache.cache import InvalidRangeError, check_whole
 from kvcache.prefix.break_even import BreakEven
 from kvcache.prefix.eviction_queue import TenantBudget
 from kvcache.snapshots.layer_shapes import Layers
 from kvcache.stores.sizes import parse_bytes
+from ml.errors import OptionError
 
 __all__ = ["PrefixOptions"]
 
@@ -73,6 +75,17 @@ class PrefixOptions:
             raise InvalidRangeError(
                 f"PrefixOptions: break_even={self.break_even!r:.60}; it must be a BreakEven"
             )
+
+    @classmethod
+    def of(cls, options: Self | None, named: Mapping[str, Any]) -> Self:
+        """``options``, or the defaults, with the fields that are ``named``. Raises OptionError for others."""
+        known = [field.name for field in fields(cls)]
+        for name in named:
+            if name not in known:
+                raise OptionError(f"PrefixCache: no option {name!r}; PrefixOptions has {', '.join(known)}")
+        if not isinstance(options, cls | None):
+            raise InvalidRangeError(f"PrefixCache: options={options!r:.60}; it must be PrefixOptions(...)")
+        return replace(cls() if options is None else options, **named)
 
     def tenant_limit(self, salt: str) -> TenantBudget | None:
         """The budget of a tenant; None: it has none."""

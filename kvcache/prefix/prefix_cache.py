@@ -80,7 +80,7 @@ class PrefixCache(Closing):
 
     ``identity`` identifies what computed K and V: model, weights, rope settings, tensor-parallel rank. It is
     required with a store, which others may share. ``block_size`` is the number of tokens that a stored key
-    covers. Everything else is in ``options``.
+    covers. Everything else is in ``options``, whose fields may also be named: ``interval=64``.
 
     The PrefixCache uses all sequences of the cache. One thread at a time may call it and its sessions,
     between passes: OrderError while another one is in a call, or in the middle of a pass. A thread of its own
@@ -97,11 +97,12 @@ class PrefixCache(Closing):
         identity: Mapping[str, Any] | None = None,
         block_size: int = 128,
         options: PrefixOptions | None = None,
+        **named: Any,
     ) -> None:
         settings = _settings_of(cache)
         budget = None if budget is None else parse_bytes(budget, "PrefixCache: budget")
-        options = PrefixOptions() if options is None else options
-        _check_given(tiers, identity, options)
+        options = PrefixOptions.of(options, named)
+        _check_given(tiers, identity)
         keys = Keys({"given": dict(identity or {}), "salt": options.salt, "cache": settings}, block_size)
         if not hasattr(cache, "offset"):
             raise InvalidRangeError(
@@ -508,10 +509,8 @@ def _settings_of(cache: SnapshotCache) -> dict[str, object]:
         raise type(error)(f"PrefixCache: {str(error).partition(': ')[2]}") from None
 
 
-def _check_given(tiers: object, identity: object, options: object) -> None:
+def _check_given(tiers: object, identity: object) -> None:
     """Refuse arguments of other kinds, and a store without an identity."""
-    if not isinstance(options, PrefixOptions):
-        raise InvalidRangeError(f"PrefixCache: options={options!r:.60}; it must be PrefixOptions(...)")
     if isinstance(tiers, (str, PathLike, HostTier, SnapshotStore)) or not isinstance(tiers, Sequence):
         one = "HostTier('1GiB')" if not isinstance(tiers, (str, PathLike)) else repr(tiers)
         raise InvalidRangeError(f"PrefixCache: tiers={tiers!r:.60}; it must be a list, such as [{one:.60}]")

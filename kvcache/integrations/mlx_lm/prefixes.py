@@ -113,7 +113,7 @@ class MLXPrefixCache(SharedPrefixes):
         backend: ml.Backend | None = None,
         **options: Any,
     ) -> None:
-        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and ``options``.
+        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and its options.
 
         But for ``PrefixOptions(write_through=False)``, a thread writes each conversation to the stores when
         it ends.

@@ -240,7 +240,7 @@ class HFPrefixCache(SharedPrefixes):
         """``max_sequences`` conversations of ``capacity`` tokens; ``dtype`` and ``backend`` as in HFCache.
 
         ``lookback`` is how many tokens sliding windows keep beyond what they show, as in HFCache. ``options``
-        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and ``options``. But for
+        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, and its options. But for
         ``PrefixOptions(write_through=False)``, a thread writes each conversation to the stores when it ends.
         With a store among the ``tiers``, and without ``PrefixOptions(layers=...)``, the model is called once,
         with one token: what a store has of layers that the model does not put is not used.

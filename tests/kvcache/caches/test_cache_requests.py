@@ -158,3 +158,21 @@ def test_a_prefix_cache_refuses_amounts_below_zero(numpy: ml.Backend, option: st
     with PrefixCache(cache, budget="2KiB", options=options, **stored) as prefix:
         assert prefix.tree.store is not None
         assert prefix.tree.store.writes.backlog == 32 << 10
+
+
+def test_options_of_a_prefix_cache_may_be_named(numpy: ml.Backend) -> None:
+    """Beside those of ``options``, which they replace; what is none is refused with those that there are."""
+    cache = CausalCache()
+    cache.init(numpy, ml.DType.F32, 2, 8, 8)
+    stored: dict[str, Any] = {"tiers": [MemoryStore()], "identity": {"model": "m"}}
+    options = PrefixOptions(backlog=1, read_ahead=0)
+    with PrefixCache(cache, options=options, backlog="32KiB", **stored) as prefix:
+        assert prefix.tree.store is not None
+        assert prefix.tree.store.writes.backlog == 32 << 10
+    assert options.backlog == 1
+    with pytest.raises(
+        ml.OptionError, match=r"PrefixCache: no option 'interva'; PrefixOptions has interval, "
+    ):
+        PrefixCache(cache, interva=8)
+    with pytest.raises(InvalidRangeError, match=r"PrefixCache: options=8; it must be PrefixOptions"):
+        PrefixCache(cache, options=8)  # type: ignore[arg-type]
