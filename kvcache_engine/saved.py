@@ -26,6 +26,7 @@ from kvcache.stores import (
     SnapshotCorruptError,
     digest_of_snapshot,
     pack,
+    snapshots_of,
     unpack,
 )
 from kvcache_engine.engine import Engine
@@ -188,16 +189,8 @@ def read(
         raise ConversationError(f"{source}: damaged: its digest does not match; save the conversation again")
     if not _is_whole(meta):
         raise ConversationError(f"{source}: a saved conversation with invalid fields")
-    arrays: list[dict[str, np.ndarray]] = [{} for _ in meta["snapshots"]]
-    for name, array in page.arrays.items():
-        i, _, own = name.partition(":")
-        arrays[int(i)][own] = array
-    pages = (
-        SerializedSnapshot({"snapshot": one}, of) for one, of in zip(meta["snapshots"], arrays, strict=True)
-    )
-    return SavedConversation(
-        tuple(meta["tokens"]), meta["evaluated"], meta["model"], meta["cache"], tuple(pages)
-    )
+    pages = tuple(snapshots_of(page))
+    return SavedConversation(tuple(meta["tokens"]), meta["evaluated"], meta["model"], meta["cache"], pages)
 
 
 def _bytes(source: Path, progress: Callable[[int, int], None] | None) -> np.ndarray:

@@ -71,7 +71,7 @@ def _from_blocks(codes: torch.Tensor, scale: torch.Tensor, eight: bool) -> torch
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
     """1 / scale, and 0 where that is not finite: an integer of infinity is another on each processor."""
     found = scale.reciprocal()
-    return found.masked_fill_(~found.isfinite(), 0)
+    return torch.where(found.isfinite(), found, torch.zeros_like(found))
 
 
 def _scalar(like: torch.Tensor, number: float) -> torch.Tensor:

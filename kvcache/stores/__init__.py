@@ -39,6 +39,7 @@ from kvcache.stores.serialized_snapshot import (
     get_snapshot,
     pack,
     put_snapshot,
+    snapshots_of,
     unpack,
 )
 
@@ -87,6 +88,7 @@ __all__ = [
     "parse_bytes",
     "path_of",
     "put_snapshot",
+    "snapshots_of",
     "store_schemes",
     "strict_json",
     "unpack",

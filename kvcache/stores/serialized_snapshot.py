@@ -42,6 +42,7 @@ __all__ = [
     "pack",
     "put_snapshot",
     "read_outline",
+    "snapshots_of",
     "unpack",
 ]
 
@@ -146,6 +147,22 @@ def digest_of_snapshot(snapshot: SerializedSnapshot) -> str:
         digest.update(strict_json.encode([name, array.dtype.name, list(array.shape)]).encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def snapshots_of(serialized: SerializedSnapshot) -> list[SerializedSnapshot]:
+    """The snapshots of a file: itself, or those that its meta lists as ``snapshots``, from the first on.
+
+    The arrays of the i-th of these are named "i:" and its own name. Raises ValueError or another error of a
+    lookup where they are not.
+    """
+    if "snapshots" not in serialized.meta:
+        return [serialized]
+    arrays: list[dict[str, np.ndarray]] = [{} for _ in serialized.meta["snapshots"]]
+    for name, array in serialized.arrays.items():
+        i, _, own = name.partition(":")
+        arrays[int(i)][own] = array
+    listed = zip(serialized.meta["snapshots"], arrays, strict=True)
+    return [SerializedSnapshot({"snapshot": one}, own) for one, own in listed]
 
 
 def put_snapshot(store: SnapshotStore, key: str, snapshot: SerializedSnapshot) -> bool:

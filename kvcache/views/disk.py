@@ -22,6 +22,7 @@ from kvcache.stores import (
     SnapshotCorruptError,
     StoreUnavailableError,
     digest_of_snapshot,
+    snapshots_of,
     unpack,
 )
 from kvcache.stores.folder import CHANGING, LOCK, PAGES, STORE_FORMAT
@@ -143,10 +144,14 @@ def look_at_page(path: str | Path, decode: Decode | None = None) -> PagePicture:
         digest = _checked_digest(path, page)
     except OSError as error:
         raise StoreUnavailableError(f"inspect: {path}: {error.strerror or error}") from error
-    begin, end = span_of(page)
     try:
-        parts = tuple(_parts(page.meta["snapshot"], page))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        snapshots = snapshots_of(page)
+        spans = [span_of(each) for each in snapshots]
+        begin, end = spans[0][0], spans[-1][1]
+        parts = tuple(part for each in snapshots for part in _parts(each.meta["snapshot"], each))
+    except SnapshotCorruptError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotCorruptError(f"inspect: {path}: not the page of a snapshot ({error!r})") from error
     tokens = _tokens(page)
     facts = [(printable(name), _short(value)) for name, value in page.meta.items() if name not in _DRAWN]
@@ -164,7 +169,7 @@ def look_at_page(path: str | Path, decode: Decode | None = None) -> PagePicture:
     )
 
 
-_DRAWN = {"snapshot", "tokens", SNAPSHOT_DIGEST}
+_DRAWN = {"snapshot", "snapshots", "tokens", SNAPSHOT_DIGEST}
 
 
 def _checked_digest(path: Path, page: SerializedSnapshot) -> str:

@@ -155,10 +155,13 @@ class Events:
             yield
             return
         try:
+            import zmq
+
             from kvcache import ZmqPublisher
         except ImportError as error:
-            raise ml.NotSupportedError(f"serve: --kv-events: {error}") from error
-        import zmq
+            raise ml.NotSupportedError(
+                f"serve: --kv-events needs pyzmq and msgspec: pip install 'ml-kvcache[events]' ({error})"
+            ) from error
 
         try:
             publisher = ZmqPublisher(self.kv_events, self.kv_events_replay, self.kv_events_topic)

@@ -48,6 +48,7 @@ def in_if_writable(ctx: Any, array: np.ndarray, tensor: Any) -> None:
 
 def page_mutant(name: str, out: Any = page_out, into: Any = page_in) -> Mutant:
     def plant(numpy: ModuleType) -> None:
+        numpy.NumpyBackend.upload = lambda self, ctx, arrays: [ctx.from_numpy(*each) for each in arrays]
         numpy.NumpyBackend.pinned_memory = lambda self, nbytes: np.empty(nbytes, np.uint8)
         numpy.NumpyBackend.page_out = lambda self, ctx, tensors: (list(map(out, tensors)), AtOnce())
 

@@ -173,7 +173,8 @@ def test_a_failure_names_the_cases_that_failed(copy: ModuleType, run_suite: Any)
 
 def test_what_the_quick_part_names_exists(tmp_path: Path) -> None:
     """Each name and each pattern selects something, and all of it passes on NumPy."""
-    suites = ["--pyargs", "ml.testing", "kvcache.testing", "--ml-backend=numpy", "--ml-quick"]
+    names = ("ml.testing", "kvcache.testing", "kvcache_engine.testing")
+    suites = ["--pyargs", *names, "--ml-backend=numpy", "--ml-quick"]
     code, reports = session(f"--rootdir={tmp_path}", "-pno:terminal", "-c", os.devnull, *suites)
     assert code == pytest.ExitCode.OK
     ran = {re.split(r"\W", name)[0] for name in reports.passed}

@@ -89,7 +89,7 @@ REFUSED = {
     "generate --model {notes} --prompt x": "{notes}: a model must be a folder",
     "generate --model /no/such/folder --prompt x": "/no/such/folder: no such model folder",
     "generate --model . --prompt x": "no config.json",
-    "generate --model {mamba} --prompt x": (
+    "generate --model {mamba} --runtime own --prompt x": (
         "unsupported architecture MambaForCausalLM; supported are LlamaForCausalLM, MistralForCausalLM"
     ),
     "generate --model {untied} --prompt x": "no tensor 'lm_head.weight'",

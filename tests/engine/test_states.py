@@ -121,12 +121,7 @@ def test_a_model_that_delivers_nothing_evaluates_accepted_tokens_again(
 
     prompts = random_prompts(1, 97)
     expected = [tuple(expected_tokens(name, prompts[0], 12))]
-    sizes = model.config.delta
-    cache = Silent(
-        (sizes.channels, sizes.kernel - 1),
-        (sizes.value_heads, sizes.key_dim, sizes.value_dim),
-        delivers=declared,
-    )
+    cache = Silent.of(kvcache.StateCache({None: model.config.states}, delivers=declared))
     options = SpeculativeOptions(max_sequences=1, capacity=64)
     draft = Oracle(prompts, expected, 97).partly
     with Generator(model, None, cache, options, draft) as generator:

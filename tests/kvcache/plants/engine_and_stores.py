@@ -24,8 +24,8 @@ def first_branch_wins(f: Any, run: Any, chosen: Any, tried: Any, *rest: Any) -> 
     return tried[0][0]
 
 
-def each_block_alone(f: Any, self: Any, root: bytes, size: int, items: Any) -> None:
-    f(self, root, size, items)
+def each_block_alone(f: Any, self: Any, root: bytes, size: int, items: Any, *known: Any) -> None:
+    f(self, root, size, items, *known)
     for i in range(1, len(self._digests)):
         self._digests[i] = named("stores.keys:_link")(root, items.encoded((i - 1) * size, i * size))
 
