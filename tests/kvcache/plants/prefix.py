@@ -101,8 +101,6 @@ BUGS: dict[str, list[Bug]] = {
          lambda f, self: contextlib.nullcontext()),
         ("prefix.eviction_queue:EvictionQueue.excess", "budgets_are_kept_to_the_byte",
          prop(lambda self: 0 if self.budget is None else max(0, self.nbytes - self.budget - 1))),
-        ("prefix.eviction_queue:EvictionQueue.discard", "budgets_are_kept_to_the_byte",
-         lambda f, self, entry: self._sizes.pop(id(entry), None)),
         ("prefix.eviction:Evictor._end_of", "the_end_of_an_edge_goes", lambda f, self, node, tokens: node),
         ("prefix.eviction:_frees", "what_an_open_session_uses", like("prefix.eviction:_holds_cells")),
         ("prefix.eviction:Evictor._next_freeing", "what_an_eviction_costs", all_looked_at),
