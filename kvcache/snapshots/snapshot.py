@@ -372,12 +372,10 @@ class EncoderSnapshot:
         """Nothing to do, either."""
 
 
-@dataclass(slots=True, eq=False)
-class WrapperSnapshot:
-    """A snapshot of each wrapped cache, in the wrapper's order, all of one ``[begin, end)``."""
+class _Together:
+    """What several snapshots say of themselves as one."""
 
-    begin: int
-    end: int
+    __slots__ = ()
     parts: tuple[Snapshot, ...]
 
     __repr__ = _shown
@@ -399,10 +397,6 @@ class WrapperSnapshot:
         return any(part.frees_cells for part in self.parts)
 
     @property
-    def divisible(self) -> bool:
-        return all(part.divisible for part in self.parts)
-
-    @property
     def joins_in_place(self) -> bool:
         for part in self.parts:  # noqa: SIM110 - a generator takes longer
             if not part.joins_in_place:
@@ -418,8 +412,21 @@ class WrapperSnapshot:
             part.drop()
 
 
-@dataclass(slots=True, eq=False)
-class SnapshotChain:
+@dataclass(slots=True, eq=False, repr=False)
+class WrapperSnapshot(_Together):
+    """A snapshot of each wrapped cache, in the wrapper's order, all of one ``[begin, end)``."""
+
+    begin: int
+    end: int
+    parts: tuple[Snapshot, ...]
+
+    @property
+    def divisible(self) -> bool:
+        return all(part.divisible for part in self.parts)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class SnapshotChain(_Together):
     """Snapshots of one sequence that follow one another, each of which may be restored behind those before.
 
     Nothing is joined or copied: what it says of itself is what they say together.
@@ -427,7 +434,6 @@ class SnapshotChain:
 
     parts: tuple[Snapshot, ...]
 
-    __repr__ = _shown
     divisible = False
 
     @property
@@ -437,34 +443,6 @@ class SnapshotChain:
     @property
     def end(self) -> int:
         return self.parts[-1].end
-
-    @property
-    def nbytes(self) -> int:
-        return sum([part.nbytes for part in self.parts])
-
-    @property
-    def in_cache(self) -> bool:
-        return any(part.in_cache for part in self.parts)
-
-    @property
-    def holds_cells(self) -> bool:
-        return any(part.holds_cells for part in self.parts)
-
-    @property
-    def frees_cells(self) -> bool:
-        return any(part.frees_cells for part in self.parts)
-
-    @property
-    def joins_in_place(self) -> bool:
-        return all([part.joins_in_place for part in self.parts])  # noqa: C419 - a generator takes longer
-
-    def detach(self) -> None:
-        for part in self.parts:
-            part.detach()
-
-    def drop(self) -> None:
-        for part in self.parts:
-            part.drop()
 
 
 def unwrapped_snapshot(snapshot: Snapshot) -> list[Snapshot]:
