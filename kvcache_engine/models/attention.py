@@ -71,11 +71,10 @@ def load_attention(
     """Of the tensors below ``prefix``; ``options`` are fields of Attention, ``offset`` as in ``qk_norm``."""
     if "qkv" not in options:
         options["qkv"] = load.linear(ctx, *(f"{prefix}.{name}_proj" for name in "qkv"))
-    if "output" not in options:
-        options["output"] = load.summed(ctx, f"{prefix}.o_proj")
     if "qk_norm" not in options and config.qk_norm:
         options["qk_norm"] = qk_norm(load, ctx, prefix, config, offset)
     fields = {
+        "output": load.summed(ctx, f"{prefix}.o_proj"),
         "heads": config.heads,
         "kv_heads": config.kv_heads,
         "head_dim": config.head_dim,

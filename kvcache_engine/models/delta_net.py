@@ -12,7 +12,6 @@ import numpy as np
 
 import ml
 from kvcache import StateSpec
-from kvcache_engine.models.recurrences import gated_delta_rule
 from kvcache_engine.models.state_runs import Runs, by_runs, convolve, recur, repeat_heads, split_heads
 from kvcache_engine.models.step import Step
 from kvcache_engine.weights import Linear, Loader
@@ -105,7 +104,7 @@ class DeltaNet:
         query, key = (repeat_heads(ctx, x, sizes.value_heads) for x in (query.scale(ctx, dim**-0.5), key))
         value = split_heads(ctx, mixed.slice(ctx, 2, 2 * keys, sizes.channels), sizes.value_heads)
         write, fade = (x.permute(ctx, 0, 2, 1).contiguous(ctx) for x in (write, fade))
-        out = recur(ctx, run, step, self.index, gated_delta_rule, (query, key, value, fade, write))
+        out = recur(ctx, run, step, self.index, (query, key, value, fade, write))
         out = out.permute(ctx, 0, 2, 1, 3).contiguous(ctx)
         return out.reshape(ctx, -1, sizes.values).cast(ctx, inputs[0].dtype)
 

@@ -53,15 +53,9 @@ class GatedMLP:
         return self.down(ctx, self.activation(ctx, gate, up))
 
 
-def load_mlp(
-    load: Loader,
-    ctx: ml.Context,
-    prefix: str,
-    activation: Activation = nn.swiglu,
-    names: Sequence[str] = PROJECTIONS,
-) -> GatedMLP:
-    """Of the tensors below ``prefix``; ``names`` of gate, up and down."""
-    gate, up, down = (f"{prefix}.{name}" for name in names)
+def load_mlp(load: Loader, ctx: ml.Context, prefix: str, activation: Activation = nn.swiglu) -> GatedMLP:
+    """Of the tensors below ``prefix``."""
+    gate, up, down = (f"{prefix}.{name}" for name in PROJECTIONS)
     return GatedMLP(load.linear(ctx, gate, up), load.summed(ctx, down), activation)
 
 

@@ -13,7 +13,7 @@ them. Everything here is F32.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,26 +54,24 @@ def chunk_masks(ctx: ml.Context, size: int) -> ml.Tensor:
 
 def scan(
     ctx: ml.Context,
-    rule: Callable[..., tuple[ml.Tensor, ml.Tensor]],
     tokens: Sequence[ml.Tensor],
     state: ml.Tensor,
     masks: ml.Tensor,
     cuts: Sequence[int] = (),
 ) -> tuple[ml.Tensor, list[ml.Tensor]]:
-    """``rule(ctx, *tokens, state, masks)``, cut after each of ``cuts`` tokens, ascending.
+    """``gated_delta_rule(ctx, tokens, state, masks)``, cut after each of ``cuts`` tokens, ascending.
 
-    ``tokens`` (sequences, heads, tokens, ...) are queries, keys, values and what else the rule takes. Gives
-    the outputs, of the values' shape, and the states at the cuts and at the end. A piece of one token is
-    computed as in decoding.
+    Gives the outputs, of the values' shape, and the states at the cuts and at the end. A piece of one token
+    is computed as in decoding.
     """
     if not cuts:
-        out, state = rule(ctx, *tokens, state, masks)
+        out, state = gated_delta_rule(ctx, tokens, state, masks)
         return out, [state]
     value = tokens[2]
     result, states = ctx.empty(value.shape, DType.F32), []
     for start, stop in itertools.pairwise((0, *cuts, value.shape[2])):
-        piece = (x.slice(ctx, 2, start, stop) for x in tokens)
-        out, state = rule(ctx, *piece, state, _sized(ctx, masks, chunk_size(stop - start)))
+        piece = [x.slice(ctx, 2, start, stop) for x in tokens]
+        out, state = gated_delta_rule(ctx, piece, state, _sized(ctx, masks, chunk_size(stop - start)))
         out.copy(ctx, result.slice(ctx, 2, start, stop))
         states.append(state)
     return result, states
@@ -171,19 +169,13 @@ def _faded(ctx: ml.Context, state: ml.Tensor, decay: ml.Tensor) -> ml.Tensor:
 
 
 def gated_delta_rule(
-    ctx: ml.Context,
-    query: ml.Tensor,
-    key: ml.Tensor,
-    value: ml.Tensor,
-    decay: ml.Tensor,
-    beta: ml.Tensor,
-    state: ml.Tensor,
-    masks: ml.Tensor,
+    ctx: ml.Context, tokens: Sequence[ml.Tensor], state: ml.Tensor, masks: ml.Tensor
 ) -> tuple[ml.Tensor, ml.Tensor]:
     """The outputs (sequences, heads, tokens, value_dim), and the states after the last token.
 
-    query and key (sequences, heads, tokens, key_dim), value (..., value_dim), decay g and beta (sequences,
-    heads, tokens), state (sequences, heads, key_dim, value_dim), ``masks`` of ``chunk_masks``: all F32.
+    ``tokens``: query and key (sequences, heads, tokens, key_dim), value (..., value_dim), decay g and beta
+    (sequences, heads, tokens). State (sequences, heads, key_dim, value_dim), ``masks`` of ``chunk_masks``: all
+    are F32.
 
     In chunks by the WY representation, with L_ij = beta_i (k_i . k_j) exp(G_i - G_j) for j < i::
 
@@ -191,6 +183,7 @@ def gated_delta_rule(
         N = U - W S        O = exp(G) Q S + (Q K^T exp(G_i - G_j)) N        chunk by chunk
         S <- exp(G_last) S + (exp(G_last - G) K)^T N
     """
+    query, key, value, decay, beta = tokens
     if key.shape[2] == 1:
         state = _faded(ctx, state, decay)
         share = beta.reshape(ctx, *beta.shape[:2], 1, 1)

@@ -20,7 +20,7 @@ __all__ = ["RecurrentModel", "StateConfig", "recurrent_cache"]
 
 @dataclass(frozen=True, slots=True)
 class StateConfig(ModelConfig):
-    """Of a model with states: those of layers that put no keys, where a family does not say otherwise."""
+    """Of a model with states: those of layers that put no keys."""
 
     @property
     def states(self) -> dict[str, StateSpec]:
@@ -43,9 +43,9 @@ def recurrent_cache(config: StateConfig, dtype: ml.DType | None = None, **option
 
     ``dtype`` is that of the model's activations; ``options`` go to StateCache.
     """
-    shift = nn.rope_shift(config.rope) if config.attending else None
     states: dict[int | None, dict[str, StateSpec]] = {None: config.states}
-    return RecurrentCache.of(StateCache(states, dtype=dtype, delivers=True, **options), CausalCache(shift))
+    attention = CausalCache(nn.rope_shift(config.rope))
+    return RecurrentCache.of(StateCache(states, dtype=dtype, delivers=True, **options), attention)
 
 
 C = TypeVar("C", bound=StateConfig)
@@ -58,5 +58,4 @@ class RecurrentModel(CausalModel[C]):
     cache_of = staticmethod(recurrent_cache)
 
     def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
-        step = super().begin_pass(ctx, batch, cache) if self.config.attending else Step(batch, cache)
-        return begin_runs(ctx, step)
+        return begin_runs(ctx, super().begin_pass(ctx, batch, cache))

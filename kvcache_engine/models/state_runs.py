@@ -86,17 +86,16 @@ def convolve(
     cache: RecurrentCache,
     layer: int,
     kernel: ml.Tensor,
-    bias: ml.Tensor | None = None,
 ) -> ml.Tensor:
     """The causal convolution per channel, x (sequences, length, channels) -> the same.
 
-    ``kernel`` (taps, channels), the oldest first; ``bias`` (channels,). The state "conv" of ``layer`` is
+    ``kernel`` (taps, channels), the oldest first. The state "conv" of ``layer`` is
     (sequences, channels, taps - 1): the inputs before these, oldest first. It moves on in the cache.
     """
     states = cache.conv_state(ctx, layer)
     state = states if run.rows is None else states.rows(ctx, run.states)
     past, length = kernel.shape[0] - 1, x.shape[1]
-    result, inputs = nn.causal_conv1d(ctx, x, state, kernel, bias)
+    result, inputs = nn.causal_conv1d(ctx, x, state, kernel)
     *inside, latest = (
         inputs.slice(ctx, 1, end, end + past).permute(ctx, 0, 2, 1) for end in (*run.cuts, length)
     )
@@ -127,14 +126,13 @@ def recur(
     run: Runs,
     step: Step,
     layer: int,
-    rule: Callable[..., tuple[ml.Tensor, ml.Tensor]],
     tokens: Sequence[ml.Tensor],
 ) -> ml.Tensor:
     """The outputs of ``scan`` for a run; the state "recurrent" of ``layer`` moves on in the cache."""
     cache, masks = step.cache, step.tensors[MASKS]
     states = cache.recurrent_state(ctx, layer)
     state = states if run.rows is None else states.rows(ctx, run.states)
-    out, (*inside, state) = scan(ctx, rule, tokens, state, masks, run.cuts)
+    out, (*inside, state) = scan(ctx, tokens, state, masks, run.cuts)
     run.deliver(ctx, cache, "recurrent", layer, inside)
     if run.rows is None:
         cache.set_recurrent_state(ctx, layer, state)

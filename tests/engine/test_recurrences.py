@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache_engine.models.recurrences import chunk_masks, chunk_size, gated_delta_rule, scan
+from kvcache_engine.models.recurrences import chunk_masks, chunk_size, scan
 from ml import DType
 
 from ..rigs.each_backend import each_context
@@ -43,7 +43,7 @@ def recurrence(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarra
 
 def check(ctx: ml.Context, arrays: list[np.ndarray], size: int, cuts: Sequence[int] = ()) -> None:
     *tokens, state = (ctx.from_numpy(array, DType.F32) for array in arrays)
-    out, states = scan(ctx, gated_delta_rule, tokens, state, chunk_masks(ctx, size), cuts)
+    out, states = scan(ctx, tokens, state, chunk_masks(ctx, size), cuts)
     expected, after = recurrence(arrays)
     np.testing.assert_allclose(out.to_numpy(), expected, rtol=0, atol=2e-5)
     for place, found in zip((*cuts, arrays[1].shape[2]), states, strict=True):
