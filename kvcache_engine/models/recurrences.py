@@ -174,8 +174,8 @@ def gated_delta_rule(
     """The outputs (sequences, heads, tokens, value_dim), and the states after the last token.
 
     ``tokens``: query and key (sequences, heads, tokens, key_dim), value (..., value_dim), decay g and beta
-    (sequences, heads, tokens). State (sequences, heads, key_dim, value_dim), ``masks`` of ``chunk_masks``: all
-    are F32.
+    (sequences, heads, tokens). State (sequences, heads, key_dim, value_dim), ``masks`` of ``chunk_masks``:
+    all are F32.
 
     In chunks by the WY representation, with L_ij = beta_i (k_i . k_j) exp(G_i - G_j) for j < i::
 
