@@ -37,7 +37,8 @@ from kvcache import Batch, HostTier, PrefixCache, PrefixOptions, Session
 from kvcache.stores import FileStore
 from kvcache.testing.bench.timing import machine
 
-RECORD = "agents.json"
+RECORD, WHOLE = "agents.json", "agents-whole.json"
+"""Of the first requests, and of the whole trace."""
 BLOCK = 64
 """Tokens of a block of the trace."""
 PASS = 8192
@@ -376,7 +377,13 @@ def measure_reuse(
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
     """The tables of the page, by name."""
-    return {"reuse": table(*_reuse(record)), "kinds": table(*_kinds()), "time": table(*_times(record))}
+    whole = load(DOCS / "benchmarks" / WHOLE)
+    return {
+        "reuse": table(*_reuse(record)),
+        "whole": table(*_reuse(whole)),
+        "kinds": table(*_kinds()),
+        "time": table(*_times(record)),
+    }
 
 
 def _reuse(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -439,8 +446,10 @@ def main() -> None:
     parser.add_argument("--percents", type=int, nargs="+", default=PERCENTS)
     parser.add_argument("--seed", type=int, default=0, help="of when clients give up")
     parser.add_argument("--period", type=float, default=3600.0, help="seconds between restarts")
-    parser.add_argument("--out", type=Path, default=DOCS / "benchmarks" / RECORD)
+    parser.add_argument("--out", type=Path, help="the record (default: the page's)")
     options = parser.parse_args()
+    if options.out is None:
+        options.out = DOCS / "benchmarks" / (WHOLE if options.requests is None else RECORD)
     if not options.trace.is_file():
         parser.error(f"{options.trace} is not there; name a trace")
     requests = read_trace(options.trace, options.requests)
