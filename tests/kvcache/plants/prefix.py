@@ -113,7 +113,7 @@ BUGS: dict[str, list[Bug]] = {
          prop(lambda self: self.serialized)),
     ],
     "tests/kvcache/prefix/test_interior.py": [
-        ("prefix.eviction:Evictor._absorbed", "the_end_of_every[wrapper]", always(None)),
+        ("prefix.eviction:Evictor._absorbed", "points_inside_go_first[wrapper]", always(None)),
         ("prefix.eviction:InteriorSnapshots.note", "cells_for_others[sliding]", NOTHING),
     ],
     "tests/kvcache/prefix/test_windows.py": [
