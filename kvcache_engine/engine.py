@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -132,6 +133,9 @@ class Engine(Closing):
         stores = any(not isinstance(tier, HostTier) for tier in tiers)
         identity = self.identity if stores else identity
         bound: Any = cache_for(model) if cache is None else cache
+        if options.batch_invariant:
+            asked = getattr(model.backend, "cache_config", ml.CacheConfig)()
+            bound.set_config(replace(asked, batch_invariant=True))
         bound.init(model.backend, *sizes, options.largest_batch)
         self.cache = bound
         budget = 2 * self.cache_bytes if options.budget is None else options.budget
@@ -150,6 +154,7 @@ class Engine(Closing):
                     read_ahead=options.read_ahead,
                     backlog=options.backlog,
                     write_through=options.write_through,
+                    whole_blocks=options.batch_invariant,
                 ),
             )
         except BaseException:
@@ -167,6 +172,8 @@ class Engine(Closing):
         self._running: list[Request] = []
         self._full = False
         self._prefilled_last = False
+        self._turn = 0
+        """Passes of one request each that there were."""
         self.closed = False
         self.reset()
 
@@ -452,7 +459,11 @@ class Engine(Closing):
             if worth_waiting(request, self._running, self.prefix, self.ranks):
                 continue
             try:
-                session = self.ranks.begin(self.prefix, request.run.tokens, request.tenant)
+                run, known = request.run, len(request.run.tokens)
+                if self.options.batch_invariant:  # an answer's tokens are computed one by one, as at first
+                    known = run.prompt_tokens
+                session = self.ranks.begin(self.prefix, run.tokens[:known], request.tenant)
+                session.extend(run.tokens[known:])
             except Exception as error:
                 full = isinstance(error, CacheFullError)
                 if full and self._running:
@@ -482,6 +493,8 @@ class Engine(Closing):
 
     def _plan(self, drafting: bool, events: list[EngineEvent]) -> list[Part]:
         """The next pass: chunks of prompts, or the next of every answer; in turns where both want one."""
+        if self.options.batch_invariant:
+            return self._alone()
         prefill = [request for request in self._running if request.prefilling]
         decode = [request for request in self._running if not request.prefilling]
         if prefill and not (decode and self._prefilled_last):
@@ -497,6 +510,15 @@ class Engine(Closing):
                     raise
                 self._over(request, events, [Failed(request.id, error)])
         return parts or (self._plan(drafting, events) if decode else [])
+
+    def _alone(self) -> list[Part]:
+        """The next pass of the request that has waited for one the longest."""
+        if not self._running:
+            return []
+        request = min(self._running, key=lambda request: request.turn)
+        self._turn += 1
+        request.turn = self._turn
+        return list(chunks([request], self.options.largest_batch, self.prefix))
 
     def _take(self, parts: Sequence[Part], chosen: Chosen, prefill: bool, events: list[EngineEvent]) -> None:
         """Take in what was drawn where a part reached the end of its tokens."""

@@ -32,6 +32,10 @@ class EngineOptions:
     ``tenant_budget``, ``read_ahead`` and ``backlog`` are PrefixCache's, too, as is
     ``write_through``: each answer is written to the stores when it ends, by a thread.
 
+    ``batch_invariant``: an answer does not depend on what is cached, nor on the requests beside it, bit for
+    bit. A pass has one request then, and a prompt ``block_size`` tokens in each, whatever ``prefill_chunk``
+    is; only such blocks are reused, and no tokens of answers.
+
     ``fetch``: "measured" asks a store where fetching beats computing, by what both took so far
     (``BreakEven``); "always" asks for every prefix.
     """
@@ -49,6 +53,7 @@ class EngineOptions:
     read_ahead: int = 256 << 20
     backlog: int = 256 << 20
     write_through: bool = True
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         self._check_positive("max_sequences", "prefill_chunk", "block_size")
@@ -84,7 +89,7 @@ class EngineOptions:
 
     @property
     def largest_batch(self) -> int:
-        return max(self.prefill_chunk, self.max_sequences)
+        return max(self.block_size if self.batch_invariant else self.prefill_chunk, self.max_sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,11 @@ class SpeculativeOptions(EngineOptions):
     def __post_init__(self) -> None:
         EngineOptions.__post_init__(self)
         self._check_positive("tokens", "width")
+        if self.batch_invariant:
+            raise RequestError(
+                "SpeculativeOptions: batch_invariant=True; passes that verify drafts have as many tokens as "
+                "there are drafts, which changes the last bits of answers: use EngineOptions"
+            )
         if self.acceptance not in get_args(Acceptance):
             raise RequestError(
                 f"SpeculativeOptions: acceptance={self.acceptance!r}; it must be 'rejection' or 'exact'"

@@ -66,6 +66,8 @@ class Request:
         """What it failed with."""
         self.answer: Finished | None = None
         """What it ended with, if it did not fail, and was not cancelled."""
+        self.turn = 0
+        """When it last had a pass, where each has a pass of its own."""
         self.stops: set[int] = set()
         """Where snapshots are scheduled for the sake of requests that go on from there."""
 
@@ -185,7 +187,8 @@ def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Ite
     for request in requests:
         run, session = request.run, request.session
         assert session is not None
-        stop = min(len(run.tokens), run.stored + budget)
+        cut, most = session.next_cut(run.stored), budget if session.reusable is None else 1
+        stop = min(len(run.tokens), run.stored + most) if cut is None else cut
         due = prefix.next_snapshot(session.seq)
         count = (stop if due is None else min(stop, due)) - run.stored
         if count:
@@ -214,7 +217,7 @@ def plan_sharing(request: Request, others: Iterable[Request], prefix: PrefixCach
     Only where a model's state cannot be shared from its middle: a window, a recurrence.
     """
     session = request.session
-    if prefix.tree.divisible or session is None:
+    if prefix.tree.divisible or session is None or session.reusable is not None:
         return
     shared = {_shared(other, request) for other in others}
     new = {end for end in shared if end >= max(MIN_SHARED, request.run.stored + 1)} - request.stops

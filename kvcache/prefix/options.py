@@ -49,6 +49,10 @@ class PrefixOptions:
     tells it by ``break_even.computed`` how long passes over prompts take."""
     read_ahead: int | str = 256 << 20
     """Most bytes of host memory that ``prefetch`` fills; 0: it does nothing."""
+    whole_blocks: bool = False
+    """Reuse whole blocks of ``block_size`` tokens of prompts, and nothing else. Where each pass over a prompt
+    ends with a block (``Session.next_cut``) and has one sequence, what is reused is what an empty cache would
+    compute, bit for bit. Stores keep such content apart from all other."""
 
     def __post_init__(self) -> None:
         check_whole("PrefixOptions", "interval", self.interval, least=1)
@@ -70,6 +74,10 @@ class PrefixOptions:
         if not isinstance(self.write_through, bool | None):
             raise InvalidRangeError(
                 f"PrefixOptions: write_through={self.write_through!r:.60}; it must be a bool, or None"
+            )
+        if not isinstance(self.whole_blocks, bool):
+            raise InvalidRangeError(
+                f"PrefixOptions: whole_blocks={self.whole_blocks!r:.60}; it must be a bool"
             )
         if not isinstance(self.break_even, BreakEven | None):
             raise InvalidRangeError(

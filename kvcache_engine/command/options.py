@@ -113,6 +113,13 @@ def _share(value: float | None) -> float | None:
     return value
 
 
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        help="Answers that depend neither on what is cached nor on other requests, bit for bit; slower.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print only the result: no progress bars, no summary.")

@@ -29,6 +29,7 @@ DIMENSIONS = {
 IN_PROCESS = frozenset(["salt", "adapter", "version", "scale", "image", "place", "embeddings"])
 """What may be other from one request to the next; the rest takes another process."""
 TIERS = ("device", "host", "folder")
+NAMES = ("names",)
 
 Context = frozenset[str]
 Item = int | str
@@ -110,15 +111,17 @@ def walk(ask: Ask, dimensions: Iterable[str]) -> Walk:
 
 @dataclass(frozen=True)
 class Face:
-    """How one face is asked: ``tiers`` by dimension, and why the others are not among them.
+    """What one face is asked: ``tiers`` by dimension, and why the other dimensions are not among them.
 
-    ``elsewhere``: dimensions that cannot occur on it, each with the reason. ``open``: those that it does not
-    tell apart, with what to do about it.
+    The tier "names": of a runtime's pages, which are found by the names that our side gives them.
+    ``refused``: dimensions that cannot occur on it, ``open``: those that it does not keep apart, each with
+    the reason; ``told``: what users have to do or leave for the others to be kept apart.
     """
 
     name: str
     tiers: Mapping[str, tuple[str, ...]]
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, str] = field(default_factory=dict)
     open: Mapping[str, str] = field(default_factory=dict)
 
     def dimensions(self, tier: str) -> list[str]:

@@ -28,9 +28,9 @@ from kvcache_engine.loading import load_model
 from kvcache_engine.requests import Finished, GenerationOptions
 
 from ..conftest import CONFIG, save_tokenizer, save_weights
-from ..kvcache.stores.test_composing import ChunkKey
 from ..integrations.vllm.test_config import config as vllm_config
-from .contexts import BLOCK, DIMENSIONS, IDS, IN_PROCESS, TIERS, WHOLE, Context, Face, prompt_of
+from ..kvcache.stores.test_composing import ChunkKey
+from .contexts import BLOCK, DIMENSIONS, IDS, IN_PROCESS, NAMES, TIERS, WHOLE, Context, Face, prompt_of
 
 MODEL = {"model", "weights", "rope"}
 """What makes other files."""
@@ -175,13 +175,11 @@ class OfPrefixCache(Asked):
 
 class OfEngine(Asked):
     face = Face(
-        "Engine, server",
+        "Engine and server",
         {"salt": TIERS} | dict.fromkeys(["model", "weights", "rope", "dtype", "format", "rank"], ("folder",)),
         {
-            **dict.fromkeys(
-                ["adapter", "version", "scale"], "it applies no adapter; a model that has one is one model"
-            ),
-            **dict.fromkeys(["image", "place", "embeddings"], "prompts are token ids"),
+            **dict.fromkeys(["adapter", "version", "scale"], "a request can name none"),
+            **dict.fromkeys(["image", "place", "embeddings"], "a prompt is token ids"),
         },
     )
 
@@ -250,9 +248,9 @@ class ByName(Asked):
 
 class OfVLLM(ByName):
     face = Face(
-        "vLLM connector",
-        {name: ("folder",) for name in DIMENSIONS if name != "embeddings"},
-        {"embeddings": "a request with prompt embeddings is refused, and vLLM computes it"},
+        "vLLM",
+        {name: NAMES for name in DIMENSIONS if name != "embeddings"},
+        {"embeddings": "a request with prompt embeddings is left to vLLM, and nothing of it is kept"},
     )
 
     def names(self, context: Context) -> list[str]:
@@ -279,11 +277,16 @@ class OfVLLM(ByName):
 
 
 class OfSGLang(ByName):
-    """What our side adds; SGLang's own names are walked where it is installed: ``make test-sglang``."""
+    """What our side adds; with SGLang's own names where it is installed: ``make test-sglang``."""
 
     face = Face(
         "SGLang",
-        dict.fromkeys(["version", "scale", "model", "weights", "rope", "dtype", "format", "rank"], ("folder",)),
+        dict.fromkeys(["version", "scale", "model", "weights", "rope", "dtype", "format", "rank"], NAMES),
+        {"embeddings": "SGLang refuses them, unless it runs without a prefix cache"},
+        {
+            "adapter": "SGLang joins a request's own `extra_key` and the adapter's id without a border: let no "
+            "stranger choose `extra_key`"
+        },
     )
 
     def __init__(self, tier: str, folder: Path) -> None:
@@ -317,12 +320,32 @@ class OfSGLang(ByName):
 class OfLMCache(ByName):
     """What our side makes of LMCache's keys; its own are walked where it is: ``make test-lmcache``."""
 
-    face = Face("LMCache", dict.fromkeys(["model", "weights", "rope", "dtype", "rank"], ("folder",)))
+    face = Face(
+        "LMCache",
+        dict.fromkeys(
+            ["salt", "adapter", "version", "scale", "model", "weights", "rope", "dtype", "rank"], NAMES
+        ),
+        told=dict.fromkeys(
+            ["salt", "adapter", "version", "scale"],
+            "its names have neither salt nor adapter: give each request a tag, "
+            '`"kv_transfer_params": {"lmcache.tag.NAME": "VALUE"}`',
+        ),
+        open={
+            **dict.fromkeys(["image", "place"], "it names images itself, before we are asked: not run"),
+            "embeddings": "not run",
+            "format": "its names have neither the kind of FP8 that K and V are stored in nor what they were "
+            "computed in: with FP8, set `kvcache.identity`",
+        },
+    )
 
     def names(self, context: Context) -> list[str]:
         identity = identity_of_model(str(written(self.folder, context)))
-        dtype = "bfloat16" if "dtype" in context else "float32"
-        return [
-            chunk_key(identity, ChunkKey(chunk, world_size=1 + ("rank" in context), dtype=f"torch.{dtype}"))
-            for chunk in range(WHOLE // BLOCK)
-        ]
+        tags = {f"lmcache.tag.{name}": "other" for name in sorted(context) if name in self.face.told}
+        return [chunk_key(identity, key) for key in self.keys(context, tags)]
+
+    def keys(self, context: Context, tags: dict[str, Any]) -> list[Any]:
+        """Those of LMCache."""
+        dtype = "torch.bfloat16" if "dtype" in context else "torch.float32"
+        size = 1 + ("rank" in context)
+        chunks = range(WHOLE // BLOCK)
+        return [ChunkKey(chunk, world_size=size, dtype=dtype, request_configs=tags) for chunk in chunks]

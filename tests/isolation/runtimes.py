@@ -24,7 +24,7 @@ ADAPTED = ["q_proj", "k_proj"]
 _FACE: dict[str, Any] = {
     "tiers": dict.fromkeys(["salt", "adapter", "version", "scale"], TIERS)
     | dict.fromkeys(["model", "weights", "rope", "dtype", "format"], ("folder",)),
-    "elsewhere": {
+    "refused": {
         **dict.fromkeys(["image", "place", "embeddings"], "what is given beside token ids is refused"),
         "rank": "tiers of a model that is split over ranks are refused",
     },

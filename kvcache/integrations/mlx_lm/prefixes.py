@@ -15,7 +15,7 @@ from mlx_lm.generate import generate_step
 
 import ml
 from kvcache.cache import CacheDType, ClosedError, InvalidRangeError, KVCacheError
-from kvcache.integrations.conversations import Conversation, SharedPrefixes, prefix_options
+from kvcache.integrations.conversations import Conversation, SharedPrefixes, in_blocks, prefix_options
 from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.layers import Attention
 from kvcache.integrations.mlx_lm.pool import CachePool
@@ -111,9 +111,12 @@ class MLXPrefixCache(SharedPrefixes):
         dtype: CacheDType | None = None,
         rollback: int = 64,
         backend: ml.Backend | None = None,
+        batch_invariant: bool = False,
         **options: Any,
     ) -> None:
-        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and its options.
+        """``batch_invariant``: an answer does not depend on what is cached, bit for bit; prompts are evaluated
+        in blocks of ``block_size`` tokens, and only such blocks are reused, no answers. ``options`` are
+        PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and its options.
 
         But for ``PrefixOptions(write_through=False)``, a thread writes each conversation to the stores when
         it ends.
@@ -133,6 +136,8 @@ class MLXPrefixCache(SharedPrefixes):
         self._claims: dict[int, tuple[threading.Thread, float]] = {}
         """By sequence, who began the conversation that is open in it, and its part of the room."""
         try:
+            if batch_invariant:
+                options = in_blocks(options, self.pool.cache, self.pool.backend)
             self.prefix = PrefixCache(self.pool.cache, **prefix_options(options, lambda: _shapes(self.pool)))
         except BaseException:
             self.pool.close()
