@@ -28,6 +28,7 @@ from kvcache_engine.runtimes import Runtime, load_foreign, runtime_for, sampling
 __all__ = [
     "AnyPlace",
     "BackendName",
+    "BatchInvariant",
     "Debug",
     "Device",
     "Dtypes",

@@ -1,4 +1,4 @@
-"""Answers with ``batch_invariant``: bit for bit those of an empty cache, whatever is cached and whoever runs beside."""
+"""``batch_invariant``: answers are those of an empty cache, bit for bit, whoever runs beside."""
 
 from __future__ import annotations
 

@@ -284,8 +284,8 @@ class OfSGLang(ByName):
         dict.fromkeys(["version", "scale", "model", "weights", "rope", "dtype", "format", "rank"], NAMES),
         {"embeddings": "SGLang refuses them, unless it runs without a prefix cache"},
         {
-            "adapter": "SGLang joins a request's own `extra_key` and the adapter's id without a border: let no "
-            "stranger choose `extra_key`"
+            "adapter": "SGLang joins a request's own `extra_key` and the adapter's id without a border: "
+            "let no stranger choose `extra_key`"
         },
     )
 

@@ -99,7 +99,9 @@ REFUSALS: dict[tuple[str, str], tuple[Callable[[Path], None], type[Exception], s
     ("Engine and server", "place"): (
         lambda _: chat([{"type": "text", "text": "x"}, *IMAGE]), ApiError, "only have text parts"
     ),
-    ("Engine and server", "embeddings"): (lambda _: completion(prompt_embeds="AAAA"), ApiError, "not supported"),
+    ("Engine and server", "embeddings"): (
+        lambda _: completion(prompt_embeds="AAAA"), ApiError, "not supported"
+    ),
     ("HFPrefixCache", "image"): (
         lambda folder: hf(folder, pixel_values=torch.ones(1, 3, 8, 8)), NotSupportedError, "beside the tokens"
     ),

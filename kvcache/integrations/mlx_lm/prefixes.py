@@ -114,9 +114,10 @@ class MLXPrefixCache(SharedPrefixes):
         batch_invariant: bool = False,
         **options: Any,
     ) -> None:
-        """``batch_invariant``: an answer does not depend on what is cached, bit for bit; prompts are evaluated
-        in blocks of ``block_size`` tokens, and only such blocks are reused, no answers. ``options`` are
-        PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and its options.
+        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and its options.
+
+        ``batch_invariant``: an answer does not depend on what is cached, bit for bit; prompts are evaluated
+        in blocks of ``block_size`` tokens, and only such blocks are reused, no answers.
 
         But for ``PrefixOptions(write_through=False)``, a thread writes each conversation to the stores when
         it ends.

@@ -61,7 +61,7 @@ class OfTree(faces.OfSGLang):
 
 
 def token_of(item: int | str) -> int:
-    """As SGLang, which puts ids beyond the vocabulary, made of an image's hash, in the place of its tokens."""
+    """As SGLang: of an image's tokens, ids beyond the vocabulary that are made of its hash."""
     if isinstance(item, int):
         return item
     return 1 << 40 | int.from_bytes(hashlib.sha256(item.encode()).digest()[:5])
