@@ -133,28 +133,28 @@ def _targets(results: Mapping[str, Any]) -> str:
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """The table of each part, below how long it took."""
-    head = ("where", "measurement", "contender", "median [10th, 90th]", "x floor", "rounds (dropped)", "")
+    """The table of each part, below how long it took: medians of ours and of peers. The record has the rest."""
+    head = ("where", "measurement", "ours", "x floor", "others")
     found = {}
     for name, part in results["parts"].items():
         load = part.get("foreign_cores")
         others = "" if load is None else f"; others kept {load:.1f} cores busy"
         spent = f"{part['seconds']:.0f} s{', quick' * part['quick']}{others}."
-        found[name] = f"{spent}\n\n{table(head, map(_cells, _rows(part)))}"
+        found[name] = f"{spent}\n\n{table(head, _measurements(_rows(part)))}"
     return found
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    spread = f" [{_number(row.low)}, {_number(row.high)}]" if row.high else ""
-    return (
-        row.group,
-        row.measurement,
-        row.contender,
-        f"{_number(row.median)}{spread} {row.unit}",
-        "" if row.ratio is None else f"{row.ratio:,.2f}",
-        f"{row.rounds} ({row.dropped})",
-        row.note,
-    )
+def _measurements(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """A row of ours beside its peers; a measurement without peers has its note there."""
+    peers: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        if not row.contender.startswith(("ours", "floor")):
+            peers[row.group, row.measurement].append(f"{row.contender}: {_number(row.median)}")
+    for row in rows:
+        if row.contender.startswith("ours"):
+            ratio = "" if row.ratio is None else f"{row.ratio:,.2f}"
+            beside = "; ".join(peers[row.group, row.measurement]) or row.note
+            yield row.group, row.measurement, f"{_number(row.median)} {row.unit}", ratio, beside
 
 
 def _number(value: float) -> str:
