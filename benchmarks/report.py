@@ -122,14 +122,18 @@ def _front(results: Mapping[str, Any]) -> str:
 
 
 def _targets(results: Mapping[str, Any]) -> str:
-    """How many are reached, and those that are not."""
+    """How many are reached, and those that are not, lengths of history together."""
     rows = [row for part in results["parts"].values() for row in _rows(part)]
-    missed = [
-        (f"{row.measurement} ({row.contender})", row.group, f"{row.ratio:.3g}", f"{row.target:g}")
-        for row in rows
-        if row.met is False
+    missed: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for row in rows:
+        if row.met is False:
+            named = re.sub(r", \d+$", "", row.measurement)
+            missed[f"{named} ({row.contender})", row.group, f"{row.target:g}"].append(row.ratio or 0.0)
+    lines = [
+        (named, group, " to ".join(f"{ratio:.3g}" for ratio in sorted({min(found), max(found)})), target)
+        for (named, group, target), found in missed.items()
     ]
-    return f"{verdict(rows)}; not reached:\n\n{table(('measurement', 'where', 'ratio', 'at most'), missed)}"
+    return f"{verdict(rows)}; not reached:\n\n{table(('measurement', 'where', 'ratio', 'at most'), lines)}"
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
