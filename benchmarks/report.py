@@ -137,7 +137,7 @@ def _targets(results: Mapping[str, Any]) -> str:
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """A table for each part, below how long it took: medians of ours and of peers, of all that is recorded."""
+    """A table for each part, below how long it took: medians of ours and of peers."""
     head = ("where", "measurement", "ours", "x floor", "others")
     found = {}
     for name, part in results["parts"].items():
