@@ -17,8 +17,8 @@ from kvcache.snapshots.layer_shapes import Layers
 from kvcache.stores.closing import Closing
 
 __all__ = [
-    "MOST_DRAFTS", "Conversation", "SharedPrefixes", "check_known", "check_missing", "in_blocks", "names_of",
-    "prefix_options",
+    "MOST_DRAFTS", "Conversation", "SharedPrefixes", "check_known", "check_missing", "invariant_config",
+    "names_of", "prefix_options",
 ]  # fmt: skip
 
 MOST_DRAFTS = 64
@@ -147,11 +147,10 @@ def prefix_options(given: Mapping[str, Any], shapes: Callable[[], Layers | None]
     return {**{name: given[name] for name in given if name not in named}, "options": options}
 
 
-def in_blocks(given: Mapping[str, Any], cache: Any, backend: ml.Backend) -> dict[str, Any]:
-    """The options of a PrefixCache over ``cache``, for answers that do not depend on what is cached."""
-    asked = getattr(backend, "cache_config", ml.CacheConfig)()
-    cache.set_config(replace(asked, batch_invariant=True))
-    return {**given, "whole_blocks": True}
+def invariant_config(backend: ml.Backend) -> ml.CacheConfig:
+    """How caches are arranged for answers that do not depend on what is cached."""
+    asked: ml.CacheConfig = getattr(backend, "cache_config", ml.CacheConfig)()
+    return replace(asked, batch_invariant=True)
 
 
 class SharedPrefixes(Closing):

@@ -15,7 +15,7 @@ from mlx_lm.generate import generate_step
 
 import ml
 from kvcache.cache import CacheDType, ClosedError, InvalidRangeError, KVCacheError
-from kvcache.integrations.conversations import Conversation, SharedPrefixes, in_blocks, prefix_options
+from kvcache.integrations.conversations import Conversation, SharedPrefixes, prefix_options
 from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.layers import Attention
 from kvcache.integrations.mlx_lm.pool import CachePool
@@ -130,15 +130,15 @@ class MLXPrefixCache(SharedPrefixes):
         self.adapters = Adapters(model)
         self.pool = CachePool(
             model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,
-            backend=backend,
+            backend=backend, batch_invariant=batch_invariant,
         )  # fmt: skip
+        if batch_invariant:
+            options["whole_blocks"] = True
         self.pool.sequences.give_away()
         self.lock = self.pool.lock
         self._claims: dict[int, tuple[threading.Thread, float]] = {}
         """By sequence, who began the conversation that is open in it, and its part of the room."""
         try:
-            if batch_invariant:
-                options = in_blocks(options, self.pool.cache, self.pool.backend)
             self.prefix = PrefixCache(self.pool.cache, **prefix_options(options, lambda: _shapes(self.pool)))
         except BaseException:
             self.pool.close()

@@ -15,7 +15,7 @@ import torch
 import ml
 from kvcache import InvalidRangeError, KVCacheError, NotSupportedError
 from kvcache.caches.turns import Turns, in_turn
-from kvcache.integrations.conversations import Conversation, SharedPrefixes, in_blocks, prefix_options
+from kvcache.integrations.conversations import Conversation, SharedPrefixes, invariant_config, prefix_options
 from kvcache.integrations.transformers.adapters import Adapters
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
@@ -296,7 +296,8 @@ class HFPrefixCache(SharedPrefixes):
         stores = [tier for tier in options.get("tiers") or () if not isinstance(tier, HostTier)]
         shapes = functools.partial(self._stored_layers, whole) if stores else lambda: None
         if batch_invariant:
-            options = in_blocks(options, whole, pool.backend)
+            whole.set_config(invariant_config(pool.backend))
+            options["whole_blocks"] = True
         self.prefix = PrefixCache(whole, **prefix_options(options, shapes))
 
     def _stored_layers(self, whole: Any) -> Layers:

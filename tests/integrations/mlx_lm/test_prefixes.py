@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
-from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
