@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache import PrefixCache, Session, Tenant
+from kvcache import PrefixCache, Session
 from kvcache.cache import CacheFullError, SequenceLostError
 from kvcache_engine.parallel import FAILED, NO_ROOM, Share, failed_elsewhere, of_all
 
@@ -49,19 +49,19 @@ class Agreement:
         found: list[int] = np.reshape(self._of_all(*values), (-1, len(values))).min(0).tolist()
         return found
 
-    def begin(self, prefix: PrefixCache, tokens: Sequence[int], tenant: Tenant) -> Session:
+    def begin(self, prefix: PrefixCache, tokens: Sequence[int], **whose: Any) -> Session:
         """A session that begins at the same position on all ranks: what one of them lacks, none reuses.
 
         Raises what ``prefix.begin`` raised here; where that was elsewhere, or where another rank fails and
         this one only has no room, CacheFullError or GroupError. No session has begun on any rank then.
         """
         if self._group is None:
-            return prefix.begin(tokens, tenant.salt, tenant.shared)
+            return prefix.begin(tokens, **whose)
         session: Session | None = None
         error: Exception | None = None
         try:
             try:
-                session = prefix.begin(tokens, tenant.salt, tenant.shared)
+                session = prefix.begin(tokens, **whose)
             except Exception as found:
                 error = found
             while True:

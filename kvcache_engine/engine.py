@@ -236,7 +236,9 @@ class Engine(Closing):
         """Queue a request; it starts in a ``step`` that finds a sequence for it.
 
         Only requests with the same ``salt`` reuse what it computes; all requests reuse its first ``shared``
-        tokens (``PrefixCache.begin``). ``retention``: how long it is kept after the request ends.
+        tokens (``PrefixCache.begin``). What a model's adapters compute is reused for these adapters, of the
+        same content and scales; they may change while the engine is not busy. ``retention``: how long it is
+        kept after the request ends.
 
         ``draft`` proposes tokens of the answer, so that it takes fewer passes. It requires an engine with
         SpeculativeOptions. Requests of one seed draw alike unless their ``stream`` differs. ``listener`` is
@@ -255,7 +257,8 @@ class Engine(Closing):
         settings = settings_for(self.tokenizer, settings)
         tokens = self.encode(prompt)
         try:
-            tenant = Tenant(salt, shared)
+            variant = self.variant()
+            tenant = Tenant.of(salt, shared, variant)
             if retention is not None and not isinstance(retention, Retention):
                 raise InvalidRangeError(f"retention={retention!r:.80}; it must be a Retention, or None")
         except InvalidRangeError as error:
@@ -265,16 +268,31 @@ class Engine(Closing):
             run.decoder = self.tokenizer.stream(tokens)
         self._submitted += 1
         self.statistics.prompt_tokens += len(tokens)
-        request = Request(run, draft, tenant, self.prefix.alphabet.encode(tokens, tenant))
+        whose = {"salt": salt, "shared": shared, "variant": variant}
+        request = Request(run, draft, whose, self.prefix.alphabet.encode(tokens, tenant))
         request.retention = retention
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
         if self.busy:  # else it starts in the next step, and reads its own
-            request.ahead = self.prefix.prefetch(tokens, salt, shared)
+            request.ahead = self.prefix.prefetch(tokens, **whose)
         self._waiting.append(request)
         if listener is not None:
             self._listeners[request.id] = listener
         return request
+
+    @in_turn
+    def variant(self) -> Any:
+        """What computes beside the model's own weights now, such as an adapter (``PrefixCache.begin``).
+
+        Raises RequestError where that has changed since requests began that are not done.
+        """
+        variant = getattr(self.model, "variant", lambda: None)()
+        if any(other.whose.get("variant") != variant for other in [*self._waiting, *self._running]):
+            raise RequestError(
+                "submit: the model's weights or adapters have changed, and requests that began before are "
+                "not done; let them end, or cancel them, before they change"
+            )
+        return variant
 
     @in_turn
     def cancel(self, request: Request) -> bool:
@@ -462,7 +480,7 @@ class Engine(Closing):
                 run, known = request.run, len(request.run.tokens)
                 if self.options.batch_invariant:  # an answer's tokens are computed one by one, as at first
                     known = run.prompt_tokens
-                session = self.ranks.begin(self.prefix, run.tokens[:known], request.tenant)
+                session = self.ranks.begin(self.prefix, run.tokens[:known], **request.whose)
                 session.extend(run.tokens[known:])
             except Exception as error:
                 full = isinstance(error, CacheFullError)
@@ -682,6 +700,8 @@ class Engine(Closing):
             return
         self._running.remove(request)
         self._full = False
+        if keep and (variant := getattr(self.model, "variant", None)) is not None:
+            keep = request.whose.get("variant") == variant()  # else who knows which of them computed what
         try:
             session.close(keep)
         except BaseException as error:

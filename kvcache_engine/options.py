@@ -58,6 +58,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         self._check_positive("max_sequences", "prefill_chunk", "block_size")
         self._check_positive(*(name for name in ("capacity", "context") if getattr(self, name) is not None))
+        if self.batch_invariant and self.block_size < 2:
+            raise RequestError("EngineOptions: block_size=1; with batch_invariant it must be at least 2")
         if self.fetch not in get_args(Fetch):
             raise RequestError(f"EngineOptions: fetch={self.fetch!r}; it must be 'measured' or 'always'")
         for name in ("read_ahead", "backlog"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 import kvcache
-from kvcache import Lookup, Prefetch, PrefixCache, Retention, Session, Tenant, common_length
+from kvcache import Lookup, Prefetch, PrefixCache, Retention, Session, common_length
 from kvcache.cache import Batch
 from kvcache_engine.consensus import Agreement
 from kvcache_engine.drafts import Draft
@@ -43,11 +45,12 @@ class Request:
         self,
         run: RequestState,
         draft: Draft | None = None,
-        tenant: Tenant = Tenant(),  # noqa: B008  frozen
+        whose: Mapping[str, Any] = MappingProxyType({}),
         ids: np.ndarray | None = None,
     ) -> None:
         self.run = run
-        self.tenant = tenant
+        self.whose = whose
+        """Who may share it, and what computes it: what PrefixCache.begin takes by name."""
         self.ids = np.array(run.tokens, dtype=np.int64) if ids is None else ids
         """The prompt, as the prefix cache has it: those of different tenants differ."""
         self.draft = draft
@@ -205,10 +208,7 @@ def worth_waiting(
         shared = _shared(request, other)
         if other.run.stored < shared and (prefix.tree.divisible or shared in other.stops):
             best = max(best, shared)
-    tenant = request.tenant
-    return (
-        best > 0 and best > ranks.least([prefix.longest(request.run.tokens, tenant.salt, tenant.shared)])[0]
-    )
+    return best > 0 and best > ranks.least([prefix.longest(request.run.tokens, **request.whose)])[0]
 
 
 def plan_sharing(request: Request, others: Iterable[Request], prefix: PrefixCache) -> None:

@@ -156,7 +156,7 @@ class PrefixMatcher:
             shared -= shared % self._block
             if shared > best.length:
                 length = self._cache.resume_point(session.seq, shared)
-                if length > best.length:
+                if length > best.length and not length % self._block:
                     best = Source(length, session)
         length, nodes = self._tree.along(path)
         if length % self._block:  # a prompt that leaves what is kept inside a block

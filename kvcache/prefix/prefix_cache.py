@@ -30,6 +30,7 @@ from kvcache.cache import (
     InvalidRangeError,
     OrderError,
     SnapshotCache,
+    check_whole,
 )
 from kvcache.caches.one_thread import one_thread
 from kvcache.caches.wrapper import unwrapped
@@ -103,7 +104,8 @@ class PrefixCache(Closing):
         budget = None if budget is None else parse_bytes(budget, "PrefixCache: budget")
         options = PrefixOptions.of(options, named)
         _check_given(tiers, identity)
-        if options.whole_blocks:  # of prompts, computed one by one: what others computed is not the same
+        if options.whole_blocks:  # what was computed in other passes has other last bits
+            check_whole("PrefixCache", "block_size with whole_blocks", block_size, least=2)
             settings = {**settings, "whole_blocks": block_size}
         keys = Keys({"given": dict(identity or {}), "salt": options.salt, "cache": settings}, block_size)
         if not hasattr(cache, "offset"):

@@ -464,7 +464,7 @@ class OpenSessions:
         # Of those at intervals none that would go as soon as it is kept.
         interval = max(self._interval, int(min(self._evictor.gap / 2, ids.size)) + 1)
         due = positions_due(ids, cached, interval, parted, others)
-        positions = sorted({at - at % self.block for at in due} - {*range(cached + 1)})
+        positions = sorted({whole for at in due if (whole := at - at % self.block) > cached})
         if positions:
             self._cache.schedule_snapshots(seq, positions)
 
