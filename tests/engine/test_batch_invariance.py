@@ -133,7 +133,7 @@ def test_blocks_in_a_store_are_kept_from_engines_without_the_option(small: Any, 
                 engine.step()
             assert request.answer is not None
             found.append(request.answer.reused)
-    assert found == [0, 0, 48, 56]
+    assert found == [0, 0, 48, 48]
 
 
 def test_drafts_are_refused() -> None:

@@ -178,7 +178,10 @@ class OfEngine(Asked):
         "Engine and server",
         {"salt": TIERS} | dict.fromkeys(["model", "weights", "rope", "dtype", "format", "rank"], ("folder",)),
         {
-            **dict.fromkeys(["adapter", "version", "scale"], "a request can name none"),
+            **dict.fromkeys(
+                ["adapter", "version", "scale"],
+                "a request can name none; those that a model of transformers or mlx-lm has are watched",
+            ),
             **dict.fromkeys(["image", "place", "embeddings"], "a prompt is token ids"),
         },
     )
