@@ -32,14 +32,12 @@ LAYOUTS = {
     "gemma2": "PACKED",  # soft caps
     "gemma3_text": "PACKED",  # windows
     "gpt_oss": "PACKED",  # sinks
-    "mistral": "PACKED",
     "llama4_text": "PACKED",  # chunks
     "qwen3_next": "ROWS",  # recurrences
     "mamba": "ALONE",  # which goes on from a state by one token at a time
     "bloom": "ALONE",  # positions that it counts itself
     "roberta": "ALONE",  # positions that begin at 2
-    "deepseek_v3": "ALONE",  # latents that it reads itself
-    "glm_moe_dsa": "ALONE",  # an indexer
+    "glm_moe_dsa": "ALONE",  # latents that it reads itself, and an indexer
 }
 """By type of model, how its tokens are given to it."""
 
