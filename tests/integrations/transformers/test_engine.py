@@ -71,6 +71,9 @@ def test_mixed_requests_answer_as_the_model_alone(case: census.Case, request: py
         assert answers == case.alone(answers)
 
 
+@pytest.mark.parametrize(
+    "case", ["llama", "llama4_text", "qwen3_next", "bloom", "glm_moe_dsa"], indirect=True
+)
 def test_drafts_change_no_answer(case: census.Case) -> None:
     """Those that are looked up in the text, and those of a smaller model, which is driven likewise."""
     [answers] = driven.drafts(case)
