@@ -61,7 +61,7 @@ class Serving:
 
     def __init__(self, worker: Worker, url: str, thread: threading.Thread, http: Server) -> None:
         self.worker, self.url, self.thread, self.http = worker, url, thread, http
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=HTTP)
         self.models = client.models
         self.complete: Any = functools.partial(client.completions.create, model=NAME, temperature=0)
         self.chat: Any = functools.partial(client.chat.completions.create, model=NAME, temperature=0)
