@@ -98,11 +98,16 @@ def known(r: Rig) -> Router:
     return router
 
 
-@pytest.mark.parametrize("cache", DIVISIBLE)
-@pytest.mark.parametrize("tiers", ["host", "both"])
+TIERS = ("none", "host", "store", "both")
+
+
+@pytest.mark.parametrize(
+    ("cache", "tiers"),
+    [(cache, TIERS[(i + step) % 4]) for i, cache in enumerate(DIVISIBLE) for step in (0, 2)],
+)
 def test_a_router_that_follows_events_knows_every_tier(talk: Talk, cache: str, tiers: str) -> None:
     store = MemoryStore()
-    places = {"host": [HostTier(3000)], "both": [HostTier(3000), store]}
+    places = {"none": [], "host": [HostTier(3000)], "store": [store], "both": [HostTier(3000), store]}
     r, rnd = talk(cache, 6000, places[tiers]), random.Random(cache + tiers)
     router = known(r)
     chats: list[Any] = []
@@ -133,7 +138,8 @@ def test_a_router_that_follows_events_knows_every_tier(talk: Talk, cache: str, t
         assert truth["STORAGE"] <= router.media["STORAGE"]
         assert all(store.stat([key.hex()])[0] is not None for key in router.media["STORAGE"])
         moved |= {name for name, keys in router.media.items() if keys}
-    assert moved >= ({"GPU", "CPU"} if tiers == "host" else {"GPU", "STORAGE"})
+    expected = {"none": {"GPU"}, "host": {"GPU", "CPU"}}.get(tiers, {"GPU", "STORAGE"})
+    assert moved >= expected
     r.prefix.close()
 
 
