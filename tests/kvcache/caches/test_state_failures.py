@@ -203,7 +203,7 @@ def test_a_failing_backend_leaves_states_as_they_were_or_says_which_are_lost(
         r.drain()
         r.check_copies()
 
-    every_failure(backend, when, make, fault.act, check, stride=8)
+    every_failure(backend, when, make, fault.act, check, stride=5)
     assert failures
 
 

@@ -115,7 +115,7 @@ def test_no_page_of_a_store_keeps_a_conversation_from_beginning(
 ) -> None:
     pages, rnd = stored(backend, cache, dtype), random.Random(1)
     forged = [(key, forge) for key, page in pages.items() for forge in forgeries(page)]
-    for number, (key, forge) in enumerate(rnd.sample(forged, 20)):
+    for number, (key, forge) in enumerate(rnd.sample(forged, 40)):
         store = MemoryStore()
         for name, page in {**pages, key: forge()}.items():
             put_snapshot(store, name, page)
