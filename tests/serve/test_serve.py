@@ -33,7 +33,7 @@ from kvcache_engine.requests import GenerationOptions
 from kvcache_engine.serve import ServeOptions, Worker, make_app, template_of
 from kvcache_engine.tokenizer import Tokenizer
 
-from .serve_rig import NAME, PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
+from .serve_rig import HTTP, NAME, PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
 
 LIMIT = 120
 USER = [{"role": "user", "content": PROMPT}]
@@ -433,7 +433,7 @@ def test_who_asks_before_may_be_kept_secret(serving: Serving) -> None:
 
 
 def test_the_index_says_what_it_is_and_where_to_ask(serving: Serving) -> None:
-    reply = httpx.get(f"{serving.url}/")
+    reply = HTTP.get(f"{serving.url}/")
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert f"{LIMIT} tokens at most" in reply.text
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health"):
