@@ -197,7 +197,7 @@ class StorageFormat(Protocol):
     The ``dim`` numbers of a token in a KV head become **parts**, for example codes and
     their scales, each with a width and a dtype. Each part has its own buffer;
     snapshots and stores hold parts.
-    :mod:`kvcache.storage.formats` has the built-in formats and finds those of plugins.
+    ``kvcache.storage.formats`` has the built-in formats and finds those of plugins.
     """
 
     @property
@@ -243,7 +243,7 @@ class Cache(Protocol):
     ) -> None:
         """Bind to a backend. No tensor is allocated before the first ``put``.
 
-        ``dtype`` is the format of K and V: a dtype, a :class:`StorageFormat`, the name of one, or a pair
+        ``dtype`` is the format of K and V: a dtype, a ``StorageFormat``, the name of one, or a pair
         of these, for K and for V. ``capacity`` is the number of tokens per sequence.
         """
 

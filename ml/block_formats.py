@@ -1,4 +1,4 @@
-"""The storage formats of caches that :class:`ml.SupportsKVStorage` speaks of, by name, in figures."""
+"""The storage formats of caches that ``ml.SupportsKVStorage`` speaks of, by name, in figures."""
 
 from __future__ import annotations
 

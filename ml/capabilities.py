@@ -27,7 +27,7 @@ __all__ = [
 
 
 class CausalMask(enum.Enum):
-    """The type of :data:`CAUSAL`."""
+    """The type of ``CAUSAL``."""
 
     CAUSAL = "causal"
 
@@ -57,7 +57,7 @@ class CacheConfig:
     to a multiple of it: masked cells, zero where nobody owns them. An encoder's output keeps its length.
     ``mask_batch_padding``: the mask's rows likewise (rows of -inf).
     ``permuted_v``: ``get`` gives values as (kv_heads, head_dim, history).
-    ``elide_mask``: the mask may be None or :data:`CAUSAL` where that says the same.
+    ``elide_mask``: the mask may be None or ``CAUSAL`` where that says the same.
     ``fixed_context``: where above 0, passes have the same tensors again and again, for CUDA graphs and
     compilers of graphs (see kvcache.attention.fixed_shapes): a token reads the cells of its own sequence by a
     table of so many, or 2, 4, 8, ... times as many for longer histories.
@@ -206,7 +206,7 @@ class SupportsTransfers(Protocol):
     """A backend with a device of its own memory: copies to it have a price, and go on while it computes.
 
     What is said of pages gives None where there is nothing better than ``to_numpy`` and ``from_numpy`` (a
-    tensor in host memory, say); the caller then goes by those: :func:`ml.transfer.page_out` and ``page_in``.
+    tensor in host memory, say); the caller then goes by those: ``ml.transfer.page_out`` and ``page_in``.
 
     Copies begin after all that this thread asked of the backend before, and the device's other work does not
     wait for them. Until a transfer is done nobody writes what it reads, or touches what it writes, without
@@ -243,7 +243,7 @@ class SupportsTransfers(Protocol):
 
 @runtime_checkable
 class SupportsAttention(Protocol):
-    """A backend with a fused attention; :func:`ml.nn.attention` falls back to a generic body."""
+    """A backend with a fused attention; ``ml.nn.attention`` falls back to a generic body."""
 
     def attention(
         self,
@@ -353,7 +353,7 @@ class SupportsRaggedAttention(Protocol):
         reaches no result. Returns (tokens, heads, v_dim).
 
         With ``formats``, key and value are the parts (cells, kv_heads, width) of storage formats of these
-        names, for K and for V, as :class:`ml.SupportsKVStorage` makes them; the query is of any float dtype,
+        names, for K and for V, as ``ml.SupportsKVStorage`` makes them; the query is of any float dtype,
         which is that of the result. Of K and V no more than a few blocks are there as floats at a time.
 
         None where the kernel does not do this: the device, the dtype, the formats, the sizes or so many
@@ -414,7 +414,7 @@ class SupportsDistributed(Protocol):
         """Join the ranks that a launcher has started; a group of this process alone without one.
 
         Which rank this is and where the others are is in the environment, as the framework's own launcher
-        sets it; :func:`ml.distributed.local_ranks` sets it likewise. One group at a time; it closes with
+        sets it; ``ml.distributed.local_ranks`` sets it likewise. One group at a time; it closes with
         the backend. Raises GroupError where the others do not come within ``timeout`` seconds, or the
         environment makes no sense.
         """
@@ -437,7 +437,7 @@ class SupportsRope(Protocol):
         Dimensions from ``spec.dim`` on are copied. Computed in F32 and rounded once: new storage of x's
         shape and dtype.
 
-        :func:`ml.nn.rope.rope_tables` lays cosines and sines out as F32 (tokens, 1, dim). Entry d is that of
+        ``ml.nn.rope.rope_tables`` lays cosines and sines out as F32 (tokens, 1, dim). Entry d is that of
         dimension d, so that each angle is there twice, the sine with a minus for the ``first`` of a pair:
         the result is ``x * cos + swapped * sin``, where ``swapped`` has the two of each pair exchanged.
 
@@ -455,5 +455,5 @@ class SupportsGroupedMatmul(Protocol):
         x (rows, in) and weight (matrices, in, out) are of one float dtype and strided as they may be;
         groups I32 (rows,) is ascending, and may leave matrices out.
 
-        None where the kernel does not do this: :func:`ml.nn.grouped_matmul` then runs its generic body.
+        None where the kernel does not do this: ``ml.nn.grouped_matmul`` then runs its generic body.
         """

@@ -17,7 +17,7 @@ class DType(enum.Enum):
     """What one element of a tensor is.
 
     ``Q8_0`` and ``Q4_0`` are storage formats of a cache only (blocks of 32 values with one F16
-    scale, as in GGML): no tensor has them, and creating one raises :class:`ml.DTypeError`.
+    scale, as in GGML): no tensor has them, and creating one raises ``ml.DTypeError``.
     """
 
     F32 = "F32"

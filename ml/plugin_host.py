@@ -115,7 +115,7 @@ class PluginHost(Generic[R]):
             plugins.append(self._asked(plugin, _label(source, "by hand", plugins), "by hand"))
 
     def unregister(self, plugin: Any) -> None:
-        """Take out a plugin that :meth:`register` added."""
+        """Take out a plugin that ``register`` added."""
         with self._lock:
             plugins = self._load()
             kept = [one for one in plugins if one.plugin is not plugin or one.spec is None]
@@ -148,7 +148,7 @@ class PluginHost(Generic[R]):
     def usable(self, name: str, note: str = "") -> R:
         """The record of this name, whose probe is ok.
 
-        Raises what :meth:`claimed` and :meth:`ready` raise; ``note`` ends the message.
+        Raises what ``claimed`` and ``ready`` raise; ``note`` ends the message.
         """
         return self.ready(self.claimed(name, note), note)
 
@@ -184,7 +184,7 @@ class PluginHost(Generic[R]):
     def opened(self, spec: R, *arguments: Any, **options: Any) -> Any:
         """What the record opens.
 
-        Raises what :meth:`called` raises, and the hook's ``unavailable`` for something that is not what it
+        Raises what ``called`` raises, and the hook's ``unavailable`` for something that is not what it
         opens.
         """
         hook = self._hook

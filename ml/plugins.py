@@ -49,7 +49,7 @@ _HOOK = Hook(
 
 
 class Registry(PluginHost[BackendSpec]):
-    """The plugins of one entry-point group. :func:`registry` gives the process's own."""
+    """The plugins of one entry-point group. ``registry`` gives the process's own."""
 
     def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
         super().__init__(_HOOK, entry_points)

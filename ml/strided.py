@@ -299,7 +299,7 @@ def regular_region(
 class Region(NamedTuple):
     """A view as the box ``storage.reshape(base)[start : start + sizes * steps : steps]``.
 
-    ``axes`` as :func:`regular_region` gives them: where each axis of the view lies in the base.
+    ``axes`` as ``regular_region`` gives them: where each axis of the view lies in the base.
     """
 
     base: Shape

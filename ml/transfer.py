@@ -39,7 +39,7 @@ def page_out(
 ) -> tuple[list[np.ndarray], PageTransfer]:
     """Begin to copy tensors to new C-contiguous arrays, which hold them when the transfer is done.
 
-    By :class:`ml.SupportsTransfers`, whose rules hold until then; else by ``to_numpy``, at once.
+    By ``ml.SupportsTransfers``, whose rules hold until then; else by ``to_numpy``, at once.
     """
     begun = None
     if isinstance(backend, SupportsTransfers):
@@ -53,7 +53,7 @@ def page_out(
 def page_in(
     backend: Backend, ctx: Context, arrays: Sequence[np.ndarray], tensors: Sequence[Tensor]
 ) -> PageTransfer:
-    """Begin to write arrays over tensors of the same shapes and dtypes, else refused; as :func:`page_out`."""
+    """Begin to write arrays over tensors of the same shapes and dtypes, else refused; as ``page_out``."""
     for array, tensor in zip(arrays, tensors, strict=True):
         if array.shape != tensor.shape:
             raise ShapeError(

@@ -3,9 +3,9 @@
 The plan of the pass is lowered for what the backend offers, and there is one ending for each:
 
 ===========================================================  ==============================================
-``ragged_attention`` of :class:`ml.SupportsRaggedAttention`  a kernel for the whole batch
-``attention_calls`` of :class:`ml.SupportsPartialAttention`  all calls, and their merging, in one step
-:class:`ml.SupportsAttention`                                calls whose results need no merging
+``ragged_attention`` of ``ml.SupportsRaggedAttention``  a kernel for the whole batch
+``attention_calls`` of ``ml.SupportsPartialAttention``  all calls, and their merging, in one step
+``ml.SupportsAttention``                                calls whose results need no merging
 ``partial_attention``, or the generic body                   calls of parts, merged here
 ===========================================================  ==============================================
 

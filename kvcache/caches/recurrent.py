@@ -24,7 +24,7 @@ class RecurrentCache(WrapperCache):
     ``recurrent_state``: "conv" (channels, kernel - 1), say, of ``conv_dtype``, and "recurrent" (heads,
     key_dim, value_dim), always F32. ``checkpoints``, ``checkpoint_interval`` and ``conv_dtype`` (``dtype``
     there) are those of StateCache, ``shift`` is that of CausalCache. For any other states, and whatever else
-    the two offer, make them yourself and join them with :meth:`of`.
+    the two offer, make them yourself and join them with ``of``.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def cut_serialized(
 def part_before(serialized: SerializedSnapshot, at: int) -> tuple[Meta, Arrays]:
     """What a serialized snapshot of ``[begin, at)`` would say, and its arrays as views, gaps and all.
 
-    Raises SnapshotCorruptError as :func:`cut_serialized`.
+    Raises SnapshotCorruptError as ``cut_serialized``.
     """
     cut, first, _ = _cut("part_before", serialized, at, np.asarray)
     return first, cut.first

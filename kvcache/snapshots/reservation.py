@@ -34,7 +34,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IncomingSnapshot:
-    """An attention snapshot whose content is still to come; as :class:`AttentionSnapshot`."""
+    """An attention snapshot whose content is still to come; as ``AttentionSnapshot``."""
 
     begin: int
     end: int

@@ -81,7 +81,7 @@ class Buffer:
     def gather_batch(
         self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int, heads_first: bool = False
     ) -> ml.Tensor:
-        """Scattered cells in the shapes of :meth:`read_batch`."""
+        """Scattered cells in the shapes of ``read_batch``."""
         gathered = self.gather(ctx, cells)  # not reshaped: permuted values would be copied
         cell, head, dim = gathered.strides
         shape, strides = (batch, count, self.heads, self.dim), (count * cell, cell, head, dim)
@@ -102,7 +102,7 @@ class Buffer:
         return self.tensor.set_rows(ctx, source.permute(ctx, *self.order), cells, axis=self.axis)
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
-        """Copies (count, heads, dim) of cells, for :meth:`write_stored` of any layout.
+        """Copies (count, heads, dim) of cells, for ``write_stored`` of any layout.
 
         They lie in memory in this buffer's own order of axes.
         """

@@ -223,7 +223,7 @@ class LayerBuffers:
     def read_batch(
         self, ctx: ml.Context, start: int, step: int, batch: int, count: int, heads_first: bool = False
     ) -> tuple[ml.Tensor, ml.Tensor]:
-        """K and V of runs at even distances, (batch, count, heads, dim): see :meth:`Buffer.read_batch`."""
+        """K and V of runs at even distances, (batch, count, heads, dim): see ``Buffer.read_batch``."""
         key = self.key.read_batch(ctx, start, step, batch, count, heads_first)
         if self.shape.is_latent:
             return key, self._part(ctx, key)
@@ -232,7 +232,7 @@ class LayerBuffers:
     def gather_batch(
         self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int, heads_first: bool = False
     ) -> tuple[ml.Tensor, ml.Tensor]:
-        """K and V of scattered cells, in the shapes of :meth:`Buffer.read_batch`."""
+        """K and V of scattered cells, in the shapes of ``Buffer.read_batch``."""
         key = self.key.gather_batch(ctx, cells, batch, count, heads_first)
         if self.shape.is_latent:
             return key, self._part(ctx, key)

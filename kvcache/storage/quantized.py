@@ -1,7 +1,7 @@
 """Buffers of what a format makes of numbers: encoded on ``put`` and read back on ``get``.
 
-A part of the format lies in a plain buffer of its own (see :class:`kvcache.StorageFormat`). Encoding and
-decoding are the format's: by the backend where it can (:class:`ml.SupportsKVStorage`), else with
+A part of the format lies in a plain buffer of its own (see ``kvcache.StorageFormat``). Encoding and
+decoding are the format's: by the backend where it can (``ml.SupportsKVStorage``), else with
 protocol operations alone, so that every backend with compute has them, for every attention cache.
 """
 
@@ -16,7 +16,7 @@ from kvcache.storage.formats import Rotated
 
 
 class QuantizedBuffer:
-    """What :class:`kvcache.storage.buffer.Buffer` is, stored in the parts of a format."""
+    """What ``kvcache.storage.buffer.Buffer`` is, stored in the parts of a format."""
 
     __slots__ = ("activations", "cells", "coded_dim", "dim", "format", "heads", "parts")
 
@@ -105,7 +105,7 @@ class QuantizedBuffer:
         return first[0].write(ctx, cells, first[1])
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
-        """Copies of the parts (count, heads, width), for :meth:`write_stored`."""
+        """Copies of the parts (count, heads, width), for ``write_stored``."""
         return tuple(tensor for part in self.parts for tensor in part.read_stored(ctx, cells, count))
 
     def write_stored(self, ctx: ml.Context, cells: Cells, tensors: tuple[ml.Tensor, ...]) -> None:

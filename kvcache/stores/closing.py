@@ -37,7 +37,7 @@ class Closing(abc.ABC):
 
 
 class InFlightCalls:
-    """Counts calls, so that no file descriptor is closed beneath one; after :meth:`close` none begins."""
+    """Counts calls, so that no file descriptor is closed beneath one; after ``close`` none begins."""
 
     def __init__(self) -> None:
         self._under_way = 0

@@ -140,7 +140,7 @@ class FileStore(Closing):
             return view
 
     def reader(self, key: str) -> Reader | None:
-        """See :class:`kvcache.stores.protocol.ReadingStore`.
+        """See ``kvcache.stores.protocol.ReadingStore``.
 
         With a ``secret`` all is read into memory, and verified, before the first byte is handed out.
         """
@@ -153,7 +153,7 @@ class FileStore(Closing):
         return _verified(reader) if reader is not None and self._naming.keyed else reader
 
     def advise(self, keys: Sequence[str]) -> None:
-        """See :class:`kvcache.stores.protocol.AdvisedStore`: the system reads into its page cache."""
+        """See ``kvcache.stores.protocol.AdvisedStore``: the system reads into its page cache."""
         check_keys(keys)
         if not hasattr(os, "posix_fadvise"):  # macOS
             return

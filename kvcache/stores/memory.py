@@ -94,7 +94,7 @@ class MemoryStore(Closing):
         return None if data is None else data.data
 
     def reader(self, key: str) -> Reader | None:
-        """See :class:`kvcache.stores.protocol.ReadingStore`."""
+        """See ``kvcache.stores.protocol.ReadingStore``."""
         data = self._hit(key, "reader")
         return None if data is None else BytesReader(data.nbytes, lambda: data)
 

@@ -38,7 +38,7 @@ _HOOK = Hook(
 
 
 class StoreRegistry(PluginHost[StoreSpec]):
-    """The built-in stores and those of plugins. :func:`registry` gives the process's own."""
+    """The built-in stores and those of plugins. ``registry`` gives the process's own."""
 
     def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
         super().__init__(_HOOK, entry_points)

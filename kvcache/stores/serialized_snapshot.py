@@ -7,7 +7,7 @@
                  {"__metadata__": {"format": ..., "meta": JSON text}, name: {dtype, shape, data_offsets}, ...}
     the rest     the arrays, wide elements first, with no gap and no overlap
 
-Source: https://huggingface.co/docs/safetensors (format). ``safetensors`` reads what :func:`pack` writes.
+Source: https://huggingface.co/docs/safetensors (format). ``safetensors`` reads what ``pack`` writes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ REMEMBERED = 1 << 16
 
 _METADATA = "__metadata__"
 _FRONT = re.compile(rb'(\{"__metadata__":\{"format":"[^"\\]*","meta":"(?:[^"\\]|\\.)*"\}),')
-"""What :func:`pack` writes before the first array."""
+"""What ``pack`` writes before the first array."""
 _DTYPES = {dtype.name: dtype.numpy for dtype in STORAGE_DTYPES}
 
 
@@ -68,7 +68,7 @@ _DTYPES = {dtype.name: dtype.numpy for dtype in STORAGE_DTYPES}
 class SerializedSnapshot:
     """A snapshot in host memory: named arrays, and JSON-able ``meta`` that says what they are.
 
-    Arrays are C-contiguous, of the dtypes of :class:`ml.DType` (bfloat16 is ``ml_dtypes.bfloat16``);
+    Arrays are C-contiguous, of the dtypes of ``ml.DType`` (bfloat16 is ``ml_dtypes.bfloat16``);
     they are referenced, not copied.
 
     Raises ShapeError for an array that is not contiguous, DTypeError for another dtype, ValueError for
@@ -220,7 +220,7 @@ class Outline:
 def read_outline(reader: Reader) -> Outline:
     """The header of a serialized snapshot; the reader stands at the first array then.
 
-    Raises SnapshotCorruptError as :func:`unpack`. The digest has not been checked yet: what the header says
+    Raises SnapshotCorruptError as ``unpack``. The digest has not been checked yet: what the header says
     is well-formed, and may be wrong.
     """
     size = reader.left

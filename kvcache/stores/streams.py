@@ -89,7 +89,7 @@ class BrokenEntryError(SnapshotCorruptError):
 
 
 class FileReader:
-    """An entry's bytes from its file: see :class:`kvcache.stores.protocol.Reader`.
+    """An entry's bytes from its file: see ``kvcache.stores.protocol.Reader``.
 
     ``entry`` is the open file and its manifest, ``digest`` one that has seen no data yet; ``guard(op)`` makes
     the system's errors a store's; ``hit()`` is called for the last byte.
@@ -129,7 +129,7 @@ class FileReader:
 
 
 class BytesReader:
-    """Bytes in memory, which nobody changes: see :class:`kvcache.stores.protocol.Reader`.
+    """Bytes in memory, which nobody changes: see ``kvcache.stores.protocol.Reader``.
 
     ``load`` is called for them when the first are to be handed out.
     """

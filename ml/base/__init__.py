@@ -1,7 +1,7 @@
 """Base classes for backends: every check lives here once, a backend only translates.
 
-A backend subclasses :class:`BaseBackend`, :class:`BaseContext` and :class:`StridedTensor` (or
-:class:`BaseTensor`, where the framework keeps the geometry itself) and fills in the methods that
+A backend subclasses ``BaseBackend``, ``BaseContext`` and ``StridedTensor`` (or
+``BaseTensor``, where the framework keeps the geometry itself) and fills in the methods that
 start with one underscore. Those receive checked arguments: axes counted from the front, tensors of
 this backend, dtypes and shapes that agree. What a backend leaves out of the compute part raises
 NotSupportedError. docs/writing-a-backend.md walks through a whole one.

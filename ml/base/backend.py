@@ -56,7 +56,7 @@ class BaseBackend(ABC):
         self._devices = tuple(devices)
         self._dtype = dtype
         self.closed = False
-        """Whether ``close`` was called. Read it; :meth:`close` sets it."""
+        """Whether ``close`` was called. Read it; ``close`` sets it."""
         self.allocations: dict[int, tuple[int, int]] = {}  # dict operations are atomic: no lock in __del__
         """(index of the device, bytes) by ``id`` of each storage that is counted; storages keep it."""
 

@@ -133,8 +133,8 @@ def check_attention(
     """What a backend's own attention has to check first, whoever calls it.
 
     Raises DeviceError for tensors of other backends, ShapeError or DTypeError unless the others are of one
-    dtype and fit each other as :class:`ml.SupportsAttention` says; ``batched``: as
-    :class:`ml.SupportsPartialAttention`. ``backend`` None, for :func:`ml.nn.attention`: they may be of any
+    dtype and fit each other as ``ml.SupportsAttention`` says; ``batched``: as
+    ``ml.SupportsPartialAttention``. ``backend`` None, for ``ml.nn.attention``: they may be of any
     backend, and queries of any float dtype.
     """
     if backend is not None:

@@ -11,7 +11,7 @@ from ml.strided import Shape, contiguous_strides
 
 
 class StorageView:
-    """A dtype, an offset, a shape and strides over a :class:`Storage`; ``native`` is built on demand.
+    """A dtype, an offset, a shape and strides over a ``Storage``; ``native`` is built on demand.
 
     ``offset`` and ``strides`` count elements of ``storage.array``. Views are made without a call of the
     framework, so a backend must not keep what it read of a storage that it replaces on a write.
@@ -46,6 +46,6 @@ class StorageView:
 
 
 class StridedTensor(StorageView, BaseTensor):
-    """The tensor of a framework without strides of its own: a :class:`StorageView` keeps them."""
+    """The tensor of a framework without strides of its own: a ``StorageView`` keeps them."""
 
     __slots__ = ()

@@ -86,7 +86,7 @@ class BaseTensor(ABC):
 
     @abstractmethod
     def write_from(self, src: Self) -> None:
-        """Write ``src`` over the elements that this view shows, converted as :meth:`cast` does.
+        """Write ``src`` over the elements that this view shows, converted as ``cast`` does.
 
         ``src`` has the same shape, any dtype and strides, and may overlap this view in one storage: the
         result is as if all of it were read first. No two elements of this view share memory.
@@ -104,7 +104,7 @@ class BaseTensor(ABC):
     def _scatter(self, src: Self, indices: Any, axis: int) -> None:
         """Write slice i of ``src`` along ``axis`` over the slice ``indices[i]`` of this view.
 
-        ``indices`` as in :meth:`_gather`, but distinct; ``src`` as in :meth:`write_from`.
+        ``indices`` as in ``_gather``, but distinct; ``src`` as in ``write_from``.
         """
 
     @abstractmethod

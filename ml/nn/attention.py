@@ -81,7 +81,7 @@ def generic_attention(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """:func:`attention` on the required core only, for tensors of one dtype.
+    """``attention`` on the required core only, for tensors of one dtype.
 
     Products in that dtype (accumulated in F32 by contract), the softmax in F32.
     """

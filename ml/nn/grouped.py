@@ -146,7 +146,7 @@ def block_size(rows: int, weight: tuple[int, ...]) -> int:
 
 
 def _lay_out(ctx: Context, groups: Tensor, matrices: int, size: int) -> Blocks:
-    """See :class:`Blocks`; integers on the device alone."""
+    """See ``Blocks``; integers on the device alone."""
     (rows,) = groups.shape
     blocks = block_count(rows, matrices, size)
     before = _count_below(ctx, groups, _numbers(ctx, matrices + 1))  # rows of matrices before each

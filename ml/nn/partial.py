@@ -31,7 +31,7 @@ def partial_attention(
     mask: Tensor | CausalMask | None,
     scale: float,
 ) -> Part:
-    """What :class:`ml.SupportsPartialAttention` says, by the backend's kernel where it has one.
+    """What ``ml.SupportsPartialAttention`` says, by the backend's kernel where it has one.
 
     A query of another float dtype than the keys' is converted to theirs; the result has their dtype.
     """
@@ -56,7 +56,7 @@ def generic_partial_attention(
     mask: Tensor | CausalMask | None,
     scale: float,
 ) -> Part:
-    """:func:`partial_attention` on the required core only, for tensors of one dtype."""
+    """``partial_attention`` on the required core only, for tensors of one dtype."""
     check_attention("partial_attention", None, query, key, value, mask, batched=True)
     body = functools.partial(_attend_to_part, ctx, scale)
     return partial_in_blocks(ctx, body, query, key, value, mask)

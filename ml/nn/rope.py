@@ -32,7 +32,7 @@ Positions = Sequence[int] | np.ndarray | Tensor
 def rope(ctx: Context, x: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
     """Rotate x (tokens, heads, head_dim) by its positions; computed in F32, rounded once to x's dtype.
 
-    For several tensors at the same positions (the layers of one forward) use :class:`Rotation`.
+    For several tensors at the same positions (the layers of one forward) use ``Rotation``.
     """
     return Rotation(ctx, positions, spec).apply(ctx, x)
 
@@ -45,12 +45,12 @@ def rope_tables(ctx: Context, positions: Positions, spec: RopeSpec) -> tuple[Ten
 def multi_axis_tables(
     ctx: Context, positions: np.ndarray | Tensor, axes: Sequence[int], spec: RopeSpec
 ) -> tuple[Tensor, Tensor]:
-    """Tables for :func:`apply_rope` where each pair of dimensions turns by a position of its own kind.
+    """Tables for ``apply_rope`` where each pair of dimensions turns by a position of its own kind.
 
     Multimodal rotary embedding (M-RoPE; Wang et al., "Qwen2-VL", 2024, arXiv 2409.12191): ``positions``
     (kinds, tokens) has time, height and width of each token, integers on the host or an I32 tensor, and
     pair i turns by kind ``axes[i]``. Qwen2-VL's ``mrope_section`` [16, 24, 24] is ``[0] * 16 + [1] * 24 +
-    [2] * 24``. Equal rows are :func:`rope_tables`. Gives cos and sin, F32 (tokens, 1, dim), times the
+    [2] * 24``. Equal rows are ``rope_tables``. Gives cos and sin, F32 (tokens, 1, dim), times the
     attention factor.
 
     Raises ShapeError unless there is an axis for each pair, each a row of ``positions``; DTypeError for
@@ -75,7 +75,7 @@ def multi_axis_tables(
 
 
 def apply_rope(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, spec: RopeSpec) -> Tensor:
-    """Rotate x (tokens, heads, head_dim) by tables of :func:`rope_tables`; returns x's dtype."""
+    """Rotate x (tokens, heads, head_dim) by tables of ``rope_tables``; returns x's dtype."""
     dim = spec.dim
     _check_vectors("apply_rope", x, cos.shape[0], spec)
     partial = dim < x.shape[2]
@@ -110,7 +110,7 @@ def rope_shift(spec: RopeSpec, begin: int = 0) -> Callable[[Context, int, Tensor
 class Rotation:
     """The rotation of one forward pass: the backend's fused kernel, or tables that are made once.
 
-    Tensors lie on the device of the context that made it; :meth:`to` carries them to another.
+    Tensors lie on the device of the context that made it; ``to`` carries them to another.
     """
 
     __slots__ = ("_fused", "_positions", "_tables", "spec")
