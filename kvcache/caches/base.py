@@ -177,7 +177,9 @@ class ManagedSnapshots(Generic[S]):
 
     @abstractmethod
     def offset(self, seq: int) -> int:
-        """The position of the next token of a sequence. Raises InvalidSequenceError for an unknown sequence."""
+        """The position of the next token of a sequence. Raises InvalidSequenceError for an unknown
+        sequence.
+        """
 
     @abstractmethod
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:

@@ -140,7 +140,9 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         return None
 
     def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int, int]]:
-        """(sequence, begin, end): positions ``[begin, end)``, which are evicted before the batch is placed."""
+        """(sequence, begin, end): positions ``[begin, end)``, which are evicted before the batch is
+        placed.
+        """
         return []
 
     def _go_on_to(self, forward: ForwardPass) -> None:

@@ -50,7 +50,9 @@ def is_foreign(current: PassOfThread | None) -> bool:
 
 
 def joined(foreign: Iterable[bool | None]) -> bool | None:
-    """``foreign_pass`` of several caches that share one pass; caches that the pass leaves out do not count."""
+    """``foreign_pass`` of several caches that share one pass; caches that the pass leaves out do not
+    count.
+    """
     answers = set(foreign)
     if True in answers:
         return True

@@ -132,7 +132,9 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         self._specs.declare(name, spec, layer)
 
     def state_spec(self, name: str, layer: int) -> StateSpec | None:
-        """The shape and dtype of a state, declared or taken from its first update; None if they are unknown."""
+        """The shape and dtype of a state, declared or taken from its first update; None if they are
+        unknown.
+        """
         return self._specs.get(name, layer)
 
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
@@ -444,7 +446,9 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
             self._states.keep(row, taken)
 
     def prepare_restore(self, seq: int, position: int) -> int | None:
-        """Where ``remove(seq, position)`` would go, at or before ``position``; None: to the empty sequence."""
+        """Where ``remove(seq, position)`` would go, at or before ``position``; None: to the empty
+        sequence.
+        """
         self._check_sequence("prepare_restore", seq)
         check_whole("prepare_restore", "position", position)
         return self._states.row_before(seq, position).offset or None
@@ -470,7 +474,9 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         return self._changing(dst_seq, change)
 
     def _changing(self, seq: int, change: Callable[[], None]) -> Callable[[], None]:
-        """Make the change of a sequence, which ends the pass and discards requests for the sequence's states."""
+        """Make the change of a sequence, which ends the pass and discards requests for the sequence's
+        states.
+        """
 
         def commit() -> None:
             self._end_pass()

@@ -89,7 +89,9 @@ S = TypeVar("S", bound=_TakesTurns)
 
 
 def in_turn(call: Callable[Concatenate[S, A], R]) -> Callable[Concatenate[S, A], R]:
-    """Decorates a method: it waits for other threads' calls on the same object, using the object's ``lock``."""
+    """Decorates a method: it waits for other threads' calls on the same object, using the object's
+    ``lock``.
+    """
 
     def waiting(self: S, /, *args: A.args, **options: A.kwargs) -> R:
         with self.lock:

@@ -489,7 +489,9 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return list(self._kept)
 
     def _takers(self, op: str, snapshots: Sequence[WrapperSnapshot]) -> list[Any]:
-        """The wrapped caches; refuses snapshots of another kind of cache, or of a different number of caches."""
+        """The wrapped caches; refuses snapshots of another kind of cache, or of a different number of
+        caches.
+        """
         keepers = self._keepers(op)
         check_kind(op, self, WrapperSnapshot, snapshots)
         for count in {len(snapshot.parts) for snapshot in snapshots} - {len(keepers)}:
