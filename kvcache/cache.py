@@ -178,6 +178,11 @@ class Batch:
     ``positions[i]`` and ``sequences[i]`` are the position and the sequence of token i. ``inputs`` are the
     model's inputs (token ids), ``outputs`` the indices whose logits are wanted (None: all), and
     ``multimodal`` pairs of (index, item) for inputs that are not tokens; caches ignore these three.
+
+    >>> from kvcache import Batch
+    >>> batch = Batch(positions=[0, 1, 7], sequences=[0, 0, 1])    # two tokens of a prompt, one decoded
+    >>> len(batch)
+    3
     """
 
     positions: Sequence[int]

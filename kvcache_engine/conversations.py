@@ -32,6 +32,18 @@ class Conversations:
     A conversation is a list of tokens; the engine computes only those that neither it nor its stores have.
     With ``kept``, saved conversations are available from the start and every change is saved, a user's text
     even before it is answered.
+
+    >>> import ml
+    >>> from kvcache_engine import Conversations, Engine, GenerationOptions, Tokenizer, bundled_model, load_model
+    >>> name = bundled_model()
+    >>> with ml.open_backend("numpy") as backend:
+    ...     tokenizer = Tokenizer.load(name)
+    ...     with Engine(load_model(name, backend), tokenizer) as engine:
+    ...         talk = Conversations(engine, tokenizer)
+    ...         events = list(talk.say("And God said", GenerationOptions(max_new_tokens=4)))
+    ...         talk.fork("another")                 # shares everything with the first so far
+    ...         talk.current.name, talk.undo() > 0
+    ('another', True)
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: KeptConversations | None = None) -> None:

@@ -102,6 +102,18 @@ class Engine(Closing):
     After every call, whatever it raised, as many sessions are open as requests are running.
 
     Raises CapacityError, before anything is allocated, where the cache does not fit in memory.
+
+    >>> import ml
+    >>> from kvcache_engine import Engine, GenerationOptions, Tokenizer, bundled_model, load_model
+    >>> name = bundled_model()
+    >>> with ml.open_backend("numpy") as backend:
+    ...     with Engine(load_model(name, backend), Tokenizer.load(name)) as engine:
+    ...         request = engine.submit("And God said", GenerationOptions(max_new_tokens=4))
+    ...         while engine.busy:
+    ...             for event in engine.step():
+    ...                 pass                             # Started, Prefilled, Token, Finished, Failed
+    ...         len(request.answer.tokens)
+    4
     """
 
     def __init__(

@@ -33,6 +33,10 @@ class GenerationOptions:
     likeliest tokens (0: only its own).
 
     Raises RequestError for an option of another type or outside its range.
+
+    >>> from kvcache_engine import GenerationOptions
+    >>> GenerationOptions(max_new_tokens=64, temperature=0.7, top_p=0.9, stop=["User:"]).max_new_tokens
+    64
     """
 
     max_new_tokens: int = 128

@@ -33,6 +33,10 @@ class Sampler:
     of the batch.
 
     Raises RequestError for a setting outside its range.
+
+    >>> from kvcache_engine import Sampler
+    >>> Sampler(temperature=0.8, top_p=0.95, seed=3).uniform(0) == Sampler(seed=3).uniform(0)
+    True
     """
 
     def __init__(

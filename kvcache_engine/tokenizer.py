@@ -32,6 +32,11 @@ class Tokenizer:
 
     ``prefix`` are the tokens that the model expects before every text: those of the template in
     tokenizer.json (Llama: BOS; Qwen: none), or BOS if tokenizer_config.json requests it.
+
+    >>> from kvcache_engine import Tokenizer, bundled_model
+    >>> tokenizer = Tokenizer.load(bundled_model())
+    >>> tokenizer.decode(tokenizer.encode("And God said"))
+    'And God said'
     """
 
     def __init__(self, backend: Any, prefix: Sequence[int] | None = None) -> None:

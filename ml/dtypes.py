@@ -18,6 +18,10 @@ class DType(enum.Enum):
 
     ``Q8_0`` and ``Q4_0`` are storage formats of a cache only (blocks of 32 values with one F16
     scale, as in GGML): no tensor has them, and creating one raises ``ml.DTypeError``.
+
+    >>> import ml
+    >>> ml.DType.BF16.itemsize, ml.DType.from_numpy("float32")
+    (2, DType.F32)
     """
 
     F32 = "F32"

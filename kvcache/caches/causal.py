@@ -63,6 +63,23 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
 
     ``shift`` re-encodes stored keys for new positions, and ``shift_extra`` re-encodes stored extras. Without
     them, tokens cannot be removed from the middle of a sequence.
+
+    >>> import ml
+    >>> from kvcache import Batch, CausalCache
+    >>> cache = CausalCache()
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=2, capacity=16, max_batch=8)
+    ...     cache.start_forward(ctx, Batch(positions=[0, 1, 2], sequences=[0, 0, 0]))
+    ...     cache.set_layer(0)
+    ...     key = ctx.full((3, 1, 4), 0.5, ml.DType.F32)         # (tokens, kv_heads, head_dim)
+    ...     cache.put(ctx, key, key)
+    ...     out = cache.attend(ctx, ctx.full((3, 2, 4), 1.0, ml.DType.F32), scale=0.5)
+    ...     print(out.shape, cache.offset(0))
+    ...     cache.copy_prefix(0, 1, 2)                           # sequence 1 shares two tokens
+    ...     print(cache.positions(1).tolist(), cache.free_cells)
+    ...     cache.close()
+    (3, 2, 4) 3
+    [0, 1] 29
     """
 
     def __init__(

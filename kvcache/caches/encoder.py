@@ -96,6 +96,18 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     ``put`` stores an output for each sequence that has an item in ``batch.multimodal`` (pairs of batch index
     and item), or for every sequence of the batch if there are no items. ``get`` returns the outputs of the
     batch's sequences, concatenated, with a mask that lets every token see only its own sequence's output.
+
+    >>> import ml
+    >>> from kvcache import Batch, EncoderCache
+    >>> cache = EncoderCache()
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=1, capacity=16, max_batch=4)
+    ...     cache.start_forward(ctx, Batch([0, 1], [0, 0], multimodal=[(0, "an image")]))
+    ...     output = ctx.full((9, 1, 4), 0.5, ml.DType.F32)      # 9 rows of the encoder
+    ...     cache.put(ctx, output, output)
+    ...     print(cache.attend(ctx, ctx.zeros((2, 1, 4), ml.DType.F32), 0.5).shape, cache.encoder_cached(0))
+    ...     cache.close()
+    (2, 1, 4) True
     """
 
     def __init__(self) -> None:

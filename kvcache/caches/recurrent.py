@@ -25,6 +25,21 @@ class RecurrentCache(WrapperCache):
     "recurrent", for example (heads, key_dim, value_dim), always F32. ``checkpoints``, ``checkpoint_interval``
     and ``conv_dtype`` (there ``dtype``) are options of StateCache, ``shift`` is that of CausalCache. For
     other states and options, make the two caches yourself and combine them with ``of``.
+
+    >>> import ml
+    >>> from kvcache import Batch, RecurrentCache
+    >>> cache = RecurrentCache(conv_shape=(6, 3), state_shape=(2, 4, 4))
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=1, capacity=16, max_batch=4)
+    ...     cache.start_forward(ctx, Batch([0, 1], [0, 0]))
+    ...     cache.set_layer(0)                                   # a recurrent layer
+    ...     cache.set_conv_state(ctx, 0, cache.conv_state(ctx, 0))
+    ...     cache.set_recurrent_state(ctx, 0, cache.recurrent_state(ctx, 0))
+    ...     cache.set_layer(1)                                   # a layer with attention
+    ...     cache.put(ctx, ctx.zeros((2, 1, 4), ml.DType.F32), ctx.zeros((2, 1, 4), ml.DType.F32))
+    ...     print(cache.offset(0), cache.computed(0))
+    ...     cache.close()
+    2 2
     """
 
     def __init__(

@@ -79,6 +79,18 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
     first position. Removing tokens from the middle moves later checkpoints down and leaves the state
     unchanged, although it has seen the removed tokens (as a context shift requires). Checkpoints inside the
     removed range are dropped, since they are not the state of any remaining position.
+
+    >>> import ml
+    >>> from kvcache import Batch, StateCache, StateSpec
+    >>> cache = StateCache({None: {"ssm": StateSpec((2, 4), ml.DType.F32)}})
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=2, capacity=16, max_batch=4)
+    ...     cache.start_forward(ctx, Batch([0, 1, 0], [0, 0, 1]))
+    ...     state = cache.state(ctx, "ssm")
+    ...     cache.update_state(ctx, "ssm", state.add(ctx, ctx.full((1,), 1.0, ml.DType.F32)))
+    ...     print(state.shape, cache.offset(0), cache.offset(1))
+    ...     cache.close()
+    (2, 2, 4) 2 1
     """
 
     def __init__(

@@ -35,6 +35,18 @@ class SlidingWindowCache(CausalCache):
     ``window``, its default) is how far back a sequence can be resumed. ``start_forward`` evicts older tokens:
     for sequences in the batch those below (lowest position) - memory, for others those below (last position +
     1) - memory.
+
+    >>> import ml
+    >>> from kvcache import Batch, SlidingWindowCache
+    >>> cache = SlidingWindowCache(window=2)
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=1, capacity=16, max_batch=4)
+    ...     for position in range(6):
+    ...         cache.start_forward(ctx, Batch([position], [0]))
+    ...         cache.put(ctx, ctx.zeros((1, 1, 4), ml.DType.F32), ctx.zeros((1, 1, 4), ml.DType.F32))
+    ...     print(cache.positions(0).tolist())
+    ...     cache.close()
+    [3, 4, 5]
     """
 
     def __init__(
@@ -134,7 +146,19 @@ class SlidingWindowCache(CausalCache):
 
 
 class ChunkedCache(CausalCache):
-    """A query sees its own chunk of ``chunk`` positions, up to itself. Nothing is evicted."""
+    """A query sees its own chunk of ``chunk`` positions, up to itself. Nothing is evicted.
+
+    >>> import ml
+    >>> from kvcache import Batch, ChunkedCache
+    >>> cache = ChunkedCache(chunk=4)
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=1, capacity=16, max_batch=8)
+    ...     cache.start_forward(ctx, Batch(list(range(6)), [0] * 6))
+    ...     cache.put(ctx, ctx.zeros((6, 1, 4), ml.DType.F32), ctx.zeros((6, 1, 4), ml.DType.F32))
+    ...     print(cache.visible(0))                  # position 6 sees 4 and 5, and itself once stored
+    ...     cache.close()
+    2
+    """
 
     def __init__(
         self,

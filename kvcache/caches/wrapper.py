@@ -44,7 +44,22 @@ from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_i
 
 
 class WrapperCache(PreparedCalls[WrapperSnapshot]):
-    """Delegates each layer to one of ``caches``, and calls on sequences to all of them."""
+    """Delegates each layer to one of ``caches``, and calls on sequences to all of them.
+
+    >>> import ml
+    >>> from kvcache import Batch, CausalCache, SlidingWindowCache, WrapperCache
+    >>> cache = WrapperCache(SlidingWindowCache(window=2), CausalCache())
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=1, capacity=16, max_batch=8)
+    ...     cache.start_forward(ctx, Batch([0, 1, 2, 3], [0] * 4))
+    ...     for layer, kind in enumerate([0, 1]):                # one sliding layer, one full layer
+    ...         cache.set_layer_type(kind)
+    ...         cache.set_layer(layer)
+    ...         cache.put(ctx, ctx.zeros((4, 1, 4), ml.DType.F32), ctx.zeros((4, 1, 4), ml.DType.F32))
+    ...     print(cache.offset(0), cache.resume_point(0, 3))
+    ...     cache.close()
+    4 3
+    """
 
     def __init__(self, *caches: Cache) -> None:
         super().__init__()

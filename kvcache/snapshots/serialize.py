@@ -38,6 +38,19 @@ _TO_COME = np.empty(0, np.uint8)
 def serialize(backend: ml.Backend, snapshot: Snapshot) -> SerializedSnapshot:
     """Copy a snapshot of a cache on ``backend`` to host memory, byte for byte; the snapshot is not
     changed.
+
+    >>> import ml
+    >>> from kvcache import Batch, CausalCache, deserialize, serialize
+    >>> cache = CausalCache()
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=2, capacity=16, max_batch=4)
+    ...     cache.start_forward(ctx, Batch([0, 1, 2], [0, 0, 0]))
+    ...     cache.put(ctx, ctx.zeros((3, 1, 4), ml.DType.F32), ctx.zeros((3, 1, 4), ml.DType.F32))
+    ...     stored = serialize(backend, cache.snapshot(0))       # to host memory: pack() gives its bytes
+    ...     restored = cache.restore(1, deserialize(backend, stored))
+    ...     print(stored.meta["snapshot"]["kind"], restored, cache.offset(1))
+    ...     cache.close()
+    attention True 3
     """
     begun = _copied(backend, snapshot, functools.partial(page_out, backend))
     assert begun is not None

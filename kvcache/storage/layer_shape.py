@@ -28,7 +28,14 @@ class ExtraSpec(NamedTuple):
 
 
 class LayerShape(NamedTuple):
-    """What a layer stores for each token: (heads, dim) of keys and of values, and extras."""
+    """What a layer stores for each token: (heads, dim) of keys and of values, and extras.
+
+    >>> import ml
+    >>> from kvcache import LayerShape
+    >>> from kvcache import CacheFormat
+    >>> LayerShape((8, 64), (8, 64)).nbytes(CacheFormat.of("F16"), ml.DType.F32)
+    2048
+    """
 
     key: tuple[int, int]
     value: tuple[int, int]

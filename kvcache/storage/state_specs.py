@@ -22,6 +22,10 @@ class StateSpec:
     """A state of fixed size: its shape for one sequence, and its dtype.
 
     ``dtype`` None: that of the model's activations, which is the ``dtype`` of StateCache.
+
+    >>> from kvcache import StateSpec
+    >>> StateSpec((64, 3)).shape                     # 64 channels, the last 3 inputs of a convolution
+    (64, 3)
     """
 
     shape: tuple[int, ...]

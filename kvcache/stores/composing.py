@@ -29,6 +29,10 @@ def compose(*parts: Part) -> bytes:
     """Bytes that are equal only for equal parts, in the same order and of the same types.
 
     Raises StoreValueError for a part of another type, and for one that contains itself.
+
+    >>> from kvcache.stores import compose
+    >>> compose("ab", "c") == compose("a", "bc")
+    False
     """
     try:
         return b"".join(map(_of, parts))

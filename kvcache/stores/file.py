@@ -67,6 +67,16 @@ class FileStore(Closing):
 
     Raises StoreValueError for an invalid budget, digest or secret; StoreUnavailableError for missing
     permissions, a folder with other content, or a missing package.
+
+    >>> import tempfile
+    >>> from kvcache.stores import FileStore
+    >>> with tempfile.TemporaryDirectory() as folder, FileStore(folder, budget=1 << 30) as store:
+    ...     store.put("a-key", [b"bytes"])
+    ...     store.put("a-key", [b"others"])          # written once: nothing happens
+    ...     store.stat(["a-key"])[0].nbytes
+    True
+    False
+    5
     """
 
     def __init__(

@@ -51,6 +51,14 @@ class Keys:
     consecutive aligned keys.
 
     Raises StoreValueError if ``identity`` is not JSON-able or ``block_size`` is less than 1.
+
+    >>> from kvcache.stores import Keys
+    >>> keys = Keys({"model": "my-model", "dtype": "F16"}, block_size=4)
+    >>> chain = keys.chain([3, 1, 4, 1, 5, 9])
+    >>> len(chain), len(chain.aligned)
+    (6, 1)
+    >>> chain.at(4) == keys.chain([3, 1, 4, 1, 2, 6]).at(4)      # the first four tokens are the same
+    True
     """
 
     def __init__(self, identity: Mapping[str, Any], block_size: int = 128) -> None:

@@ -26,7 +26,18 @@ class _Entry:
 
 
 class MemoryStore(Closing):
-    """Entries in host memory. Beyond ``budget`` bytes, the least recently used are evicted."""
+    """Entries in host memory. Beyond ``budget`` bytes, the least recently used are evicted.
+
+    >>> from kvcache.stores import MemoryStore
+    >>> with MemoryStore(budget=1 << 20) as store:
+    ...     store.put("greeting", [b"hello ", b"world"])
+    ...     buffer = bytearray(store.stat(["greeting"])[0].nbytes)
+    ...     store.get_into("greeting", buffer)
+    ...     bytes(buffer)
+    True
+    True
+    b'hello world'
+    """
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget = check_budget(budget)

@@ -112,6 +112,11 @@ def open_store(store: str | PathLike[str], **options: Any) -> SnapshotStore:
 
     Raises StoreUnavailableError for an unknown name (the message lists the known ones) and for a store that
     cannot be used here, StoreValueError for an option that is unknown, given twice or out of range.
+
+    >>> from kvcache.stores import open_store
+    >>> with open_store("memory:?budget=2GiB") as store:
+    ...     store.budget
+    2147483648
     """
     return registry().open(store, options)
 

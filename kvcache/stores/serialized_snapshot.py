@@ -75,6 +75,12 @@ class SerializedSnapshot:
 
     Raises ShapeError for an array that is not contiguous, DTypeError for another dtype, ValueError for
     the name ``__metadata__``.
+
+    >>> import numpy as np
+    >>> from kvcache.stores import SerializedSnapshot, pack, unpack
+    >>> snapshot = SerializedSnapshot({"note": "anything"}, {"x": np.arange(3, dtype=np.float32)})
+    >>> unpack(b"".join(pack(snapshot))).arrays["x"].tolist()
+    [0.0, 1.0, 2.0]
     """
 
     meta: Mapping[str, Any] = field(default_factory=dict)

@@ -17,6 +17,10 @@ class RopeSpec:
 
     ``dim`` rotary dimensions, even, the first ones of a head; ``base`` is theta; ``interleaved``
     pairs neighbours instead of halves; ``scaling`` stretches the context.
+
+    >>> from ml.nn import RopeSpec
+    >>> RopeSpec(dim=4, base=10_000.0).inverse_frequencies.tolist()
+    [1.0, 0.01]
     """
 
     dim: int

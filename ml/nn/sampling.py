@@ -56,6 +56,14 @@ class BatchSampler:
     depends on its own logits and draw alone, and is the same on every backend but where ``uniform``, or the
     share that ``top_p`` or ``min_p`` keep, is within rounding in F32 of an edge. A token of probability 0 is
     not drawn.
+
+    >>> import ml, ml.nn
+    >>> import numpy as np
+    >>> draws = ml.nn.Draws(np.zeros(1), np.zeros(1, int), np.ones(1), np.full(1, 0.5))    # greedy
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     sampler = ml.nn.BatchSampler(ctx, draws, 3)
+    ...     sampler(ctx, ctx.from_numpy([[0.0, 2.0, 1.0]])).to_numpy().tolist()
+    [1]
     """
 
     def __init__(self, ctx: Context, draws: Draws, vocabulary: int) -> None:

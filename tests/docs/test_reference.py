@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ("kvcache.stores", "kvcache_engine", "ml", "ml.nn", "ml.strided")
+EXAMPLES = ("kvcache", "kvcache.stores", "kvcache_engine", "ml", "ml.nn", "ml.strided")
 
 
 @pytest.fixture(scope="module")

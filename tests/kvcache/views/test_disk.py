@@ -111,9 +111,8 @@ def test_broken_entries_say_what_is_wrong_and_stay(folder: Path) -> None:
     assert "other fields" in problems["foreign"]
     assert picture.writing == 1
     for width in (40, 80):
-        text = picture.text(width)
-        assert "1 temporary file" in text
-        words = " ".join(text.split())
+        words = " ".join(picture.text(width).split())
+        assert "1 temporary file" in words
         assert all(problem in words for problem in problems.values()), "nothing of a reason is cut off"
     assert before == listing(folder)
 
