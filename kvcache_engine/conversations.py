@@ -34,7 +34,8 @@ class Conversations:
     even before it is answered.
 
     >>> import ml
-    >>> from kvcache_engine import Conversations, Engine, GenerationOptions, Tokenizer, bundled_model, load_model
+    >>> from kvcache_engine import Conversations, Engine, GenerationOptions
+    >>> from kvcache_engine import Tokenizer, bundled_model, load_model
     >>> name = bundled_model()
     >>> with ml.open_backend("numpy") as backend:
     ...     tokenizer = Tokenizer.load(name)
