@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.pages import DOCS, table
 
@@ -20,7 +21,7 @@ LEGEND = """=: our cache, the runtime's own and a run without a cache agree
 ~: ours agrees with the runtime's own, and both differ from a run without a cache
 +: ours agrees with a run without a cache, and the runtime's own differs or fails
 r: ours refuses; t: the runtime's own fails in the same way; the numbers are those of the notes"""
-Results = Mapping[str, Mapping[str, Sequence[str]]]
+Results = Mapping[str, Mapping[str, Any]]
 """By type and mode, the kind of verdict and what was said; {"": why} of a type that is not built."""
 Cells = tuple[str, ...]
 
@@ -100,7 +101,7 @@ def _driven(built: Results) -> list[str]:
     return [*lines, table(("types", "what is different"), grouped)]
 
 
-def _verdicts(found: Mapping[str, Sequence[str]]) -> list[tuple[str, str, str]]:
+def _verdicts(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Mode, kind, and what was said."""
     return [(mode, kind, told) for mode, (kind, told) in found.items()]
 
