@@ -107,7 +107,8 @@ def _verdicts(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _modes(verdicts: Iterable[tuple[str, str, str]], wanted: str) -> str:
-    return "; ".join(mode for mode, kind, _ in verdicts if kind == wanted)
+    """Of these modes; "prefix, lookup" is shown as "prefix (lookup)"."""
+    return ", ".join(re.sub(r", (.*)", r" (\1)", mode) for mode, kind, _ in verdicts if kind == wanted)
 
 
 def _names(names: Iterable[str]) -> str:
