@@ -40,7 +40,7 @@ ROWS: dict[str, str] = {
 
 
 def measured(backend: ml.Backend) -> dict[str, float]:
-    """The largest error of each operation, in units of :data:`UNIT` of the result."""
+    """The largest error of each operation, in units of ``UNIT`` of the result."""
     random = np.random.default_rng(7)
     wide = random.choice([-1, 1], COUNT) * 2.0 ** random.uniform(-20, 20, COUNT)
     near = np.concatenate([wide[: COUNT // 2], random.uniform(-100, 100, COUNT // 2)])
