@@ -85,7 +85,7 @@ def examine(library: Library, name: str, say: Callable[[dict[str, Any]], Any]) -
 
 
 def isolated(library: Library, name: str) -> dict[str, Any]:
-    """What :func:`examine` finds in a process of its own: some types end theirs."""
+    """What ``examine`` finds in a process of its own: some types end theirs."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     child = context.Process(target=examine, args=(library, name, writer.send))

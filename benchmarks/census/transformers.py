@@ -194,7 +194,7 @@ class Case:
 
     @functools.cache  # noqa: B019
     def alone(self, later: bool) -> Found:
-        """The logits of each row of :meth:`ragged` alone, without its padding."""
+        """The logits of each row of ``ragged`` alone, without its padding."""
         ids, mask = self.ragged(later)
         rows = [self.feed(None, ids[i : i + 1, mask[i] > 0], row=i)[0] for i in range(2)]
         return Found(ids, torch.cat(rows))

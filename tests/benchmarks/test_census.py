@@ -31,12 +31,12 @@ SAMPLE = {
     "bamba": {"fork": "="},
     "blenderbot with encoder": {"crop": "=", "copy": "="},
     "cpmant": {"static": "refused"},
-    "deepseek_v32": dict.fromkeys(("batch", "crop", "interrupt", "static", "prefix"), "="),
-    "deepseek_v4": {"batch": "theirs", "crop": "right", "save": "="},
-    "falcon_h1": dict.fromkeys(("batch", "save", "static", "prefix"), "="),
+    "deepseek_v32": {"crop": "=", "static": "="},
+    "deepseek_v4": {"crop": "right", "save": "="},
+    "falcon_h1": {"static": "=", "prefix": "="},
     "gemma3_text": {"interrupt": "=", "prefix, lookup": "="},
     "gemma3n_text": {"copy": "="},
-    "gemma4_text": {"fork": "=", "save": "=", "prefix": "="},
+    "gemma4_text": {"fork": "="},
     "git": {"static": "="},
     "gpt_neo": {"static": "refused"},
     "gpt_neox_japanese": {"batch": "=", "static": "="},
@@ -46,7 +46,7 @@ SAMPLE = {
     "lfm2_moe": {"assisted": "="},
     "lfm3": {"lookup": "=", "crop": "="},
     "mamba": {"beams": "=", "prefix": "refused"},
-    "minimax": {"batch": "=", "chunked": "right", "save": "=", "interrupt": "=", "prefix": "="},
+    "minimax": {"batch": "=", "chunked": "right", "prefix": "="},
     "mllama with image": {"fork": "=", "assisted": "right"},
     "moshi": {"chunked": "theirs", "prefix": "refused"},
     "nemotron_h": {"save": "theirs"},
@@ -57,12 +57,12 @@ SAMPLE = {
     "t5gemma": {"fork": "right"},
     "t5gemma2": {"install": "=", "static": "="},
     "zamba": {"chunked": "refused", "fork": "="},
-    "zaya": dict.fromkeys(("beams", "copy", "save", "interrupt", "static"), "="),
+    "zaya": {"beams": "=", "interrupt": "="},
 }
 """What became of some of transformers' types in the modes that were hard for them."""
 OF_MLX_LM = {
     "baichuan_m1": {"batch": "right", "save": "="},  # states beside a window
-    "deepseek_v32": {"batch": "=", "trim": "=", "exception": "="},  # an indexer's keys
+    "deepseek_v32": {"trim": "="},  # an indexer's keys
     "falcon_h1": {"copy": "="},  # attention and states in one layer
     # Full, sliding and recurrent layers. mlx-lm trims neither states nor windows that have wrapped; ours goes
     # back to what it keeps.
@@ -74,18 +74,10 @@ OF_MLX_LM = {
     "gpt_oss": {"batch": "="},
     "iquestloopcoder": {"batch": "="},  # two entries for each layer
     "jamba": {"batch": "right", "padding": "right", "chunks": "="},  # asks for a mask, and drops it
-    "kimi_linear": {
-        "batch": "=",
-        "left padding": "=",
-        "save": "=",
-    },  # four states in a layer, of several shapes
-    "llama4": {"batch": "right", "trim": "=", "other's files": "="},  # chunks, one position
+    "kimi_linear": {"left padding": "=", "save": "="},  # four states in a layer, of several shapes
+    "llama4": {"trim": "=", "other's files": "="},  # chunks, one position
     "longcat_flash": {"batch": "="},  # attention twice in a layer
-    "longcat_flash_ngram": {
-        "batch": "right",
-        "save": "=",
-        "trim": "right",
-    },  # a state that grows, of integers
+    "longcat_flash_ngram": {"batch": "right", "trim": "right"},  # a state that grows, of integers
     "mamba2": {"padding": "right", "other's files": "=", "exception": "="},  # nothing but recurrent layers
     "minimax_m3_vl": {"batch": "right", "other's files": "="},  # an indexer's keys, values of width 0
     "nemotron-nas": {"batch": "right", "exception": "="},  # wants an entry that it never uses
