@@ -1,4 +1,4 @@
-"""A service for many users: a model of transformers or mlx-lm behind FastAPI; its prefixes outlive the process.
+"""A service for many users over transformers or mlx-lm, by FastAPI, whose prefixes outlive the process.
 
     pip install 'ml-kvcache[transformers,engine]' fastapi uvicorn       # or mlx-lm in place of transformers
     python examples/service.py FOLDER --store kept --budget 2GiB        # and --runtime mlx-lm
