@@ -48,8 +48,8 @@ def load(folder: str, runtime: str) -> Any:
 
         from kvcache.integrations.mlx_lm import MLXModel
 
-        model, _, config = mlx_lm.load(folder, return_config=True)
-        return MLXModel(model, config)
+        loaded: Any = mlx_lm.load(folder, return_config=True)  # model, tokenizer and config
+        return MLXModel(loaded[0], loaded[2])
     from transformers import AutoModelForCausalLM
 
     from kvcache.integrations.transformers import TransformersModel
