@@ -459,6 +459,12 @@ def test_other_paths_methods_and_sizes(serving: Serving) -> None:
     assert serving.post(b"x" * (9 << 20)).status_code == 413
 
 
+def test_a_path_that_is_not_served_names_those_that_are(serving: Serving) -> None:
+    reply = httpx.post(f"{serving.url}/v1/responses", json={"input": PROMPT})
+    message = reply.json()["error"]["message"]
+    assert message.startswith("/v1/responses is not served; there are /v1/chat/completions, /v1/completions,")
+
+
 # What goes wrong while answering.
 
 
