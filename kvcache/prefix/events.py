@@ -90,7 +90,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing is kept anywhere."""
+    """Nothing is cached anywhere any more."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -100,14 +100,14 @@ _OMITTED = ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_slid
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What happened in one step, in order; ``ts`` in seconds since 1970."""
+    """The events of one step, in order; ``ts`` is in seconds since 1970."""
 
     ts: float
     events: list[Event]
 
 
 def encode(batch: EventBatch) -> list[Any]:
-    """A batch as plain lists and dicts, which msgpack makes what vLLM's ``KVEventBatch`` decodes.
+    """A batch as plain lists and dicts, which msgpack encodes to what vLLM decodes as ``KVEventBatch``.
 
     The batch is a list; an event is a dict with its class as "type".
     """
@@ -122,10 +122,10 @@ def _fields(event: Event) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Known:
-    """The blocks that end in a node's edge, and where they were when they were last told."""
+    """The blocks that end in a node's edge, and where they were when last published."""
 
     first: int
-    """Number of its first block: block i is tokens [i * size, (i + 1) * size)."""
+    """The number of its first block: block i is tokens [i * size, (i + 1) * size)."""
     parent: str | None
     hashes: list[str]
     told: dict[str, set[str]] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class BlockEvents:
     ``token_ids`` their ids are told, with ``private`` those of conversations with a salt and that salt, too.
 
     ``publish`` is called by the thread that uses the PrefixCache, in the middle of its work: it must be
-    quick, and leave the PrefixCache alone. What it raises is logged, and that batch is lost.
+    quick, and must not use the PrefixCache. If it raises, the error is logged and the batch is lost.
     """
 
     def __init__(
@@ -157,21 +157,21 @@ class BlockEvents:
         self._cleared = False
 
     def changed(self, node: Node[Any]) -> None:
-        """A node was added, parted, removed, or keeps something else now."""
+        """A node was added, split or removed, or its snapshots changed."""
         self._changed[node] = None
 
     def dropped(self, key: str) -> None:
-        """Stores have an entry no longer. Any thread may say so."""
+        """The stores have lost an entry. Thread-safe."""
         self._dropped.append(key)
 
     def cleared(self) -> None:
-        """Nothing is kept any more, and there are no stores."""
+        """Everything was discarded, and there are no stores."""
         self._known.clear()
         self._changed.clear()
         self._cleared = True
 
     def tell(self, root: Node[Any]) -> None:
-        """Publish what has changed in the tree under ``root`` since the last time, if anything."""
+        """Publish the changes in the tree under ``root`` since the last call, if any."""
         if not (self._changed or self._dropped or self._cleared):
             return
         events: list[Event] = [AllBlocksCleared()] if self._cleared else []
@@ -205,7 +205,7 @@ class BlockEvents:
                 continue
             known = self._blocks_of(node)
             there = self._media(node, known)
-            if STORAGE in before:  # what a store was given it has until it is dropped
+            if STORAGE in before:  # a store counts as having what it was given until it drops it
                 there.setdefault(STORAGE, set()).update(before[STORAGE].intersection(known.hashes))
             for medium, hashes in there.items():
                 known.told[medium] = hashes
@@ -219,7 +219,7 @@ class BlockEvents:
         return stored + removed
 
     def _with_straddling(self) -> dict[Node[Any], None]:
-        """The nodes that changed, and those below with a block that begins in one of them."""
+        """The changed nodes, and nodes below them with a block that begins in one of them."""
         size = self._keys.block_size
         affected: dict[Node[Any], None] = {}
         waiting = [(node, node.end - node.end % -size) for node in self._changed]
@@ -231,7 +231,7 @@ class BlockEvents:
         return affected
 
     def _blocks_of(self, node: Node[Any]) -> _Known:
-        """The blocks that end in a node's edge; those above it are hashed first where they are not yet."""
+        """The blocks that end in a node's edge; blocks above it are hashed first if necessary."""
         above: list[Node[Any]] = [node]
         while (up := above[-1].parent) is not None and up.parent is not None and up not in self._known:
             above.append(up)
