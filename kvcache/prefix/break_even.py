@@ -107,6 +107,9 @@ class BreakEven:
     Measurements of a store are forgotten with the store.
 
     Raises InvalidRangeError for a ``probe_every`` that is not above 0, and a ``slack`` below 0.
+
+    >>> from kvcache import BreakEven, PrefixOptions
+    >>> options = PrefixOptions(break_even=BreakEven(slack=0.05))    # fetch unless computing saves 50 ms
     """
 
     def __init__(

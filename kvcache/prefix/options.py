@@ -23,6 +23,10 @@ class PrefixOptions:
     Numbers of bytes may be given as sizes such as ``"256MiB"``, and are ints afterwards.
 
     Raises InvalidRangeError for an invalid value; the message names it and what it must be.
+
+    >>> from kvcache import PrefixOptions, TenantBudget
+    >>> PrefixOptions(interval=256, tenant_budget=TenantBudget("512MiB"), write_through=True).interval
+    256
     """
 
     interval: int = 512

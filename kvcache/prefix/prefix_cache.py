@@ -88,6 +88,23 @@ class PrefixCache(Closing):
     between passes; a call raises OrderError while another thread is in one, or in the middle of a pass. A
     background thread writes to the stores. A forked child can continue with its copy; fork when nothing is in
     progress, after ``flush``.
+
+    >>> import ml
+    >>> from kvcache import Batch, CausalCache, HostTier, PrefixCache
+    >>> cache = CausalCache()
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=2, capacity=32, max_batch=16)
+    ...     with PrefixCache(cache, "64MiB", [HostTier("1GiB")]) as prefix:
+    ...         for prompt in ([1, 2, 3, 4, 5], [1, 2, 3, 9]):
+    ...             with prefix.begin(prompt) as session:
+    ...                 tokens = list(session.remaining)         # the model evaluates only these
+    ...                 positions = range(session.cached, len(prompt))
+    ...                 cache.start_forward(ctx, Batch(positions, [session.seq] * len(tokens)))
+    ...                 kv = ctx.zeros((len(tokens), 1, 4), ml.DType.F32)
+    ...                 cache.put(ctx, kv, kv)
+    ...                 print(session.cached, len(tokens))
+    0 5
+    3 1
     """
 
     def __init__(

@@ -66,7 +66,13 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The ranges of one request: at most 64, without overlap. Other tokens have the default priority."""
+    """The ranges of one request: at most 64, without overlap. Other tokens have the default priority.
+
+    >>> from kvcache import Retention, TokenRange
+    >>> system = TokenRange(0, 120, priority=90)                     # keep the system prompt longest
+    >>> document = TokenRange(120, 4000, priority=60, duration=600)  # and the document for ten minutes
+    >>> retention = Retention([system, document])                    # for prefix.begin(..., retention=)
+    """
 
     ranges: Sequence[TokenRange] = ()
 

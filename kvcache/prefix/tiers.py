@@ -37,6 +37,10 @@ class HostTier:
     """Host memory for snapshots that do not fit on the device.
 
     ``budget`` is a number of bytes or a size such as ``"2GiB"``, which becomes a number; None: no limit.
+
+    >>> from kvcache import HostTier
+    >>> HostTier("2GiB").budget
+    2147483648
     """
 
     budget: int | None = None
@@ -575,8 +579,8 @@ def _last_stored(store: SnapshotStore, chain: Chain, floor: int, limit: int) -> 
     return floor
 
 
-# Memory for entries: lent for a while, and reused once it is returned. Fresh memory costs a page fault for
-# every 4 KiB, as much time as the reading itself.
+# Memory for entries: lent for a while, and reused once it is returned. Fresh memory costs a page fault per 4
+# KiB, as much time as the reading itself.
 
 KEPT = 3
 """How many free buffers are kept: one serialized snapshot is read while another is used."""
