@@ -96,10 +96,13 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.stores file valkey mooncake
 	$(BIN)/python -m benchmarks.two_hosts
 
-# Every model type of the runtimes that we integrate with; some minutes each.
+# Every model type of the runtimes that we integrate with; some minutes each. Stopped with Ctrl-C it goes on where it
+# was; `make clean` begins again.
+CENSUS = mlx-lm transformers mlx-lm-engine transformers-engine
 census: $(VENV)/.installed-bench
-	$(BIN)/python -m benchmarks.census mlx-lm --render
-	$(BIN)/python -m benchmarks.census transformers --render
+	for library in $(CENSUS); do \
+	  $(BIN)/python -m benchmarks.census $$library --results .census/$$library.json && \
+	  $(BIN)/python -m benchmarks.census $$library --render .census/$$library.json || exit 1; done
 
 # Bugs that were planted by hand, and mutants of the core, 60 of each area unless told otherwise (make mutation
 # MUTANTS="--sample 0" takes all, hours); stopped with Ctrl-C it goes on where it was. Figures and survivors: docs/mutation.json.
@@ -132,7 +135,7 @@ oldest newest:
 	.$@/bin/python -m pytest -q -p no:cacheprovider $(ENDS)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-lmcache .oldest .newest dist build site .hypothesis .mutation .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-lmcache .oldest .newest dist build site .hypothesis .census .mutation .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

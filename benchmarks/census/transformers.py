@@ -26,7 +26,7 @@ from kvcache.integrations.transformers.cache import cache_argument
 from kvcache.integrations.transformers.kinds import ATTENTION, Trait, grows, layer_plan
 from kvcache.stores import MemoryStore
 
-PAGE, CANNOT, types = "transformers-models.md", small.CANNOT, small.types
+CANNOT, types = small.CANNOT, small.types
 PROMPT, NEW, CAPACITY, LOOKBACK = 13, 12, 96, 8
 """Windows of 7 forget within a prompt and the tokens after it, also with what they keep to go back."""
 TOLERANCE = 2e-4

@@ -25,8 +25,8 @@ EVERY = sorted({proof for proofs in PROOFS.values() for proof in proofs})
 def test_every_test_that_the_page_names_is_in_that_file() -> None:
     named = [proof.split("::") for proof in EVERY]
     text = {path: (ROOT / path).read_text(encoding="utf-8") for path, _ in named}
-    assert [name for path, name in named if f"def {name}(" not in text[path]] == []
     assert all(name.startswith("test_") for _, name in named)
+    assert [name for path, name in named if f"def {name}(" not in text[path]] == []
 
 
 def test_every_yes_of_ours_has_tests_and_no_tests_are_left_over() -> None:
