@@ -66,6 +66,11 @@ class CacheConfig:
     quantized storage in blocks of a few times as many bytes. The default suits a CPU.
     ``batch_invariant``: ``attend`` reads what a sequence has in one piece, wherever its cells lie, even if
     that copies them, so that sums are made in one order whoever shares some of it.
+
+    >>> import ml
+    >>> from kvcache import CausalCache
+    >>> cache = CausalCache()
+    >>> cache.set_config(ml.CacheConfig(layout=ml.Layout.TOKEN_MAJOR))       # before init
     """
 
     cache_padding: int = 1
