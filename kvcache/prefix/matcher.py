@@ -189,16 +189,11 @@ class PrefixMatcher:
         return False
 
     def _go_on(self, seq: int, ids: np.ndarray, reached: int) -> int:
-<<<<<<< HEAD
-        """Restore what follows the first ``reached`` tokens from nodes that what stores had leads to."""
-        known = self._tree.walk(ids).length
-        length, nodes = self._tree.beyond(ids[: max(reached, known - known % self._block)], reached)
-=======
         """Restore what follows the first ``reached`` tokens from nodes reachable after reading from
         stores.
         """
-        length, nodes = self._tree.beyond(ids, reached)
->>>>>>> main
+        known = self._tree.walk(ids).length
+        length, nodes = self._tree.beyond(ids[: max(reached, known - known % self._block)], reached)
         return self._restore_along(seq, nodes, length, reached)
 
     def _restore_along(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int, at: int = 0) -> int:

@@ -59,15 +59,11 @@ class PrefixOptions:
     it is told by ``break_even.computed`` how long passes over prompts take.
     """
     read_ahead: int | str = 256 << 20
-<<<<<<< HEAD
-    """Most bytes of host memory that ``prefetch`` fills; 0: it does nothing."""
+    """The most bytes of host memory that ``prefetch`` fills; 0: it has no effect."""
     whole_blocks: bool = False
     """Reuse whole blocks of ``block_size`` tokens of prompts, and nothing else. Where each pass over a prompt
     ends with a block (``Session.next_cut``) and has one sequence, what is reused is what an empty cache would
     compute, bit for bit. Stores keep such content apart from all other."""
-=======
-    """The most bytes of host memory that ``prefetch`` fills; 0: it has no effect."""
->>>>>>> main
 
     def __post_init__(self) -> None:
         check_whole("PrefixOptions", "interval", self.interval, least=1)

@@ -478,13 +478,8 @@ class OpenSessions:
             self._cache.schedule_snapshots(seq, positions)
 
     def keep(self, session: Session) -> None:
-<<<<<<< HEAD
-        """Let others start from the snapshots that were taken of an open session."""
-        seq, ids = session.seq, session.shared()
-=======
         """Make the snapshots taken of an open session available to others."""
-        seq, ids = session.seq, session.computed()
->>>>>>> main
+        seq, ids = session.seq, session.shared()
         if self._tree.divisible or session.stale:
             return
         self._note_skipped(seq, int(ids.size))
