@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache import PrefixCache, Session, Tenant
+from kvcache import PrefixCache, Session
 from kvcache.cache import CacheFullError, SequenceLostError
 from kvcache_engine.parallel import FAILED, NO_ROOM, Share, failed_elsewhere, of_all
 
@@ -49,20 +49,20 @@ class Agreement:
         found: list[int] = np.reshape(self._of_all(*values), (-1, len(values))).min(0).tolist()
         return found
 
-    def begin(self, prefix: PrefixCache, tokens: Sequence[int], tenant: Tenant) -> Session:
+    def begin(self, prefix: PrefixCache, tokens: Sequence[int], **whose: Any) -> Session:
         """Begin a session at the same position on all ranks: tokens that one of them lacks are reused by
-        none.
+        none. ``whose``: what ``PrefixCache.begin`` takes by name.
 
         Raises what ``prefix.begin`` raised on this rank; if another rank failed, CacheFullError or
         GroupError. No session has begun on any rank then.
         """
         if self._group is None:
-            return prefix.begin(tokens, tenant.salt, tenant.shared)
+            return prefix.begin(tokens, **whose)
         session: Session | None = None
         error: Exception | None = None
         try:
             try:
-                session = prefix.begin(tokens, tenant.salt, tenant.shared)
+                session = prefix.begin(tokens, **whose)
             except Exception as found:
                 error = found
             while True:

@@ -20,6 +20,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -145,6 +146,9 @@ class Engine(Closing):
         stores = any(not isinstance(tier, HostTier) for tier in tiers)
         identity = self.identity if stores else identity
         bound: Any = cache_for(model) if cache is None else cache
+        if options.batch_invariant:
+            asked = getattr(model.backend, "cache_config", ml.CacheConfig)()
+            bound.set_config(replace(asked, batch_invariant=True))
         bound.init(model.backend, *sizes, options.largest_batch)
         self.cache = bound
         budget = 2 * self.cache_bytes if options.budget is None else options.budget
@@ -163,6 +167,7 @@ class Engine(Closing):
                     read_ahead=options.read_ahead,
                     backlog=options.backlog,
                     write_through=options.write_through,
+                    whole_blocks=options.batch_invariant,
                 ),
             )
         except BaseException:
@@ -180,6 +185,8 @@ class Engine(Closing):
         self._running: list[Request] = []
         self._full = False
         self._prefilled_last = False
+        self._turn = 0
+        """Passes of one request each that there were."""
         self.closed = False
         self.reset()
 
@@ -242,7 +249,9 @@ class Engine(Closing):
         """Queue a request; it starts in the first ``step`` that has a free sequence for it.
 
         Only requests with the same ``salt`` reuse what it computes; all requests reuse its first ``shared``
-        tokens (``PrefixCache.begin``). ``retention``: how long it is kept after the request ends.
+        tokens (``PrefixCache.begin``). What a model's adapters compute is reused for these adapters, of the
+        same content and scales; they may change while the engine is not busy. ``retention``: how long it is
+        kept after the request ends.
 
         ``draft`` proposes tokens of the answer, which then takes fewer passes; it requires an engine with
         SpeculativeOptions. Requests with the same seed sample the same tokens unless their ``stream``
@@ -261,7 +270,8 @@ class Engine(Closing):
         settings = settings_for(self.tokenizer, settings)
         tokens = self.encode(prompt)
         try:
-            tenant = Tenant(salt, shared)
+            variant = self.variant()
+            tenant = Tenant.of(salt, shared, variant)
             if retention is not None and not isinstance(retention, Retention):
                 raise InvalidRangeError(f"retention={retention!r:.80}; it must be a Retention, or None")
         except InvalidRangeError as error:
@@ -271,16 +281,31 @@ class Engine(Closing):
             run.decoder = self.tokenizer.stream(tokens)
         self._submitted += 1
         self.statistics.prompt_tokens += len(tokens)
-        request = Request(run, draft, tenant, self.prefix.alphabet.encode(tokens, tenant))
+        whose = {"salt": salt, "shared": shared, "variant": variant}
+        request = Request(run, draft, whose, self.prefix.alphabet.encode(tokens, tenant))
         request.retention = retention
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
         if self.busy:  # otherwise it starts in the next step, and reads its own prefix
-            request.ahead = self.prefix.prefetch(tokens, salt, shared)
+            request.ahead = self.prefix.prefetch(tokens, **whose)
         self._waiting.append(request)
         if listener is not None:
             self._listeners[request.id] = listener
         return request
+
+    @in_turn
+    def variant(self) -> Any:
+        """What computes beside the model's own weights now, such as an adapter (``PrefixCache.begin``).
+
+        Raises RequestError where that has changed since requests began that are not done.
+        """
+        variant = getattr(self.model, "variant", lambda: None)()
+        if any(other.whose.get("variant") != variant for other in [*self._waiting, *self._running]):
+            raise RequestError(
+                "submit: the model's weights or adapters have changed, and requests that began before are "
+                "not done; let them end, or cancel them, before they change"
+            )
+        return variant
 
     @in_turn
     def cancel(self, request: Request) -> bool:
@@ -468,7 +493,12 @@ class Engine(Closing):
             if worth_waiting(request, self._running, self.prefix, self.ranks):
                 continue
             try:
-                session = self.ranks.begin(self.prefix, request.run.tokens, request.tenant)
+                run, known = request.run, len(request.run.tokens)
+                if self.options.batch_invariant:  # an answer's tokens are computed one by one, as at first
+                    known = run.prompt_tokens
+                session = self.ranks.begin(self.prefix, run.tokens[:known], **request.whose)
+                if run.tokens[known:]:
+                    session.extend(run.tokens[known:])
             except Exception as error:
                 full = isinstance(error, CacheFullError)
                 if full and self._running:
@@ -500,6 +530,8 @@ class Engine(Closing):
         """The next pass: chunks of prompts, or the next token of every answer; alternating if both are
         waiting.
         """
+        if self.options.batch_invariant:
+            return self._alone()
         prefill = [request for request in self._running if request.prefilling]
         decode = [request for request in self._running if not request.prefilling]
         if prefill and not (decode and self._prefilled_last):
@@ -515,6 +547,15 @@ class Engine(Closing):
                     raise
                 self._over(request, events, [Failed(request.id, error)])
         return parts or (self._plan(drafting, events) if decode else [])
+
+    def _alone(self) -> list[Part]:
+        """The next pass of the request that has waited for one the longest."""
+        if not self._running:
+            return []
+        request = min(self._running, key=lambda request: request.turn)
+        self._turn += 1
+        request.turn = self._turn
+        return list(chunks([request], self.options.largest_batch, self.prefix))
 
     def _take(self, parts: Sequence[Part], chosen: Chosen, prefill: bool, events: list[EngineEvent]) -> None:
         """Process the tokens drawn for the parts that reached the end of their tokens."""
@@ -684,6 +725,8 @@ class Engine(Closing):
             return
         self._running.remove(request)
         self._full = False
+        if keep and (variant := getattr(self.model, "variant", None)) is not None:
+            keep = request.whose.get("variant") == variant()  # else who knows which of them computed what
         try:
             session.close(keep)
         except BaseException as error:

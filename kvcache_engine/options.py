@@ -32,6 +32,10 @@ class EngineOptions:
     ``backlog`` and ``write_through`` are options of PrefixCache too; with ``write_through``, a thread writes
     each answer to the stores when it ends.
 
+    ``batch_invariant``: an answer does not depend on what is cached, nor on the requests beside it, bit for
+    bit. A pass has one request then, and a prompt ``block_size`` tokens in each, whatever ``prefill_chunk``
+    is; only such blocks are reused, and no tokens of answers.
+
     ``fetch``: "measured" reads from a store only if fetching is faster than computing, as measured so far
     (``BreakEven``); "always" reads every prefix.
 
@@ -53,10 +57,13 @@ class EngineOptions:
     read_ahead: int = 256 << 20
     backlog: int = 256 << 20
     write_through: bool = True
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         self._check_positive("max_sequences", "prefill_chunk", "block_size")
         self._check_positive(*(name for name in ("capacity", "context") if getattr(self, name) is not None))
+        if self.batch_invariant and self.block_size < 2:
+            raise RequestError("EngineOptions: block_size=1; with batch_invariant it must be at least 2")
         if self.fetch not in get_args(Fetch):
             raise RequestError(f"EngineOptions: fetch={self.fetch!r}; it must be 'measured' or 'always'")
         for name in ("read_ahead", "backlog"):
@@ -88,7 +95,7 @@ class EngineOptions:
 
     @property
     def largest_batch(self) -> int:
-        return max(self.prefill_chunk, self.max_sequences)
+        return max(self.block_size if self.batch_invariant else self.prefill_chunk, self.max_sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,11 @@ class SpeculativeOptions(EngineOptions):
     def __post_init__(self) -> None:
         EngineOptions.__post_init__(self)
         self._check_positive("tokens", "width")
+        if self.batch_invariant:
+            raise RequestError(
+                "SpeculativeOptions: batch_invariant=True; passes that verify drafts have as many tokens as "
+                "there are drafts, which changes the last bits of answers: use EngineOptions"
+            )
         if self.acceptance not in get_args(Acceptance):
             raise RequestError(
                 f"SpeculativeOptions: acceptance={self.acceptance!r}; it must be 'rejection' or 'exact'"

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 import ml
-from kvcache import Tenant, deserialize, serialize
+from kvcache import deserialize, serialize
 from kvcache.cache import CacheDType, InvalidRangeError
 from kvcache.stores import (
     SNAPSHOT_DIGEST,
     SerializedSnapshot,
     SnapshotCorruptError,
+    compose,
     digest_of_snapshot,
     pack,
     snapshots_of,
@@ -91,19 +92,35 @@ def capture(engine: Engine, tokens: Sequence[int], inside: int | None = None) ->
 
 
 def _captured(engine: Engine, tokens: Sequence[int], inside: int | None) -> SavedConversation:
-    complete = engine.ranks.least([engine.prefix.longest([*tokens, 0])]) == [len(tokens)]
+    variant = engine.variant()
+    complete = engine.ranks.least([engine.prefix.longest([*tokens, 0], variant=variant)]) == [len(tokens)]
     evaluated = len(tokens) if complete else len(tokens) - 1
     if evaluated < 1:
         raise ConversationError("save: the conversation has only one token, so there is nothing to save")
     asked = [*tokens[:evaluated], 0]  # one more token: a session always leaves one to evaluate
-    with engine.prefix.stats.paused(), engine.ranks.begin(engine.prefix, asked, Tenant()) as session:
+    with (
+        engine.prefix.stats.paused(),
+        engine.ranks.begin(engine.prefix, asked, variant=variant) as session,
+    ):
         request = Request(RequestState(-1, asked[:-1], GenerationOptions(), Sampler()))
         request.session, request.run.stored = session, session.cached
         while request.run.stored < evaluated:
             engine.forward(list(chunks([request], engine.options.prefill_chunk, engine.prefix)))
         backend = engine.model.backend
         pages = tuple(serialize(backend, snapshot) for snapshot in session.snapshots(inside))
-    return SavedConversation(tuple(tokens), evaluated, engine.identity, engine.cache.settings(), pages)
+    return SavedConversation(tuple(tokens), evaluated, _model_of(engine), _settings_of(engine), pages)
+
+
+def _model_of(engine: Engine) -> Mapping[str, Any]:
+    """What computes there now."""
+    variant = engine.variant()
+    return engine.identity if variant is None else {**engine.identity, "variant": compose(variant).hex()}
+
+
+def _settings_of(engine: Engine) -> dict[str, Any]:
+    """What its cache holds: in blocks, where answers must not depend on what is cached."""
+    settings, options = dict(engine.cache.settings()), engine.options
+    return {**settings, "whole_blocks": options.block_size} if options.batch_invariant else settings
 
 
 def adopt(engine: Engine, saved: SavedConversation) -> None:
@@ -116,17 +133,18 @@ def adopt(engine: Engine, saved: SavedConversation) -> None:
         raise ConversationError(
             f"the conversation holds the heads of rank {parts[0]}, and this is rank {parts[1]} of the model"
         )
-    if dict(saved.model) != dict(engine.identity):
+    if dict(saved.model) != dict(_model_of(engine)):
         raise ConversationError(
             "the conversation was saved with another model (its config.json, weights or dtype differ)"
         )
-    settings = engine.cache.settings()
+    settings = _settings_of(engine)
     if dict(saved.cache) != settings:
         raise ConversationError(f"the conversation is of a cache {dict(saved.cache)}; this one is {settings}")
     try:
         snapshots = [deserialize(engine.model.backend, page) for page in saved.pages]
         with engine.lock:
-            adopted = engine.prefix.adopt(saved.tokens[: saved.evaluated], snapshots)
+            tokens = saved.tokens[: saved.evaluated]
+            adopted = engine.prefix.adopt(tokens, snapshots, variant=engine.variant())
     except (SnapshotCorruptError, InvalidRangeError) as error:
         raise ConversationError(f"the conversation does not fit the model's cache: {error}") from error
     if not adopted:

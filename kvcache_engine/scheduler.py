@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 import kvcache
-from kvcache import Lookup, Prefetch, PrefixCache, Retention, Session, Tenant, common_length
+from kvcache import Lookup, Prefetch, PrefixCache, Retention, Session, common_length
 from kvcache.cache import Batch
 from kvcache_engine.consensus import Agreement
 from kvcache_engine.drafts import Draft
@@ -45,11 +47,12 @@ class Request:
         self,
         run: RequestState,
         draft: Draft | None = None,
-        tenant: Tenant = Tenant(),  # noqa: B008  frozen
+        whose: Mapping[str, Any] = MappingProxyType({}),
         ids: np.ndarray | None = None,
     ) -> None:
         self.run = run
-        self.tenant = tenant
+        self.whose = whose
+        """Who may share it, and what computes it: what PrefixCache.begin takes by name."""
         self.ids = np.array(run.tokens, dtype=np.int64) if ids is None else ids
         """The prompt as the prefix cache has it, which differs between tenants."""
         self.draft = draft
@@ -68,6 +71,8 @@ class Request:
         """The error with which it failed."""
         self.answer: Finished | None = None
         """The answer, unless it failed or was cancelled."""
+        self.turn = 0
+        """When it last had a pass, where each has a pass of its own."""
         self.stops: set[int] = set()
         """Positions of snapshots scheduled for other requests that continue from there."""
 
@@ -192,7 +197,8 @@ def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Ite
     for request in requests:
         run, session = request.run, request.session
         assert session is not None
-        stop = min(len(run.tokens), run.stored + budget)
+        cut, most = session.next_cut(run.stored), budget if session.reusable is None else 1
+        stop = min(len(run.tokens), run.stored + most) if cut is None else cut
         due = prefix.next_snapshot(session.seq)
         count = (stop if due is None else min(stop, due)) - run.stored
         if count:
@@ -209,10 +215,7 @@ def worth_waiting(
         shared = _shared(request, other)
         if other.run.stored < shared and (prefix.tree.divisible or shared in other.stops):
             best = max(best, shared)
-    tenant = request.tenant
-    return (
-        best > 0 and best > ranks.least([prefix.longest(request.run.tokens, tenant.salt, tenant.shared)])[0]
-    )
+    return best > 0 and best > ranks.least([prefix.longest(request.run.tokens, **request.whose)])[0]
 
 
 def plan_sharing(request: Request, others: Iterable[Request], prefix: PrefixCache) -> None:
@@ -221,7 +224,7 @@ def plan_sharing(request: Request, others: Iterable[Request], prefix: PrefixCach
     Only needed if a model's state cannot be shared from the middle: a window or a recurrence.
     """
     session = request.session
-    if prefix.tree.divisible or session is None:
+    if prefix.tree.divisible or session is None or session.reusable is not None:
         return
     shared = {_shared(other, request) for other in others}
     new = {end for end in shared if end >= max(MIN_SHARED, request.run.stored + 1)} - request.stops

@@ -64,6 +64,8 @@ class CacheConfig:
     ``call_bytes``: how many bytes of K and V attention reads in the time of one additional call. ``attend``
     reads runs and shared prefixes of fewer bytes together with others, even if that copies them, and
     quantized storage in blocks of a few times as many bytes. The default suits a CPU.
+    ``batch_invariant``: ``attend`` reads each sequence in one piece, wherever its cells lie, even if that
+    copies them, so that sums are computed in the same order whoever shares part of it.
 
     >>> import ml
     >>> from kvcache import CausalCache
@@ -79,11 +81,12 @@ class CacheConfig:
     elide_mask: bool = False
     fixed_context: int = 0
     call_bytes: int = 1 << 19
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check(self, ShapeError, cache_padding=INTEGER, mask_batch_padding=INTEGER, call_bytes=INTEGER)
         check(self, ShapeError, fixed_context=INTEGER)
-        check(self, ShapeError, permuted_v=TRUTH, elide_mask=TRUTH)
+        check(self, ShapeError, permuted_v=TRUTH, elide_mask=TRUTH, batch_invariant=TRUTH)
         for name in ("cache_padding", "mask_batch_padding", "call_bytes"):
             if getattr(self, name) < 1:
                 raise ShapeError(f"CacheConfig: {name}={getattr(self, name)}; it must be at least 1")

@@ -82,7 +82,7 @@ def attend(
         block = BLOCK_CALLS * plan.config.call_bytes
         levels: Levels
         if select is None:
-            levels = plan.calls(ctx, max(1, plan.config.call_bytes // stored.bytes_per_cell))
+            levels = plan.calls(ctx, plan.worth(stored.bytes_per_cell))
         else:
             levels = _selected(ctx, plan, stored, select)
         result = kernels.attend_calls(ctx, levels, stored, query, scale, sinks)
@@ -154,7 +154,7 @@ class Kernels:
         if not nn.offers(backend, ml.SupportsRaggedAttention):
             self._declined[asked] = 0
             return None
-        lowered = plan.kernel(min(KERNEL_WORTH, max(1, plan.config.call_bytes // buffers.bytes_per_cell)))
+        lowered = plan.kernel(plan.worth(buffers.bytes_per_cell, KERNEL_WORTH))
         if len(lowered.segments) >= declined:
             return None
         result: ml.Tensor | None

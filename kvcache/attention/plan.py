@@ -33,6 +33,8 @@ from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable
 from kvcache.storage.device_copies import HostArray, HostArrays, OnDevices, device_of, near
 
+NEVER = 1 << 40
+"""Cells that no run has."""
 Packers = Mapping[str, Callable[[ml.RaggedPlan], tuple[Any, np.ndarray]]]
 
 
@@ -261,6 +263,12 @@ class ReadPlan:
         return -(-self.tokens // padding) * padding
 
     # Segments, for a kernel and for calls.
+
+    def worth(self, bytes_per_cell: int, most: int = NEVER) -> int:
+        """How many cells a run or a share needs, ``most`` at most, to be read apart from others."""
+        if self.config.batch_invariant:
+            return NEVER
+        return min(most, max(1, self.config.call_bytes // bytes_per_cell))
 
     def segments(self, worth: int) -> list[Segment]:
         """What the queries read; runs and shared ranges of fewer than ``worth`` cells are not segments of

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Self
 
+import ml
 from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError, check_whole
 from kvcache.prefix.options import PrefixOptions
 from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
@@ -16,8 +17,8 @@ from kvcache.snapshots.layer_shapes import Layers
 from kvcache.stores.closing import Closing
 
 __all__ = [
-    "MOST_DRAFTS", "Conversation", "SharedPrefixes", "check_known", "check_missing", "names_of",
-    "prefix_options",
+    "MOST_DRAFTS", "Conversation", "SharedPrefixes", "check_known", "check_missing", "invariant_config",
+    "names_of", "prefix_options",
 ]  # fmt: skip
 
 MOST_DRAFTS = 64
@@ -105,7 +106,8 @@ class Conversation:
         session.extend([])
         last = len(session.tokens) - 1
         while begin < last:
-            end, due = min(begin + size, last), self._owner.prefix.next_snapshot(session.seq)
+            cut, due = session.next_cut(begin), self._owner.prefix.next_snapshot(session.seq)
+            end = min(begin + size if cut is None else cut, last)
             if due is not None and begin < due < end:
                 end = due
             yield begin, end
@@ -143,6 +145,12 @@ def prefix_options(given: Mapping[str, Any], shapes: Callable[[], Layers | None]
     layers = shapes() if options.layers is None else options.layers
     options = replace(options, write_through=through, layers=layers)
     return {**{name: given[name] for name in given if name not in named}, "options": options}
+
+
+def invariant_config(backend: ml.Backend) -> ml.CacheConfig:
+    """How caches are arranged for answers that do not depend on what is cached."""
+    asked: ml.CacheConfig = getattr(backend, "cache_config", ml.CacheConfig)()
+    return replace(asked, batch_invariant=True)
 
 
 class SharedPrefixes(Closing):

@@ -47,8 +47,8 @@ class LiveSession(Protocol):
     stale: bool
     """Whether its content is useless to others."""
 
-    def computed(self) -> np.ndarray:
-        """The tokens that its sequence holds."""
+    def shared(self) -> np.ndarray:
+        """The tokens that its sequence holds for others."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,11 @@ class Stopwatch:
 class PrefixMatcher:
     """Finds prefixes in ``sessions`` (by sequence), a tree and its stores, and restores them."""
 
-    def __init__(self, tree: PrefixTree, sessions: Mapping[int, LiveSession], lookup: StoreLookup) -> None:
+    def __init__(
+        self, tree: PrefixTree, sessions: Mapping[int, LiveSession], lookup: StoreLookup, block: int = 1
+    ) -> None:
+        """``block``: only whole ones of so many tokens are found."""
+        self._block = block
         self._cache, self._tree, self._sessions, self._lookup = tree.cache, tree, sessions, lookup
         self.origins: Counter[str] = Counter()
         """The number of tokens of the last ``fill`` by origin: "live", a tier, or "store"."""
@@ -108,7 +112,8 @@ class PrefixMatcher:
             return 0
 
     def _find_and_restore(self, seq: int, ids: np.ndarray) -> int:
-        limit = reach = int(ids.size) - 1
+        limit = int(ids.size) - 1
+        limit = reach = limit - limit % self._block
         self.matching = Stopwatch()
         while True:
             self.origins.clear()
@@ -150,12 +155,15 @@ class PrefixMatcher:
         for session in self._sessions.values():
             if session.stale:
                 continue
-            shared = min(common_length(session.computed(), ids), int(path.tokens.size))
+            shared = min(common_length(session.shared(), ids), int(path.tokens.size))
+            shared -= shared % self._block
             if shared > best.length:
                 length = self._cache.resume_point(session.seq, shared)
-                if length > best.length:
+                if length > best.length and not length % self._block:
                     best = Source(length, session)
         length, nodes = self._tree.along(path)
+        if length % self._block:  # a prompt that leaves what is kept inside a block
+            length, nodes = self._tree.along(self._tree.walk(path.tokens[: length - length % self._block]))
         return Source(length, nodes=nodes) if length > best.length else best
 
     def from_source(self, seq: int, ids: np.ndarray, source: Source) -> bool:
@@ -184,7 +192,8 @@ class PrefixMatcher:
         """Restore what follows the first ``reached`` tokens from nodes reachable after reading from
         stores.
         """
-        length, nodes = self._tree.beyond(ids, reached)
+        known = self._tree.walk(ids).length
+        length, nodes = self._tree.beyond(ids[: max(reached, known - known % self._block)], reached)
         return self._restore_along(seq, nodes, length, reached)
 
     def _restore_along(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int, at: int = 0) -> int:

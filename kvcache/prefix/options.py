@@ -60,6 +60,11 @@ class PrefixOptions:
     """
     read_ahead: int | str = 256 << 20
     """The most bytes of host memory that ``prefetch`` fills; 0: it has no effect."""
+    whole_blocks: bool = False
+    """Reuse only whole blocks of ``block_size`` prompt tokens. If each pass over a prompt ends with a block
+    (``Session.next_cut``) and has one sequence, reused content equals what an empty cache would compute, bit
+    for bit. Stores keep such content apart from all other content.
+    """
 
     def __post_init__(self) -> None:
         check_whole("PrefixOptions", "interval", self.interval, least=1)
@@ -81,6 +86,10 @@ class PrefixOptions:
         if not isinstance(self.write_through, bool | None):
             raise InvalidRangeError(
                 f"PrefixOptions: write_through={self.write_through!r:.60}; it must be a bool, or None"
+            )
+        if not isinstance(self.whole_blocks, bool):
+            raise InvalidRangeError(
+                f"PrefixOptions: whole_blocks={self.whole_blocks!r:.60}; it must be a bool"
             )
         if not isinstance(self.break_even, BreakEven | None):
             raise InvalidRangeError(

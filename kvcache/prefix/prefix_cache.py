@@ -30,6 +30,7 @@ from kvcache.cache import (
     InvalidRangeError,
     OrderError,
     SnapshotCache,
+    check_whole,
 )
 from kvcache.caches.one_thread import one_thread
 from kvcache.caches.wrapper import unwrapped
@@ -122,6 +123,9 @@ class PrefixCache(Closing):
         budget = None if budget is None else parse_bytes(budget, "PrefixCache: budget")
         options = PrefixOptions.of(options, named)
         _check_given(tiers, identity)
+        if options.whole_blocks:  # what was computed in other passes has other last bits
+            check_whole("PrefixCache", "block_size with whole_blocks", block_size, least=2)
+            settings = {**settings, "whole_blocks": block_size}
         keys = Keys({"given": dict(identity or {}), "salt": options.salt, "cache": settings}, block_size)
         if not hasattr(cache, "offset"):
             raise InvalidRangeError(
@@ -148,8 +152,9 @@ class PrefixCache(Closing):
         shapes = {i: LayerShape(*shape) for i, shape in (options.layers or {}).items()}
         lookup = StoreLookup(self.tree, shapes, self._prefetcher)
         self._open = OpenSessions(
-            self.tree, self.evictor, lookup, options.interval, self.stats, bool(options.write_through)
-        )
+            self.tree, self.evictor, lookup, options.interval, self.stats, bool(options.write_through),
+            block_size if options.whole_blocks else 1,
+        )  # fmt: skip
         self._calls = self._open.calls
         self._in_flight, self._read_ahead = in_flight, read_ahead
         self._closed = False

@@ -153,6 +153,9 @@ class Session:
         self._tokens = tokens
         self._more: list[int | bytes] = []
         self._prompt = int(tokens.size)
+        self.reusable: int | None = int(tokens.size) if owner.block > 1 else None
+        """With whole blocks, how many tokens the prompt has: what follows is not computed in blocks, and so
+        not reused. None: all may be."""
         self.kept = cached
         """Up to here its content is available to others: the shared prefix, and what ``keep`` has added."""
         self.following = contextlib.ExitStack()
@@ -202,13 +205,24 @@ class Session:
         while at < self._prompt:
             self._check("chunks")
             self._evaluated()
-            stop = min(at + size, self._prompt)
+            cut = self.next_cut(at)
+            stop = min(at + size, self._prompt) if cut is None else min(cut, self._prompt)
             due = self._owner.next_snapshot(self.seq)
             if due is not None and at < due < stop:
                 stop = due
             yield self._alphabet.decode(self._tokens[at:stop])
             at = stop
         self._evaluated()
+
+    def next_cut(self, at: int) -> int | None:
+        """Where a pass over the prompt that begins at position ``at`` ends; None: anywhere.
+
+        With whole blocks it ends where a block does, or the prompt.
+        """
+        if self.reusable is None or at >= self.reusable:
+            return None
+        block = self._owner.block
+        return min(at - at % block + block, self.reusable)
 
     def foreign_pass(self) -> bool | None:
         """As PrefixCache.foreign_pass."""
@@ -338,6 +352,17 @@ class Session:
         size = min(int(tokens.size), self._held())
         return tokens[: size if self._certain is None else min(size, self._certain)]
 
+    def shared(self) -> np.ndarray:
+        """The tokens of ``computed`` that others may start from.
+
+        With whole blocks none of that with the prompt's last token, which may have had a pass of its own.
+        """
+        ids = self.computed()
+        if self.reusable is None:
+            return ids
+        size = min(int(ids.size), self.reusable - 1)
+        return ids[: size - size % self._owner.block]
+
     def encoded(self) -> np.ndarray:
         """All tokens, encoded as in the radix tree."""
         if self._more:
@@ -369,12 +394,15 @@ class OpenSessions:
         interval: int,
         stats: PrefixStats,
         write_through: bool = False,
+        block: int = 1,
     ) -> None:
+        """``block``: what is reused, and kept, are whole ones of so many tokens."""
         self.alphabet = tree.alphabet
         self.sessions: dict[int, Session] = {}
         """The open sessions by sequence."""
         self.free = list(range(tree.cache.max_sequences))
-        self.matcher = PrefixMatcher(tree, self.sessions, lookup)
+        self.block = block
+        self.matcher = PrefixMatcher(tree, self.sessions, lookup, block)
         self._lookup = lookup
         self._cache, self._tree, self._evictor = tree.cache, tree, evictor
         self._interval, self._stats, self._write_through = interval, stats, write_through
@@ -444,13 +472,14 @@ class OpenSessions:
         others = (other.encoded() for other in self.sessions.values())
         # At intervals, but none that would be evicted immediately.
         interval = max(self._interval, int(min(self._evictor.gap / 2, ids.size)) + 1)
-        positions = positions_due(ids, cached, interval, parted, others)
+        due = positions_due(ids, cached, interval, parted, others)
+        positions = sorted({whole for at in due if (whole := at - at % self.block) > cached})
         if positions:
             self._cache.schedule_snapshots(seq, positions)
 
     def keep(self, session: Session) -> None:
         """Make the snapshots taken of an open session available to others."""
-        seq, ids = session.seq, session.computed()
+        seq, ids = session.seq, session.shared()
         if self._tree.divisible or session.stale:
             return
         self._note_skipped(seq, int(ids.size))
@@ -535,9 +564,9 @@ class OpenSessions:
         with self._evictor.within_budgets():
             try:
                 if keep and not session.stale:
-                    evaluated = session.computed()
+                    evaluated = session.shared()
                     self._note_skipped(seq, int(evaluated.size))
-                    ids = evaluated[:upto]
+                    ids = evaluated[:upto] if upto is None else evaluated[: upto - upto % self.block]
                     path = self._tree.walk(ids, session.above(int(ids.size)))
                     self._insert(session, path, self._pieces(session, path))
             except SequenceLostError:

@@ -119,7 +119,7 @@ class StoreWriter:
         return True, left
 
     def is_pending(self, node: Node[TreeEntry], entry: TreeEntry) -> bool:
-        """Whether the write under way will store a node's content: of what was parted meanwhile, whole blocks."""
+        """Whether the write under way will store a node's content. Of a split edge it stores whole blocks."""
         write = entry.store_write
         return write is not None and (write.owner is node or node.end % self._size == 0)
 

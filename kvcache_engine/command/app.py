@@ -23,6 +23,7 @@ from kvcache_engine.command.json_output import print_json
 from kvcache_engine.command.options import (
     AnyPlace,
     BackendName,
+    BatchInvariant,
     Debug,
     Device,
     Dtypes,
@@ -151,6 +152,7 @@ def generate(
         int | None, typer.Option(help="Tokens per sequence.", min=1, show_default="what the prompts need")
     ] = None,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.", min=1)] = 512,
+    batch_invariant: BatchInvariant = False,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; repeatable.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -172,7 +174,10 @@ def generate(
         runtime = place.chosen
         if runtime is Runtime.OWN:
             load_config(place.path)  # a wrong path is told at once: opening a backend may take seconds
-        cache = EngineOptions(min(len(prompts), MAX_SEQUENCES), capacity, prefill_chunk, dtypes.cache)
+        cache = EngineOptions(
+            min(len(prompts), MAX_SEQUENCES), capacity, prefill_chunk, dtypes.cache,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
         cache = drafting.options(cache)
         if tensor_parallel > 1:
             if drafting.draft is not None:

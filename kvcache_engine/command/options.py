@@ -28,6 +28,7 @@ from kvcache_engine.runtimes import Runtime, load_foreign, runtime_for, sampling
 __all__ = [
     "AnyPlace",
     "BackendName",
+    "BatchInvariant",
     "Debug",
     "Device",
     "Dtypes",
@@ -113,6 +114,13 @@ def _share(value: float | None) -> float | None:
     return value
 
 
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        help="Answers that depend neither on what is cached nor on other requests, bit for bit; slower.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print only the result: no progress bars, no summary.")

@@ -21,7 +21,14 @@ from kvcache.stores import parse_bytes
 from kvcache_engine.command.completing import stores
 from kvcache_engine.command.drafting import Drafting
 from kvcache_engine.command.grouped import ungrouped
-from kvcache_engine.command.options import AnyPlace, Debug, Dtypes, finite, named_store
+from kvcache_engine.command.options import (
+    AnyPlace,
+    BatchInvariant,
+    Debug,
+    Dtypes,
+    finite,
+    named_store,
+)
 from kvcache_engine.command.progress import draws
 from kvcache_engine.command.reporting import reported
 from kvcache_engine.engine import Engine, EngineOptions, Tier
@@ -98,6 +105,7 @@ class Room:
     block_size: Annotated[
         int, typer.Option(help="Tokens per entry of a store, and per block in KV events.", min=1)
     ] = 128
+    batch_invariant: BatchInvariant = False
     always_fetch: Annotated[
         bool, typer.Option("--always-fetch", help="Ask stores even where computing was seen to be faster.")
     ] = False
@@ -129,6 +137,7 @@ class Room:
             *sizes,
             context=self.context,
             block_size=self.block_size,
+            batch_invariant=self.batch_invariant,
             tenant_budget=TenantBudget(device or None, host or None) if self.tenant_budget else None,
             fetch="always" if self.always_fetch else "measured",
             read_ahead=parse_bytes(self.read_ahead, "--read-ahead"),

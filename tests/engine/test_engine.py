@@ -377,10 +377,10 @@ def test_a_request_that_fails_outside_of_passes_fails_alone(
         requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
         whole = getattr(owner, name)
 
-        def failing(self: Any, *args: Any) -> Any:
+        def failing(self: Any, *args: Any, **named: Any) -> Any:
             if self is requests[1].session or args[:1] == (prompts[1],):
                 raise RuntimeError("the device failed")
-            return whole(self, *args)
+            return whole(self, *args, **named)
 
         monkeypatch.setattr(owner, name, failing)
         (failed,) = [event for event in run(engine) if isinstance(event, Failed)]

@@ -18,6 +18,7 @@ from mlx_lm.utils import load_model
 
 import ml
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
+from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.calls import parts_matter
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, layers_of, wanted_by
 from kvcache.integrations.mlx_lm.packed import PackedPass
@@ -28,6 +29,7 @@ from kvcache.integrations.mlx_lm.sequences import SequencePool
 from kvcache.integrations.mlx_lm.storage import Storage
 from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Sizes, positions_in
 from kvcache.snapshots.layer_shapes import layers_of_cache
+from kvcache.stores import Part
 
 __all__ = ["MLXModel"]
 
@@ -50,9 +52,9 @@ class MLXModel(DrivenModel):
 
     Where it is made, the model computes a few tokens, of two sequences in several passes, and once more with
     mlx-lm's own prompt cache in one; where the logits differ in every ``layout``, it is refused:
-    NotSupportedError. The model still works by itself and with other prompt caches. Its weights must not
-    change while an engine drives it: what is kept of prefixes was computed with those before
-    (``Engine.forget``).
+    NotSupportedError. The model still works by itself and with other prompt caches. Its weights and adapters
+    may change while no request is running: what they compute is found by requests for the same adapters
+    alone, as in MLXPrefixCache.
     """
 
     parts_outputs = True
@@ -72,6 +74,7 @@ class MLXModel(DrivenModel):
             )
         asked = layers_of(model)
         mx.eval(model.parameters())  # now, and not by whichever thread asks first
+        self._adapters = Adapters(model)
         self.model, self._config = model, dict(config or {})
         self.backend = ml.open_backend("mlx") if backend is None else backend
         keep_whole_steps()
@@ -103,6 +106,10 @@ class MLXModel(DrivenModel):
         """What the layers store in a cache that ``make_cache`` made; None: in a new one."""
         ctx = self.backend.new_context()
         return Storage(self._layers, ctx, LOOKBACK, 24, 256, self._one_length, cache)
+
+    def variant(self) -> Part:
+        """What computes beside the weights that it was given with: adapters, and later changes of these."""
+        return self._adapters.variant()
 
     def identity(self) -> dict[str, str]:
         """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once."""

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 import ml
 from kvcache.cache import CacheDType, InvalidRangeError, check_whole
-from kvcache.integrations.conversations import check_known
+from kvcache.integrations.conversations import check_known, invariant_config
 from kvcache.integrations.mlx_lm.attention import (
     Bystander,
     ChunkedKVCache,
@@ -52,7 +52,8 @@ class PoolOptions:
     pass, of all rows together (None: 2048 per sequence). ``max_kv_size`` is mlx-lm's, at least 5: a layer
     keeps the first 4 tokens for good and the last ``max_kv_size - 4``, and no row is too long. A query in a
     pass of several tokens sees what it sees with mlx-lm's RotatingKVCache, which is not quite that (see
-    ``masks.seen_beside_kept``). ``backend`` is an open one of MLX (None: a new one).
+    ``masks.seen_beside_kept``). ``backend`` is an open one of MLX (None: a new one), ``batch_invariant`` as
+    in ``ml.CacheConfig``.
     """
 
     capacity: int = 4096
@@ -64,6 +65,7 @@ class PoolOptions:
     max_batch: int | None = None
     max_kv_size: int | None = None
     backend: ml.Backend | None = None
+    batch_invariant: bool = False
 
     @classmethod
     def of(cls, op: str, options: Mapping[str, Any]) -> PoolOptions:
@@ -127,6 +129,8 @@ class CachePool:
             layers, ctx, rollback, asked.checkpoints, asked.checkpoint_interval, one_length
         )
         largest = max_sequences * min(capacity, PREFILL) if asked.max_batch is None else asked.max_batch
+        if asked.batch_invariant:
+            self.storage.cache.set_config(invariant_config(self.backend))
         self.storage.init(self.backend, _stored_dtype(asked.dtype), max_sequences, capacity, largest)
         caches = self.storage.caches
         if not listed:

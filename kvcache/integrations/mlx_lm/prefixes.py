@@ -111,9 +111,13 @@ class MLXPrefixCache(SharedPrefixes):
         dtype: CacheDType | None = None,
         rollback: int = 64,
         backend: ml.Backend | None = None,
+        batch_invariant: bool = False,
         **options: Any,
     ) -> None:
         """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and its options.
+
+        ``batch_invariant``: an answer does not depend on what is cached, bit for bit; prompts are evaluated
+        in blocks of ``block_size`` tokens, and only such blocks are reused, no answers.
 
         But for ``PrefixOptions(write_through=False)``, a thread writes each conversation to the stores when
         it ends.
@@ -126,8 +130,10 @@ class MLXPrefixCache(SharedPrefixes):
         self.adapters = Adapters(model)
         self.pool = CachePool(
             model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,
-            backend=backend,
+            backend=backend, batch_invariant=batch_invariant,
         )  # fmt: skip
+        if batch_invariant:
+            options["whole_blocks"] = True
         self.pool.sequences.give_away()
         self.lock = self.pool.lock
         self._claims: dict[int, tuple[threading.Thread, float]] = {}

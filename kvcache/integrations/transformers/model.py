@@ -24,6 +24,7 @@ import ml
 from kvcache import Batch, NotSupportedError, StateCache, StateSpec
 from kvcache.integrations.rows.caches import ModelCaches
 from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Sizes, positions_in
+from kvcache.integrations.transformers.adapters import Adapters
 from kvcache.integrations.transformers.arguments import check_model
 from kvcache.integrations.transformers.bridge import bridge_to, dtype_of, torch_dtype
 from kvcache.integrations.transformers.cache import cache_argument
@@ -33,6 +34,7 @@ from kvcache.integrations.transformers.places import device_of, opened
 from kvcache.integrations.transformers.rope import rope_shift, rotation_limit
 from kvcache.integrations.transformers.states import state_name
 from kvcache.snapshots.layer_shapes import layers_of_cache
+from kvcache.stores import Part
 
 __all__ = ["TransformersModel"]
 
@@ -52,8 +54,8 @@ class TransformersModel(DrivenModel):
     still works by itself and with other caches.
 
     ``backend`` is where K and V are: one that is open, a name, or None for torch on the model's device.
-    The weights, adapters included, must not change while an engine drives it: what is kept of prefixes was
-    computed with those before (``Engine.forget``).
+    Its weights and adapters may change while no request is running: what they compute is found by requests
+    for the same adapters alone, as in HFPrefixCache.
     """
 
     def __init__(self, model: Any, backend: ml.Backend | str | None = None) -> None:
@@ -68,6 +70,7 @@ class TransformersModel(DrivenModel):
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._takes_positions = True
         self._placing = [part for part in model.modules() if "rope_deltas" in vars(part)]
+        self._adapters = Adapters(model)
         self._last: PassCache | None = None
         self._last_of: Any = None
         before = getattr(plan.config, "_attn_implementation", None)
@@ -99,6 +102,10 @@ class TransformersModel(DrivenModel):
             two = {"conv": StateSpec(plan.conv_shape), "recurrent": StateSpec(plan.state_shape, ml.DType.F32)}
             states = StateCache({None: two if plan.conv_shape else {}}, dtype=self.dtype)
         return ModelCaches(plan.kinds, states, lookback=LOOKBACK, shift=shift).all
+
+    def variant(self) -> Part:
+        """What computes beside the weights that it was given with: adapters, and later changes of these."""
+        return self._adapters.variant()
 
     def identity(self) -> dict[str, str]:
         """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once."""

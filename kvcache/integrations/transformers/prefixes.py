@@ -15,7 +15,7 @@ import torch
 import ml
 from kvcache import InvalidRangeError, KVCacheError, NotSupportedError
 from kvcache.caches.turns import Turns, in_turn
-from kvcache.integrations.conversations import Conversation, SharedPrefixes, prefix_options
+from kvcache.integrations.conversations import Conversation, SharedPrefixes, invariant_config, prefix_options
 from kvcache.integrations.transformers.adapters import Adapters
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
@@ -235,11 +235,14 @@ class HFPrefixCache(SharedPrefixes):
         backend: ml.Backend | str | None = None,
         dtype: HFDType | None = None,
         lookback: int = 64,
+        batch_invariant: bool = False,
         **options: Any,
     ) -> None:
         """``max_sequences`` conversations of ``capacity`` tokens; ``dtype`` and ``backend`` as in HFCache.
 
-        ``lookback`` is how many tokens sliding windows keep beyond what they show, as in HFCache. ``options``
+        ``lookback`` is how many tokens sliding windows keep beyond what they show, as in HFCache.
+        ``batch_invariant``: an answer does not depend on what is cached, bit for bit; prompts are evaluated
+        in blocks of ``block_size`` tokens, and only such blocks are reused, no answers. ``options``
         are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, and its options. But for
         ``PrefixOptions(write_through=False)``, a thread writes each conversation to the stores when it ends.
         With a store among the ``tiers``, and without ``PrefixOptions(layers=...)``, the model is called once,
@@ -292,6 +295,9 @@ class HFPrefixCache(SharedPrefixes):
         self.lock: Turns = Turns(whole.take_over)  # held over the passes of a loop of one's own, too
         stores = [tier for tier in options.get("tiers") or () if not isinstance(tier, HostTier)]
         shapes = functools.partial(self._stored_layers, whole) if stores else lambda: None
+        if batch_invariant:
+            whole.set_config(invariant_config(pool.backend))
+            options["whole_blocks"] = True
         self.prefix = PrefixCache(whole, **prefix_options(options, shapes))
 
     def _stored_layers(self, whole: Any) -> Layers:

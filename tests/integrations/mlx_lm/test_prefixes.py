@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
-from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
@@ -157,14 +156,6 @@ def test_who_stops_after_the_cache_was_closed_is_not_bothered(name: str) -> None
         next(steps)
 
 
-def test_salts_part_conversations() -> None:
-    with MLXPrefixCache(models.shared("llama"), capacity=128, **OPTIONS) as cache:
-        said(cache, FIRST, 2, salt="a")
-        for salt, cached in (("b", 0), ("a", 29), ("", 0)):
-            with cache.begin(FIRST, salt=salt) as session:
-                assert session.cached == cached
-
-
 def test_a_loop_of_ones_own_goes_on_from_the_session() -> None:
     model = models.shared("llama")
     with MLXPrefixCache(model, capacity=128, **OPTIONS) as cache:
@@ -288,17 +279,6 @@ def test_options_of_prompt_caches_are_refused_where_they_come_too_late(option: d
             next(cache.generate(FIRST, **option))
         with pytest.raises(InvalidRangeError, match=r"room for 256"):
             cache.begin([*range(2, 99)] * 3)
-
-
-def test_stores_of_a_model_that_is_split_over_ranks_are_refused() -> None:
-    model = models.MODELS["llama"]()
-    for part in model.modules():
-        if "q_proj" in part:
-            part.q_proj = shard_linear(part.q_proj, "all-to-sharded")
-            part.q_proj.group = Mock(size=lambda: 2)
-    with pytest.raises(NotSupportedError, match="tiers= of a model split over 2 ranks"):
-        MLXPrefixCache(model, capacity=64, tiers=[MemoryStore()], **OPTIONS)
-    MLXPrefixCache(models.shared("llama"), capacity=64, tiers=[MemoryStore()], **OPTIONS).close()
 
 
 def test_repr_says_what_it_is_of() -> None:

@@ -17,8 +17,11 @@ import peft
 import torch
 
 from kvcache import NotSupportedError
-from kvcache.integrations.transformers import HFPrefixCache
+from kvcache.integrations.transformers import HFPrefixCache, TransformersModel
 from kvcache.stores import MemoryStore, compose
+from kvcache_engine.engine import Engine, EngineOptions
+from kvcache_engine.errors import RequestError
+from kvcache_engine.requests import GenerationOptions
 
 from ...rigs import hf_models as hf
 
@@ -282,3 +285,28 @@ def test_what_two_adapters_have_computed_together_is_kept_for_none() -> None:
             made.set_adapter(name)
             assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
         assert prefix.stats.reused == 0
+
+
+def test_an_engine_finds_prefixes_for_the_adapters_that_computed_them() -> None:
+    """They change while it is idle; under requests they may not, and what these leave is kept for none."""
+    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    made.add_adapter("two", lora())
+    settings, found = GenerationOptions(8, ignore_eos=True), []
+    with Engine(TransformersModel(made.base_model.model), None, EngineOptions(capacity=64)) as engine:
+        for adapter in ("one", "two", "one", "two"):
+            made.set_adapter(adapter)
+            (answer,) = engine.complete([ids[0].tolist()], settings)
+            assert [*answer.tokens] == plain(made, ids)[0, 14:].tolist()
+            found.append(answer.reused)
+        assert found == [0, 0, 13, 13]
+        other = [5, *ids[0].tolist()]
+        engine.submit(other, settings)
+        engine.step()
+        made.set_adapter("one")
+        with pytest.raises(RequestError, match="have changed, and requests that began before are not done"):
+            engine.submit(ids[0].tolist(), settings)
+        while engine.busy:
+            engine.step()
+        for adapter in ("two", "one"):
+            made.set_adapter(adapter)
+            assert engine.complete([other], settings)[0].reused == 0

@@ -403,14 +403,6 @@ def test_a_part_of_a_prefill_that_fails_is_evaluated_by_the_next_call(name: str)
         torch.testing.assert_close(found, made(longer).logits[:, -1])
 
 
-def test_stores_of_a_model_that_is_split_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = llama(1)
-    monkeypatch.setattr(made, "_tp_size", 2, raising=False)
-    with pytest.raises(NotSupportedError, match="tiers= of a model split over 2 ranks"):
-        HFPrefixCache(made, capacity=64, tiers=[MemoryStore()], identity={"model": "small"})
-    HFPrefixCache(made, capacity=64).close()
-
-
 def test_inputs_beside_the_tokens_are_refused_and_those_that_say_nothing_are_not() -> None:
     made, ids = hf.model("llama"), hf.tokens(1, 9)
     with HFPrefixCache(made, capacity=64) as prefix:

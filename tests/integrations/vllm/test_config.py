@@ -121,49 +121,14 @@ def adapter_at(folder: Path) -> Any:
     return space(lora_path=str(folder), lora_name="any", lora_int_id=number, load_inplace=False)
 
 
-def test_all_that_changes_k_and_v_changes_the_keys(tmp_path: Path) -> None:
-    pages = Pages({"model": "m"}, SETTINGS, 8)
-    cases = {
-        "plain": request(),
-        "tokens": request(all_token_ids=[1, *range(19)]),
-        "salt": request(cache_salt="a"),
-        "other salt": request(cache_salt="b"),
-        "image": request(mm_features=[image(0, "x")]),
-        "other image": request(mm_features=[image(0, "y")]),
-        "image elsewhere": request(mm_features=[image(1, "x")]),
-        "adapter": request(lora_request=adapter(tmp_path / "one")),
-        "other adapter": request(lora_request=adapter(tmp_path / "two", b"others")),
-        "adapter and salt": request(lora_request=adapter(tmp_path / "one"), cache_salt="a"),
-        "adapter and image": request(lora_request=adapter(tmp_path / "one"), mm_features=[image(0, "x")]),
-        "a salt like an adapter": request(cache_salt=json.dumps([0, "lora", "x"])),
-        "a salt like an image": request(cache_salt=json.dumps([0, "mm", "x"])),
-        "a salt like its mark": request(cache_salt="mm:x"),
-    }
-    keys = {name: tuple(pages.keys(case, 20)[0]) for name, case in cases.items()}
-    assert all(len(found) == 2 for found in keys.values())
-    assert len({found[0] for name, found in keys.items()}) == len(cases)
-    late = pages.keys(request(mm_features=[image(9, "x")]), 20)[0]
-    assert (late[0], late[1]) == (keys["plain"][0], late[1])
-    assert late[1] != keys["plain"][1]
-    assert pages.keys(request(lora_request=adapter(tmp_path / "three")), 20)[0] == [*keys["adapter"]]
-
-
-def test_ranks_and_models_have_keys_of_their_own() -> None:
-    def first(identity: dict[str, Any], settings: dict[str, Any], tokens: int, ranks: int) -> list[str]:
-        return [own[0] for own in Pages(identity, settings, tokens, ranks).keys(request(), 20)]
-
-    found = [
-        *first({"model": "m"}, SETTINGS, 8, 1),
-        *first({"model": "m"}, SETTINGS, 8, 2),
-        *first({"model": "m"}, SETTINGS, 8, 4),
-        *first({"model": "n"}, SETTINGS, 8, 1),
-        *first({"model": "m"}, {**SETTINGS, "dtype": "F16"}, 8, 1),
-        *first({"model": "m"}, SETTINGS, 16, 1),
-    ]
-    assert len(found) == len(set(found)) == 10
-    pages = Pages({"model": "m"}, SETTINGS, 8)
+def test_pages_are_named_anew_by_their_size_and_by_a_reset(tmp_path: Path) -> None:
+    pages, late = Pages({"model": "m"}, SETTINGS, 8), request(mm_features=[image(9, "x")])
+    before = pages.keys(request(), 20)[0]
+    assert pages.keys(late, 20)[0][0] == before[0], "an image changes nothing that comes before it"
+    assert Pages({"model": "m"}, SETTINGS, 16).keys(request(), 20)[0][0] not in before
+    assert len({keys[0] for keys in Pages({"model": "m"}, SETTINGS, 8, 4).keys(request(), 20)}) == 4
     pages.reset()
-    assert pages.keys(request(), 20) != Pages({"model": "m"}, SETTINGS, 8).keys(request(), 20)
+    assert not {*before} & {*pages.keys(request(), 20)[0]}
 
 
 def test_a_salt_is_that_of_a_prefix_cache() -> None:
