@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test system test-vllm test-sglang test-lmcache test-paddle check lint types docs bench census mutation dist oldest newest clean
+.PHONY: run test system test-vllm test-sglang test-lmcache test-paddle test-peers check lint types docs bench census mutation dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -67,6 +67,11 @@ test-paddle: .venv-paddle/.installed
 	$(PYTHON) -m venv .venv-paddle
 	$(PADDLE) -m pip install --quiet paddlepaddle==3.3.1 setuptools hatchling -e ".[testing,engine]"
 	touch $@
+
+# The peers' own tests of their caches, on ours: a table of what passes, for docs/*-models.md.
+test-peers: $(VENV)/.installed-bench
+	$(BIN)/python -W ignore -m benchmarks.peers_tests mlx-lm
+	$(BIN)/python -W ignore -m benchmarks.peers_tests transformers $(if $(TRANSFORMERS),--source $(TRANSFORMERS))
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, what is compiled, whole
 # suites, models and the engine, servers and stores of others, processes, long conversations, and what pages show.
@@ -141,7 +146,7 @@ oldest newest:
 	.$@/bin/python -m pytest -q -p no:cacheprovider $(ENDS)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-lmcache .venv-paddle .oldest .newest dist build site .hypothesis .mutation .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-lmcache .venv-paddle .peers .oldest .newest dist build site .hypothesis .mutation .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
