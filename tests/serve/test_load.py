@@ -1,4 +1,4 @@
-"""64 clients at once, some of which read slowly or leave: every answer is right, and nothing is left."""
+"""32 clients at once, some of which read slowly or leave: every answer is right, and nothing is left."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kvcache_engine.engine import EngineOptions
 from kvcache_engine.requests import GenerationOptions
 from kvcache_engine.serve import ServeOptions
 
-from .serve_rig import Serving, opened, served, until
+from .serve_rig import HTTP, Serving, opened, served, until
 
-CLIENTS, TOKENS = 64, 8
+CLIENTS, TOKENS = 32, 8
 OPTIONS = EngineOptions(max_sequences=8, capacity=128, prefill_chunk=64)
 NAMES = ("Noah", "Moses", "Adam", "Jonah", "Abram", "Lot", "Aaron", "Esau")
 HANDLES = Path("/proc/self/fd")
 
 
 def prompt_of(client: int) -> str:
-    """Eight beginnings, each with eight ends."""
+    """Eight beginnings, each with four ends."""
     return f"And God said unto {NAMES[client % 8]}, the {client // 8} time,"
 
 
@@ -108,7 +108,7 @@ def one_round(serving: Serving) -> list[str | None]:
 def ended(serving: Serving) -> dict[str, int]:
     """How many requests came to which end, as /metrics has it."""
     found: dict[str, int] = collections.Counter()
-    for family in text_string_to_metric_families(httpx.get(f"{serving.url}/metrics").text):
+    for family in text_string_to_metric_families(HTTP.get(f"{serving.url}/metrics").text):
         for sample in family.samples:
             if sample.name in ("kvcache:request_success_total", "kvcache:requests_dropped_total"):
                 labels = sample.labels
