@@ -1,4 +1,4 @@
-"""Engines and servers beside one another over one random Llama: docs/benchmarks/engines.md.
+"""Engines and servers beside one another over one random Llama: docs/server.md.
 
     python -m benchmarks.engines {transformers,mlx-lm} [--clients 1 8 32] [--prompt 128] [--shared 112 0]
                                  [--rounds 3] [--only NAME ...] [--vllm PYTHON] [--out FOLDER]

@@ -122,39 +122,43 @@ def _front(results: Mapping[str, Any]) -> str:
 
 
 def _targets(results: Mapping[str, Any]) -> str:
-    """How many are reached, and those that are not."""
+    """How many are reached, and those that are not, lengths of history together."""
     rows = [row for part in results["parts"].values() for row in _rows(part)]
-    missed = [
-        (f"{row.measurement} ({row.contender})", row.group, f"{row.ratio:.3g}", f"{row.target:g}")
-        for row in rows
-        if row.met is False
+    missed: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for row in rows:
+        if row.met is False:
+            named = re.sub(r", \d+$", "", row.measurement)
+            missed[f"{named} ({row.contender})", row.group, f"{row.target:g}"].append(row.ratio or 0.0)
+    lines = [
+        (named, group, " to ".join(f"{ratio:.3g}" for ratio in sorted({min(found), max(found)})), target)
+        for (named, group, target), found in missed.items()
     ]
-    return f"{verdict(rows)}; not reached:\n\n{table(('measurement', 'where', 'ratio', 'at most'), missed)}"
+    return f"{verdict(rows)}; not reached:\n\n{table(('measurement', 'where', 'ratio', 'at most'), lines)}"
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """The table of each part, below how long it took."""
-    head = ("where", "measurement", "contender", "median [10th, 90th]", "x floor", "rounds (dropped)", "")
+    """A table for each part, below how long it took: medians of ours and of peers."""
+    head = ("where", "measurement", "ours", "x floor", "others")
     found = {}
     for name, part in results["parts"].items():
         load = part.get("foreign_cores")
         others = "" if load is None else f"; others kept {load:.1f} cores busy"
         spent = f"{part['seconds']:.0f} s{', quick' * part['quick']}{others}."
-        found[name] = f"{spent}\n\n{table(head, map(_cells, _rows(part)))}"
+        found[name] = f"{spent}\n\n{table(head, _measurements(_rows(part)))}"
     return found
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    spread = f" [{_number(row.low)}, {_number(row.high)}]" if row.high else ""
-    return (
-        row.group,
-        row.measurement,
-        row.contender,
-        f"{_number(row.median)}{spread} {row.unit}",
-        "" if row.ratio is None else f"{row.ratio:,.2f}",
-        f"{row.rounds} ({row.dropped})",
-        row.note,
-    )
+def _measurements(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """A row of ours beside its peers; a measurement without peers has its note there."""
+    peers: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        if not row.contender.startswith(("ours", "floor")):
+            peers[row.group, row.measurement].append(f"{row.contender}: {_number(row.median)}")
+    for row in rows:
+        if row.contender.startswith("ours"):
+            ratio = "" if row.ratio is None else f"{row.ratio:,.2f}"
+            beside = "; ".join(peers[row.group, row.measurement]) or row.note
+            yield row.group, row.measurement, f"{_number(row.median)} {row.unit}", ratio, beside
 
 
 def _number(value: float) -> str:

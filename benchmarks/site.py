@@ -15,9 +15,8 @@ from examples import pictures
 
 PAGES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, str]]]] = {
     "benchmarks/index.md": ("benchmarks/" + report.RECORD, report.tables),
-    "benchmarks/ragged.md": ("benchmarks/ragged.json", report.tables),
-    "benchmarks/agents.md": ("benchmarks/" + agents.RECORD, agents.tables),
-    "benchmarks/engines.md": ("benchmarks/" + engines.RECORD, engines.tables),
+    "benchmarks/prefix.md": ("benchmarks/" + agents.RECORD, agents.tables),
+    "server.md": ("benchmarks/" + engines.RECORD, engines.tables),
     "remote-stores.md": (
         "two-hosts/figures.json",
         lambda record: {"two-hosts": two_hosts_report.tables(record)},

@@ -3,6 +3,9 @@
 Each turn is a new process of another runtime, which begins with what those before it have stored; beside it
 another one computes the whole prompt. Both have to say the same tokens. ``--vllm PYTHON`` names an
 interpreter that has vLLM (``.venv-vllm/bin/python``, see ``make test-vllm``), and adds a turn in it.
+
+``--runtimes transformers mlx-lm --store valkey://HOST`` is prefill here and decode there: PyTorch fills the
+pages, which go to a Valkey (or Redis) server, and mlx-lm decodes from them.
 """
 
 from __future__ import annotations
@@ -157,6 +160,8 @@ def _elsewhere(python: str, runtime: str, folder: Path, store: str, tokens: list
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.many_runtimes", description=__doc__)
     parser.add_argument("--tokens", type=int, default=2000, help="of the prompt")
+    parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, metavar="RUNTIME", help=" ".join(RUNTIMES))
+    parser.add_argument("--store", metavar="URL", help="default: a new folder")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
     parser.add_argument("--turn", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -164,9 +169,14 @@ def main() -> None:
         runtime, folder, store, tokens, count = json.loads(sys.stdin.read())
         print(RESULT + json.dumps(turn(runtime, Path(folder), store, tokens, count)))
         return
-    order = [*(["vllm"] if options.vllm else []), "transformers", "mlx-lm", "engine", "transformers"]
+    order = options.runtimes or ["transformers", "mlx-lm", "engine", "transformers"]
+    if options.vllm and "vllm" not in order:
+        order = ["vllm", *order]
     with tempfile.TemporaryDirectory() as place:
-        folder, store = write_model(Path(place) / "model"), f"file://{place}/store?durable=no"
+        folder, store = (
+            write_model(Path(place) / "model"),
+            options.store or f"file://{place}/store?durable=no",
+        )
         tokens = [(31 * i * i + 17 * i) % VOCABULARY for i in range(options.tokens)]
         print(f"{'':14} {'computed, s':>12} {'restored, s':>12} {'tokens restored':>16}")
         for runtime in order:

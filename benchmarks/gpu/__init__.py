@@ -1,1 +1,1 @@
-"""What is to be run on the day a GPU is at hand: ``python -m benchmarks.gpu``; docs/gpu.md says how."""
+"""What is to be run on the day a GPU is at hand: ``python -m benchmarks.gpu``; docs/devices.md says how."""

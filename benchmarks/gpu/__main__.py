@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu --stage N --out DIR``: docs/gpu.md says what a stage gives, and what it needs.
+"""``python -m benchmarks.gpu --stage N --out DIR``: docs/devices.md says what a stage gives and needs.
 
 Each stage ends within nine minutes and writes DIR/N.json as it goes. The exit code is 1 where a stage failed,
 5 where none did and a step was skipped, else 0. A goal that is missed is no failure.

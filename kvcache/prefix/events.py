@@ -5,22 +5,33 @@ subscribers decode. A block is ``block_size`` tokens of the PrefixCache, and its
 stores have the prefix that it ends (``kvcache.stores.Keys``). It is in a tier if all of it is; in host memory
 also if part of it is there, and the rest on the device: it is had from both. A move is a BlockStored and a
 BlockRemoved.
+
+Caches with windows or states resume only where a snapshot ends. Their events are by group, as vLLM's of a
+hybrid model: each wrapped cache is a group, and a snapshot has of each group the blocks that are needed to
+resume there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from kvcache.caches.causal import CausalCache
+from kvcache.caches.encoder import EncoderCache
+from kvcache.caches.states import StateCache
+from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
+from kvcache.caches.wrapper import unwrapped
 from kvcache.prefix.alphabet import Alphabet
 from kvcache.prefix.radix_tree import Node
+from kvcache.snapshots.snapshot import SnapshotChain
 from kvcache.stores import Keys, SaltedToken
 
 __all__ = [
@@ -32,6 +43,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "EventBatch",
+    "SnapshotEvents",
     "encode",
 ]
 
@@ -49,7 +61,9 @@ class BlockStored:
 
     ``parent_block_hash`` is that of the block before the first, None at the beginning of a prompt.
     ``token_ids`` has ``block_size`` ids per block, or is empty where ids are not told. ``extra_keys`` has
-    ``(salt,)`` for each block of a tenant's own, and is None where that is not told.
+    ``(salt,)`` for each block of a tenant's own, and is None where that is not told. Only caches with windows
+    or states have groups: ``group_idx``, ``kv_cache_spec_kind`` and ``kv_cache_spec_sliding_window`` (the
+    positions that a query sees, its own included) are None for others.
     """
 
     block_hashes: list[bytes]
@@ -60,6 +74,9 @@ class BlockStored:
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[tuple[str, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +85,7 @@ class BlockRemoved:
 
     block_hashes: list[bytes]
     medium: str | None = None
+    group_idx: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +94,8 @@ class AllBlocksCleared:
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
+_OMITTED = ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+"""What vLLM leaves out where it is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +116,8 @@ def encode(batch: EventBatch) -> list[Any]:
 
 def _fields(event: Event) -> dict[str, Any]:
     fields = {each.name: getattr(event, each.name) for each in dataclasses.fields(event)}
-    if fields.get("extra_keys", 0) is None:
-        del fields["extra_keys"]
-    return {"type": type(event).__name__, **fields}
+    omitted = {name for name in _OMITTED if fields.get(name, 0) is None}
+    return {"type": type(event).__name__, **{name: fields[name] for name in fields if name not in omitted}}
 
 
 @dataclass(slots=True)
@@ -157,16 +176,19 @@ class BlockEvents:
             return
         events: list[Event] = [AllBlocksCleared()] if self._cleared else []
         self._cleared = False
-        lost = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        for known in self._known.values() if lost else ():
-            known.told.get(STORAGE, set()).difference_update(lost)
-        events += [BlockRemoved([bytes.fromhex(key) for key in lost], STORAGE)] if lost else []
+        events += self._losses([self._dropped.popleft() for _ in range(len(self._dropped))])
         events += self._moves(root)
         if events:
             try:
                 self._publish(EventBatch(time.time(), events))
             except Exception:
                 log.exception("events: a batch of %d events was not published", len(events))
+
+    def _losses(self, keys: list[str]) -> list[Event]:
+        """Stores have these entries no longer."""
+        for known in self._known.values() if keys else ():
+            known.told.get(STORAGE, set()).difference_update(keys)
+        return [BlockRemoved([bytes.fromhex(key) for key in keys], STORAGE)] if keys else []
 
     def _moves(self, root: Node[Any]) -> list[Event]:
         nodes = self._with_straddling()
@@ -246,47 +268,247 @@ class BlockEvents:
 
     def _stored(self, node: Node[Any], known: _Known, medium: str, fresh: set[str]) -> Iterator[BlockStored]:
         """Events for blocks that are new in a medium: one for each run that is told alike."""
-        run: list[int] = []
-        salts = self._salts(node, known) if fresh else []
-        for i, key in enumerate(known.hashes):
-            if run and (key not in fresh or salts[i] != salts[run[-1]]):
-                yield self._event(node, known, medium, run, salts[run[-1]])
-                run = []
-            if key in fresh:
-                run.append(i)
-        if run:
-            yield self._event(node, known, medium, run, salts[run[-1]])
+        if fresh:
+            yield from self._runs(node, known.first, known.parent, known.hashes, medium, fresh)
 
-    def _event(
-        self, node: Node[Any], known: _Known, medium: str, run: Sequence[int], salt: str | None
-    ) -> BlockStored:
+    def _runs(
+        self,
+        node: Node[Any],
+        first: int,
+        parent: str | None,
+        hashes: Sequence[str],
+        medium: str,
+        fresh: set[str],
+        **group: Any,
+    ) -> Iterator[BlockStored]:
+        """Of the blocks with ``hashes`` of the path to a node those in ``fresh``, an event for each run.
+
+        ``first`` is the number of the first block, ``parent`` the hash of the one before it.
+        """
+        salts = self._salts(node, first, len(hashes))
+
+        def alike(i: int) -> Any:
+            return hashes[i] in fresh, salts[i]
+
+        for (told, salt), indices in itertools.groupby(range(len(hashes)), alike):
+            run = [*indices]
+            if told:
+                before = hashes[run[0] - 1] if run[0] else parent
+                yield BlockStored(
+                    [bytes.fromhex(hashes[i]) for i in run],
+                    None if before is None else bytes.fromhex(before),
+                    self._ids(node, first + run[0], first + run[-1] + 1, salt),
+                    self._keys.block_size,
+                    medium=medium,
+                    extra_keys=[(salt,)] * len(run) if salt is not None and self._private else None,
+                    **group,
+                )
+
+    def _ids(self, node: Node[Any], first: int, stop: int, salt: str | None) -> list[int]:
+        """The tokens of the blocks [first, stop) of the path to a node, where these are told."""
+        if not self._token_ids or not (salt is None or self._private):
+            return []
         size = self._keys.block_size
-        before = known.hashes[run[0] - 1] if run[0] else known.parent
-        ids: list[int] = []
-        if self._token_ids and (salt is None or self._private):
-            tokens = _tokens(node, (known.first + run[0]) * size, (known.first + run[-1] + 1) * size)
-            named = self._alphabet.decode(tokens)
-            known_ids = [item for item in named if isinstance(item, int)]
-            ids = known_ids if len(known_ids) == len(named) else []  # an image has no id
-        return BlockStored(
-            [bytes.fromhex(known.hashes[i]) for i in run],
-            None if before is None else bytes.fromhex(before),
-            ids,
-            size,
-            medium=medium,
-            extra_keys=[(salt,)] * len(run) if salt is not None and self._private else None,
-        )
+        named = self._alphabet.decode(_tokens(node, first * size, stop * size))
+        ids = [item for item in named if isinstance(item, int)]
+        return ids if len(ids) == len(named) else []  # an image has no id
 
-    def _salts(self, node: Node[Any], known: _Known) -> list[str | None]:
+    def _salts(self, node: Node[Any], first: int, count: int) -> list[str | None]:
         """Whose each block is: it is a tenant's own from its first own token on."""
-        size = self._keys.block_size
         tokens = _tokens(node, 0, node.end)
         negative = np.flatnonzero(tokens < 0)
         for at, item in zip(negative, self._alphabet.named(tokens[negative]), strict=True):
             if isinstance(item, SaltedToken) and item.salt:
-                own = int(at) // size
-                return [item.salt if known.first + i >= own else None for i in range(len(known.hashes))]
-        return [None] * len(known.hashes)
+                own = int(at) // self._keys.block_size
+                return [item.salt if first + i >= own else None for i in range(count)]
+        return [None] * count
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Of the caches that a wrapper wraps one, as vLLM describes a group of layers."""
+
+    index: int
+    kind: str | None
+    window: int | None = None
+    """Positions that a query sees, its own included."""
+    keep: int = 0
+    """Positions at the beginning that every query sees."""
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return {
+            "group_idx": self.index,
+            "kv_cache_spec_kind": self.kind,
+            "kv_cache_spec_sliding_window": self.window,
+        }
+
+    def blocks(self, begin: int, end: int, size: int) -> list[range]:
+        """The blocks that a snapshot of ``[begin, end)`` has for whoever resumes at its last whole block."""
+        last = end // size
+        if self.kind == "sliding_window" and self.window is not None:
+            first = max(0, last - -(-(self.window - 1) // size))
+            sinks = min(first, -(-self.keep // size))
+            return [range(sinks), range(first, last)]
+        if self.kind in ("mamba", None):
+            return [range(max(0, last - 1), last)]
+        return [range(begin // size, last)]
+
+
+def _groups(cache: Any) -> list[_Group]:
+    groups = []
+    for i, each in enumerate(unwrapped(cache)):
+        match each:
+            case SlidingWindowCache():
+                groups.append(_Group(i, "sliding_window", each.window + 1, each.keep))
+            case ChunkedCache():
+                groups.append(_Group(i, "chunked_local_attention"))
+            case EncoderCache():
+                groups.append(_Group(i, "cross_attention"))
+            case CausalCache():
+                groups.append(_Group(i, "full_attention"))
+            case StateCache():
+                groups.append(_Group(i, "mamba"))
+            case _:
+                groups.append(_Group(i, None))
+    return groups
+
+
+_Place = tuple[int, str]
+"""Of a group, by its index, in a medium."""
+
+
+class SnapshotEvents(BlockEvents):
+    """Tells by group, of a cache whose snapshots cannot be cut, what resuming at each of them needs.
+
+    Snapshots share blocks, which are removed with the last that has them. What stores were given is told
+    until they drop it.
+    """
+
+    def __init__(
+        self,
+        publish: Callable[[EventBatch], None],
+        keys: Keys,
+        alphabet: Alphabet,
+        token_ids: bool = True,
+        private: bool = False,
+        *,
+        cache: Any,
+    ) -> None:
+        super().__init__(publish, keys, alphabet, token_ids, private)
+        self._groups = _groups(cache)
+        self._told: dict[Node[Any], list[tuple[_Place, str]]] = {}
+        """What snapshots on the device and in host memory have."""
+        self._in_stores: dict[str, list[tuple[_Place, str]]] = {}
+        """What those in stores have, by their keys."""
+        self._counts: Counter[tuple[_Place, str]] = Counter()
+        """By how many snapshots each block is had."""
+
+    def cleared(self) -> None:
+        super().cleared()
+        self._told.clear()
+        self._in_stores.clear()
+        self._counts.clear()
+
+    def _losses(self, keys: list[str]) -> list[Event]:
+        gone = [each for key in keys for each in self._in_stores.pop(key, ())]
+        self._counts.subtract(gone)
+        return self._removed(gone)
+
+    def _moves(self, root: Node[Any]) -> list[Event]:
+        nodes, self._changed = self._changed, {}
+        before: list[tuple[_Place, str]] = []
+        for node in nodes:
+            self._known.pop(node, None)
+            before += self._told.pop(node, ())
+        had = {each for each in before if self._counts[each] > 0}
+        self._counts.subtract(before)
+        stored: list[Event] = []
+        for node in sorted((node for node in nodes if _top(node) is root), key=lambda node: node.end):
+            if node is not root:
+                self._blocks_of(node)
+                stored += self._of_node(node, had)
+        return stored + self._removed(before)
+
+    def _of_node(self, node: Node[Any], had: set[tuple[_Place, str]]) -> Iterator[BlockStored]:
+        """Take note of what a node's snapshots have, and tell what is new."""
+        media = _media_of(node)
+        told = self._told.setdefault(node, [])
+        for begin, end in _spans(node):
+            for medium in sorted(media):
+                noted = told
+                if medium == STORAGE:
+                    key = self._key(node, end)
+                    if key in self._in_stores:
+                        continue
+                    noted = self._in_stores[key] = []
+                for group in self._groups:
+                    for blocks in group.blocks(begin, end, self._keys.block_size):
+                        yield from self._note(node, blocks, (group, medium), noted, had)
+
+    def _note(
+        self,
+        node: Node[Any],
+        blocks: range,
+        place: tuple[_Group, str],
+        noted: list[tuple[_Place, str]],
+        had: set[tuple[_Place, str]],
+    ) -> Iterator[BlockStored]:
+        group, medium = place
+        before, hashes = self._hashes(node, blocks)
+        fresh: set[str] = set()
+        for each in hashes:
+            which = (group.index, medium), each
+            if not self._counts[which] and which not in had:
+                fresh.add(each)
+            self._counts[which] += 1
+            noted.append(which)
+        if fresh:
+            described = group.described
+            yield from self._runs(node, blocks.start, before, hashes, medium, fresh, **described)
+
+    def _hashes(self, node: Node[Any], blocks: range) -> tuple[str | None, list[str]]:
+        """That of the block before ``blocks`` of the path to a node (None: there is none), and theirs."""
+        parts: list[list[str]] = []
+        first, at = max(0, blocks.start - 1), node
+        while at.parent is not None:
+            known = self._known[at]
+            parts.append(known.hashes[max(0, first - known.first) : max(0, blocks.stop - known.first)])
+            if known.first <= first:
+                break
+            at = at.parent
+        hashes = [each for part in reversed(parts) for each in part]
+        return (hashes[0], hashes[1:]) if blocks.start else (None, hashes)
+
+    def _key(self, node: Node[Any], end: int) -> str:
+        """Under which stores have the snapshot that ends there."""
+        size = self._keys.block_size
+        last = end // size
+        before, _ = self._hashes(node, range(last, last))
+        rest = self._alphabet.named(_tokens(node, last * size, end))
+        return self._keys.chain(rest, after=before).at(end - last * size)
+
+    def _removed(self, gone: Sequence[tuple[_Place, str]]) -> list[Event]:
+        """Events for those of these blocks that no snapshot has any more."""
+        removed: dict[_Place, dict[str, None]] = {}
+        for place, key in gone:
+            if self._counts[place, key] <= 0:
+                del self._counts[place, key]
+                removed.setdefault(place, {})[key] = None
+        return [
+            BlockRemoved([bytes.fromhex(key) for key in sorted(keys)], medium, index)
+            for (index, medium), keys in sorted(removed.items())
+        ]
+
+
+def _spans(node: Node[Any]) -> list[tuple[int, int]]:
+    """[begin, end) of each snapshot of a node."""
+    entry = node.data
+    if entry is None:
+        return []
+    if isinstance(entry.snapshot, SnapshotChain):
+        return [(part.begin, part.end) for part in entry.snapshot.parts]
+    return [(entry.begin, node.end)]
 
 
 def _media_of(node: Node[Any]) -> frozenset[str]:

@@ -35,7 +35,7 @@ from kvcache.caches.one_thread import one_thread
 from kvcache.caches.wrapper import unwrapped
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.break_even import BreakEven
-from kvcache.prefix.events import BlockEvents, EventBatch
+from kvcache.prefix.events import BlockEvents, EventBatch, SnapshotEvents
 from kvcache.prefix.eviction import Evictor
 from kvcache.prefix.matcher import StoreLookup
 from kvcache.prefix.options import PrefixOptions
@@ -383,24 +383,23 @@ class PrefixCache(Closing):
         only with ``private``. The hashes are the keys of the stores.
 
         ``publish`` is called in the caller's thread, must be quick, and must not use this PrefixCache;
-        exceptions that it raises are logged. Raises InvalidRangeError for a cache with windows or recurrent
-        states, whose snapshots are not divisible into blocks.
+        exceptions that it raises are logged. With windows or recurrent states, each wrapped cache is a group
+        (``BlockStored.group_idx``), and a snapshot has the blocks of each group that are needed to resume at
+        the last whole block before its end.
         """
         self._check("publish_events")
         if publish is not None and not callable(publish):
             raise InvalidRangeError(
                 f"publish_events: publish={publish!r:.60}; it must be a function, or None"
             )
-        if publish is not None and not self.tree.divisible:
-            raise InvalidRangeError(
-                f"publish_events: {type(self.cache).__name__} keeps windows or states, which can resume only "
-                "where a snapshot ends, not at every block; events require a cache of full attention"
+        events: BlockEvents | None = None
+        if publish is not None and self.tree.divisible:
+            events = BlockEvents(publish, self.tree.keys, self.alphabet, token_ids, private)
+        elif publish is not None:
+            events = SnapshotEvents(
+                publish, self.tree.keys, self.alphabet, token_ids, private, cache=self.cache
             )
-        self.tree.events = (
-            None
-            if publish is None
-            else BlockEvents(publish, self.tree.keys, self.alphabet, token_ids, private)
-        )
+        self.tree.events = events
 
     @property
     def on_restore(self) -> Callable[[int, int], None] | None:

@@ -584,7 +584,7 @@ class PrefixTree:
                 node.data = None
                 self._changed(node)
             if len(node.children) == 1 and not self.divisible:
-                self.radix_tree.join(node)
+                self._changed(node, self.radix_tree.join(node))
                 return
             if node.children:
                 return

@@ -260,4 +260,4 @@ def test_the_list_names_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list"]) == 0
     shown = capsys.readouterr().out
     assert [line[0] for line in shown.splitlines()] == list(STEPS) == list(command.STAGES)
-    assert shown in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert shown in (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")

@@ -26,8 +26,14 @@ def test_the_page_of_benchmarks_is_that_of_its_figures() -> None:
     assert pages.filled(page, report.summaries(results)) == page
     whole = pages.filled(page, report.tables(results))
     assert "-->\n<!-- end -->" not in whole
-    for row in (report.Row(*row) for part in results["parts"].values() for row in part["rows"]):
-        assert f"| {row.group} | {row.measurement} | {row.contender} |" in whole
+    tabled = [part for name, part in results["parts"].items() if f"<!-- table: {name} -->" in page]
+    assert len(tabled) > 6
+    for row in (report.Row(*row) for part in tabled for row in part["rows"]):
+        median = f"{row.median:,.0f}" if row.median >= 1000 else f"{row.median:.1f}"
+        if row.contender == "ours":
+            assert f"| {row.group} | {row.measurement} | {median} {row.unit} |" in whole
+        elif row.contender.startswith(("transformers", "mlx-lm")):
+            assert f"{row.contender}: {median}" in whole
 
 
 def test_every_picture_that_is_shown_is_drawn_and_every_drawing_shown(

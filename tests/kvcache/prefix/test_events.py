@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcache import HostTier, InvalidRangeError
+from kvcache import HostTier
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
 from kvcache.prefix.prefix_tree import PrefixTree
 from kvcache.prefix.tree_entry import TreeEntry
+from kvcache.snapshots.snapshot import SnapshotChain
 from kvcache.stores import MemoryStore
 
-from .rigs.conversing import DIVISIBLE, LONG, Rig, Talk
+from .rigs.conversing import CACHES, DIVISIBLE, LONG, WHOLE, WINDOW, Rig, Talk
 from .rigs.stores import stored
 
 SIZE = 4
@@ -274,9 +276,162 @@ def test_a_subscriber_that_fails_loses_a_batch_and_nothing_else(
     assert r.keep(LONG) == len(LONG) - 1
 
 
-def test_windows_and_states_have_no_blocks(talk: Talk) -> None:
-    with pytest.raises(InvalidRangeError, match="full attention"):
-        talk("sliding").prefix.publish_events(lambda batch: None)
+class HybridRouter:
+    """What a router knows of each group, and how far it takes a prompt to be there, as vLLM looks it up."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, str], set[bytes]] = defaultdict(set)
+        self.groups: dict[int, tuple[str, int | None]] = {}
+        self.parents: dict[bytes, bytes | None] = {}
+
+    def __call__(self, batch: EventBatch) -> None:
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.blocks.clear()
+                continue
+            assert event.group_idx is not None
+            assert event.medium is not None
+            known = self.blocks[event.group_idx, event.medium]
+            if isinstance(event, BlockRemoved):
+                assert known.issuperset(event.block_hashes)
+                known.difference_update(event.block_hashes)
+                continue
+            assert known.isdisjoint(event.block_hashes)
+            known.update(event.block_hashes)
+            assert event.kv_cache_spec_kind is not None
+            described = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+            assert self.groups.setdefault(event.group_idx, described) == described
+            parent = event.parent_block_hash
+            for key in event.block_hashes:
+                assert self.parents.setdefault(key, parent) == parent
+                parent = key
+
+    def hit(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks can be had in every group."""
+        near = {i: self.blocks[i, "GPU"] | self.blocks[i, "CPU"] for i in self.groups}
+        reached = [k for k in range(len(keys) + 1) if all(self._has(i, near[i], keys[:k]) for i in near)]
+        return reached[-1]
+
+    def _has(self, group: int, near: set[bytes], keys: Sequence[bytes]) -> bool:
+        kind, window = self.groups[group]
+        count = {"mamba": 1, "sliding_window": -(-((window or 1) - 1) // SIZE)}.get(kind, len(keys))
+        return near.issuperset(keys[max(0, len(keys) - count) :])
+
+
+def held_by_groups(r: Rig) -> dict[tuple[int, str], set[bytes]]:
+    """By group and medium, the blocks in which a position lies that resuming at a snapshot needs."""
+    found: dict[tuple[int, str], set[bytes]] = defaultdict(set)
+    for node in r.prefix.tree.radix_tree:
+        keys = r.prefix.tree.keys.chain(r.prefix.alphabet.named(node.prefix())).aligned
+        snapshot = None if node.data is None else node.data.snapshot
+        chained = snapshot.parts if isinstance(snapshot, SnapshotChain) else ()
+        spans = [(part.begin, part.end) for part in chained] or [(getattr(node.data, "begin", 0), node.end)]
+        for begin, end in spans:
+            reached, lows = end // SIZE * SIZE, []
+            for part in CACHES[r.setup.cache][1]:
+                lows.append(begin if part.lower(reached) == part.lower(99) == 0 else part.lower(reached))
+                lows += [max(0, reached - 1)] if part.states else []
+            for group, low in enumerate(lows):
+                for medium in media(node.data):
+                    blocks = range(low // SIZE, reached // SIZE)
+                    found[group, medium].update(bytes.fromhex(keys[i]) for i in blocks)
+    return found
+
+
+@pytest.mark.parametrize("cache", WHOLE)
+@pytest.mark.parametrize("tiers", ["host", "both"])
+def test_of_windows_and_states_a_router_knows_where_they_resume(talk: Talk, cache: str, tiers: str) -> None:
+    store = MemoryStore()
+    places = {"host": [HostTier(3000)], "both": [HostTier(3000), store]}
+    r, rnd, router = talk(cache, 6000, places[tiers]), random.Random(cache + tiers), HybridRouter()
+    r.prefix.publish_events(router)
+    chats: list[Any] = []
+    asked: list[tuple[list[int], dict[str, Any]]] = []
+    hits = 0
+    for step in range(50):
+        roll = rnd.random()
+        if roll < 0.5 and len(chats) < 3:
+            first = rnd.choice(([1, 2, 3, 4, 5, 6], [1, 2, 3, 9]))
+            tokens = first + rnd.choices((6, 7), k=rnd.randint(1, 19))
+            asked.append((tokens, {"salt": rnd.choice(SALTS), "shared": rnd.choice((0, 3))}))
+            chats.append(r.chat(tokens, **asked[-1][1]))
+        elif roll < 0.85 and chats:
+            chats.pop(rnd.randrange(len(chats))).close(keep=rnd.random() < 0.9)
+        elif roll < 0.92:
+            r.prefix.evict(rnd.choice((None, 500)))
+        elif roll < 0.97:
+            r.prefix.flush()
+        elif step % 5 == 0:
+            r.prefix.clear()
+        r.prefix.flush() if rnd.random() < 0.1 else r.prefix.tree.settle()
+        truth = held_by_groups(r)
+        for (group, medium), keys in truth.items():
+            known = router.blocks[group, medium]
+            assert known >= keys if medium == "STORAGE" else known == keys
+        for tokens, whose in asked:
+            tree, ids = r.prefix.tree, r.prefix.alphabet.encode(list(tokens), Tenant(**whose))
+            named = tree.keys.chain(r.prefix.alphabet.named(ids)).aligned
+            found = tree.along(tree.walk(ids))[0] // SIZE
+            hits += found > 0
+            assert found <= router.hit([bytes.fromhex(key) for key in named])
+    assert hits > 10
+    everyone = known_groups(r)
+    assert all(everyone[place] <= router.blocks[place] for place in everyone)
+    r.prefix.close()
+
+
+def known_groups(r: Rig) -> dict[tuple[int, str], set[bytes]]:
+    """What a router that listens from now on is told."""
+    router = HybridRouter()
+    r.prefix.publish_events(router)
+    return router.blocks
+
+
+def test_each_group_is_described_and_a_conversation_is_found_whole(talk: Talk) -> None:
+    r, router = talk("recurrent and sliding"), HybridRouter()
+    r.prefix.publish_events(router)
+    r.keep(LONG)
+    keys = [bytes.fromhex(key) for key in r.prefix.tree.keys.chain(LONG).aligned]
+    assert router.groups == {
+        0: ("full_attention", None),
+        1: ("mamba", None),
+        2: ("sliding_window", WINDOW + 1),
+    }
+    assert {group: router.blocks[group, "GPU"] for group in router.groups} == {
+        0: set(keys),
+        1: {keys[1], keys[3], keys[4]},
+        2: {keys[1], keys[3], keys[4]},
+    }
+    assert [router.hit(keys[:count]) for count in range(6)] == [0, 0, 2, 2, 4, 5]
+
+
+def test_what_a_store_drops_of_windows_and_states_is_removed(talk: Talk) -> None:
+    store = MemoryStore()
+    r, batches = talk("recurrent", tiers=[store]), list[EventBatch]()
+    r.prefix.publish_events(batches.append)
+    r.keep(LONG)
+    r.prefix.evict()
+    r.prefix.flush()
+    keys = r.prefix.tree.keys.chain(LONG)
+    block = bytes.fromhex(keys.at(16))  # where the snapshots at 16 and at 19 are resumed
+
+    def told_of(block: bytes) -> list[type]:
+        events = [event for batch in batches for event in batch.events]
+        of_states = [event for event in events if (event.group_idx, event.medium) == (1, "STORAGE")]
+        return [type(event) for event in of_states if block in event.block_hashes]
+
+    def damage(end: int) -> None:
+        store.delete(keys.at(end))
+        store.put(keys.at(end), [b"not a snapshot"])
+
+    damage(19)
+    assert r.peek(LONG) == 16
+    assert told_of(block) == [BlockStored]
+    r.prefix.evict()
+    damage(16)
+    assert r.peek(LONG) == 8
+    assert told_of(block) == [BlockStored, BlockRemoved]
+    r.prefix.close()
 
 
 # As vLLM decodes them: vllm/distributed/kv_events.py of 0.32.
