@@ -394,8 +394,9 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Found]]:
             one = stack.enter_context(
                 process(maker, folder) if maker is not None else server(name, folder, python)
             )
-            one.run(prompts(2, 8, 0, 1 << 20), 2)
             contenders[name], found[name] = one, Found()
+        for one in contenders.values():  # all of them start meanwhile
+            one.run(prompts(2, 8, 0, 1 << 20), 2)
         sizes = itertools.product(range(options.rounds), options.shared, options.clients)
         for number, shared, clients in sizes:
             wanted, right = prompts(clients, options.prompt, shared, number), None
