@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -433,15 +433,26 @@ def median(rounds: Sequence[Sequence[float]], which: int) -> float:
     return statistics.median(one[which] for one in rounds)
 
 
+def place(size: str) -> tuple[int, int]:
+    """In which order sizes are shown: those that share most first, few clients before many."""
+    clients, shared = map(int, size.split("/"))
+    return -shared, clients
+
+
 def spelled(size: str) -> str:
     clients, shared = size.split("/")
     return f"{clients}, {shared if shared != '0' else 'none'} shared"
 
 
+def common(rounds: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The sizes that all have been measured with."""
+    return sorted(set.intersection(*map(set, rounds)), key=place)
+
+
 def shown(found: Mapping[str, Mapping[str, Any]]) -> str:
     """Tokens/s, and in brackets the times of the first contender's; the first token with most clients."""
     floor = next(iter(found.values()))["rounds"]
-    sizes = [size for size in floor if all(size in one["rounds"] for one in found.values())]
+    sizes = common(one["rounds"] for one in found.values())
     largest = {size.split("/")[1]: size for size in sizes}.values()
     head = ["tokens/s (ratio): clients, tokens shared", *map(spelled, sizes)]
     head += [f"first token, s: {spelled(size)}" for size in largest]
@@ -463,7 +474,7 @@ def aims(found: Mapping[str, Mapping[str, Any]]) -> str:
         if ours not in found or theirs not in found:
             continue
         mine, other = found[ours]["rounds"], found[theirs]["rounds"]
-        sizes = [size for size in mine if size in other]
+        sizes = common((mine, other))
         sizes = [size for size in sizes if not size.endswith("/0")][-1:] if largest else sizes
         if sizes:
             ratio, where = min((median(mine[size], 0) / median(other[size], 0), size) for size in sizes)
