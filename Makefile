@@ -60,10 +60,10 @@ test-lmcache: .venv-lmcache/.installed
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, what is compiled, whole
 # suites, models and the engine, servers and stores of others, processes, long conversations, and what pages show.
-LEFT_OUT = test_architecture.py benchmarks command docs engine examples integrations/mlx_lm integrations/transformers serve \
+LEFT_OUT = test_architecture.py test_needs.py benchmarks command docs engine examples integrations/mlx_lm integrations/transformers serve \
   backends/test_conformance* backends/test_cpu_kernels.py backends/test_cupy* backends/test_mlx.py backends/test_plugins.py \
   backends/test_ragged_kernel.py backends/test_ring* backends/test_threads* backends/test_torch.py backends/test_torch_ragged.py \
-  $(addprefix kvcache/test_, cache_* kvcache_package.py planted_bugs.py same_answers.py) kvcache/attention/test_fixed_shapes.py \
+  $(addprefix kvcache/test_, cache_* driven.py kvcache_package.py runtimes.py same_answers.py) kvcache/attention/test_fixed_shapes.py \
   kvcache/caches/test_state_failures.py kvcache/snapshots/test_check_serialized.py kvcache/storage/test_quantized_gguf.py \
   kvcache/views/test_disk.py kvcache/views/test_chat.py \
   $(addprefix kvcache/prefix/test_, branches.py conversations.py events.py interior.py paging.py windows.py) \
@@ -96,14 +96,18 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.stores file valkey mooncake
 	$(BIN)/python -m benchmarks.two_hosts
 
-# Every model type of the runtimes that we integrate with; some minutes each.
+# Every model type of the runtimes that we integrate with; some minutes each. Stopped with Ctrl-C it goes on where it
+# was; `make clean` begins again.
+CENSUS = mlx-lm transformers mlx-lm-engine transformers-engine
 census: $(VENV)/.installed-bench
-	$(BIN)/python -m benchmarks.census mlx-lm --render
-	$(BIN)/python -m benchmarks.census transformers --render
+	for library in $(CENSUS); do \
+	  $(BIN)/python -m benchmarks.census $$library --results .census/$$library.json && \
+	  $(BIN)/python -m benchmarks.census $$library --render .census/$$library.json || exit 1; done
 
-# Mutants of the core, 60 of each area unless told otherwise (make mutation MUTANTS="--sample 0" takes all, hours);
-# stopped with Ctrl-C it goes on where it was. Figures and survivors: docs/mutation.json.
+# Bugs that were planted by hand, and mutants of the core, 60 of each area unless told otherwise (make mutation
+# MUTANTS="--sample 0" takes all, hours); stopped with Ctrl-C it goes on where it was. Figures and survivors: docs/mutation.json.
 mutation: $(VENV)/.installed-mutation
+	nice $(BIN)/python -m pytest -q -n auto tests/kvcache/planted_bugs.py
 	nice $(BIN)/python -m benchmarks.mutation $(MUTANTS)
 
 dist: $(VENV)/.installed-dev
@@ -131,7 +135,7 @@ oldest newest:
 	.$@/bin/python -m pytest -q -p no:cacheprovider $(ENDS)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-lmcache .oldest .newest dist build site .hypothesis .mutation .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-lmcache .oldest .newest dist build site .hypothesis .census .mutation .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -67,7 +67,7 @@ def encoded(values: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray] | No
 
 
 class CodesStore:
-    """See :class:`ml.KVStore`: writes K and V of a backend in host memory as codes."""
+    """See ``ml.KVStore``: writes K and V of a backend in host memory as codes."""
 
     def __init__(
         self,

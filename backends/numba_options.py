@@ -1,17 +1,43 @@
 """How kernels are compiled by numba.
 
-The first import of a module of kernels on a machine compiles for some seconds; numba keeps the result beside
-the module or, where that cannot be written, in the user's cache folder, by processor and version. Where
-neither can be written, each process compiles. Numba looks only at the module itself: who changes this one
-removes ``__pycache__``.
+The first import of a module of kernels on a machine compiles them, which takes some seconds and is logged.
+numba stores the result beside the module or, if that is not writable, in the user's cache folder, by
+processor and version. If neither is writable, each process compiles. numba watches only the module itself:
+after changing this file, remove ``__pycache__``.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from numba import njit, types
+from numba.core import event
+
+log = logging.getLogger("kvcache.kernels")
+
+
+class _Notice(event.Listener):  # type: ignore[misc]
+    """Told when numba compiles a kernel; a kernel that is loaded from a folder is no such event."""
+
+    def on_start(self, _: Any) -> None:
+        announce()
+
+    def on_end(self, _: Any) -> None:
+        """See ``on_start``."""
+
+
+@functools.cache
+def announce() -> None:
+    """Once per process: a warning, since nothing else is seen of it for up to half a minute."""
+    log.warning("compiling kernels for this processor: some 20 seconds, once for each version of numba")
+
+
+def _compiled(function: Any, *signature: Any, **options: Any) -> Any:
+    with event.install_listener("numba:compile", _Notice()):
+        return njit(*signature, **options)(function)
 
 
 def part(fastmath: Any) -> Callable[[Any], Any]:
@@ -21,13 +47,13 @@ def part(fastmath: Any) -> Callable[[Any], Any]:
 
 
 def kernel(*given: Any, fastmath: Any, result: Any = types.void) -> Callable[[Any], Any]:
-    """For arguments of these types: compiled at once, or read from where it was kept."""
+    """For arguments of these types: compiled at once, or loaded from where it was stored."""
 
     def decorate(function: Any) -> Any:
         options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
         try:
-            return njit(result(*given), cache=True, **options)(function)
-        except (RuntimeError, OSError):  # no folder to keep it in, or no room there
-            return njit(result(*given), **options)(function)
+            return _compiled(function, result(*given), cache=True, **options)
+        except (RuntimeError, OSError):  # no folder to store it in, or no room there
+            return _compiled(function, result(*given), **options)
 
     return decorate

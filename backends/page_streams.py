@@ -37,7 +37,7 @@ class CopyQueue(Protocol):
 
 
 class StreamTransfer:
-    """See :class:`ml.PageTransfer`."""
+    """See ``ml.PageTransfer``."""
 
     def __init__(self, marks: Sequence[tuple[CopyQueue, Any]], kept: object) -> None:
         self._marks = marks

@@ -131,14 +131,14 @@ class PlacedBackend(BaseBackend):
     """The copies of pages that are under way; None: there is no device whose memory the host cannot have."""
 
     def pinned_memory(self, nbytes: int) -> np.ndarray | None:
-        """See :class:`ml.SupportsTransfers`."""
+        """See ``ml.SupportsTransfers``."""
         self.check("pinned_memory")
         return None if self.pages is None else self.pages.pinned_memory(nbytes)
 
     def page_out(
         self, ctx: PlacedContext, tensors: Sequence[Any]
     ) -> tuple[list[np.ndarray], PageTransfer] | None:
-        """See :class:`ml.SupportsTransfers`."""
+        """See ``ml.SupportsTransfers``."""
         for tensor in tensors:
             ctx.check("page_out", tensor)
         return None if self.pages is None else self.pages.page_out(tensors)
@@ -146,7 +146,7 @@ class PlacedBackend(BaseBackend):
     def page_in(
         self, ctx: PlacedContext, arrays: Sequence[np.ndarray], tensors: Sequence[Any]
     ) -> PageTransfer | None:
-        """See :class:`ml.SupportsTransfers`."""
+        """See ``ml.SupportsTransfers``."""
         for tensor in tensors:
             ctx.check("page_in", tensor)
         return None if self.pages is None else self.pages.page_in(arrays, tensors)
@@ -159,7 +159,7 @@ class PlacedBackend(BaseBackend):
 
 
 class PlacedContext(BaseContext):
-    """One device of a :class:`PlacedBackend`. The contexts of its layers close with it."""
+    """One device of a ``PlacedBackend``. The contexts of its layers close with it."""
 
     backend: PlacedBackend
 

@@ -59,20 +59,20 @@ class CountingBackend(NumpyBackend):
         return isinstance(tensor, NumpyTensor) and id(tensor.storage) in self._stored
 
     def attention(self, ctx, query, key, value, mask, scale, sinks=None) -> ml.Tensor:
-        """See :class:`ml.SupportsAttention`."""
+        """See ``ml.SupportsAttention``."""
         body = lambda: generic_attention(ctx, query, key, value, mask, scale, sinks)  # noqa: E731
         return self.run(lambda: key.nbytes + value.nbytes, body)
 
     def partial_attention(self, ctx, query, key, value, mask, scale) -> tuple[ml.Tensor, ml.Tensor]:
-        """See :class:`ml.SupportsPartialAttention`."""
+        """See ``ml.SupportsPartialAttention``."""
         body = lambda: generic_partial_attention(ctx, query, key, value, mask, scale)  # noqa: E731
         return self.run(lambda: key.nbytes + value.nbytes, body)
 
     def attention_calls(self, *call) -> None:
-        """See :class:`ml.SupportsPartialAttention`. None: calls are counted one by one."""
+        """See ``ml.SupportsPartialAttention``. None: calls are counted one by one."""
 
     def kv_store(self, *halves) -> None:
-        """See :class:`ml.SupportsKVStorage`. None: copies are made one by one, and counted."""
+        """See ``ml.SupportsKVStorage``. None: copies are made one by one, and counted."""
 
     def _new_context(self, max_graph_nodes: int) -> NumpyContext:
         return _Context(self, max_graph_nodes)
@@ -82,7 +82,7 @@ class CountingRaggedBackend(CountingBackend):
     """With a kernel for ragged batches, which reads each segment of its plan once."""
 
     def ragged_attention(self, ctx, query, key, value, plan, scale, sinks=None, formats=None) -> ml.Tensor:
-        """See :class:`ml.SupportsRaggedAttention`."""
+        """See ``ml.SupportsRaggedAttention``."""
         each = (key.nbytes + value.nbytes) // key.shape[0]
         native = [x.native for x in (query, key, value)]
         logits = None if sinks is None else sinks.to_numpy()

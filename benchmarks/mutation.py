@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,12 @@ def _files(start: str, *names: str) -> list[str]:
     return [f"{start}{name}.py" for name in names]
 
 
+def _in_suite(names: Iterable[str]) -> list[str]:
+    """Both halves of what the suite runs on NumPy."""
+    classes = "kvcache/test_cache_numpy.py::TestNumpy", "backends/test_conformance_strict.py::TestCaches"
+    return [f"tests/{where}::test_{name}" for name in names for where in classes]
+
+
 AREAS = {
     "cell table": Area(
         ("kvcache/storage/cell_table.py",),
@@ -89,7 +96,7 @@ AREAS = {
             "tests/integrations/test_dense_batch.py",
             *_files("tests/kvcache/attention/test_", "fixed_shapes", "large_masks"),
             *("tests/kvcache/caches/test_order.py", TRACES),
-            *(f"tests/kvcache/test_cache_numpy.py::TestNumpy::test_{name}" for name in READING),
+            *_in_suite(READING),
             *("-k", "not torch and not mlx and not cupy and not jax and not graph"),
         ),
     ),
@@ -97,7 +104,7 @@ AREAS = {
         tuple(_files("kvcache/attention/", "attend", "calls", "segments")),
         (
             *_files("tests/kvcache/attention/test_", "attend_plan", "attend_quantized", "eviction"),
-            *(f"tests/kvcache/test_cache_numpy.py::TestNumpy::test_{name}" for name in ATTENDING),
+            *_in_suite(ATTENDING),
             *("-k", "not torch and not mlx and not cupy and not jax and not example"),
         ),
     ),
@@ -107,7 +114,7 @@ AREAS = {
             *_files("tests/kvcache/snapshots/test_", "snapshot_cut", "serialize", "layer_shapes"),
             *_files("tests/kvcache/caches/test_", "snapshots", "states", "wrapper_snapshots"),
             *("tests/kvcache/prefix/test_direct_load.py", TRACES),
-            *(f"tests/kvcache/test_cache_numpy.py::TestNumpy::test_{name}" for name in KEEPING),
+            *_in_suite(KEEPING),
             *("-k", "not torch and not mlx and not cupy and not CuPy"),
         ),
     ),

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.peers_tests {mlx-lm,transformers} --source DIR``.
 
-DIR is the peer's source at the version that is installed: docs/*-models.md say where to get it. None of
+DIR is the peer's source at the version that is installed: docs/models.md says where to get it. None of
 its code is copied: the test files are run where they lie, with our classes in the places of those that we
 stand in for, and small models with random weights in the places of those that the files would download.
 """

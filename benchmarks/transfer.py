@@ -62,7 +62,7 @@ class Plain:
 
 
 def _keep(listener: socket.socket, size: int) -> None:
-    """The other process of :class:`Plain`."""
+    """The other process of ``Plain``."""
     connection, _ = listener.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     used = memoryview(bytearray(size))

@@ -1,7 +1,8 @@
-"""KV caches of an inference engine, written once against the protocols of ``ml``.
+"""KV caches for inference engines, written once against the protocols of ``ml``.
 
-What is named here is imported when it is first asked for: ``import kvcache`` itself brings no other package,
-and a loop with one cache does not bring the rest of them. Raises ImportError where another ``ml`` hides ours.
+Every name is imported on first use: ``import kvcache`` itself imports no other package, and a program that
+uses one cache does not import the others. Raises ImportError if another package named ``ml`` hides this
+one's.
 
 PYTEST_DONT_REWRITE
 """
@@ -171,7 +172,7 @@ _ELSEWHERE = {
     "open_format": "storage.formats",
     "serialize": "snapshots.serialize",
 }
-"""The modules of the names that are not in kvcache.cache."""
+"""The module of each name that is not in kvcache.cache."""
 
 
 def __getattr__(name: str) -> Any:

@@ -178,6 +178,11 @@ class Batch:
     ``positions[i]`` and ``sequences[i]`` are the position and the sequence of token i. ``inputs`` are the
     model's inputs (token ids), ``outputs`` the indices whose logits are wanted (None: all), and
     ``multimodal`` pairs of (index, item) for inputs that are not tokens; caches ignore these three.
+
+    >>> from kvcache import Batch
+    >>> batch = Batch(positions=[0, 1, 7], sequences=[0, 0, 1])    # two tokens of a prompt, one decoded
+    >>> len(batch)
+    3
     """
 
     positions: Sequence[int]
@@ -197,7 +202,7 @@ class StorageFormat(Protocol):
     The ``dim`` numbers of a token in a KV head become **parts**, for example codes and
     their scales, each with a width and a dtype. Each part has its own buffer;
     snapshots and stores hold parts.
-    :mod:`kvcache.storage.formats` has the built-in formats and finds those of plugins.
+    ``kvcache.storage.formats`` has the built-in formats and finds those of plugins.
     """
 
     @property
@@ -243,7 +248,7 @@ class Cache(Protocol):
     ) -> None:
         """Bind to a backend. No tensor is allocated before the first ``put``.
 
-        ``dtype`` is the format of K and V: a dtype, a :class:`StorageFormat`, the name of one, or a pair
+        ``dtype`` is the format of K and V: a dtype, a ``StorageFormat``, the name of one, or a pair
         of these, for K and for V. ``capacity`` is the number of tokens per sequence.
         """
 

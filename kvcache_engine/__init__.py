@@ -1,4 +1,4 @@
-"""Models and their generation loop, written once on ml.nn: the Llama family, and those of families.py.
+"""An inference engine for models written once on ml.nn: the Llama family, and those of families.py.
 
 >>> import ml
 >>> from kvcache_engine import Generator, GenerationOptions, Tokenizer, bundled_model, load_model

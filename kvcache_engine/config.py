@@ -1,4 +1,4 @@
-"""What a model looks like, checked, and the fields of Hugging Face's config.json that all families read."""
+"""Checked model configurations, and the fields of Hugging Face's config.json that all families read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = [
 
 
 class ModelSizes(Protocol):
-    """What the engine asks of a model's config, whoever computes it. ModelConfig has it."""
+    """What the engine needs of a model's config, whichever library runs the model. ModelConfig implements
+    it.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -43,7 +45,7 @@ class ModelConfig:
     ``attention_bias``: q, k and v have biases; ``output_bias``: o has one; ``qk_norm``: an RMS norm per
     head on queries and keys.
 
-    Raises ModelError for sizes that do not go together.
+    Raises ModelError for inconsistent sizes.
     """
 
     architecture: str
@@ -89,12 +91,12 @@ class ModelConfig:
 
     @property
     def attending(self) -> Sequence[int]:
-        """The layers that put keys and values."""
+        """The layers that store keys and values."""
         return range(self.layers)
 
     @property
     def stored(self) -> LayerShape:
-        """What such a layer stores of a token."""
+        """What such a layer stores for a token."""
         widths = self.kv_heads, self.head_dim
         return LayerShape(widths, widths)
 
@@ -120,14 +122,14 @@ _SIZES = (
 
 
 def read_token_ids(value: Any) -> list[int]:
-    """One id, a list of them or None, as config.json has them."""
+    """Token ids from config.json: one id, a list of ids, or None."""
     if value is None:
         return []
     return [int(token) for token in (value if isinstance(value, list | tuple) else [value])]
 
 
 def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The fields of ModelConfig, ``rope`` aside; nothing that has a default is missing in ``raw``."""
+    """The fields of ModelConfig except ``rope``; ``raw`` must contain all fields that have defaults."""
     refuse_quantized(raw)
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
     bos = read_token_ids(raw["bos_token_id"])
@@ -155,7 +157,9 @@ def common_fields(raw: Mapping[str, Any], generation: Mapping[str, Any], archite
 
 
 def experts_per_token(raw: Mapping[str, Any], experts: int) -> int:
-    """Raises ModelError unless it is at least 1 and at most all ``experts``, where there are any."""
+    """The experts per token. Raises ModelError unless they are between 1 and ``experts``, if there are
+    any.
+    """
     count: int = raw["num_experts_per_tok"]
     if experts and not 1 <= count <= experts:
         raise ModelError(
@@ -165,7 +169,9 @@ def experts_per_token(raw: Mapping[str, Any], experts: int) -> int:
 
 
 def refuse(raw: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None:
-    """ModelError for a setting that would change the numbers; the first allowed value is the default."""
+    """Raise ModelError for a setting that would change the results; the first allowed value is the
+    default.
+    """
     for name, values in allowed.items():
         found = raw.get(name, values[0])
         if found not in values:
@@ -173,7 +179,7 @@ def refuse(raw: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None
 
 
 def refuse_quantized(raw: Mapping[str, Any]) -> None:
-    """ModelError for a checkpoint whose weights are quantised."""
+    """Raise ModelError for a checkpoint with quantised weights."""
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ModelError(

@@ -1,9 +1,9 @@
-"""Ranks that share a model and keep what they computed: agreeing on what all of them can do.
+"""Agreement between ranks that share a model about what all of them can do.
 
-What a rank has kept may differ from what another has: a store lost a page, a budget was used up a moment
-earlier, a thread was not done. So ranks agree where that decides what is computed next: whether a request
-waits for another, how much of a prompt is reused, and whether there is room for a pass. Every rank asks in
-the same order, since all else is the same on all of them.
+Ranks may have kept different snapshots: a store lost an entry, a budget was used up a moment earlier, a
+thread had not finished. Ranks therefore agree wherever this decides what is computed next: whether a request
+waits for another, how much of a prompt is reused, and whether there is room for a pass. All ranks ask in the
+same order, since everything else is the same on all of them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["Agreement"]
 
 @dataclass(slots=True)
 class Telling:
-    """How the other ranks hear of an error here; None: somebody else tells them."""
+    """How the other ranks are told of an error here; None: somebody else tells them."""
 
     how: Callable[[BaseException], None] | None
 
 
 class Agreement:
-    """Of the ranks of ``model``; where it is on one alone, all is as it is there, and nobody is asked."""
+    """Agreement between the ranks of ``model``; with a single rank, nothing is exchanged."""
 
     def __init__(self, model: Any) -> None:
         share: Share | None = getattr(model, "share", None)
@@ -43,17 +43,18 @@ class Agreement:
         return self._group is None
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Of each value, the least that any rank has."""
+        """For each value, the minimum over all ranks."""
         if self._group is None or not values:
             return list(values)
         found: list[int] = np.reshape(self._of_all(*values), (-1, len(values))).min(0).tolist()
         return found
 
     def begin(self, prefix: PrefixCache, tokens: Sequence[int], tenant: Tenant) -> Session:
-        """A session that begins at the same position on all ranks: what one of them lacks, none reuses.
+        """Begin a session at the same position on all ranks: tokens that one of them lacks are reused by
+        none.
 
-        Raises what ``prefix.begin`` raised here; where that was elsewhere, or where another rank fails and
-        this one only has no room, CacheFullError or GroupError. No session has begun on any rank then.
+        Raises what ``prefix.begin`` raised on this rank; if another rank failed, CacheFullError or
+        GroupError. No session has begun on any rank then.
         """
         if self._group is None:
             return prefix.begin(tokens, tenant.salt, tenant.shared)
@@ -81,17 +82,17 @@ class Agreement:
             raise
 
     def all_fail(self) -> bool:
-        """Whether what has failed here, before a pass, has failed on all ranks.
+        """Whether a failure here before a pass has occurred on all ranks.
 
-        Else the others, who are about to check the pass, raise GroupError.
+        Otherwise the other ranks, which are about to check the pass, raise GroupError.
         """
         return self._group is None or set(self._of_all(FAILED)) == {FAILED}
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the others, who are about to check the pass, that it is not computed here.
+        """Tell the other ranks, which are about to check the pass, that it is not computed here.
 
-        Raises GroupError where it fails for another reason on another rank. An interruption does not wait
-        for them, and ends the group, as does a lost sequence: the others still hold theirs.
+        Raises GroupError if it fails for another reason on another rank. An interruption ends the group
+        without waiting, and so does a lost sequence, which the other ranks still have.
         """
         if self._group is None:
             return
@@ -103,13 +104,13 @@ class Agreement:
             raise failed_elsewhere("forward", found) from error
 
     def abandon(self, error: BaseException) -> None:
-        """End the group: the others go on with what has failed here."""
+        """End the group: the other ranks continue with what has failed here."""
         if self._group is not None:
             self._group.abandon("step", error)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do alike: one that is interrupted in it (Ctrl-C) ends the group."""
+        """A step that all ranks make: an interruption in it (Ctrl-C) ends the group."""
         try:
             yield
         except BaseException as error:
@@ -119,7 +120,9 @@ class Agreement:
 
     @contextmanager
     def telling(self) -> Iterator[Telling]:
-        """Around a pass: the others, who are about to check it, are told of an error, or as ``how`` says."""
+        """Around a pass: the other ranks, which are about to check it, are told of an error, in the way
+        ``how``.
+        """
         telling = Telling(self.refuse)
         try:
             yield telling
@@ -129,7 +132,7 @@ class Agreement:
             raise
 
     def _of_all(self, *values: int) -> list[int]:
-        """Those of each rank, in their order. Where that fails here, the others do not wait for it."""
+        """The values of all ranks, in rank order. If this fails here, the other ranks do not wait."""
         assert self._group is not None
         try:
             with self._backend.new_context() as ctx:
@@ -146,7 +149,7 @@ def _outcome(session: Session | None, error: Exception | None) -> int:
 
 
 def _shorten(session: Session | None, tokens: Sequence[int], length: int) -> Exception | None:
-    """Let a session go on from ``length`` at most; the error where that is not possible."""
+    """Make a session continue from ``length`` at most; returns the error if that is not possible."""
     assert session is not None
     if session.cached > length:
         try:

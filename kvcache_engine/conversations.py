@@ -1,4 +1,4 @@
-"""Named conversations over one engine: they share what they begin with, and can be forked and taken back."""
+"""Named conversations over one engine, which share their prefixes and can be forked and undone."""
 
 from __future__ import annotations
 
@@ -17,21 +17,34 @@ from kvcache_engine.tokenizer import Tokenizer
 __all__ = ["Conversation", "ConversationFullError", "Conversations", "Turn"]
 
 PART = 256 << 20
-"""Bytes that are handed to the stores after a turn, about; the rest when the engine is closed."""
+"""About how many bytes are written to the stores after a turn; the rest follows when the engine is closed."""
 
 Turn = Generator[EngineEvent, None, None]
 
 
 class ConversationFullError(RequestError):
-    """A conversation that has no room for another turn."""
+    """The conversation has no room for another turn."""
 
 
 class Conversations:
-    """Conversations by name, one of them the ``current`` one. Nothing here is lost by an eviction.
+    """Conversations by name, one of which is ``current``. Evictions never lose a conversation.
 
-    A conversation is its tokens; what the engine, or a store of its, still has of them is never computed
-    again. Those that are ``kept`` are here from the beginning, and every change to one is kept: a text
-    before it is answered.
+    A conversation is a list of tokens; the engine computes only those that neither it nor its stores have.
+    With ``kept``, saved conversations are available from the start and every change is saved, a user's text
+    even before it is answered.
+
+    >>> import ml
+    >>> from kvcache_engine import Conversations, Engine, GenerationOptions
+    >>> from kvcache_engine import Tokenizer, bundled_model, load_model
+    >>> name = bundled_model()
+    >>> with ml.open_backend("numpy") as backend:
+    ...     tokenizer = Tokenizer.load(name)
+    ...     with Engine(load_model(name, backend), tokenizer) as engine:
+    ...         talk = Conversations(engine, tokenizer)
+    ...         events = list(talk.say("And God said", GenerationOptions(max_new_tokens=4)))
+    ...         talk.fork("another")                 # shares everything with the first so far
+    ...         talk.current.name, talk.undo() > 0
+    ('another', True)
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: KeptConversations | None = None) -> None:
@@ -45,27 +58,27 @@ class Conversations:
         return iter(self._all.values())
 
     def switch(self, name: str) -> bool:
-        """Go to another conversation; True where it is a new, empty one."""
+        """Switch to another conversation; True if it is a new, empty one."""
         _check_name(name)
         new = name not in self._all
         self.current = self._all.setdefault(name, Conversation(name))
         return new
 
     def fork(self, name: str) -> None:
-        """Go to a new conversation that begins with all of the current one."""
+        """Switch to a new conversation that starts as a copy of the current one."""
         self._check_new(name)
         source = self.current
         self.current = self._all[name] = Conversation(name, [*source.tokens], [*source.turns])
         self._keep(self.current)
 
     def undo(self) -> int:
-        """Take the last turn of the current conversation back; returns how many tokens went."""
+        """Remove the last turn of the current conversation; returns the number of tokens removed."""
         count = self.current.undo()
         self._keep(self.current)
         return count
 
     def delete(self, name: str) -> int:
-        """Forget a conversation, which is not the current one; returns how many tokens it had."""
+        """Delete a conversation other than the current one; returns its number of tokens."""
         if name not in self._all:
             raise RequestError(f"there is no conversation {name}")
         if name == self.current.name:
@@ -77,15 +90,16 @@ class Conversations:
         return len(gone.tokens)
 
     def text(self) -> str:
-        """All that was said in the current conversation."""
+        """The whole text of the current conversation."""
         return self.tokenizer.decode(self.current.tokens)
 
     def say(self, text: str, settings: GenerationOptions | None = None) -> Turn:
-        """A turn: the text, and the model's answer to it. Events come as the iterator is drawn from.
+        """One turn: the text, and the model's answer to it. Events are produced as the iterator is consumed.
 
-        It begins with the first event. Where it is closed early, what was generated until then is the answer;
-        where it is closed before it began, or fails, there was no turn. A text that begins with a letter or
-        digit follows what was said before after a blank. Raises RequestError for one that does not fit.
+        The turn begins with the first event. If the iterator is closed early, the answer is what was
+        generated until then; if it is closed before the first event, or fails, there was no turn. A space is
+        inserted before a text that begins with a letter or digit. Raises RequestError if the text does not
+        fit.
         """
         conversation = self.current
         blank, limit = " " if text[:1].isalnum() else "", self.engine.limit
@@ -123,7 +137,7 @@ class Conversations:
         except GeneratorExit:
             whole = request.started and request.error is None
             raise
-        except SystemExit:  # the process is told to end: what there is of the turn stays
+        except SystemExit:  # the process is being terminated: the turn so far is kept
             whole = True
             raise
         finally:
@@ -142,7 +156,7 @@ class Conversations:
             return
         name = conversation.name
         self.kept.write(conversation, self._all)
-        if conversation.name != name:  # the name is another process's
+        if conversation.name != name:  # another process uses the name
             self._all = {each.name: each for each in self._all.values()}
 
     def save(self, path: str | os.PathLike[str], inside: int | None = None) -> int:
@@ -154,7 +168,7 @@ class Conversations:
     def load(
         self, path: str | os.PathLike[str], name: str, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Go to a new conversation, the one that a file holds; ``progress`` as ``read`` takes it.
+        """Switch to a new conversation read from a file; ``progress`` as for ``read``.
 
         Raises ConversationError.
         """

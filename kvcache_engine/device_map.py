@@ -1,4 +1,4 @@
-"""The layers of a model over several devices of one machine: what ``ml.open_backend`` is asked for."""
+"""The layers of a model over several devices of one machine: the options for ``ml.open_backend``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def parse_devices(text: str) -> list[str]:
 def open_on_devices(backend: str, devices: Sequence[str], config: ModelConfig) -> ml.Backend:
     """Open a backend with the layers of ``config`` split evenly over ``devices``, in order.
 
-    Embeddings and head lie on the first one, each layer's weights and cache on its own; what
-    ``Context.layer`` says holds for the model and for every cache bound to the backend.
+    Embeddings and head are on the first device, the weights and cache of each layer on the layer's device;
+    ``Context.layer`` applies to the model and to every cache bound to the backend.
 
-    Raises DeviceError for a device that is not there or named twice, for more devices than layers, and
+    Raises DeviceError for a device that does not exist or is named twice, for more devices than layers, and
     for a backend that keeps all layers on one device.
     """
     if len(devices) > config.layers:
@@ -34,7 +34,7 @@ def open_on_devices(backend: str, devices: Sequence[str], config: ModelConfig) -
         )
     try:
         return ml.open_backend(backend, devices=list(devices), layers=config.layers)
-    except TypeError as error:  # a backend of someone's that has no such options
+    except TypeError as error:  # a third-party backend without these options
         raise ml.DeviceError(
             f"backend {backend!r} takes no devices= and layers=, so that it cannot split layers over "
             f"{', '.join(devices)} ({error}); name one with --device"

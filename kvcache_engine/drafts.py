@@ -1,7 +1,8 @@
-"""Drafts: guesses at the next tokens, for the engine to verify.
+"""Draft tokens: guesses at the next tokens, which the engine verifies.
 
-A draft is any callable like ``prompt_lookup``; a bad one costs time and never changes an answer. One that
-draws its tokens and says what from (``SamplingDraft``) has more of them accepted where the request samples.
+A draft is any callable like ``prompt_lookup``; a bad one costs time but never changes an answer. If a request
+samples, a draft that samples its tokens and returns their distribution (``SamplingDraft``) has more of them
+accepted.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ __all__ = [
 ]  # fmt: skip
 
 _LONGEST = 3
-"""Tokens that ``prompt_lookup`` looks for."""
+"""The most tokens that ``prompt_lookup`` matches."""
 
 
 class Draft(Protocol):
-    """Guesses what follows ``tokens``, the text so far of sequence ``seq``.
+    """Guesses what follows ``tokens``, the text of sequence ``seq`` so far.
 
-    Gives at most ``width`` continuations, best first, each of at most ``count`` tokens (what is more is
-    ignored): none where it has no idea.
+    Returns at most ``width`` continuations, best first, each of at most ``count`` tokens (any more are
+    ignored), or none.
     """
 
     def __call__(
@@ -47,7 +48,7 @@ class Draft(Protocol):
 class Proposal:
     """One continuation: ``tokens``, each drawn from its row of ``probabilities`` (tokens, vocabulary).
 
-    These are on the host, each row >= 0 and summing to 1, given the tokens before.
+    The probabilities are on the host; each row is >= 0, sums to 1, and is conditioned on the tokens before.
     """
 
     tokens: Sequence[int]
@@ -58,8 +59,8 @@ class Proposal:
 class SamplingDraft(Protocol):
     """A Draft that can sample as a request does: its tokens are accepted by ``ml.nn.RejectionSampler``.
 
-    A deterministic draft such as ``prompt_lookup`` does not need this: comparing its tokens with what the
-    request samples accepts as many.
+    A deterministic draft such as ``prompt_lookup`` does not need this: comparing its tokens with those that
+    the request samples accepts just as many.
     """
 
     def __call__(
@@ -67,10 +68,10 @@ class SamplingDraft(Protocol):
     ) -> Sequence[Sequence[int]]: ...
 
     def sample(self, seq: int, tokens: Sequence[int], count: int, sampler: Sampler, index: int) -> Proposal:
-        """Up to ``count`` tokens, drawn with ``sampler.drafting``: the first with draw ``index``.
+        """Up to ``count`` tokens, drawn with ``sampler.drafting``, the first of them with draw ``index``.
 
-        Any distribution gives right answers. The acceptance rate is highest if ``sampler`` makes it of a
-        model's logits, as it does for the model that is drafted for.
+        Any distribution gives correct answers. The acceptance rate is highest if ``sampler`` computes it from
+        a model's logits, as it does for the target model.
         """
 
 
@@ -79,14 +80,15 @@ class DraftsInCache(Protocol):
     """A Draft that works in the cache of the engine."""
 
     def bind(self, model: Any, cache: Any) -> None:
-        """Called before a request is queued, with what the engine runs on."""
+        """Called with the engine's model and cache before a request is queued."""
 
 
 def prompt_lookup(seq: int, tokens: Sequence[int], count: int, width: int) -> list[list[int]]:
-    """What followed when the last tokens came before, the latest time first: no model, no memory.
+    """The tokens that followed earlier occurrences of the last tokens, latest first; needs no model and no
+    memory.
 
-    It looks for the last 3 tokens, then 2, then 1. After prompt lookup decoding (Saxena, 2023); good
-    where an answer repeats its prompt.
+    It searches for the last 3 tokens, then 2, then 1. After prompt lookup decoding (Saxena, 2023); useful if
+    answers repeat parts of their prompts.
     """
     text = np.asarray(tokens, np.int64)
     found: dict[int, list[int]] = {}
@@ -101,14 +103,14 @@ def prompt_lookup(seq: int, tokens: Sequence[int], count: int, width: int) -> li
 
 
 Draw = tuple[Sampler, int]
-"""Whose draws, and the index of the first."""
+"""The sampler whose draws are used, and the index of the first draw."""
 
 
 class Guesser:
-    """Tokens that follow one another, from the logits of each pass; they stay on the device until ``read``.
+    """Chooses consecutive tokens from the logits of each pass; they stay on the device until ``read``.
 
-    Of the first logits (1, vocabulary) the ``width`` likeliest, then the likeliest of each row; or, ``by``
-    draws, a drawn one. Made before the passes: it uploads what it needs.
+    From the first logits (1, vocabulary) it takes the ``width`` likeliest tokens, then the likeliest of each
+    row; or, with draws ``by``, one drawn token. Create it before the passes, since it uploads its data.
     """
 
     def __init__(self, ctx: ml.Context, vocabulary: int, count: int, width: int, by: Draw | None) -> None:
@@ -123,7 +125,7 @@ class Guesser:
             self._draws = ctx.from_numpy(np.array(draws, np.float32).reshape(count, 1))
 
     def __call__(self, ctx: ml.Context, logits: ml.Tensor) -> ml.Tensor:
-        """I32 (rows,): the inputs of the next pass."""
+        """I32 (rows,): the input tokens of the next pass."""
         at = len(self._found)
         if self._sampler is not None:
             shares = self._sampler.probabilities(ctx, logits)
@@ -137,7 +139,9 @@ class Guesser:
         return last
 
     def read(self, ctx: ml.Context) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens (rows, count), and what they were drawn from (count, vocabulary), or nothing."""
+        """The tokens (rows, count), and the probabilities they were drawn from (count, vocabulary), if
+        any.
+        """
         columns = [found.reshape(ctx, found.shape[0], 1) for found in self._found]
         tokens = reduce(lambda a, b: a.concat(ctx, b, 1), columns).to_numpy()
         if not self._given:
@@ -146,7 +150,7 @@ class Guesser:
 
 
 class GuessedDraft:
-    """A SamplingDraft by the passes of a model that predicts with a ``Guesser``."""
+    """A SamplingDraft that runs passes of a model and chooses with a ``Guesser``."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
@@ -167,20 +171,20 @@ class GuessedDraft:
     def _drafted(
         self, seq: int, tokens: Sequence[int], count: int, width: int, by: Draw | None
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Guesses (width, count) and, where they are drawn, their probabilities; None: no idea."""
+        """Guesses (width, count) and, if they are drawn, their probabilities; None if there is no guess."""
         raise NotImplementedError
 
 
 class ModelDraft(Closing, GuessedDraft):
-    """A smaller model of the same vocabulary, which guesses greedily or draws. A context manager.
+    """A smaller model with the same vocabulary that drafts, greedily or by sampling. A context manager.
 
-    It has a cache of its own, with a sequence for each of the engine's ``sequences`` and branches for
-    its guesses: these are forked where the text ends and dropped again, so that a guess leaves nothing
-    behind on any kind of cache, and accepted ones are computed with the next call. ``capacity``: tokens
-    that a sequence holds (None: the model's ``max_positions``, at most 4096); beyond, it has no idea.
-    ``cache``: a fresh one (None: what ``model.make_cache()`` gives).
+    It has a cache of its own, with a sequence for each of the engine's ``sequences`` and branches for its
+    guesses. Branches are forked at the end of the text and dropped again, so that guesses leave nothing
+    behind in any kind of cache, and accepted tokens are computed with the next call. ``capacity``: the tokens
+    that a sequence holds (None: the model's ``max_positions``, at most 4096); it does not guess beyond it.
+    ``cache``: a fresh cache (None: ``model.make_cache()``).
 
-    A call raises RequestError for a sequence that it was not made for.
+    A call raises RequestError for a sequence outside ``sequences``.
     """
 
     def __init__(
@@ -222,7 +226,7 @@ class ModelDraft(Closing, GuessedDraft):
     def _guess(
         self, seq: int, tokens: Sequence[int], count: int, spares: list[int], by: Draw | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The guesses go from one pass into the next on the device, and are read when all are there."""
+        """Guesses go from one pass into the next on the device, and are read at the end."""
         with self.model.backend.new_context() as ctx:
             here = ctx.input()
             guesser = Guesser(here, self._vocabulary, count, len(spares), by)
@@ -238,7 +242,9 @@ class ModelDraft(Closing, GuessedDraft):
         return found
 
     def _catch_up(self, ctx: ml.Context, seq: int, tokens: Sequence[int]) -> ml.Tensor:
-        """Evaluate what this sequence does not hold yet; the logits (1, vocab) behind the last token."""
+        """Evaluate the tokens that this sequence does not hold yet; returns the logits (1, vocab) after the
+        last token.
+        """
         stored = self._stored[seq]
         same = common_length(np.array(stored, np.int64), np.array(tokens, np.int64))
         begin = branches.resume_point(self.cache, seq, min(same, len(tokens) - 1))
@@ -258,5 +264,5 @@ class ModelDraft(Closing, GuessedDraft):
         return self.model.forward(ctx, batch, self.cache)
 
     def close(self) -> None:
-        """Close the cache; the model is the caller's."""
+        """Close the cache; the model belongs to the caller."""
         self.cache.close()

@@ -1,4 +1,5 @@
-"""Continuous batching: requests come and go at any time, and never recompute what a PrefixCache has.
+"""Continuous batching: requests come and go at any time, and never recompute prefixes that the PrefixCache
+has.
 
 After the iteration-level scheduling of Orca (Yu et al., 2022). A request is submitted, waits for a free
 sequence, and then takes part in the forward passes that ``step`` makes, one each::
@@ -9,8 +10,8 @@ sequence, and then takes part in the forward passes that ``step`` makes, one eac
         for event in engine.step():
             ...                                  # Started, Prefilled, Token, Finished, Failed
 
-While prompts and answers both want a pass, they take turns. Where the cache is full, the request that
-came last makes room and is continued later, from what is kept of it.
+While both prompts and answers are waiting for a pass, they take turns. If the cache is full, the latest
+request is preempted and continued later from its kept snapshots.
 """
 
 from __future__ import annotations
@@ -85,11 +86,11 @@ Tier = HostTier | SnapshotStore | str | PathLike[str]
 
 
 class Engine(Closing):
-    """Generates for requests that come at any time. A context manager.
+    """Generates text for requests that arrive at any time. A context manager.
 
-    Any thread may call it: one call at a time is made (a ``step`` is one pass), and the others wait, in the
-    order in which they came. Each event is told once, by whichever ``step`` comes next; ``complete`` leaves
-    those of other requests to it. Hold ``lock`` over calls that belong together.
+    Any thread may call it. One call runs at a time (a ``step`` is one pass), and the others wait in the order
+    of their arrival. Each event is returned once, by the next ``step``; ``complete`` leaves the events of
+    other requests to it. Hold ``lock`` over calls that belong together.
 
     ``tiers``: where snapshots go that the device has no room for, as PrefixCache takes them. A store
     among them is shared by all that load the same weights: ``identity`` says which these are (None: a
@@ -101,6 +102,18 @@ class Engine(Closing):
     After every call, whatever it raised, as many sessions are open as requests are running.
 
     Raises CapacityError, before anything is allocated, where the cache does not fit in memory.
+
+    >>> import ml
+    >>> from kvcache_engine import Engine, GenerationOptions, Tokenizer, bundled_model, load_model
+    >>> name = bundled_model()
+    >>> with ml.open_backend("numpy") as backend:
+    ...     with Engine(load_model(name, backend), Tokenizer.load(name)) as engine:
+    ...         request = engine.submit("And God said", GenerationOptions(max_new_tokens=4))
+    ...         while engine.busy:
+    ...             for event in engine.step():
+    ...                 pass                             # Started, Prefilled, Token, Finished, Failed
+    ...         len(request.answer.tokens)
+    4
     """
 
     def __init__(
@@ -124,7 +137,7 @@ class Engine(Closing):
         self.cache_bytes = cache_bytes(
             model.config, *sizes, options.largest_batch, getattr(model, "dtype", ml.DType.F32)
         )
-        """What the cache takes when its buffers are there, which is from the first token on."""
+        """Bytes of the cache once its buffers are allocated, which is at the first token."""
         share = getattr(model, "share", None)
         if share is not None and isinstance(identity, Mapping) and identity:
             identity = {"tensor_parallel": share.name, **identity}
@@ -156,13 +169,13 @@ class Engine(Closing):
             self.cache.close()
             raise
         self.lock = Turns(getattr(bound, "take_over", lambda: None))
-        """Held by the thread whose call is made."""
+        """Held by the thread whose call is running."""
         self._listeners: dict[int, Listener] = {}
-        """By request, who hears of its events in the place of who steps."""
+        """For each request, the listener that receives its events instead of the caller of ``step``."""
         self._streams = Streams(self)
         self._verifier = Verifier(self.cache, options, model.config.vocab_size)
         self.draft: Draft | None = None
-        """Of requests that bring none."""
+        """The draft for requests that bring none."""
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._full = False
@@ -172,12 +185,12 @@ class Engine(Closing):
 
     @in_turn
     def reset(self) -> None:
-        """Reset counts and request numbers, forget events not told yet. Only while the engine is not busy."""
+        """Reset counts and request numbers, and discard pending events. Only while the engine is not busy."""
         self._events: list[EngineEvent] = []
-        """What happened before a pass that failed: the next ``step`` or ``take_events`` tells."""
+        """Events from before a failed pass, which the next ``step`` or ``take_events`` returns."""
         self.statistics = Statistics()
         self.preemptions = 0
-        """How often a request had to make room for others."""
+        """How often a request was preempted."""
         self._submitted = 0
         self._listeners.clear()
         self._verifier.speculation = Speculation()
@@ -189,7 +202,7 @@ class Engine(Closing):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What was given, and the rank; or ``model_identity``, which reads all weights once."""
+        """The given identity, with the rank; or ``model_identity``, which reads all weights once."""
         if self._identity is None:
             self._identity = model_identity(self.model)
         return self._identity
@@ -205,7 +218,7 @@ class Engine(Closing):
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """Requests that hold a sequence, the longest running first."""
+        """Requests that have a sequence, the longest running first."""
         return tuple(self._running)
 
     # Requests.
@@ -226,15 +239,15 @@ class Engine(Closing):
         retention: Retention | None = None,
         listener: Listener | None = None,
     ) -> Request:
-        """Queue a request; it starts in a ``step`` that finds a sequence for it.
+        """Queue a request; it starts in the first ``step`` that has a free sequence for it.
 
         Only requests with the same ``salt`` reuse what it computes; all requests reuse its first ``shared``
         tokens (``PrefixCache.begin``). ``retention``: how long it is kept after the request ends.
 
-        ``draft`` proposes tokens of the answer, so that it takes fewer passes. It requires an engine with
-        SpeculativeOptions. Requests of one seed draw alike unless their ``stream`` differs. ``listener`` is
-        called with each event of the request, which no ``step`` returns then, in whatever thread steps; it
-        must not raise.
+        ``draft`` proposes tokens of the answer, which then takes fewer passes; it requires an engine with
+        SpeculativeOptions. Requests with the same seed sample the same tokens unless their ``stream``
+        differs. ``listener`` is called with each event of the request, in whichever thread calls ``step``,
+        which then does not return these events; it must not raise.
 
         Raises RequestError for a prompt or settings that cannot be served; nothing is queued then.
         """
@@ -262,7 +275,7 @@ class Engine(Closing):
         request.retention = retention
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
-        if self.busy:  # else it starts in the next step, and reads its own
+        if self.busy:  # otherwise it starts in the next step, and reads its own prefix
             request.ahead = self.prefix.prefetch(tokens, salt, shared)
         self._waiting.append(request)
         if listener is not None:
@@ -273,7 +286,7 @@ class Engine(Closing):
     def cancel(self, request: Request) -> bool:
         """End a request without an answer and keep what it computed. False: it had already ended.
 
-        A listener hears no more of it.
+        Its listener receives no further events.
         """
         if self._listeners.pop(request.id, None) is not None:
             self._events = [event for event in self._events if event.request != request.id]
@@ -292,12 +305,12 @@ class Engine(Closing):
         shared: int = 0,
         retention: Retention | None = None,
     ) -> AsyncGenerator[Token, None]:
-        """The answer as it grows: ``async for token in engine.stream(prompt)``.
+        """The answer as it is generated: ``async for token in engine.stream(prompt)``.
 
-        From any number of tasks, of event loops in any threads; a thread of the engine steps meanwhile, and
-        no loop waits for a pass. Where the iteration ends early (a task is cancelled, the generator closed),
-        so does the request. The arguments are those of ``submit``, and the error is raised that ``submit``
-        raises, or that a request or a pass fails with.
+        May be used by any number of tasks, in event loops of any threads: a thread of the engine makes the
+        passes, so that no loop waits for one. If the iteration ends early (the task is cancelled, the
+        generator closed), the request is cancelled. The arguments are those of ``submit``; raises its errors,
+        and those with which the request or a pass fails.
         """
         return self._streams.stream(
             prompt, settings, draft=draft, salt=salt, shared=shared, retention=retention
@@ -306,10 +319,10 @@ class Engine(Closing):
     def complete(
         self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
     ) -> list[Finished]:
-        """Submit all, and step until they are done: one answer per prompt, in their order.
+        """Submit all prompts and step until they are done; returns one answer per prompt, in order.
 
-        Raises the error of a failed request. Whatever is raised, these requests have ended. Other requests go
-        on meanwhile, those of ``complete`` in other threads too; their events are told by the next ``step``.
+        Raises the error of a failed request; these requests have then all ended. Other requests continue
+        meanwhile, including those of ``complete`` in other threads; the next ``step`` returns their events.
         """
         if isinstance(prompts, str):
             raise RequestError("complete: prompts is a string; it must be a sequence of prompts")
@@ -335,13 +348,15 @@ class Engine(Closing):
 
     @in_turn
     def forget(self) -> None:
-        """Discard what is kept in the cache and in host memory; running requests and stores are unchanged."""
+        """Discard the snapshots kept in the cache and in host memory; running requests and stores are
+        unchanged.
+        """
         self._verifier.clear()
         self.prefix.clear()
 
     @in_turn
     def close(self, flush: bool = True) -> None:
-        """Cancel all requests, write what is kept to the stores (``flush``) and close the cache."""
+        """Cancel all requests, write kept snapshots to the stores (if ``flush``) and close the cache."""
         if self.closed:
             return
         self.closed = True
@@ -365,7 +380,7 @@ class Engine(Closing):
 
     @in_turn
     def take_events(self) -> list[EngineEvent]:
-        """The events from before a pass that failed, which the next ``step`` would return; none as a rule."""
+        """The events from before a failed pass, which the next ``step`` would return; usually none."""
         events, self._events = self._events, []
         others: list[EngineEvent] = []
         for event in events:
@@ -379,19 +394,19 @@ class Engine(Closing):
 
     @in_turn
     def advance(self) -> None:
-        """``step``, for who has listeners: what others are to be told, the next ``step`` tells."""
+        """``step`` for a caller with listeners: events for others are returned by the next ``step``."""
         self._events = self.step()
 
     @in_turn
     def step(self) -> list[EngineEvent]:
         """Start requests while there is room, then make one forward pass; returns the events in order.
 
-        A request that cannot start, or continue even alone, ends with ``Failed``, or with "capacity" if it
-        has part of an answer. Any other error of a pass is raised here: the pass has not happened then, its
-        requests remain, and the next ``step`` tries again. It then also returns the events from before the
-        failed pass; ``take_events`` returns them without a pass. Where ranks share the model and one of them
-        fails while it begins a pass, the others raise GroupError and can try again too. One that fails
-        later, or is interrupted, ends the group: from then on ``step`` raises GroupError on all of them.
+        A request that cannot start, or cannot continue even alone, ends with ``Failed``, or with "capacity"
+        if it has part of an answer. Any other error of a pass is raised here: the pass has then not happened,
+        its requests remain, and the next ``step`` tries again. That ``step`` also returns the events from
+        before the failed pass; ``take_events`` returns them without a pass. If ranks share the model and one
+        of them fails while it begins a pass, the others raise GroupError and can try again too. A rank that
+        fails later, or is interrupted, ends the group: from then on ``step`` raises GroupError on all ranks.
         """
         self._check("step")
         with self.ranks.together():
@@ -417,11 +432,12 @@ class Engine(Closing):
 
     @in_turn
     def forward(self, parts: Sequence[Part]) -> Chosen:
-        """One pass over the next tokens of some sessions; what follows the parts that end there.
+        """One pass over the next tokens of some sessions; returns the tokens chosen for the parts that end
+        there.
 
-        The logits stay on the device: it is asked once, for the tokens drawn of all of them.
-        A pass that fails takes its tokens out of the cache again. Where that takes more with it (a
-        state that nothing of before is left of), that is computed again.
+        The logits stay on the device, and the sampled tokens of all parts are read in one transfer. If the
+        pass fails, its tokens are removed from the cache. If that removes more than them (a state without an
+        earlier copy), the rest is computed again.
         """
         try:
             with self.ranks.telling() as telling, self.model.backend.new_context() as ctx:
@@ -430,7 +446,7 @@ class Engine(Closing):
                 wanted, proposed = logprobs_of(parts), proposed_in(parts)
                 choice = Choice(here, draws_of(parts), vocabulary, wanted, proposed)
                 start_pass(self.model, ctx, batch, self.cache)
-                telling.how = None  # the model tells them
+                telling.how = None  # the model reports them
                 logits = self.model.forward(ctx, batch, self.cache)
                 telling.how = self.ranks.abandon
                 chosen = choice(here, logits)
@@ -442,8 +458,8 @@ class Engine(Closing):
         return chosen
 
     def _admit(self, events: list[EngineEvent]) -> None:
-        """In their order; while others compute, those go first that nothing is being read for."""
-        alone = self.ranks.alone  # what others read is not known here
+        """Start requests in order; while others compute, requests that nothing is being read for go first."""
+        alone = self.ranks.alone  # reads of other ranks are unknown here
         for request in sorted(self._waiting, key=lambda request: alone and request.fetching):
             if self._full or len(self.prefix.sessions) == self.options.max_sequences:
                 return
@@ -481,7 +497,9 @@ class Engine(Closing):
         plan_sharing(request, self._waiting, self.prefix)
 
     def _plan(self, drafting: bool, events: list[EngineEvent]) -> list[Part]:
-        """The next pass: chunks of prompts, or the next of every answer; in turns where both want one."""
+        """The next pass: chunks of prompts, or the next token of every answer; alternating if both are
+        waiting.
+        """
         prefill = [request for request in self._running if request.prefilling]
         decode = [request for request in self._running if not request.prefilling]
         if prefill and not (decode and self._prefilled_last):
@@ -492,14 +510,14 @@ class Engine(Closing):
         for request in decode:
             try:
                 parts.append(self._verifier.part(request, self.limit))
-            except Exception as error:  # its draft's, and so of this request alone
+            except Exception as error:  # the error of its draft, so it concerns this request alone
                 if not self.ranks.all_fail():
                     raise
                 self._over(request, events, [Failed(request.id, error)])
         return parts or (self._plan(drafting, events) if decode else [])
 
     def _take(self, parts: Sequence[Part], chosen: Chosen, prefill: bool, events: list[EngineEvent]) -> None:
-        """Take in what was drawn where a part reached the end of its tokens."""
+        """Process the tokens drawn for the parts that reached the end of their tokens."""
         row = 0
         for part in parts:
             request, run, known = part.request, part.request.run, part.request.run.stored
@@ -519,11 +537,11 @@ class Engine(Closing):
                     if tried and request.session is not None:
                         self._rewind(request, min(known, len(run.tokens) - 1))
                     raise
-                # Of this request alone: what was computed of the others is good.
+                # This request alone fails: what was computed for the others is valid.
                 if request.done:
                     log.warning("request %d: its last pass could not be taken in", request.id, exc_info=True)
                 else:
-                    if not isinstance(error, RunnerError):  # which is of the logits, and so on all ranks
+                    if not isinstance(error, RunnerError):  # caused by the logits, so it occurs on all ranks
                         self.ranks.abandon(error)
                     self._over(request, events, [Failed(request.id, error)], keep=not part.branches)
 
@@ -533,7 +551,7 @@ class Engine(Closing):
         except Exception:
             if self.ranks.alone:
                 raise
-            # The others have kept it, and go on with all requests.
+            # The other ranks have kept it, and continue with all requests.
             log.warning("sequence %d: what it computed could not be kept", session.seq, exc_info=True)
 
     def _accept(
@@ -553,7 +571,9 @@ class Engine(Closing):
             right = run.stored
             new = sum(map(has_token, told))
             statistics.generated_tokens += new
-            statistics.decoded_tokens += new - (run.generated == new > 0)  # the first comes of its prefill
+            statistics.decoded_tokens += new - (
+                run.generated == new > 0
+            )  # the first token comes from its prefill
             if not prefill:
                 self.speculation.passes += request.draft is not None
             if part.branches:
@@ -571,7 +591,7 @@ class Engine(Closing):
     def _over(
         self, request: Request, events: list[EngineEvent], last: Sequence[EngineEvent], keep: bool = True
     ) -> None:
-        """A request has ended, with these events, whatever becomes of what it computed."""
+        """End a request with these events, whether or not what it computed can be kept."""
         request.done = True
         events.extend(last)
         if last and isinstance(last[-1], Failed):
@@ -580,11 +600,11 @@ class Engine(Closing):
             request.answer = last[-1]
         self._leave(request, keep)
 
-    # Where there is no room, or something fails.
+    # Preemption and failures.
 
     def _make_room(self, error: CacheFullError, events: list[EngineEvent]) -> None:
-        """The request that started last goes back into the queue; a single one is over."""
-        if not self._running:  # all start anew
+        """Put the request that started last back into the queue; if it is the only one, end it."""
+        if not self._running:  # all start again
             return
         last = self._running[-1]
         if len(self._running) > 1:
@@ -597,14 +617,18 @@ class Engine(Closing):
             self._over(last, events, [Failed(last.id, error)])
 
     def _take_back(self, parts: Sequence[Part], lost: bool) -> None:
-        """Let every session be what it was before the pass, or have more of it computed again."""
+        """Return every session to its state before the pass, or to an earlier one from which it is computed
+        again.
+        """
         with ExitStack() as rewinding:  # all of them, even if one is interrupted
             for part in parts:
                 rewinding.callback(self._rewind, part.request, 0 if lost else part.request.run.stored)
             self._verifier.clear()
 
     def _agree_on(self, parts: Sequence[Part]) -> None:
-        """After a pass that no rank computed: each request goes on where all ranks can, or starts anew."""
+        """After a pass that no rank computed: each request continues from where all ranks can, or starts
+        again.
+        """
         while not self.ranks.alone:
             stored = [part.request.run.stored if part.request.session else -1 for part in parts]
             least = self.ranks.least(stored)
@@ -624,7 +648,7 @@ class Engine(Closing):
             self._waiting.insert(0, request)
 
     def _read_again(self) -> None:
-        """Where an interruption came before an answer was read, the token before it is computed again."""
+        """If an interruption came before a token was read, the token before it is computed again."""
         self._verifier.clear()
         for request in self.running:
             if request.run.stored == len(request.run.tokens):
@@ -636,14 +660,14 @@ class Engine(Closing):
         try:
             request.run.stored = session.rewind(target)
             session.extend(request.run.tokens[target:])
-        except BaseException as error:  # as good as lost: it starts anew
+        except BaseException as error:  # practically lost: it starts again
             if request in self._running:
                 self._requeue(request, keep=False)
             if not isinstance(error, Exception):
                 raise
 
     def _requeue(self, request: Request, keep: bool) -> None:
-        """Back to the head of the queue, to be continued from what is kept."""
+        """Put a request back at the head of the queue, to be continued from its kept snapshots."""
         try:
             self._leave(request, keep)
         finally:
@@ -652,7 +676,7 @@ class Engine(Closing):
             self._waiting.insert(0, request)
 
     def _leave(self, request: Request, keep: bool = True) -> None:
-        """Give up a request's place or sequence; where keeping its content fails, that is forgotten."""
+        """Release a request's place or sequence; if its content cannot be kept, it is discarded."""
         session, request.session = request.session, None
         if session is None:
             self._waiting.remove(request)
@@ -663,7 +687,7 @@ class Engine(Closing):
         try:
             session.close(keep)
         except BaseException as error:
-            session.close(keep=False)  # if it is not over all the same
+            session.close(keep=False)  # unless it has ended anyway
             if not isinstance(error, Exception):
                 raise
             log.warning("request %d: what it computed could not be kept", request.id, exc_info=True)
@@ -683,4 +707,4 @@ class Engine(Closing):
 
 
 def _ignored(event: EngineEvent) -> None:
-    """Hears of requests whose answers are asked for when they have ended."""
+    """A listener for requests whose answers are read only when they have ended."""

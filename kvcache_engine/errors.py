@@ -1,4 +1,4 @@
-"""What the runner refuses; each is an ``ml.MLError`` and a ValueError, and reads as one line."""
+"""The engine's errors; each is an ``ml.MLError`` and a ValueError, and its message is one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["CapacityError", "ModelError", "RequestError", "RunnerError", "TextTo
 
 
 class RunnerError(MLError, ValueError):
-    """Base of the runner's errors."""
+    """Base class of the engine's errors."""
 
 
 class ModelError(RunnerError):
@@ -22,7 +22,7 @@ class RequestError(RunnerError):
 
 
 class TextTooLongError(RequestError):
-    """A text of more than ``most`` tokens: ``count`` were found before the rest of it was looked at."""
+    """A text of more than ``most`` tokens; ``count`` were found before the rest was tokenized."""
 
     def __init__(self, count: int, most: int) -> None:
         super().__init__(f"the text has {count} tokens or more, and the maximum is {most}; shorten it")
@@ -30,7 +30,7 @@ class TextTooLongError(RequestError):
 
 
 class CapacityError(RunnerError):
-    """A cache, or a model with its cache, larger than the memory there is."""
+    """A cache, or a model with its cache, that is larger than the available memory."""
 
 
 def check_whole(owner: str, name: str, value: object, least: int, note: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Which model computed keys and values: what snapshots that outlive the process are named by."""
+"""The identity of a model, which names snapshots that outlive the process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ __all__ = ["model_identity"]
 def model_identity(model: Any) -> dict[str, str]:
     """JSON-able: ``kvcache.stores.identity_of`` the files that ``model`` was loaded from, in its dtype.
 
-    Of a model that is split over ranks, the rank and their number are in it too: each has keys and values of
-    its own heads. So is whether the layer for multi-token prediction stores its own. Reads all weights once.
+    For a model split over ranks it includes the rank and their number, as each rank has keys and values of
+    its own heads. It also includes whether the layer for multi-token prediction stores its own. All weights
+    are read once.
 
-    A model that has an ``identity()`` of its own is asked. Raises ModelError for another one that was not
-    loaded from files: name it yourself then.
+    A model's own ``identity()`` takes precedence. Raises ModelError for any other model that was not loaded
+    from files: pass an identity yourself then.
     """
     own = getattr(model, "identity", None)
     if own is not None:

@@ -1,4 +1,6 @@
-"""Prompts to their answers: an Engine that is asked for one set of them at a time, and forgets them then."""
+"""From prompts to answers: an Engine that serves one set of prompts at a time, and then discards their
+cache.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,16 @@ __all__ = ["Generator"]
 class Generator(Closing):
     """Generates text for many requests in one cache. A context manager; one ``generate`` at a time.
 
-    ``complete`` waits for those of other threads. ``generate`` does not: while the iterator of another one is
-    neither exhausted nor closed or dropped, however slowly it is drawn from, both raise RunnerError.
+    ``complete`` waits for calls of ``complete`` in other threads. ``generate`` does not wait: as long as the
+    iterator of another ``generate`` is neither exhausted, closed nor dropped, both raise RunnerError.
 
-    ``cache`` is a fresh one, which the generator binds and closes (None: what ``model.make_cache()``
-    gives, a ``CausalCache`` where the model has no such method).
-    ``tokenizer`` may be None where prompts are token ids and texts are not wanted.
-    With ``draft``, whose tokens are verified, there are fewer passes and the same answers; it is the caller's
-    to close.
+    ``cache`` is a fresh cache, which the generator binds and closes (None: ``model.make_cache()``, or a
+    ``CausalCache`` if the model has no such method). ``tokenizer`` may be None if prompts are token ids and
+    no text is needed. With ``draft``, whose tokens are verified, the same answers take fewer passes; the
+    caller closes it.
 
-    Raises CapacityError, before anything is allocated, where the cache does not fit in memory, RequestError
-    for a draft with other options than SpeculativeOptions.
+    Raises CapacityError, before anything is allocated, if the cache does not fit in memory, RequestError for
+    a draft without SpeculativeOptions.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Generator(Closing):
         self.engine, self.draft = Engine(model, tokenizer, options, cache=cache), draft
         self.options = self.engine.options
         self._lock = Turns()
-        """Of ``complete``."""
+        """Serializes calls of ``complete``."""
         self._used = threading.Lock()
         """Held by an iterator that has begun: any thread may drop it."""
 
@@ -65,12 +66,12 @@ class Generator(Closing):
 
     @property
     def statistics(self) -> Statistics:
-        """Of the last ``generate``."""
+        """The statistics of the last ``generate``."""
         return self.engine.statistics
 
     @property
     def speculation(self) -> Speculation:
-        """What the drafts of the last ``generate`` were worth."""
+        """How well the drafts of the last ``generate`` worked."""
         return self.engine.speculation
 
     @property
@@ -80,7 +81,7 @@ class Generator(Closing):
 
     @property
     def cache_bytes(self) -> int:
-        """What the cache takes when its buffers are there, which is from the first token on."""
+        """Bytes of the cache once its buffers are allocated, which is at the first token."""
         return self.engine.cache_bytes
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -90,13 +91,12 @@ class Generator(Closing):
     def generate(
         self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
     ) -> Events[Event, None, None]:
-        """Start the requests; events come as the iterator is drawn from, in the order they happen.
+        """Start the requests; events are produced in order as the iterator is consumed.
 
-        All prompts are checked at once, before any is computed. Request i draws its samples
-        independently of the others. When the iterator ends, fails or is closed, the cache is empty
-        again; ``statistics`` counts this call.
+        All prompts are checked before any is computed. Request i is sampled independently of the others. When
+        the iterator ends, fails or is closed, the cache is emptied; ``statistics`` covers this call.
 
-        Raises RequestError here; while drawing, whatever the backend raises.
+        Raises RequestError immediately, and errors of the backend during iteration.
         """
         if isinstance(prompts, str):
             raise RequestError("generate: prompts is a string; it must be a sequence of prompts")
@@ -113,7 +113,7 @@ class Generator(Closing):
     ) -> Events[Event, None, None]:
         engine = self.engine
         self._check_idle()
-        if not self._used.acquire(False):  # another thread's came between
+        if not self._used.acquire(False):  # another thread was first
             raise _unfinished()
         try:
             engine.reset()
@@ -133,13 +133,13 @@ class Generator(Closing):
     def complete(
         self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
     ) -> list[Finished]:
-        """``generate`` to its end: one answer per prompt, in their order."""
+        """Run ``generate`` to its end; returns one answer per prompt, in order."""
         with self._lock:
             answers = [event for event in self.generate(prompts, settings) if isinstance(event, Finished)]
         return sorted(answers, key=lambda answer: answer.request)
 
     def close(self) -> None:
-        """Close the cache; a ``generate`` that is not done fails. Model and backend are the caller's."""
+        """Close the cache; an unfinished ``generate`` fails. Model and backend belong to the caller."""
         self.engine.close()
 
 
@@ -148,7 +148,7 @@ def _unfinished() -> RunnerError:
 
 
 def _answers(events: Sequence[EngineEvent]) -> Iterator[Event]:
-    """The events; raises what a request failed with."""
+    """The events; raises the error of a failed request."""
     for event in events:
         if isinstance(event, Failed):
             raise event.error

@@ -1,7 +1,8 @@
-"""Conversations that outlive the process: their names, tokens and texts, each in a file of its own.
+"""Conversations that outlive the process: the name, tokens and text of each in a file of its own.
 
-They lie beside the pages of a store (``conversations/<model>/<name>.json``), which hold what was computed. A
-file is replaced whole, and says in a sha256 whether it is: what a crash leaves is the one before.
+The files are in the folder of a store (``conversations/<model>/<name>.json``), whose entries hold the
+computed keys and values. A file is replaced as a whole and contains its sha256: after a crash, the previous
+version is there.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ FORMAT = "kvcache.chat/1"
 FOLDER = "conversations"
 SUFFIX = ".json"
 LONGEST_STEM = 150
-"""Bytes of a file's name, before what tells it from other long ones."""
+"""The longest stem of a file's name in bytes, before the suffix that distinguishes long names."""
 _FIELDS = {"format", "name", "model", "tokens", "turns", "text", "sha256"}
 File = tuple[int, int, int]
-"""Inode, date and size: those of another file are others."""
+"""Inode, date and size, which identify a version of a file."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """``tokens`` that were said, and at ``turns`` where each turn began."""
+    """The ``tokens`` of a conversation, and the start of each turn in ``turns``."""
 
     name: str
     tokens: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
 
     def undo(self) -> int:
-        """Take the last turn back, and its answer; returns how many tokens went."""
+        """Remove the last turn and its answer; returns the number of tokens removed."""
         if not self.turns:
             raise RequestError(f"undo: {self.name} has no turn to remove")
         begin = self.turns.pop()
@@ -54,10 +55,10 @@ class Conversation:
 
 
 class KeptConversations:
-    """The conversations with one model that are kept in the folder of a store, which exists.
+    """The conversations with one model that are kept in the existing folder of a store.
 
-    ``model`` tells it from others, as the "files" of an engine's identity do; ``decode`` gives the text of
-    tokens, for people. What cannot be written is logged once and tried again with the next change.
+    ``model`` identifies the model, like the "files" of an engine's identity; ``decode`` returns the text of
+    tokens, for people to read. A failed write is logged once and tried again with the next change.
     """
 
     def __init__(self, store: Path, model: str, decode: Callable[[Sequence[int]], str]) -> None:
@@ -65,7 +66,7 @@ class KeptConversations:
         self._model, self._decode = model, decode
         self._seen: dict[str, File] = {}
         self.failed: dict[str, str] = {}
-        """By their names, those whose last change is not kept, and why."""
+        """The conversations whose last change could not be kept, by name, with the reason."""
         self.writable = True
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -74,7 +75,7 @@ class KeptConversations:
             self.writable = False
 
     def read(self) -> list[Conversation]:
-        """All of them, by name. What is damaged is left where it is, and logged."""
+        """All conversations, by name. Damaged files are left in place and logged."""
         found = []
         self._sweep()
         for path in sorted(self.folder.glob(f"*{SUFFIX}")):
@@ -90,7 +91,7 @@ class KeptConversations:
         return found
 
     def _sweep(self) -> None:
-        """Remove what processes that died have left: who writes holds the lock."""
+        """Remove what dead processes have left: a writer would hold the lock."""
         if not self.writable:
             return
         with contextlib.suppress(OSError), self._locked():
@@ -99,14 +100,14 @@ class KeptConversations:
 
     @property
     def others(self) -> int:
-        """How many conversations with other models lie beside these."""
+        """The number of conversations with other models in the same folder."""
         return sum(path.parent != self.folder for path in self.folder.parent.glob(f"*/*{SUFFIX}"))
 
     def write(self, conversation: Conversation, taken: Container[str] = ()) -> None:
-        """Keep it as it is now; one without tokens is forgotten.
+        """Save a conversation as it is now; one without tokens is deleted.
 
-        Where another process has written one of this name since it was read, that one stays; this one gets
-        a new name, which is not among those ``taken``.
+        If another process has written a conversation of this name since it was read, that one stays, and this
+        one gets a new name that is not in ``taken``.
         """
         if not self.writable:
             return
@@ -181,7 +182,7 @@ class KeptConversations:
         return strict_json.encode({**record, "sha256": _digest(record)}).encode()
 
     def _parsed(self, data: bytes) -> Conversation:
-        """Raises ValueError for anything but a whole one with this model."""
+        """Parse a file. Raises ValueError unless it is a complete conversation with this model."""
         record = strict_json.decode(data)
         if not isinstance(record, dict) or record.keys() != _FIELDS or record["format"] != FORMAT:
             raise ValueError(f"not of the format {FORMAT}")

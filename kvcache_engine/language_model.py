@@ -1,4 +1,4 @@
-"""What the engine asks of a model, and what it takes for a prompt."""
+"""What the engine requires of a model, and what it accepts as a prompt."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int]
-"""A text, or token ids as they are."""
+"""A text, or token ids."""
 
 
 class LanguageModel(Protocol):
-    """What the loop needs of a model: ``Llama`` and its relatives, ``TransformersModel``, or one of yours.
+    """What the engine needs of a model: ``Llama`` and its relatives, ``TransformersModel``, or your own.
 
-    It may have more: ``make_cache()`` gives the cache of its layers (without it: a ``CausalCache``),
-    ``dtype`` says what it computes in (F32), ``identity()`` names its weights for stores.
+    Optional members: ``make_cache()`` returns the cache for its layers (default: a ``CausalCache``),
+    ``dtype`` is what it computes in (default: F32), ``identity()`` identifies its weights for stores.
     """
 
     @property
@@ -43,13 +43,15 @@ class LanguageModel(Protocol):
     def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
         """Logits (len(batch.outputs), vocab_size); keys and values go through ``cache``.
 
-        ``cache.start_forward(ctx, batch)`` was called, but for a model that ``StartsPasses``.
+        ``cache.start_forward(ctx, batch)`` has been called, unless the model is a ``StartsPasses``.
         """
 
 
 @runtime_checkable
 class StartsPasses(Protocol):
-    """A model whose ``forward`` calls ``start_forward`` itself, for it may make several passes of a batch."""
+    """A model whose ``forward`` calls ``start_forward`` itself, because it may split a batch into several
+    passes.
+    """
 
     starts_passes: Literal[True]
 
@@ -70,7 +72,7 @@ def cache_for(model: LanguageModel) -> Any:
 
 
 def start_pass(model: LanguageModel, ctx: ml.Context, batch: Batch, cache: Cache) -> None:
-    """What comes before ``model.forward(ctx, batch, cache)``."""
+    """Start the pass before ``model.forward(ctx, batch, cache)``."""
     if not isinstance(model, StartsPasses):
         cache.start_forward(ctx, batch)
 
@@ -78,7 +80,7 @@ def start_pass(model: LanguageModel, ctx: ml.Context, batch: Batch, cache: Cache
 def encode_prompt(
     tokenizer: Tokenizer | None, prompt: Prompt, config: ModelSizes, capacity: int
 ) -> list[int]:
-    """A text's token ids, or the ids as they are, checked as ``check_prompt`` does."""
+    """A text's token ids, or the given ids, checked by ``check_prompt``."""
     if not isinstance(prompt, str):
         return check_prompt(prompt, config, capacity)
     if tokenizer is None:
@@ -116,7 +118,7 @@ def check_prompt(tokens: Sequence[int], config: ModelSizes, capacity: int) -> li
 
 
 def settings_for(tokenizer: Tokenizer | None, settings: GenerationOptions | None) -> GenerationOptions:
-    """The settings, or the default ones. Raises RequestError for stop strings where there is no text."""
+    """The settings, or the defaults. Raises RequestError for stop strings without a tokenizer."""
     settings = settings or GenerationOptions()
     if settings.stop and tokenizer is None:
         raise RequestError(

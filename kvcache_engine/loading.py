@@ -1,4 +1,4 @@
-"""From a path to a model that is ready to run."""
+"""Loading models from a path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("kvcache")
 
 
 def bundled_model() -> Path:
-    """The folder of the model that ships with this package. Raises ModelError where it is not there."""
+    """The folder of the model that ships with this package. Raises ModelError if it is missing."""
     folder = Path(__file__).parent / "tiny"
     if not (folder / "config.json").is_file():
         raise ModelError(
@@ -34,7 +34,7 @@ def bundled_model() -> Path:
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """The config of a model folder or .gguf file. Raises ModelError with one clear line."""
+    """The config of a model folder or .gguf file. Raises ModelError with a message of one line."""
     found = existing_model_path(path)
     if found.is_file():
         from kvcache_engine.checkpoints.gguf import config_from_gguf, open_gguf
@@ -55,13 +55,14 @@ def load_model(
 ) -> LanguageModel:
     """Load a Hugging Face folder or .gguf file onto a backend; ``progress(done, total)`` counts tensors.
 
-    With a ``group`` of several ranks (kvcache_engine.parallel) only this rank's part is loaded; every
-    rank calls this, and then gives its model the same passes.
+    With a ``group`` of several ranks (kvcache_engine.parallel), only this rank's part is loaded; every rank
+    must call this, and then run the same passes.
 
-    ``mtp`` loads the layer for multi-token prediction too, which ``kvcache_engine.mtp.MTPDraft`` drafts with.
+    ``mtp`` also loads the layer for multi-token prediction, with which ``kvcache_engine.mtp.MTPDraft``
+    drafts.
 
-    Every tensor's name and shape is checked, and that the weights fit in memory, before anything is
-    put on a device. Raises ModelError or CapacityError.
+    The name and shape of every tensor, and the memory required, are checked before anything is put on a
+    device. Raises ModelError or CapacityError.
     """
     config = load_config(path)
     weights = open_weights(path)
@@ -78,7 +79,7 @@ def load_model(
 
 
 def _with_mtp(config: Any, source: WeightSource, mtp: bool) -> Any:
-    """With that layer where it is asked for; ModelError for a model or a checkpoint without it."""
+    """The config with that layer if requested; ModelError for a model or a checkpoint without it."""
     name = f"model.layers.{config.layers}.eh_proj.weight"
     there = hasattr(config, "with_mtp") and name in source
     if mtp and not there:

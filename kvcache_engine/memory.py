@@ -1,4 +1,4 @@
-"""What a model and its cache take, computed from the config before anything is allocated."""
+"""The memory of a model and its cache, computed from the config before anything is allocated."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def cache_bytes(
     max_batch: int = 512,
     activations: ml.DType = ml.DType.F32,
 ) -> int:
-    """Bytes of what a cache stores in all layers, for ``max_sequences`` of ``capacity`` tokens each.
+    """Bytes that a cache stores in all layers, for ``max_sequences`` of ``capacity`` tokens each.
 
-    Layers with a window store the window alone, and room for ``max_batch`` tokens. ``activations`` is
-    what the model computes in: some formats have scales of that dtype. Raises InvalidRangeError for a format
-    that does not take the size of the model's keys.
+    Layers with a window store only the window and ``max_batch`` further tokens. ``activations`` is the dtype
+    in which the model computes: some formats have scales of that dtype. Raises InvalidRangeError for a format
+    that does not support the size of the model's keys.
     """
     stored = CacheFormat.of(dtype)
     total = config.state_bytes(max_sequences, capacity)
@@ -34,9 +34,9 @@ def cache_bytes(
 
 
 def available_bytes(backend: ml.Backend) -> int | None:
-    """Free bytes on all devices of the backend together; None where one cannot tell.
+    """Free bytes on all devices of the backend together; None if one of them does not report it.
 
-    Devices of kind "cpu" lie in the one memory of the host, which counts once.
+    Devices of kind "cpu" share the host's memory, which counts once.
     """
     rows = zip(backend.devices, backend.memory().devices, strict=True)
     places = {"host" if device.kind == "cpu" else device.name: row.free for device, row in rows}
@@ -53,9 +53,9 @@ def check_memory(
     capacity: int,
     weight_bytes: int = 0,
 ) -> None:
-    """Refuse a cache that does not fit beside ``weight_bytes`` still to be loaded.
+    """Refuse a cache that does not fit in memory with ``weight_bytes`` still to be loaded.
 
-    Raises CapacityError, which says what is asked, what is free and what would fit.
+    Raises CapacityError, which says what is needed, what is free and what would fit.
     """
     free = available_bytes(backend)
     needed = cache_bytes(config, cache_dtype, max_sequences, capacity)

@@ -1,4 +1,4 @@
-"""Drafts by the model's own layer for multi-token prediction (``kvcache_engine.models.mtp``)."""
+"""Drafts from the model's own layer for multi-token prediction (``kvcache_engine.models.mtp``)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["MTPDraft"]
 
 
 class MTPDraft(GuessedDraft):
-    """Guesses greedily or draws, in the cells of the engine that it drafts for.
+    """Drafts greedily or by sampling, in the cache of its engine.
 
-    ``model`` is the one of the engine, loaded with ``mtp=True``. One continuation is guessed, of at most 31
-    tokens; a layer that was trained for one token guesses the further ones less well. What it stores for
-    them leaves the cache again before the engine's pass.
+    ``model`` is the engine's model, loaded with ``mtp=True``. One continuation of at most 31 tokens is
+    guessed; a layer that was trained for one token guesses further ones less well. What it stores for them is
+    removed from the cache before the engine's pass.
     """
 
     def __init__(self, model: Any) -> None:
@@ -51,4 +51,4 @@ class MTPDraft(GuessedDraft):
                 return guesser.read(ctx.input()) if guessed else None
             finally:
                 branches.rollback(cache, seq, held)
-                cache.rolled_back(seq)  # which is not news to the session: its tokens are all there
+                cache.rolled_back(seq)  # the session need not know: all of its tokens are still there

@@ -1,4 +1,4 @@
-"""What an engine's cache has room for, and how its passes are cut."""
+"""The size of an engine's cache, and how its passes are split."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Fetch = Literal["measured", "always"]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The cache: ``max_sequences`` at a time, of ``capacity`` tokens each (None: the model's
-    ``max_positions``, at most 4096), stored as ``cache_dtype`` (what ``Cache.init`` takes);
-    ``prefill_chunk`` prompt tokens go through one forward pass at most.
+    """The options of an engine: up to ``max_sequences`` at a time, of ``capacity`` tokens each (None: the
+    model's ``max_positions``, at most 4096), stored as ``cache_dtype`` (see ``Cache.init``). At most
+    ``prefill_chunk`` prompt tokens are computed in one forward pass.
 
-    ``context`` tokens are what one request may hold (None: ``capacity``). All sequences share
-    ``max_sequences * capacity`` tokens, so that a larger ``context`` lets some go beyond their share while
-    others need less. ``budget`` bounds the bytes of kept snapshots on the device, those in the cache's own
-    cells too (None: twice what the cache takes); ``interval`` and ``block_size`` are as PrefixCache has them:
-    entries of stores, and blocks that events tell of, have ``block_size`` tokens, and keys depend on it.
-    ``tenant_budget``, ``read_ahead`` and ``backlog`` are PrefixCache's, too, as is
-    ``write_through``: each answer is written to the stores when it ends, by a thread.
+    ``context`` is the most tokens of one request (None: ``capacity``). All sequences share ``max_sequences *
+    capacity`` tokens, so a larger ``context`` lets some exceed their share while others need less. ``budget``
+    limits the bytes of kept snapshots on the device, including those in the cache's own cells (None: twice
+    the size of the cache). ``interval`` and ``block_size`` are options of PrefixCache: entries of stores, and
+    blocks in events, have ``block_size`` tokens, and keys depend on it. ``tenant_budget``, ``read_ahead``,
+    ``backlog`` and ``write_through`` are options of PrefixCache too; with ``write_through``, a thread writes
+    each answer to the stores when it ends.
 
-    ``fetch``: "measured" asks a store where fetching beats computing, by what both took so far
-    (``BreakEven``); "always" asks for every prefix.
+    ``fetch``: "measured" reads from a store only if fetching is faster than computing, as measured so far
+    (``BreakEven``); "always" reads every prefix.
     """
 
     max_sequences: int = 4
@@ -66,13 +66,13 @@ class EngineOptions:
         return min(config.max_positions, 4096) if self.capacity is None else self.capacity
 
     def context_for(self, config: ModelSizes) -> int:
-        """How many tokens one request can hold: prompt and answer together."""
+        """The most tokens of one request, prompt and answer together."""
         return min(self.context or self.capacity_for(config), config.max_positions)
 
     def cache_sizes(self, config: ModelSizes) -> tuple[CacheDType, int, int]:
-        """What the cache stores, of how many sequences, with how many tokens each.
+        """The format, the number of sequences and the tokens of each, as for ``Cache.init``.
 
-        Raises RequestError for a ``context`` that is more than the cache has.
+        Raises RequestError for a ``context`` larger than the cache.
         """
         capacity = self.capacity_for(config)
         total = capacity * self.max_sequences
@@ -89,14 +89,15 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeOptions(EngineOptions):
-    """As EngineOptions, and: up to ``tokens`` drafted tokens a pass, in each of up to ``width`` branches.
+    """EngineOptions with speculative decoding: up to ``tokens`` draft tokens per pass, in each of up to
+    ``width`` branches.
 
-    With more than one the cache has ``width`` sequences more for each of ``max_sequences``, and room for
-    their drafts.
+    With more than one branch, the cache has ``width`` additional sequences for each of ``max_sequences``, and
+    room for their drafts.
 
-    ``acceptance`` of what a ``SamplingDraft`` says where a request samples: "rejection" keeps the
-    distribution and accepts the most; "exact" gives the tokens that plain decoding draws by the same
-    seed. With more than one branch it is always exact.
+    ``acceptance`` applies to a ``SamplingDraft`` if the request samples: "rejection" keeps the distribution
+    and accepts the most tokens; "exact" produces the tokens that plain decoding draws with the same seed.
+    With more than one branch it is always exact.
     """
 
     tokens: int = 4
@@ -113,14 +114,14 @@ class SpeculativeOptions(EngineOptions):
 
     @property
     def rejects(self) -> bool:
-        """Whether drafts are drawn and accepted by rejection sampling, where they can be."""
+        """Whether drafts are sampled and accepted by rejection sampling where possible."""
         return self.acceptance == "rejection" and self.width == 1
 
     def cache_sizes(self, config: ModelSizes) -> tuple[CacheDType, int, int]:
         dtype, sequences, capacity = EngineOptions.cache_sizes(self, config)
         if self.width == 1:
             return dtype, sequences, capacity
-        # Cells are common to all: those of the texts, and of the drafts of all branches.
+        # All sequences share the cells, for their texts and for the drafts of all branches.
         drafts = self.width * (self.tokens + 1)
         return dtype, sequences * (1 + self.width), -(-(capacity + drafts) // (1 + self.width))
 

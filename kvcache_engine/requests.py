@@ -1,4 +1,4 @@
-"""What is asked of a generator, what it tells as it goes, and what it cost."""
+"""The options, events and statistics of generation."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ FinishReason = Literal["stop", "length", "capacity"]
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """How to generate: at most ``max_new_tokens`` per request, sampled as ``Sampler`` says.
+    """How to generate: at most ``max_new_tokens`` per request, sampled as ``Sampler`` describes.
 
-    ``stop`` strings end a text and are not part of it. The model's end-of-sequence tokens do so too
-    unless ``ignore_eos``. With ``logprobs`` each token comes with its log probability and those of so many
-    of the likeliest (0: its own alone).
+    ``stop`` strings end a text and are not part of it. So do the model's end-of-sequence tokens, unless
+    ``ignore_eos``. With ``logprobs``, each token comes with its log probability and those of that many of the
+    likeliest tokens (0: only its own).
 
     Raises RequestError for an option of another type or outside its range.
+
+    >>> from kvcache_engine import GenerationOptions
+    >>> GenerationOptions(max_new_tokens=64, temperature=0.7, top_p=0.9, stop=["User:"]).max_new_tokens
+    64
     """
 
     max_new_tokens: int = 128
@@ -55,10 +59,10 @@ class GenerationOptions:
             )
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"GenerationOptions: ignore_eos={self.ignore_eos!r}; it must be True or False")
-        self.sampler()  # refuses what it cannot draw by
+        self.sampler()  # refuses invalid sampling options
 
     def sampler(self, stream: int = 0) -> Sampler:
-        """Draws as these options say."""
+        """A sampler with these options."""
         return Sampler(self.temperature, self.top_k, self.top_p, self.seed, stream, self.min_p)
 
 
@@ -70,9 +74,9 @@ def _are_stops(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A request has its sequence: ``reused`` of its prompt's tokens were in the cache already.
+    """A request has started: ``reused`` of its prompt's tokens were already in the cache.
 
-    For ``spared`` more no store was asked, since computing them is faster.
+    For ``spared`` further tokens no store was asked, because computing them is faster.
     """
 
     request: int
@@ -92,7 +96,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token, and the text that it makes certain ("" while a character is unfinished).
+    """One generated token, and the text that it completes ("" while a character is unfinished).
 
     ``token`` is None for text that was held back until the end.
     """
@@ -107,8 +111,8 @@ class Token:
 class Finished:
     """The whole answer to one request; ``text`` without the prompt and the stop string.
 
-    ``tokens`` are all that were generated, those of a stop string too, an end-of-sequence token not;
-    ``logprobs`` are theirs, where they were asked for.
+    ``tokens`` are all generated tokens, including those of a stop string but not an end-of-sequence token;
+    ``logprobs`` are theirs, if requested.
     """
 
     request: int
@@ -130,9 +134,9 @@ Event = Started | Prefilled | Token | Finished
 
 @dataclass(slots=True)
 class Statistics:
-    """Sums over requests; times in seconds.
+    """Sums over requests; times are in seconds.
 
-    The first token of each request comes out of its prefill: ``decoded_tokens`` are the others.
+    The first token of each request comes from its prefill; ``decoded_tokens`` counts the others.
     """
 
     prompt_tokens: int = 0
@@ -149,5 +153,5 @@ class Statistics:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Of all sequences together."""
+        """Decoded tokens per second of all sequences together."""
         return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0

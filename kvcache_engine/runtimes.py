@@ -1,4 +1,4 @@
-"""Whose code computes a model: ours, transformers' or mlx-lm's. None is imported before it is chosen."""
+"""Which library runs a model: this package, transformers or mlx-lm. Each is imported only if chosen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Runtime(StrEnum):
 
     @property
     def backend(self) -> str:
-        """On what the models of another library compute, and keep K and V; "" for our own: on any."""
+        """The backend that the library's models run on and store K and V with; "" for our own models: any."""
         return {Runtime.TRANSFORMERS: "torch", Runtime.MLX_LM: "mlx"}.get(self, "")
 
     @property
@@ -40,17 +40,17 @@ class Runtime(StrEnum):
 
 
 _MODELS = {Runtime.TRANSFORMERS: "TransformersModel", Runtime.MLX_LM: "MLXModel"}
-"""What ``kvcache.integrations`` offers of each."""
+"""The class in ``kvcache.integrations`` for each library."""
 
 
 def runtime_for(path: Path, asked: Runtime | None = None) -> Runtime:
-    """The runtime of the model at ``path``: the one that is asked for, else the first that is good for it.
+    """The runtime for the model at ``path``: the requested one, else the first that is suitable.
 
-    A .gguf file and what we have a model for run by our own code, weights that MLX has quantized by mlx-lm,
-    and others by transformers or mlx-lm, whichever is installed (on macOS mlx-lm, where both are).
+    .gguf files and supported architectures run with our own code, weights quantized by MLX with mlx-lm, and
+    others with transformers or mlx-lm, whichever is installed (with mlx-lm on macOS if both are).
 
-    Raises NotSupportedError for a runtime that is not installed, ModelError for a model that no runtime here
-    may take.
+    Raises NotSupportedError for a runtime that is not installed, ModelError for a model that no installed
+    runtime can run.
     """
     if asked is not None:
         if not asked.installed:
@@ -80,16 +80,16 @@ def runtime_for(path: Path, asked: Runtime | None = None) -> Runtime:
 
 
 def load_foreign(runtime: Runtime, path: Path, backend: ml.Backend, dtype: ml.DType) -> LanguageModel:
-    """The model in a folder, by the library that has its code; ``backend`` is one of ``runtime.backend``.
+    """Load the model in a folder with its library; ``backend`` must be of the kind ``runtime.backend``.
 
-    Raises ModelError where the library cannot load it, NotSupportedError where the engine cannot drive it.
+    Raises ModelError if the library cannot load it, NotSupportedError if the engine cannot run it.
     """
     module = importlib.import_module(f"kvcache.integrations.{runtime.package}")
     try:
         return cast("LanguageModel", getattr(module, _MODELS[runtime]).load(path, backend, dtype))
     except ml.MLError:
         raise
-    except Exception as error:  # whatever a library makes of a folder
+    except Exception as error:  # libraries raise anything for an unsuitable folder
         reason = (str(error).strip() or "no reason is given").splitlines()[0]
         raise ModelError(
             f"{path}: {runtime.value} cannot load this model ({type(error).__name__}: {reason})"
@@ -97,9 +97,10 @@ def load_foreign(runtime: Runtime, path: Path, backend: ml.Backend, dtype: ml.DT
 
 
 def sampling_defaults(path: Path) -> dict[str, Any]:
-    """What generation_config.json says of how to draw, by the names of ``GenerationOptions``; {}: nothing.
+    """The sampling settings in generation_config.json, under the names of ``GenerationOptions``; {} if there
+    are none.
 
-    A model whose ``do_sample`` is not true says nothing of it.
+    The settings of a model whose ``do_sample`` is not true are ignored.
     """
     folder = path if path.is_dir() else path.parent
     file = folder / "generation_config.json"

@@ -1,4 +1,4 @@
-"""Choosing the next tokens: what each request draws by, and the draws of a whole pass on its device."""
+"""Choosing the next tokens: each request's sampling settings, and sampling for a whole pass on its device."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from ml import nn
 __all__ = ["Choice", "Chosen", "Logprobs", "Proposed", "Sampler"]
 
 _BLOCK = 64
-"""Draws that are made ahead at a time."""
+"""How many draws are made in advance at a time."""
 _LARGEST_VOCABULARY = 1 << 24
 """Ids up to here are exact in F32."""
 
 
 class Sampler:
-    """Greedy at ``temperature`` 0, else a draw from softmax(logits / temperature), of which some may be cut.
+    """Greedy at ``temperature`` 0, otherwise samples from softmax(logits / temperature), possibly truncated.
 
-    ``top_k`` keeps the k likeliest tokens (0: all). ``top_p`` then keeps the smallest set of the
-    likeliest whose probability together reaches p, and never fewer than one (Holtzman et al., 2020).
-    ``min_p`` then keeps those at least that share as likely as the likeliest (0: all; Nguyen et al., 2024).
-    Ties go to the lower token id. The same ``seed`` gives the same draws; None takes a new one.
-    Each ``stream`` of a seed has draws of its own: one per sequence makes its text independent of what
-    else is in the batch.
+    ``top_k`` keeps the k likeliest tokens (0: all). ``top_p`` then keeps the smallest set of the likeliest
+    whose probability together reaches p, and never fewer than one (Holtzman et al., 2020). ``min_p`` then
+    keeps the tokens whose probability is at least that fraction of the highest (0: all; Nguyen et al., 2024).
+    Ties go to the lower token id. The same ``seed`` gives the same draws; None takes a new seed. Each
+    ``stream`` of a seed has its own draws: with one stream per sequence, a text does not depend on the rest
+    of the batch.
 
     Raises RequestError for a setting outside its range.
+
+    >>> from kvcache_engine import Sampler
+    >>> Sampler(temperature=0.8, top_p=0.95, seed=3).uniform(0) == Sampler(seed=3).uniform(0)
+    True
     """
 
     def __init__(
@@ -65,11 +69,11 @@ class Sampler:
         self._draws, self.drafting, self.accepting = (
             Uniforms(self.seed, stream or 0, *use) for use in ((), (1,), (2,))
         )
-        """Draws of their own decide what a draft says of token ``index``, and whether that is accepted."""
+        """Separate draws decide the draft's token ``index``, and whether it is accepted."""
 
     def uniform(self, index: int) -> float:
-        """Draw ``index`` of this seed and stream: the token is the one at which the cumulative probability
-        reaches it (``ml.nn.BatchSampler``).
+        """Draw ``index`` of this seed and stream; the sampled token is the one at which the cumulative
+        probability reaches it (``ml.nn.BatchSampler``).
         """
         return self._draws(index)
 
@@ -79,7 +83,9 @@ class Sampler:
 
 
 class Uniforms:
-    """Draws in (0, 1], exact in F32, of a seed and a stream: counted, so in any order."""
+    """Draws in (0, 1], exact in F32, of a seed and a stream; they are indexed, so they can be taken in any
+    order.
+    """
 
     def __init__(self, seed: int, *stream: int) -> None:
         self._entropy = np.random.SeedSequence(seed, spawn_key=stream)
@@ -98,10 +104,10 @@ class Uniforms:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """log softmax of the logits as the model gave them: before temperature and what cuts the draw.
+    """log softmax of the model's logits, before temperature and truncation.
 
-    Of the token that was drawn, and of the likeliest, (id, log probability) each, descending, the lower id
-    first among equals. A token that cannot come has -inf.
+    For the drawn token and for the likeliest ones, as (id, log probability) in descending order, ties by
+    lower id. An impossible token has -inf.
     """
 
     token: float
@@ -109,9 +115,9 @@ class Logprobs:
 
 
 class Chosen:
-    """The tokens that a pass has drawn, one for each row of its logits: (rows, 2), id and largest logit.
+    """The tokens drawn in a pass, one for each row of its logits: (rows, 2), id and largest logit.
 
-    ``logprobs`` are those of the rows that want them.
+    ``logprobs`` are those of the rows that requested them.
     """
 
     def __init__(self, rows: np.ndarray, logprobs: Mapping[int, Logprobs] | None = None) -> None:
@@ -119,11 +125,13 @@ class Chosen:
         self._logprobs = logprobs or {}
 
     def logprobs(self, row: int) -> Logprobs | None:
-        """None where they were not asked for."""
+        """The log probabilities of a row; None if they were not requested."""
         return self._logprobs.get(row)
 
     def token(self, row: int) -> int:
-        """Raises RunnerError where the logits hold NaN or infinity, or nothing that may be drawn."""
+        """The token of a row. Raises RunnerError if the logits contain NaN or infinity, or no token that may
+        be drawn.
+        """
         token, largest = self._rows[row]
         if not math.isfinite(largest):
             raise RunnerError(
@@ -134,7 +142,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A drafted token, drawn from ``probabilities`` (vocabulary,), on the host, for ``row`` of a pass."""
+    """A draft token for ``row`` of a pass, drawn from ``probabilities`` (vocabulary,) on the host."""
 
     row: int
     token: int
@@ -142,13 +150,13 @@ class Proposed:
 
 
 class Choice:
-    """How the tokens of one pass are drawn: row by row, by whose draw of which index.
+    """How the tokens of one pass are drawn: for each row, the sampler and the index of its draw.
 
-    Where a token is ``proposed`` the row has that one or one in its place (``ml.nn.RejectionSampler``); the
-    distribution is the same. ``logprobs`` says of how many of the likeliest tokens each row wants them (0: of
-    the drawn one alone; None: none, as for all rows where it is empty).
+    A row with a ``proposed`` token gets that token or a replacement (``ml.nn.RejectionSampler``), with the
+    same distribution. ``logprobs`` is the number of likeliest tokens for which each row requests log
+    probabilities (0: only the drawn one; None: none; empty: none for any row).
 
-    Make it before the pass is queued: what the device needs for it is uploaded here.
+    Create it before the pass is queued, since it uploads its data.
     """
 
     def __init__(
@@ -181,13 +189,15 @@ class Choice:
                 self._asking = ctx.from_numpy(np.array(list(self._wanted), np.int32))
 
     def __call__(self, ctx: ml.Context, logits: ml.Tensor) -> Chosen:
-        """Draw from logits F32 (rows, vocabulary) where they are: one transfer, of two numbers per row.
+        """Draw from logits F32 (rows, vocabulary) on their device, with one transfer of two numbers per row.
 
-        Log probabilities come in the same one. Logits that lie in the host's memory anyway are sampled there.
+        Log probabilities are part of the same transfer. Logits in host memory are sampled there.
         """
         if self._there is not None:
             return self._on_device(ctx, logits, self._there)
-        host = logits.to_numpy()  # of no rows too: what is pending is computed, and fails here if it does
+        host = (
+            logits.to_numpy()
+        )  # even without rows: pending work is computed, and its errors are raised here
         if not self._count:
             return Chosen(host)
         chosen = best = host.argmax(1)  # the first NaN, if there is one
@@ -216,7 +226,7 @@ class Choice:
         return Chosen(host[: 2 * self._count].reshape(self._count, 2), self._read(logprobs))
 
     def _read(self, found: np.ndarray | None) -> dict[int, Logprobs]:
-        """By row, what ``nn.logprobs`` has found of those that ask."""
+        """The results of ``nn.logprobs`` by row, for the rows that requested them."""
         if found is None:
             return {}
         values, ids = np.split(found, [self._most + 1], 1)
@@ -228,7 +238,7 @@ class Choice:
 
 
 def _drafted(draws: Sequence[tuple[Sampler, int]], proposed: Sequence[Proposed]) -> nn.Drafted | None:
-    """What is proposed, row by row; None where nothing is."""
+    """The proposed tokens, row by row; None if there are none."""
     if not proposed:
         return None
     uniform = [sampler.accepting(i) for sampler, i in (draws[each.row] for each in proposed)]
@@ -237,7 +247,7 @@ def _drafted(draws: Sequence[tuple[Sampler, int]], proposed: Sequence[Proposed])
 
 
 def _is_real(value: object) -> bool:
-    """Whether it is a number that a float holds, and finite."""
+    """Whether it is a finite number in the range of a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:

@@ -1,8 +1,8 @@
-"""A conversation in one file: its tokens, and what a cache holds of them.
+"""A conversation in one file: its tokens, and the keys and values of them in a cache.
 
-The file is a page of kvcache.stores (safetensors layout). Its meta says which model and which settings
-computed it, and holds a sha256 over all of that and the arrays; it names no backend, so that it is resumed
-on any other.
+The file is a serialized snapshot of kvcache.stores (safetensors format). Its meta names the model and the
+settings that computed it, and contains a sha256 over everything; it does not depend on the backend, so that
+it can be resumed on any other.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ __all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read",
 
 FORMAT = "kvcache.conversation/2"
 _BLOCK = 16 << 20
-"""Bytes that are read between two looks at the progress."""
+"""Bytes that are read between two reports of progress."""
 _FIELDS = {"format", "tokens", "evaluated", "model", "cache", "snapshots"}
 
 
 class ConversationError(RunnerError):
-    """A saved conversation that cannot be used: a damaged file, or one of another model or cache."""
+    """A saved conversation that cannot be used: a damaged file, or one from another model or cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedConversation:
     """``tokens``, and snapshots of the first ``evaluated`` of them: all, or all but the last.
 
-    ``pages`` follow one another; each ends where a window or a state is that others can go on from.
-    ``model`` is the engine's identity, ``cache`` what the cache's ``settings`` say.
+    ``pages`` are consecutive snapshots; each ends at a window or a state from which others can continue.
+    ``model`` is the engine's identity, ``cache`` the cache's ``settings``.
     """
 
     tokens: tuple[int, ...]
@@ -64,7 +64,7 @@ class SavedConversation:
 
     @property
     def dtype(self) -> ml.DType:
-        """What the model computed in."""
+        """The dtype in which the model computed."""
         found = str(_naming(self.model)["dtype"])
         if found not in ml.DType.__members__:
             raise ConversationError(
@@ -74,16 +74,17 @@ class SavedConversation:
 
     @property
     def cache_dtype(self) -> CacheDType:
-        """What keys and values are stored in, by name."""
+        """The name of the format of keys and values."""
         return str(_naming(self.cache)["dtype"])
 
 
 def capture(engine: Engine, tokens: Sequence[int], inside: int | None = None) -> SavedConversation:
-    """What the engine's cache holds of ``tokens``; what it no longer does is computed. Nothing is counted.
+    """A saved conversation with the engine's snapshots of ``tokens``; missing ones are computed. Statistics
+    do not change.
 
-    Prompts that leave the conversation before its end go on from the windows and states inside it, which take
-    at most ``inside`` bytes (None: as many as all else).
-    Raises CacheFullError or SessionLimitError where the engine's requests leave no room for that.
+    A prompt that diverges before the end continues from the windows and states inside the conversation, which
+    take at most ``inside`` bytes (None: as many as everything else). Raises CacheFullError or
+    SessionLimitError if the engine's requests leave no room.
     """
     with engine.lock:
         return _captured(engine, tokens, inside)
@@ -94,7 +95,7 @@ def _captured(engine: Engine, tokens: Sequence[int], inside: int | None) -> Save
     evaluated = len(tokens) if complete else len(tokens) - 1
     if evaluated < 1:
         raise ConversationError("save: the conversation has only one token, so there is nothing to save")
-    asked = [*tokens[:evaluated], 0]  # one token more: a session always leaves one to evaluate
+    asked = [*tokens[:evaluated], 0]  # one more token: a session always leaves one to evaluate
     with engine.prefix.stats.paused(), engine.ranks.begin(engine.prefix, asked, Tenant()) as session:
         request = Request(RequestState(-1, asked[:-1], GenerationOptions(), Sampler()))
         request.session, request.run.stored = session, session.cached
@@ -106,10 +107,9 @@ def _captured(engine: Engine, tokens: Sequence[int], inside: int | None) -> Save
 
 
 def adopt(engine: Engine, saved: SavedConversation) -> None:
-    """Keep a saved conversation in the engine's cache: what begins with its tokens goes on from there.
+    """Add a saved conversation to the engine's cache: prompts that begin with its tokens continue from there.
 
-    Raises ConversationError for one of another model or kind of cache, CacheFullError where it does not
-    fit.
+    Raises ConversationError for one from another model or kind of cache, CacheFullError if it does not fit.
     """
     parts = [model.get("tensor_parallel", "0/1") for model in (saved.model, engine.identity)]
     if parts[0] != parts[1]:
@@ -134,7 +134,7 @@ def adopt(engine: Engine, saved: SavedConversation) -> None:
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """Where ``write`` would put the file; ConversationError where it would refuse to."""
+    """The file that ``write`` would create. Raises ConversationError if it would refuse to."""
     target = Path(path).expanduser()
     if target.is_dir():
         raise ConversationError(f"{path}: is a folder; give a file")
@@ -146,7 +146,9 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 
 
 def write(path: str | os.PathLike[str], saved: SavedConversation) -> int:
-    """Write the file, whole or not at all; returns its bytes. Raises ConversationError where it cannot."""
+    """Write the file, atomically; returns its size in bytes. Raises ConversationError if that is not
+    possible.
+    """
     meta = {
         "format": FORMAT,
         "tokens": list(saved.tokens),
@@ -173,7 +175,7 @@ def read(
 ) -> SavedConversation:
     """Read a file and check it; ``progress(done, total)`` counts the bytes.
 
-    Raises ConversationError for anything but a whole one.
+    Raises ConversationError for anything but a complete saved conversation.
     """
     source = Path(path).expanduser()
     try:
@@ -216,9 +218,9 @@ def _is_whole(meta: Mapping[str, Any]) -> bool:
 
 
 def write_whole(target: Path, parts: Sequence[memoryview]) -> None:
-    """Write a file, whole or not at all: a temporary one takes its place when it is on the device.
+    """Write a file atomically: a temporary file is renamed once its bytes are on the device.
 
-    Where it is a link, that stays, and what it points to is replaced.
+    If the target is a link, the link stays, and the file that it points to is replaced.
     """
     target = target.resolve()
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
@@ -232,7 +234,7 @@ def write_whole(target: Path, parts: Sequence[memoryview]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # where folders cannot be synced, a crash of the machine may cost it
+    with contextlib.suppress(OSError):  # if folders cannot be synced, a crash of the machine may lose it
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -241,7 +243,7 @@ def write_whole(target: Path, parts: Sequence[memoryview]) -> None:
 
 
 def _naming(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where a model's identity or a cache's settings name a dtype or format."""
+    """The part of a model's identity or a cache's settings that names a dtype or format."""
     for key in ("dtype", "attention", "caches"):
         found = record.get(key)
         if key == "dtype" and isinstance(found, str):

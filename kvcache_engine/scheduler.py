@@ -1,4 +1,4 @@
-"""The requests of an engine, and which of their tokens go into a pass."""
+"""The requests of an engine, and which of their tokens each pass computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ __all__ = [
 ]  # fmt: skip
 
 MIN_SHARED = 16
-"""Tokens; for fewer no pass is cut short on models whose state cannot be shared from its middle."""
+"""The fewest shared tokens for which a pass is cut short, on models whose states cannot be shared from the
+middle of a pass.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,63 +51,64 @@ class Request:
         self.run = run
         self.tenant = tenant
         self.ids = np.array(run.tokens, dtype=np.int64) if ids is None else ids
-        """The prompt, as the prefix cache has it: those of different tenants differ."""
+        """The prompt as the prefix cache has it, which differs between tenants."""
         self.draft = draft
         self.repeat = 0
-        """Accepted tokens of a draft that are evaluated again with the next one."""
+        """The accepted draft tokens that are evaluated again with the next token."""
         self.session: Session | None = None
         self.retention: Retention | None = None
         self.ahead: Prefetch | None = None
-        """What is read from stores while it waits."""
+        """Reads from stores while the request waits."""
         self.lookup: Lookup | None = None
-        """What came of the search for its prefix when it first got a sequence."""
+        """The result of the search for its prefix when it first got a sequence."""
         self.started = False
         self.done = False
         """Whether it finished, failed or was cancelled."""
         self.error: Exception | None = None
-        """What it failed with."""
+        """The error with which it failed."""
         self.answer: Finished | None = None
-        """What it ended with, if it did not fail, and was not cancelled."""
+        """The answer, unless it failed or was cancelled."""
         self.stops: set[int] = set()
-        """Where snapshots are scheduled for the sake of requests that go on from there."""
+        """Positions of snapshots scheduled for other requests that continue from there."""
 
     @property
     def id(self) -> int:
-        """As the events have it in ``request``."""
+        """The number of the request, as in the ``request`` of events."""
         return self.run.request
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The prompt, and what was generated so far."""
+        """The prompt and the tokens generated so far."""
         return tuple(self.run.tokens)
 
     @property
     def text(self) -> str:
-        """What was generated so far."""
+        """The text generated so far."""
         return self.run.text
 
     @property
     def fetching(self) -> bool:
-        """Whether something is being read from stores for its sake."""
+        """Whether something is being read from stores for this request."""
         return self.ahead is not None and not self.ahead.done
 
     def release(self) -> None:
-        """Let go of what was read for it."""
+        """Release what was read for it."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
             ahead.release()
 
     @property
     def prefilling(self) -> bool:
-        """Whether more than the last token of an answer is still to be computed."""
+        """Whether more than the last token is still to be computed."""
         return not self.run.generated or len(self.run.tokens) - self.run.stored > 1 + self.repeat
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One draft of what follows, in a sequence of the cache.
+    """One draft continuation, in a sequence of the cache.
 
-    ``probabilities`` (draft, vocabulary): what its tokens were drawn from; None where they were not.
+    ``probabilities`` (draft, vocabulary): the distributions its tokens were drawn from; None if they were not
+    sampled.
     """
 
     seq: int
@@ -115,9 +118,9 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The next ``count`` tokens of a request; with drafts of what follows, if any, in ``branches``.
+    """The next ``count`` tokens of a request, with draft continuations, if any, in ``branches``.
 
-    ``mark``: where the request's sequence stood, if its only branch is in that one.
+    ``mark``: a mark of the request's sequence, if its only branch is in that sequence itself.
     """
 
     request: Request
@@ -127,13 +130,15 @@ class Part:
 
     @property
     def tried(self) -> Sequence[Branch]:
-        """The branches, or where there are none the request's sequence without a draft."""
+        """The branches; if there are none, the request's sequence without a draft."""
         assert self.request.session is not None
         return self.branches or (Branch(self.request.session.seq),)
 
 
 def batch_of(parts: Sequence[Part]) -> Batch:
-    """One pass; outputs are wanted of the parts that reach the end of their tokens, and of their drafts."""
+    """The batch of one pass; outputs are requested for the parts that reach the end of their tokens, and for
+    their drafts.
+    """
     positions: list[int] = []
     sequences: list[int] = []
     inputs: list[int] = []
@@ -152,17 +157,19 @@ def batch_of(parts: Sequence[Part]) -> Batch:
 
 
 def draws_of(parts: Sequence[Part]) -> list[tuple[Sampler, int]]:
-    """For each output of ``batch_of(parts)``: by whose draw of which index its token is chosen."""
+    """For each output of ``batch_of(parts)``, the sampler and the index of the draw that chooses its
+    token.
+    """
     return [(run.sampler, run.generated + i) for run, _, i in _outputs(parts)]
 
 
 def logprobs_of(parts: Sequence[Part]) -> list[int | None]:
-    """For each output of ``batch_of(parts)``: of how many likely tokens log probabilities are wanted."""
+    """For each output of ``batch_of(parts)``, for how many likely tokens log probabilities are requested."""
     return [run.settings.logprobs for run, _, _ in _outputs(parts)]
 
 
 def proposed_in(parts: Sequence[Part]) -> list[Proposed]:
-    """The drafted tokens that were drawn, each with the output of ``batch_of(parts)`` that it guesses."""
+    """The sampled draft tokens, each with the output of ``batch_of(parts)`` that it guesses."""
     return [
         Proposed(row, branch.draft[i], branch.probabilities[i])
         for row, (_, branch, i) in enumerate(_outputs(parts))
@@ -171,7 +178,7 @@ def proposed_in(parts: Sequence[Part]) -> list[Proposed]:
 
 
 def _outputs(parts: Sequence[Part]) -> Iterator[tuple[RequestState, Branch, int]]:
-    """Whose output it is, of which branch, and behind how many drafted tokens."""
+    """For each output, its part, its branch, and the number of draft tokens before it."""
     for part in parts:
         run = part.request.run
         if run.stored + part.count == len(run.tokens):
@@ -181,7 +188,7 @@ def _outputs(parts: Sequence[Part]) -> Iterator[tuple[RequestState, Branch, int]
 
 
 def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Iterator[Part]:
-    """At most ``budget`` tokens of prompts, first come first served, cut where snapshots are due."""
+    """At most ``budget`` prompt tokens, first come first served, split where snapshots are due."""
     for request in requests:
         run, session = request.run, request.session
         assert session is not None
@@ -196,7 +203,7 @@ def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Ite
 def worth_waiting(
     request: Request, running: Iterable[Request], prefix: PrefixCache, ranks: Agreement
 ) -> bool:
-    """Whether a prompt that is being computed will soon have more of this one's prefix than there is now."""
+    """Whether a prompt being computed will soon provide more of this request's prefix than exists now."""
     best = 0
     for other in running:
         shared = _shared(request, other)
@@ -209,9 +216,9 @@ def worth_waiting(
 
 
 def plan_sharing(request: Request, others: Iterable[Request], prefix: PrefixCache) -> None:
-    """Have what a prompt's passes leave be kept where others part from it.
+    """Schedule snapshots of a prompt where other requests diverge from it.
 
-    Only where a model's state cannot be shared from its middle: a window, a recurrence.
+    Only needed if a model's state cannot be shared from the middle: a window or a recurrence.
     """
     session = request.session
     if prefix.tree.divisible or session is None:
@@ -224,5 +231,5 @@ def plan_sharing(request: Request, others: Iterable[Request], prefix: PrefixCach
 
 
 def _shared(request: Request, other: Request) -> int:
-    """How many tokens of a prompt another one begins with; the last is always computed."""
+    """How many first tokens two prompts share; the last token of a prompt is always computed."""
     return min(common_length(request.ids, other.ids), request.ids.size - 1)

@@ -1,7 +1,7 @@
-"""Answers token by token in asyncio: a thread steps the engine while anybody waits for some.
+"""Answers token by token in asyncio: a thread steps the engine while any task waits for tokens.
 
-Tasks of any event loop, in any thread, ask and give up; the thread does what that takes of the engine between
-two passes, so that no loop waits for a pass.
+Tasks of event loops in any thread submit and cancel requests; the thread executes these calls between two
+passes, so that no loop waits for a pass.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvcache_engine.scheduler import Failed, Request
 __all__ = ["Listener", "Streams"]
 
 Listener = Callable[[Event | Failed], None]
-"""Hears the events of one request, in the thread that steps the engine; it must not raise."""
+"""Receives the events of one request, in the thread that steps the engine; it must not raise."""
 
 
 class Steps(Protocol):
-    """What is asked of an engine."""
+    """The part of an engine that is used here."""
 
     @property
     def submit(self) -> Callable[..., Request]: ...
@@ -33,7 +33,7 @@ class Steps(Protocol):
 
 
 class _Stream:
-    """A request on its way: what its task hears, and the handle once it is submitted."""
+    """A streaming request: the events for its task, and the handle once it is submitted."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -41,23 +41,23 @@ class _Stream:
         self.request: Request | None = None
 
     def tell(self, event: Event | Failed) -> None:
-        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody hears
+        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody is listening
             self._loop.call_soon_threadsafe(self.inbox.put_nowait, event)
 
 
 class Streams:
-    """Those of one engine."""
+    """The streams of one engine."""
 
     def __init__(self, engine: Steps) -> None:
         self._engine = engine
         self._starting = threading.Lock()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """What is to be done between two passes."""
+        """Calls to make between two passes."""
         self._running: set[_Stream] = set()
         self._thread: threading.Thread | None = None
 
     async def stream(self, prompt: Any, *options: Any, **named: Any) -> AsyncGenerator[Token, None]:
-        """The tokens of an answer to what ``submit`` takes; the request ends with the generator."""
+        """The tokens of an answer; arguments are those of ``submit``. The request ends with the generator."""
         one = _Stream()
 
         def begin() -> None:
@@ -74,7 +74,7 @@ class Streams:
         finally:
             self._post(lambda: self._end(one))
 
-    # Of the thread.
+    # In the thread.
 
     def _post(self, call: Callable[[], None]) -> None:
         with self._starting:
@@ -96,9 +96,9 @@ class Streams:
                 continue
             try:
                 self._engine.advance()
-            except Exception as error:  # of a pass, which would fail them again and again
+            except Exception as error:  # a pass failed, and would fail again and again
                 with contextlib.suppress(Exception):
-                    self._engine.take_events()  # what came before
+                    self._engine.take_events()  # earlier events
                 for one in [*self._running]:
                     self._fail(one, error)
 
@@ -114,7 +114,7 @@ class Streams:
         one.tell(Failed(number, error))
 
     def _end(self, one: _Stream) -> None:
-        """Also of one that has ended: then nothing changes."""
+        """End a stream; no effect if it has already ended."""
         self._running.discard(one)
         if one.request is not None:
             self._engine.cancel(one.request)

@@ -16,22 +16,27 @@ from kvcache_engine.errors import ModelError, RequestError, TextTooLongError
 __all__ = ["StreamDecoder", "TokenBytes", "Tokenizer"]
 
 _CONTEXT = 8
-"""Tokens of context, and the longest wait while one broken character follows another."""
+"""Tokens of context, and the longest wait for consecutive incomplete characters."""
 _LONGEST = 4
-"""Tokens of one character."""
+"""The most tokens of one character."""
 _ANCHORS = "\n."
-"""A text that goes on is tokenized behind the first of these with which it shares no token."""
+"""A continued text is tokenized after the first of these with which it shares no token."""
 _PIECE = 1 << 15
-"""Characters of a long text that are tokenized at a time to learn whether all of it may fit."""
+"""How many characters of a long text are tokenized at a time to find out whether it can fit."""
 _SEAM = 16
-"""By how many tokens, at most, a piece may differ from the same characters inside the whole text."""
+"""By how many tokens, at most, a piece may differ from the same characters within the whole text."""
 
 
 class Tokenizer:
-    """A ``tokenizers.Tokenizer`` with the one question of a BOS token settled.
+    """A ``tokenizers.Tokenizer`` that knows whether its model expects a BOS token.
 
-    ``prefix`` are the tokens that the model expects before every text: what tokenizer.json's own
-    template puts there (Llama: BOS; Qwen: nothing), or BOS where tokenizer_config.json asks for it.
+    ``prefix`` are the tokens that the model expects before every text: those of the template in
+    tokenizer.json (Llama: BOS; Qwen: none), or BOS if tokenizer_config.json requests it.
+
+    >>> from kvcache_engine import Tokenizer, bundled_model
+    >>> tokenizer = Tokenizer.load(bundled_model())
+    >>> tokenizer.decode(tokenizer.encode("And God said"))
+    'And God said'
     """
 
     def __init__(self, backend: Any, prefix: Sequence[int] | None = None) -> None:
@@ -40,9 +45,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """From a folder's tokenizer.json; for a .gguf file from one beside it, else from its vocabulary.
+        """Load a folder's tokenizer.json; for a .gguf file, one beside it, else the file's vocabulary.
 
-        Raises ModelError where there is none, or it cannot be read.
+        Raises ModelError if there is none, or it cannot be read.
         """
         path = located(path)
         folder = path if path.is_dir() else path.parent
@@ -79,10 +84,10 @@ class Tokenizer:
     def encode(self, text: str, bos: bool = True, most: int | None = None) -> list[int]:
         """The token ids of ``text``; with ``bos`` after the tokens that the model expects first.
 
-        Of a text that has certainly more than ``most`` tokens (None: no limit) only the beginning is
-        tokenized, to refuse it: one that is a little longer is returned. Other threads run meanwhile.
+        A text that certainly has more than ``most`` tokens (None: no limit) is refused after tokenizing only
+        its beginning; one that is slightly longer is returned. Other threads run meanwhile.
 
-        Raises TextTooLongError, and RequestError for what is no Unicode text.
+        Raises TextTooLongError, and RequestError for invalid Unicode text.
         """
         _check_unicode(text)
         if most is not None and len(text) > _PIECE:
@@ -95,9 +100,9 @@ class Tokenizer:
         return [*self._prefix, *ids] if bos else ids
 
     def encode_more(self, text: str, most: int | None = None) -> list[int]:
-        """The token ids of a text that goes on where another ended, within the limits of ``encode``.
+        """The token ids of a text that continues another, within the limits of ``encode``.
 
-        SentencePiece puts a blank before every text: here there is none.
+        SentencePiece puts a space before every text; here there is none.
         """
         ids = self.encode(text, bos=False, most=most)
         for anchor in _ANCHORS if self._begins_with_blank else ():
@@ -110,37 +115,37 @@ class Tokenizer:
         return self._ids_after(_ANCHORS[0], "a") not in (None, self._ids("a"))
 
     def _ids_after(self, anchor: str, text: str) -> list[int] | None:
-        """None where the two share a token."""
+        """The ids of ``text`` after ``anchor``; None if the two share a token."""
         head, whole = self._ids(anchor), self._ids(anchor + text)
         return whole[len(head) :] if whole[: len(head)] == head else None
 
     def _ids(self, text: str) -> list[int]:
-        # ``encode`` would hold Python's lock, and keep all threads waiting, for as long as it takes.
+        # ``encode`` would hold the GIL, and block all threads, for its whole duration.
         (found,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return list(found.ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """By id, the bytes that a token stands for by itself."""
+        """For each id, the bytes that the token stands for by itself."""
         return TokenBytes(self._backend)
 
     def stream(self, context: Sequence[int] = ()) -> StreamDecoder:
-        """A decoder of the tokens that follow ``context`` (the prompt: it decides on a leading space)."""
+        """A decoder for the tokens that follow ``context``, the prompt, which determines a leading space."""
         return StreamDecoder(self, context)
 
 
 class StreamDecoder:
     """Text as its tokens arrive: each ``push`` returns what is new, and never half a character.
 
-    A token may hold part of a character's UTF-8 bytes, and how it reads may depend on the one before
-    it. So a short window of tokens is decoded twice, with and without the new one; the difference is
-    the new text, held back while the tokens' bytes end within a character: that the text ends in U+FFFD
-    does not say so, since a model may write one. The window begins with a character, since byte fallback
-    breaks whole ones behind half a one too; a character that the context does not finish is part of the
+    A token may contain part of a character's UTF-8 bytes, and its text may depend on the token before. A
+    short window of tokens is therefore decoded twice, with and without the new token. The difference is the
+    new text, which is held back while the tokens' bytes end within a character (a final U+FFFD does not prove
+    that, since a model may write one). The window begins at a character, since byte fallback also breaks
+    complete characters after an incomplete one. A character that the context does not finish is part of the
     new text.
     """
 
@@ -164,7 +169,7 @@ class StreamDecoder:
         return self._advance(final=False)
 
     def flush(self) -> str:
-        """What is left at the end: an unfinished character shows as U+FFFD."""
+        """The rest at the end; an unfinished character becomes U+FFFD."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
@@ -177,7 +182,7 @@ class StreamDecoder:
         return text[known:]
 
     def _bytes(self, token: int) -> bytes:
-        """Of what ``decode`` shows: of a special token nothing."""
+        """The bytes that ``decode`` shows; none for a special token."""
         known = self._tokenizer.token_bytes
         return b"" if token in known.special else known[token]
 
@@ -186,14 +191,16 @@ class StreamDecoder:
         return bool(self._utf8.getstate()[0])
 
     def _show(self, window: list[int]) -> None:
-        """All of the window's text is known, and its first ``_whole`` characters are final."""
+        """Record that the window's text has been shown, and that its first ``_whole`` characters are
+        final.
+        """
         self._window, self._read = window, len(window)
         self._shown = self._tokenizer.decode(window)
         self._whole = len(self._shown)
 
 
 def _template_prefix(backend: Any) -> list[int]:
-    """What the template adds before a text; what it adds behind (an EOS) is no part of a prompt."""
+    """The tokens that the template adds before a text; those after it (an EOS) are not part of a prompt."""
     plain = backend.encode("a", add_special_tokens=False).ids
     full = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(plain) + 1):
@@ -203,7 +210,7 @@ def _template_prefix(backend: Any) -> list[int]:
 
 
 def _configured_bos(backend: Any, file: Path) -> int | None:
-    """Older folders say ``add_bos_token`` and leave it out of the template."""
+    """The BOS token of older folders, which have ``add_bos_token`` instead of a template."""
     config = read_json(file) if file.is_file() else {}
     if not isinstance(config, dict):
         raise ModelError(f"{file}: not valid JSON (it must be an object)")
@@ -217,13 +224,13 @@ def _check_unicode(text: str) -> None:
     except UnicodeEncodeError as error:
         code, before = ord(text[error.start]), text[max(0, error.start - 20) : error.start]
         what = f"U+{code:04X}, half of a surrogate pair"
-        if 0xDC80 <= code <= 0xDCFF:  # as Python decodes what is no UTF-8 in a terminal or an argument
+        if 0xDC80 <= code <= 0xDCFF:  # how Python decodes invalid UTF-8 from a terminal or an argument
             what = f"the byte 0x{code & 0xFF:02X}, which is not UTF-8"
         raise RequestError(f"the text is not valid Unicode: after {before!r} it has {what}") from None
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text cut at blanks where there are some: hardly any token reaches over these."""
+    """The text, split at spaces if possible: hardly any token spans one."""
     start = 0
     while start < len(text):
         stop = start + _PIECE
@@ -238,10 +245,10 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """By id, of a ``tokenizers.Tokenizer``: as its decoder puts them together, and with a leading blank.
+    """The bytes of each token of a ``tokenizers.Tokenizer``, as its decoder joins them, with a leading space.
 
-    Knows what byte-level BPE (GPT-2, Llama 3, Qwen), SentencePiece (Llama 2, Gemma) and byte fallback write;
-    of another decoder it is the text of the token decoded alone.
+    It supports byte-level BPE (GPT-2, Llama 3, Qwen), SentencePiece (Llama 2, Gemma) and byte fallback; for
+    other decoders it is the text of the token decoded alone.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -255,7 +262,7 @@ class TokenBytes:
         self._blank = next(filter(None, map(_blank, steps)), None)
 
     def __getitem__(self, token: int) -> bytes:
-        """b"" for an id that the vocabulary lacks, as models padded to a round number have them."""
+        """b"" for an id outside the vocabulary, as in models whose size is padded to a round number."""
         text = self._backend.id_to_token(token)
         if text is None:
             return b""
@@ -271,7 +278,7 @@ class TokenBytes:
 
 
 def _steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
-    """Of which a decoder is made, those in others too."""
+    """The steps of a decoder, including nested ones."""
     waiting = [] if decoder is None else [json.loads(decoder.__getstate__())]
     while waiting:
         step = waiting.pop(0)
@@ -280,7 +287,7 @@ def _steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _blank(step: Mapping[str, Any]) -> str | None:
-    """What a step turns into a blank."""
+    """The text that a step turns into a space."""
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     if step["type"] == "Replace" and step["content"] == " ":
@@ -290,7 +297,9 @@ def _blank(step: Mapping[str, Any]) -> str | None:
 
 
 def _byte_level() -> dict[str, int]:
-    """Characters of byte-level BPE to bytes: those that print stand for themselves (Radford et al., 2019)."""
+    """Maps characters of byte-level BPE to bytes; printable ones stand for themselves (Radford et al.,
+    2019).
+    """
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in plain)
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

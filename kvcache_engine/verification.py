@@ -1,28 +1,29 @@
-"""Drafts in the engine's passes: proposed before one, verified in it, taken back after it.
+"""Speculative decoding in the engine: drafts are proposed before a pass, verified in it, and rolled back
+after it.
 
-After Leviathan et al. (2023), and the token trees of SpecInfer (Miao et al., 2024). A pass evaluates the
-last token and the drafted ones; all of its logits are sampled at once, each with the draw that plain decoding
-would have there, and the draft is right as long as it says the same. What it got wrong is taken back with
+After Leviathan et al. (2023), and the token trees of SpecInfer (Miao et al., 2024). A pass evaluates the last
+token and the draft tokens. All of its logits are sampled at once, each with the draw that plain decoding
+would use there, and draft tokens are accepted as long as they agree. Rejected tokens are rolled back with
 ``kvcache.caches.branches``::
 
     text  ... t | d1 d2 d3 d4        sampled: d1 d2 x            d1, d2 and x are the next tokens;
                                                                  d3 and d4 leave the cache
 
-So the answers are those of plain decoding, whatever the draft: greedy ones, and sampled ones of the same
+Whatever the draft, the answers are thus those of plain decoding: greedy ones, and sampled ones with the same
 seed. (As in any batched pass, logits may differ in their last bits from those of a pass over one token.)
 
-A draft that draws its tokens (``SamplingDraft``) is right more often with rejection sampling
-(``ml.nn.RejectionSampler``): a drawn token is accepted with the probability that keeps the distribution, and
-what takes its place is another. Answers are distributed as those of plain decoding then; those of a seed
-differ.
+A draft that samples its tokens (``SamplingDraft``) has more of them accepted with rejection sampling
+(``ml.nn.RejectionSampler``): a token is accepted with the probability that preserves the distribution, and
+otherwise replaced. Answers then have the distribution of plain decoding, but differ from those of the same
+seed.
 
-Of recurrent layers the model gives the state after each drafted token, and the sequence goes back to the one
-behind the last that was accepted. Where it does not (``RecurrentCache.delivers``) the sequence returns to
-where the pass began, of which a copy was kept, and the accepted tokens are evaluated again together with the
-next one, in a pass without drafts.
+For recurrent layers, the model delivers the state after each draft token, and the sequence goes back to the
+state after the last accepted token. If the model does not (``RecurrentCache.delivers``), the sequence returns
+to the beginning of the pass, of which a copy was kept, and the accepted tokens are evaluated again together
+with the next token, in a pass without drafts.
 
-With ``width`` > 1 several drafts of one text are branches of its sequence, verified in the same pass; the
-best one is kept. They share what came before, and each has the tokens of its own draft.
+With ``width`` > 1, several drafts of one text are branches of its sequence, verified in the same pass; the
+best one is kept. They share the text before them, and each has the tokens of its own draft.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ __all__ = ["Speculation", "Verifier", "accept"]
 
 
 _ROUNDING = 1e-3
-"""How far what a token was drawn from may be from summing to 1."""
+"""How far the sum of a draft's probabilities may be from 1."""
 
 
 @dataclass(slots=True)
 class Speculation:
-    """What drafts were worth: sums over the requests that had one.
+    """How well drafts worked: sums over the requests with a draft.
 
-    ``passes`` of a text, how many of them had ``drafts``, the tokens ``drafted`` for them in the branch that
-    won, and how many of these were ``accepted``; ``repeated`` tokens had to be evaluated again, on recurrent
-    layers whose model does not deliver their states.
+    ``passes`` of a text, how many of them had ``drafts``, the ``drafted`` tokens in the winning branches, and
+    how many of these were ``accepted``. ``repeated`` tokens had to be evaluated again, for recurrent layers
+    whose model does not deliver states.
     """
 
     passes: int = 0
@@ -67,17 +68,19 @@ class Speculation:
 
     @property
     def acceptance(self) -> float:
-        """The share of drafted tokens that were accepted; 0 where nothing was drafted."""
+        """The fraction of draft tokens that were accepted; 0 if there were none."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """What a pass of a text gives: the accepted tokens and one more. 0 before the first."""
+        """The tokens that a pass of a text produces: the accepted tokens and one more. 0 before the first
+        pass.
+        """
         return (self.passes + self.accepted) / self.passes if self.passes else 0.0
 
 
 class Verifier:
-    """The drafts of an engine's requests, and the sequences behind the requests' own for their branches."""
+    """The drafts of an engine's requests, and the additional sequences for their branches."""
 
     def __init__(self, cache: Any, options: EngineOptions, vocabulary: int) -> None:
         self._options = options if isinstance(options, SpeculativeOptions) else None
@@ -92,13 +95,13 @@ class Verifier:
         return self._options is not None
 
     def clear(self) -> None:
-        """Empty the branches that a pass which did not come to its end has left."""
+        """Empty the branches that an unfinished pass has left."""
         if self._forked:
             branches.drop(self._cache, range(self._sequences, self._cache.max_sequences))
             self._forked = False
 
     def part(self, request: Request, limit: int) -> Part:
-        """The next tokens of an answer, with drafts of what follows where the request has any."""
+        """The next tokens of an answer, with draft continuations if the request has any."""
         run, session = request.run, request.session
         count = len(run.tokens) - run.stored
         # None while accepted tokens are to be evaluated again.
@@ -117,18 +120,20 @@ class Verifier:
         return Part(request, 1, tried)
 
     def _keep_states(self, stored: int, tried: Sequence[Branch]) -> bool:
-        """Have the pass keep the states behind the last token and each drafted one; whether it will."""
+        """Request the states after the last token and each draft token from the pass; returns whether it
+        delivers them.
+        """
         wants = (range(stored + 1, stored + 1 + len(branch.draft)) for branch in tried)
         found = [branches.want_states(self._cache, b.seq, want) for b, want in zip(tried, wants, strict=True)]
         return all(found)
 
     @property
     def _spares(self) -> range:
-        """One for each branch of a request."""
+        """The additional sequences, one for each branch of a request."""
         return range(self._options.width if self._options is not None else 0)
 
     def _drafts(self, request: Request, limit: int) -> list[Branch]:
-        """Distinct drafts that are not empty, still without sequences of their own."""
+        """Distinct, non-empty drafts, not yet assigned to sequences."""
         run, options = request.run, self._options
         assert options is not None
         assert request.session is not None
@@ -159,7 +164,7 @@ class Verifier:
             )
 
     def settle(self, part: Part, winner: Branch, known: int, right: int) -> int:
-        """Let the request's sequence hold ``right`` tokens, or where it can go back to; how many it holds.
+        """Cut the request's sequence to ``right`` tokens, or to where it can go back to; returns its length.
 
         ``known`` of them were there before the drafts.
         """
@@ -170,13 +175,13 @@ class Verifier:
             branches.rollback(cache, seq, stands, part.mark)
         else:
             others = [branch.seq for branch in part.branches]
-            if stands <= known - part.count:  # the text itself stands there
+            if stands <= known - part.count:  # the text itself is in that sequence
                 branches.drop(cache, others)
                 stands = known - part.count
             else:
                 branches.rollback(cache, winner.seq, stands)
                 branches.keep(cache, winner.seq, seq, others)
-        cache.rolled_back(seq)  # which is not news to the session: its tokens are those that are left
+        cache.rolled_back(seq)  # the session need not know: the remaining tokens are its own
         self.speculation.drafts += 1
         self.speculation.drafted += len(winner.draft)
         self.speculation.accepted += right - known
@@ -206,11 +211,11 @@ def accept(
     limit: int,
     told: list[Token | Finished],
 ) -> Branch:
-    """Go along the branches that say what was chosen; the one that went furthest. What happens is ``told``.
+    """Follow the branches that agree with the chosen tokens; returns the longest match. Events are ``told``.
 
-    ``tried``: branches with the first of their rows in ``chosen``, which is behind the last token; one row
-    behind each token of the draft follows. ``run.stored`` is then what the cache is to hold: all but the last
-    sampled token.
+    ``tried``: branches, each with its first row in ``chosen``, which is the row after the last token; one row
+    after each draft token follows. ``run.stored`` is then the number of tokens that the cache should hold:
+    all but the last sampled token.
     """
     known = run.stored
     for i in itertools.count():

@@ -1,4 +1,4 @@
-"""What is compiled or loaded when it is first used, before anyone waits for an answer."""
+"""Compiling or loading kernels in advance, before anyone waits for an answer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ __all__ = ["warm_up"]
 
 
 def warm_up(backend: ml.Backend) -> None:
-    """Have the backend make its kernels of attention ready: on CPUs that takes seconds, once per machine.
+    """Make the backend's attention kernels ready; on CPUs they are compiled once per machine, which is
+    logged.
 
-    Later processes load what was compiled in about a second. Without such kernels, nothing.
+    Later processes load them in about a second. No effect if the backend has no such kernels.
     """
     if not isinstance(backend, ml.SupportsRaggedAttention):
         return

@@ -1,4 +1,4 @@
-"""Loading weights: tensors by name, checked, joined on the host and put on a device."""
+"""Loading weights: tensors are read by name, checked, joined on the host and put on a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ml import nn
 __all__ = ["GroupedLinear", "Linear", "Loader", "Progress", "Shape", "Shapes", "Weights"]
 
 Progress = Callable[[int, int], None]
-"""(tensors done, tensors in all)."""
+"""(tensors done, total tensors)."""
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 """The name and shape of every tensor that a model reads."""
@@ -30,9 +30,9 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """``weight`` (in, out): the transposed view of what is stored as (out, in).
+    """``weight`` (in, out) is the transposed view of a tensor stored as (out, in).
 
-    ``group``: its ranks have the other inputs, and what comes out is the sum over them.
+    ``group``: the ranks that have the other inputs, over which the output is summed.
     """
 
     weight: ml.Tensor
@@ -60,9 +60,9 @@ class GroupedLinear:
 class Loader:
     """Reads the tensors of ``shapes``, each once; ``progress(done, total)`` counts them.
 
-    ``group``: the ranks that a model is split over, of whose weights these are one part.
+    ``group``: the ranks that the model is split over; these weights are one rank's part.
 
-    Raises ModelError for a tensor missing or of the wrong shape.
+    Raises ModelError for a tensor that is missing or has the wrong shape.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Loader:
         self._done = 0
 
     def take(self, name: str) -> np.ndarray:
-        """The array on the host, of the shape that the config says."""
+        """The array on the host, checked against the shape of the config."""
         if name not in self._weights:
             raise ModelError(f"the weights hold no tensor {name!r}, which the config asks for")
         array, shape = self._weights[name], self.shapes[name]

@@ -1,4 +1,4 @@
-"""Small protocols for tensors with real views, and the discovery of backends that offer them.
+"""Small protocols for tensors with real views, and discovery of the backends that implement them.
 
 >>> import ml
 >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
@@ -6,7 +6,7 @@
 ...     x.permute(ctx, 1, 0).to_numpy().tolist()
 [[1.0, 3.0], [2.0, 4.0]]
 
-Importing this package imports no framework: NumPy and ml_dtypes are its only arrays.
+Importing this package imports no framework, only NumPy and ml_dtypes.
 
 PYTEST_DONT_REWRITE
 """

@@ -1,4 +1,6 @@
-"""What a plugin says of its backend: whether it can run, and what the conformance suite holds it to."""
+"""A plugin's description of its backend: whether it can run, and what the conformance suite requires of
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ __all__ = ["Availability", "BackendInfo", "BackendSpec", "Features"]
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """What a plugin's ``probe`` found on this machine; ``reason`` says why not when not ok.
+    """The result of a plugin's ``probe`` on this machine; ``reason`` says why the backend cannot run.
 
-    Raises PluginError for a field of another type, as the other records of plugins do.
+    Like the other plugin records, raises PluginError for a field of the wrong type.
     """
 
     ok: bool
@@ -45,11 +47,11 @@ class Availability:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a backend offers: everything, unless declared absent.
+    """The features of a backend: everything that is not declared absent.
 
-    ``dtypes`` lists the dtypes its tensors may have: F32, I32, I64 and BOOL, and any others. ``absent``
-    names methods of Tensor, or ``"compute"`` for all that are computation. A declared absence must raise
-    NotSupportedError: the conformance suite checks that it does.
+    ``dtypes`` lists the dtypes that its tensors may have: at least F32, I32, I64 and BOOL. ``absent`` names
+    methods of Tensor, or ``"compute"`` for all compute methods. Calling an absent method must raise
+    NotSupportedError, which the conformance suite checks.
     """
 
     dtypes: frozenset[DType] = STORAGE_DTYPES
@@ -66,7 +68,7 @@ class Features:
             )
 
     def has(self, operation: str) -> bool:
-        """Whether the Tensor or Context method of that name is offered."""
+        """Whether the Tensor or Context method of this name is supported."""
         if operation in self.absent:
             return False
         return "compute" not in self.absent or operation not in COMPUTE_OPERATIONS
@@ -91,9 +93,9 @@ COMPUTE_OPERATIONS: Final = frozenset(
 class BackendSpec:
     """A plugin's record. Making one imports no framework; ``probe`` and ``open`` may.
 
-    ``requires`` names the packages; ``install_hint`` is the command that brings them.
-    ``features`` is what the shipped conformance suite holds the backend to. ``launcher(size)`` is the command
-    that starts so many ranks on this machine, each of them what is written after it; None: none joins others.
+    ``requires`` names the packages; ``install_hint`` is the command that installs them. ``features`` is what
+    the conformance suite tests. ``launcher(size)`` is the command that starts ``size`` ranks on this machine,
+    each of which runs the command appended to it; None if the backend cannot join processes.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a backend may tell of itself, and the optional protocols found with ``isinstance``."""
+"""Optional protocols of backends, which are detected with ``isinstance``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class CausalMask(enum.Enum):
-    """The type of :data:`CAUSAL`."""
+    """The type of ``CAUSAL``."""
 
     CAUSAL = "causal"
 
@@ -36,34 +36,34 @@ class CausalMask(enum.Enum):
 
 
 CAUSAL: Final = CausalMask.CAUSAL
-"""In place of a mask: row i of n queries sees the first ``history - n + i + 1`` keys
-(bottom-right aligned, as MLX's "causal"; PyTorch's ``is_causal`` is top-left aligned)."""
+"""Used in place of a mask: row i of n queries sees the first ``history - n + i + 1`` keys (bottom-right
+aligned, like MLX's "causal"; PyTorch's ``is_causal`` is top-left aligned).
+"""
 
 
 class Layout(enum.StrEnum):
-    """How a cache lays out K and V in memory; ``get`` shows the same axes either way."""
+    """How a cache lays out K and V in memory; ``get`` returns the same axes either way."""
 
     HEAD_MAJOR = "head_major"
-    """(kv_heads, cells, head_dim): what the attention of PyTorch and MLX reads fastest."""
+    """(kv_heads, cells, head_dim): fastest for the attention of PyTorch and MLX."""
     TOKEN_MAJOR = "token_major"
-    """(cells, kv_heads, head_dim): what GGML reads, and what one write per token favours."""
+    """(cells, kv_heads, head_dim): the layout of GGML, with one contiguous write per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """What a backend wants of the tensors that a cache hands to attention.
+    """How a backend prefers the tensors that a cache passes to attention.
 
-    ``cache_padding``: the history that ``get`` returns and that ``attend`` hands to attention is rounded up
-    to a multiple of it: masked cells, zero where nobody owns them. An encoder's output keeps its length.
-    ``mask_batch_padding``: the mask's rows likewise (rows of -inf).
-    ``permuted_v``: ``get`` gives values as (kv_heads, head_dim, history).
-    ``elide_mask``: the mask may be None or :data:`CAUSAL` where that says the same.
-    ``fixed_context``: where above 0, passes have the same tensors again and again, for CUDA graphs and
-    compilers of graphs (see kvcache.attention.fixed_shapes): a token reads the cells of its own sequence by a
-    table of so many, or 2, 4, 8, ... times as many for longer histories.
-    ``call_bytes``: how much of K and V is attended to in the time that one more call takes. ``attend`` reads
-    runs and shared prefixes of fewer bytes together with others, even where that copies them, and quantized
-    storage in blocks of a few times as many. The default suits a CPU.
+    ``cache_padding``: the length of the history in ``get`` and ``attend`` is rounded up to a multiple of this
+    with masked cells, which are zero if nobody owns them. An encoder's output keeps its length.
+    ``mask_batch_padding``: the number of the mask's rows is rounded up likewise, with rows of -inf.
+    ``permuted_v``: ``get`` returns values as (kv_heads, head_dim, history). ``elide_mask``: the mask may be
+    None or ``CAUSAL`` if that is equivalent. ``fixed_context``: if above 0, passes use the same tensors again
+    and again, for CUDA graphs and graph compilers (see kvcache.attention.fixed_shapes): a token reads its own
+    sequence through a table of this many cells, or 2, 4, 8, ... times as many for longer histories.
+    ``call_bytes``: how many bytes of K and V attention reads in the time of one additional call. ``attend``
+    reads runs and shared prefixes of fewer bytes together with others, even if that copies them, and
+    quantized storage in blocks of a few times as many bytes. The default suits a CPU.
     """
 
     cache_padding: int = 1
@@ -95,47 +95,50 @@ class CacheConfig:
 
 @runtime_checkable
 class SupportsCacheConfig(Protocol):
-    """A backend that wants its caches arranged in its own way."""
+    """A backend that prefers a certain layout of its caches."""
 
     def cache_config(self) -> CacheConfig: ...
 
 
 class KVStore(Protocol):
-    """Writes and reads of runs of rows in two tensors at once: what a decoded token comes down to.
+    """Writes and reads runs of rows in two tensors at once, as storing a decoded token requires.
 
-    Everything here can be said through ``slice`` and ``copy`` too, and is when a store declines:
-    a store does the plain case with as few steps as its framework allows.
+    All of this can also be done with ``slice`` and ``copy``, and is if a store declines: a store handles the
+    plain case with as few steps as its framework allows.
     """
 
     def write(self, ctx: Context, start: int, count: int, key: Tensor, value: Tensor) -> bool:
-        """Rows ``[start, start + count)`` of both become ``key`` and ``value``, converted as by ``copy``.
+        """Write ``key`` and ``value`` to rows ``[start, start + count)``, converted as by ``copy``.
 
-        False, and nothing written, where this is not the plain case: other shapes, dtypes that are no floats,
-        rows out of range, a tensor of elsewhere, a source in the memory that is written, a closed context.
-        The caller then takes the general way, which does it or says what is wrong.
+        Returns False, without writing, if this is not the plain case: other shapes, dtypes that are not
+        floats, rows out of range, a tensor of another backend, a source that overlaps the destination, a
+        closed context. The caller then takes the general path, which does the work or raises the error.
         """
 
     def read(self, ctx: Context, start: int, count: int) -> tuple[Tensor, Tensor] | None:
-        """Rows ``[start, start + count)`` of both as views; None in the cases of ``write``."""
+        """Views of rows ``[start, start + count)`` of both; None in the cases where ``write`` returns
+        False.
+        """
 
 
 @runtime_checkable
 class KVRowStore(KVStore, Protocol):
-    """A store that writes rows that lie apart, too: a decoded token of each of several sequences."""
+    """A store that also writes scattered rows, as for one decoded token of each of several sequences."""
 
     def write_rows(self, ctx: Context, rows: Tensor, key: Tensor, value: Tensor) -> bool:
-        """As ``write``, of the rows that an I32 tensor (count,) names, as ``set_rows`` takes it."""
+        """As ``write``, for the rows listed in an I32 tensor (count,), as in ``set_rows``."""
 
 
 @runtime_checkable
 class SupportsKVStorage(Protocol):
-    """A backend with its own way into what a cache stores, and out of it.
+    """A backend that reads and writes a cache's storage in its own way.
 
-    A storage format goes by its name. ``Q8_0``, ``Q4_0``: codes and scales, whose blocks are 32 values along
-    the last axis. Codes are I8 (..., dim) for Q8_0; U8 (..., dim / 2) for Q4_0, where byte j of a block's 16
-    has the code of value j in its low half and that of value j + 16 in its high half. Scales are F16
-    (..., dim / 32). How both are found is GGML's quantize_row_q8_0_ref and quantize_row_q4_0_ref
-    (ggml/src/ggml-quants.c). Values are ``code * scale`` of Q8_0, ``(code - 8) * scale`` of Q4_0.
+    Storage formats are identified by name. ``Q8_0`` and ``Q4_0`` consist of codes and scales, for blocks of
+    32 values along the last axis. Codes are I8 (..., dim) for Q8_0, and U8 (..., dim / 2) for Q4_0, where
+    byte j of a block's 16 has the code of value j in its low half and that of value j + 16 in its high half.
+    Scales are F16 (..., dim / 32). Both are computed as in GGML's quantize_row_q8_0_ref and
+    quantize_row_q4_0_ref (ggml/src/ggml-quants.c). The values are ``code * scale`` for Q8_0, and ``(code - 8)
+    * scale`` for Q4_0.
     """
 
     def kv_store(
@@ -144,106 +147,109 @@ class SupportsKVStorage(Protocol):
         value: Tensor | Sequence[Tensor],
         formats: tuple[str, str] | None = None,
     ) -> KVStore | None:
-        """A store over the two halves of a cache's layer, which it writes in one step.
+        """A store over the K and V of a layer, which it writes in one step.
 
-        Without ``formats``, key and value are tensors (rows, ...) of this backend, strided as they may be.
-        With them, they are the parts (rows, kv_heads, width) of storage formats of these names, for K and for
-        V: the store takes floats, stores what ``quantize`` makes of them, bit for bit, and does not read.
+        Without ``formats``, key and value are tensors (rows, ...) of this backend with any strides. With
+        ``formats``, they are the parts (rows, kv_heads, width) of the storage formats with these names, for K
+        and V: the store takes floats, stores exactly the bits that ``quantize`` computes, and does not read.
 
-        None where it would have nothing to offer for tensors like these.
+        None if the backend has no store for such tensors.
         """
 
     def quantize(self, ctx: Context, x: Tensor, format: str) -> tuple[Tensor, ...] | None:
-        """The parts (..., width) of floats x (..., dim), which divides into the format's blocks.
+        """The parts (..., width) of floats x (..., dim); dim is a multiple of the format's block size.
 
-        None for a format that this backend leaves to the generic body.
+        None for a format that this backend leaves to the generic implementation.
         """
 
     def dequantize(self, ctx: Context, parts: Sequence[Tensor], format: str) -> Tensor | None:
-        """The F32 values (..., dim) of parts that may be strided in any way; the result is contiguous.
+        """The F32 values (..., dim) of parts with any strides; the result is contiguous.
 
-        None for a format that this backend leaves to the generic body.
+        None for a format that this backend leaves to the generic implementation.
         """
 
 
 @runtime_checkable
 class SupportsHostMemory(Protocol):
-    """A backend in host memory: arrays are read, and its tensors written, where they lie."""
+    """A backend in host memory: arrays are read, and tensors written, in place."""
 
     def borrow(self, ctx: Context, array: np.ndarray) -> Tensor:
-        """A tensor over ``array``'s own memory, of its dtype and shape; a copy where that cannot be.
+        """A tensor over ``array``'s own memory, of its dtype and shape; a copy if that is not possible.
 
-        Whoever borrows only reads it, and the array stays as it is for as long.
+        The borrower only reads it, and the array must not change meanwhile.
         """
 
     def overwrite(self, ctx: Context, tensor: Tensor) -> np.ndarray | None:
-        """The tensor's own memory, to be written over: of its dtype and shape, strided as it is.
+        """The tensor's own memory as an array of its dtype, shape and strides, to be overwritten.
 
-        What it holds until it is written is unspecified. Work on it that is pending is done first. Write
-        at once, and let go of the array before the next operation of this backend: what is written later
-        may be lost. None where the host cannot write there (a device's memory, a read-only tensor).
+        Its content is unspecified until written. Pending work on it is completed first. Write immediately,
+        and release the array before the next operation of this backend: later writes may be lost. None if the
+        host cannot write there (device memory, a read-only tensor).
         """
 
 
 class PageTransfer(Protocol):
-    """Copies between a device and host memory, under way. Any thread may ask and wait."""
+    """Copies between a device and host memory that are in progress. Thread-safe."""
 
     def done(self) -> bool:
-        """Whether nothing of it is left to do. The host does not wait; an error is left to ``wait``."""
+        """Whether it has finished. Does not block; errors are raised by ``wait``."""
 
     def wait(self) -> None:
-        """Return when it is done; raises DeviceError where a copy failed. May be called again."""
+        """Return when it has finished. Raises DeviceError if a copy failed. May be called repeatedly."""
 
     def join(self) -> None:
-        """Have what this thread asks of the backend from now on happen after the copies.
+        """Order all further work that this thread requests from the backend after the copies.
 
-        The host does not wait where the device can. Raises DeviceError where a copy is known to have failed.
+        The host does not block if the device can wait itself. Raises DeviceError if a copy is known to have
+        failed.
         """
 
 
 @runtime_checkable
 class SupportsTransfers(Protocol):
-    """A backend with a device of its own memory: copies to it have a price, and go on while it computes.
+    """A backend whose device has its own memory: copies to it are costly, and can overlap with computation.
 
-    What is said of pages gives None where there is nothing better than ``to_numpy`` and ``from_numpy`` (a
-    tensor in host memory, say); the caller then goes by those: :func:`ml.transfer.page_out` and ``page_in``.
+    The page methods return None if there is nothing better than ``to_numpy`` and ``from_numpy`` (for a tensor
+    in host memory, for example), which the caller then uses: see ``ml.transfer.page_out`` and ``page_in``.
 
-    Copies begin after all that this thread asked of the backend before, and the device's other work does not
-    wait for them. Until a transfer is done nobody writes what it reads, or touches what it writes, without
-    ``join``; the backend keeps both in memory until then. ``close`` waits for all of them.
+    Copies begin after all earlier work that this thread requested from the backend, and the device's other
+    work does not wait for them. Until a transfer has finished, its sources must not be written and its
+    destinations must not be used without ``join``; the backend keeps both in memory until then. ``close``
+    waits for all transfers.
     """
 
     def upload(self, ctx: Context, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[Tensor]:
-        """``ctx.from_numpy`` of each, on the device of ``ctx``, in one transfer; not to be written.
+        """``ctx.from_numpy`` of each array on the device of ``ctx``, in one transfer; the tensors must not be
+        written.
 
-        The arrays may change as soon as this returns.
+        The arrays may be changed as soon as this returns.
         """
 
     def pinned_memory(self, nbytes: int) -> np.ndarray | None:
-        """Page-locked host memory, uint8 (nbytes,), freed with the last array over it."""
+        """Page-locked host memory, uint8 (nbytes,), freed with the last array that refers to it."""
 
     def page_out(
         self, ctx: Context, tensors: Sequence[Tensor]
     ) -> tuple[list[np.ndarray], PageTransfer] | None:
-        """Begin to copy tensors, strided as they may be, to new C-contiguous page-locked arrays.
+        """Begin to copy tensors of any strides to new C-contiguous page-locked arrays.
 
-        The arrays hold the tensors' elements when the transfer is done. Raises DeviceError, and nothing is
-        under way, where there is no memory for them.
+        The arrays contain the tensors' elements when the transfer has finished. Raises DeviceError, without
+        starting a copy, if there is no memory for them.
         """
 
     def page_in(
         self, ctx: Context, arrays: Sequence[np.ndarray], tensors: Sequence[Tensor]
     ) -> PageTransfer | None:
-        """Begin to write each array over the tensor beside it, of its shape and dtype.
+        """Begin to copy each array to the tensor at the same index, of the same shape and dtype.
 
-        Arrays of ``pinned_memory`` and ``page_out`` go in one copy; others too, as fast as the driver
-        takes them. They stay as they are until it is done.
+        Arrays from ``pinned_memory`` and ``page_out`` are copied directly; others as fast as the driver
+        allows. They must not change until the transfer has finished.
         """
 
 
 @runtime_checkable
 class SupportsAttention(Protocol):
-    """A backend with a fused attention; :func:`ml.nn.attention` falls back to a generic body."""
+    """A backend with a fused attention; ``ml.nn.attention`` otherwise uses a generic implementation."""
 
     def attention(
         self,
@@ -257,36 +263,37 @@ class SupportsAttention(Protocol):
     ) -> Tensor:
         """softmax(scale * query @ key.T + mask) @ value, per head.
 
-        query (tokens, heads, head_dim), key (history, kv_heads, head_dim), value (history,
-        kv_heads, v_dim), all of one float dtype, heads a multiple of kv_heads (grouped queries);
-        mask (rows >= tokens, history), additive, of any float dtype (cast here, rows beyond tokens
-        trimmed), CAUSAL or None; sinks (heads,): a logit per head that takes part in the softmax
-        and is dropped. Returns (tokens, heads, v_dim). What does not fit is refused before it is
-        read: ``ml.base.check_attention``.
+        query (tokens, heads, head_dim), key (history, kv_heads, head_dim), value (history, kv_heads, v_dim),
+        all of one float dtype, heads a multiple of kv_heads (grouped queries); mask (rows >= tokens,
+        history), additive, of any float dtype (cast here, rows beyond tokens trimmed), CAUSAL or None; sinks
+        (heads,): a logit per head that takes part in the softmax and is dropped. Returns (tokens, heads,
+        v_dim). Invalid operands are refused before anything is read: ``ml.base.check_attention``.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of attention over ``batch`` segments with as many queries each, of buffers of K and V."""
+    """One attention call over ``batch`` segments of buffers of K and V, with equally many queries each."""
 
     tokens: slice | Tensor
-    """The queries, segment by segment; an I32 tensor where they do not follow one another."""
+    """The queries, segment by segment; an I32 tensor if they are not consecutive."""
     batch: int
     length: int
-    """How many rows of each segment are read."""
+    """The number of rows of each segment."""
     start: int
     step: int
     """Segment i begins at row ``start + i * step``."""
     cells: Tensor | None
-    """Or lies in these rows, I32 (batch * length,)."""
+    """Alternatively the segments consist of these rows, I32 (batch * length,)."""
     mask: Tensor | CausalMask | None
-    """(batch, rows >= queries, length), additive; CAUSAL (bottom-right aligned) or None: all see all."""
+    """(batch, rows >= queries, length), additive; CAUSAL (bottom-right aligned); or None: every query sees
+    all rows.
+    """
 
 
 @runtime_checkable
 class SupportsPartialAttention(Protocol):
-    """A backend with a fused attention over part of the history, to be merged with that over other parts."""
+    """A backend with a fused attention over part of the history, whose results can be merged."""
 
     def partial_attention(
         self,
@@ -297,15 +304,15 @@ class SupportsPartialAttention(Protocol):
         mask: Tensor | CausalMask | None,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of several batches at once, and what its weights were divided by.
+        """Attention of several batches at once, with the log-sum-exp of its scores.
 
         query (batch, tokens, heads, head_dim), key (batch, history, kv_heads, head_dim), value (batch,
-        history, kv_heads, v_dim), all of one float dtype and strided as they may be; mask (batch or 1, rows
-        >= tokens, history), additive, of any float dtype, CAUSAL (bottom-right aligned) or None.
+        history, kv_heads, v_dim), all of one float dtype and with any strides; mask (batch or 1, rows >=
+        tokens, history), additive, of any float dtype, CAUSAL (bottom-right aligned) or None.
 
-        Returns the attention (batch, tokens, heads, v_dim) in that dtype, and F32 (batch, tokens, heads):
-        the natural logarithm of the sum of exp(score) over the keys (log-sum-exp). Of a query that sees no
-        key both are unspecified.
+        Returns the attention (batch, tokens, heads, v_dim) in that dtype, and F32 (batch, tokens, heads): the
+        natural logarithm of the sum of exp(score) over the keys (log-sum-exp). For a query that sees no key,
+        both are unspecified.
         """
 
     def attention_calls(
@@ -318,15 +325,15 @@ class SupportsPartialAttention(Protocol):
         scale: float,
         sinks: Tensor | None = None,
     ) -> Tensor | None:
-        """Attention of each query over what the calls that it is in read, at most one of each level.
+        """Attention of each query over the rows of all calls that contain it, at most one call per level.
 
         query (tokens, heads, head_dim), key (cells, kv_heads, head_dim) and value (cells, kv_heads, v_dim)
-        are of one float dtype; key and value are whole buffers, strided as they may be; sinks (heads,) as in
-        ``SupportsAttention``. Every query is in a call. Returns (tokens, heads, v_dim). That all are tensors
-        of this backend and fit each other is for the caller to check, once for all layers.
+        are of one float dtype; key and value are whole buffers with any strides; sinks (heads,) as in
+        ``SupportsAttention``. Every query is in a call. Returns (tokens, heads, v_dim). The caller checks,
+        once for all layers, that all are matching tensors of this backend.
 
-        It says the same as ``partial_attention`` of each call, merged by ``ml.nn.merge_attention``. None
-        where this backend has nothing better: the caller does that then.
+        The result equals ``partial_attention`` of each call, merged by ``ml.nn.merge_attention``. None if
+        this backend has nothing better, so that the caller does that.
         """
 
 
@@ -345,25 +352,25 @@ class SupportsRaggedAttention(Protocol):
         sinks: Tensor | None = None,
         formats: tuple[str, str] | None = None,
     ) -> Tensor | None:
-        """Attention of each query over the rows of the buffers that ``plan`` gives it.
+        """Attention of each query over the rows of the buffers that ``plan`` assigns to it.
 
         query (tokens, heads, head_dim); key (cells, kv_heads, head_dim) and value (cells, kv_heads, v_dim)
-        are whole buffers, strided as they may be; query, key and value are of one float dtype; sinks
-        (heads,) as in ``SupportsAttention``. Rows that the plan does not name are not read: NaN there
-        reaches no result. Returns (tokens, heads, v_dim).
+        are whole buffers with any strides; query, key and value are of one float dtype; sinks (heads,) as in
+        ``SupportsAttention``. Rows that are not in the plan are not read, so that NaN there affects no
+        result. Returns (tokens, heads, v_dim).
 
         With ``formats``, key and value are the parts (cells, kv_heads, width) of storage formats of these
-        names, for K and for V, as :class:`ml.SupportsKVStorage` makes them; the query is of any float dtype,
-        which is that of the result. Of K and V no more than a few blocks are there as floats at a time.
+        names, for K and for V, as ``ml.SupportsKVStorage`` makes them; the query is of any float dtype, which
+        is that of the result. Only a few blocks of K and V are decoded to floats at a time.
 
-        None where the kernel does not do this: the device, the dtype, the formats, the sizes or so many
-        segments. The caller then goes by partial attention, and asks again for these buffers only with fewer
+        None if the kernel does not support the device, the dtype, the formats, the sizes or the number of
+        segments. The caller then uses partial attention, and tries again for these buffers only with fewer
         segments.
         """
 
 
 class Group(Protocol):
-    """Processes that compute one thing together, each a **rank** of ``size``; this is one rank's end.
+    """Processes that compute together, each a **rank** of ``size``; this object is one rank's view of them.
 
     Every rank calls the same operations in the same order, with tensors of the same shape and dtype: the
     caller answers for that. Results are new storage, equal on all ranks bit for bit.
@@ -396,14 +403,16 @@ class Group(Protocol):
         """Return when every rank has called it."""
 
     def abandon(self, op: str, error: BaseException) -> None:
-        """End the group of several ranks: this one has failed with ``error`` where the others count on it.
+        """End a group of several ranks, because this one has failed with ``error`` where the others rely on
+        it.
 
-        They raise GroupError at once where the framework can tell them (NCCL cannot), and so does every later
-        operation here. Else the next exchange of this rank would be paired with another of theirs.
+        The other ranks raise GroupError immediately if the framework can notify them (NCCL cannot), and so
+        does every later operation here. Otherwise this rank's next exchange would be paired with a different
+        one of theirs.
         """
 
     def close(self) -> None:
-        """Leave the group; what was computed stays. A second call does nothing."""
+        """Leave the group; results remain valid. A second call has no effect."""
 
 
 @runtime_checkable
@@ -411,12 +420,11 @@ class SupportsDistributed(Protocol):
     """A backend whose framework can join several processes, on one machine or more."""
 
     def distributed(self, timeout: float = 60.0) -> Group:
-        """Join the ranks that a launcher has started; a group of this process alone without one.
+        """Join the ranks that a launcher has started; without a launcher, a group of this process alone.
 
-        Which rank this is and where the others are is in the environment, as the framework's own launcher
-        sets it; :func:`ml.distributed.local_ranks` sets it likewise. One group at a time; it closes with
-        the backend. Raises GroupError where the others do not come within ``timeout`` seconds, or the
-        environment makes no sense.
+        The environment, set by the framework's own launcher, says which rank this is and where the others
+        are. One group at a time; it closes with the backend. Raises GroupError if the other ranks do not join
+        within ``timeout`` seconds, or if the environment is invalid.
         """
 
 
@@ -437,23 +445,26 @@ class SupportsRope(Protocol):
         Dimensions from ``spec.dim`` on are copied. Computed in F32 and rounded once: new storage of x's
         shape and dtype.
 
-        :func:`ml.nn.rope.rope_tables` lays cosines and sines out as F32 (tokens, 1, dim). Entry d is that of
+        ``ml.nn.rope.rope_tables`` lays cosines and sines out as F32 (tokens, 1, dim). Entry d is that of
         dimension d, so that each angle is there twice, the sine with a minus for the ``first`` of a pair:
         the result is ``x * cos + swapped * sin``, where ``swapped`` has the two of each pair exchanged.
 
-        None where the fused kernel does not do this spec: the generic body then runs.
+        None if the fused kernel does not support this spec: the generic implementation then runs.
         """
 
 
 @runtime_checkable
 class SupportsGroupedMatmul(Protocol):
-    """A backend that multiplies rows by matrices of their own in one step, and asks no device for them."""
+    """A backend that multiplies each row by its own matrix in one step, without reading anything back from
+    the device.
+    """
 
     def grouped_matmul(self, ctx: Context, x: Tensor, weight: Tensor, groups: Tensor) -> Tensor | None:
         """``x[i] @ weight[groups[i]]`` for each row i: (rows, out).
 
-        x (rows, in) and weight (matrices, in, out) are of one float dtype and strided as they may be;
-        groups I32 (rows,) is ascending, and may leave matrices out.
+        x (rows, in) and weight (matrices, in, out) are of one float dtype and have any strides; groups I32
+        (rows,) is ascending, and may skip matrices.
 
-        None where the kernel does not do this: :func:`ml.nn.grouped_matmul` then runs its generic body.
+        None if the kernel does not support this: ``ml.nn.grouped_matmul`` then runs its generic
+        implementation.
         """

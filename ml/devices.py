@@ -11,7 +11,9 @@ __all__ = ["BackendMemory", "DeviceInfo", "DeviceMemory"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One device of an open backend: its name ("cpu", "cuda:0"), kind, and what the framework calls it."""
+    """One device of an open backend: its name ("cpu", "cuda:0"), its kind, and the framework's name for
+    it.
+    """
 
     name: str
     kind: str
@@ -23,7 +25,9 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes on one device. ``free`` and ``total`` are None where the framework cannot tell."""
+    """Memory of one device in bytes. ``free`` and ``total`` are None if the framework does not report
+    them.
+    """
 
     device: str
     allocated: int

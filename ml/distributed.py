@@ -1,4 +1,4 @@
-"""Where the ranks of a group find each other: the environment that launchers set.
+"""How the ranks of a group find each other: through the environment that launchers set.
 
 torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; mlx.launch sets
 MLX_RANK, and MLX_HOSTFILE with the name of a file that lists every rank's addresses, or MLX_WORLD_SIZE
@@ -25,15 +25,15 @@ __all__ = ["check_timeout", "free_ports", "launched", "ring_hosts"]
 
 LOOPBACK = "127.0.0.1"
 _PORTS = range(20_000, 32_000)
-"""Below those that systems give to outgoing connections, which could take one before a rank does."""
+"""Below the ports of outgoing connections, which could otherwise take one before a rank does."""
 
 
 LONGEST = 7 * 86_400
-"""Seconds: what all that waits for ranks can count, in milliseconds of 32 bits too."""
+"""The longest timeout in seconds, which also fits in 32 bits as milliseconds."""
 
 
 def check_timeout(timeout: Any, op: str = "distributed") -> float:
-    """Seconds, more than none and at most LONGEST; else ShapeError."""
+    """The timeout in seconds; ShapeError unless it is above 0 and at most LONGEST."""
     number: Any = timeout if isinstance(timeout, Real) else 0
     if not 0 < number <= LONGEST:
         raise ShapeError(
@@ -43,9 +43,9 @@ def check_timeout(timeout: Any, op: str = "distributed") -> float:
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """(rank, size) as a launcher has told this process; None where none has started it.
+    """(rank, size) from the launcher's environment; None if no launcher started this process.
 
-    Raises GroupError for values that are no rank and size.
+    Raises GroupError for invalid values.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _rank("RANK", environ["RANK"], "WORLD_SIZE", environ["WORLD_SIZE"])
@@ -57,7 +57,9 @@ def launched(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
 
 
 def ring_hosts(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
-    """Every rank's addresses, "host:port", from the file that MLX_HOSTFILE names. GroupError without it."""
+    """Every rank's addresses, "host:port", from the file named by MLX_HOSTFILE. Raises GroupError without
+    one.
+    """
     path = environ.get("MLX_HOSTFILE", "")
     try:
         hosts = json.loads(Path(path).read_text(encoding="utf-8").strip() or "[[]]")  # empty: one rank
@@ -74,7 +76,7 @@ def ring_hosts(environ: Mapping[str, str] = os.environ) -> list[list[str]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports of the loopback interface in a row that nobody listens on. GroupError without any."""
+    """``count`` consecutive free ports of the loopback interface. Raises GroupError if there are none."""
     for first in random.sample(_PORTS[: len(_PORTS) - count], k=1000):
         ports = list(range(first, first + count))
         if all(map(_free, ports)):

@@ -14,10 +14,14 @@ __all__ = ["STORAGE_DTYPES", "DType"]
 
 
 class DType(enum.Enum):
-    """What one element of a tensor is.
+    """The element type of a tensor.
 
     ``Q8_0`` and ``Q4_0`` are storage formats of a cache only (blocks of 32 values with one F16
-    scale, as in GGML): no tensor has them, and creating one raises :class:`ml.DTypeError`.
+    scale, as in GGML): no tensor has them, and creating one raises ``ml.DTypeError``.
+
+    >>> import ml
+    >>> ml.DType.BF16.itemsize, ml.DType.from_numpy("float32")
+    (2, DType.F32)
     """
 
     F32 = "F32"
@@ -56,7 +60,7 @@ class DType(enum.Enum):
 
     @functools.cached_property
     def numpy(self) -> np.dtype:
-        """The NumPy dtype of the same bits; BF16 is ``ml_dtypes.bfloat16``."""
+        """The NumPy dtype with the same representation; BF16 is ``ml_dtypes.bfloat16``."""
         try:
             return _NUMPY[self]
         except KeyError:
@@ -67,7 +71,7 @@ class DType(enum.Enum):
 
     @classmethod
     def from_numpy(cls, dtype: object) -> DType:
-        """The DType with the same bits as a NumPy dtype; DTypeError where there is none."""
+        """The DType with the same representation as a NumPy dtype. Raises DTypeError if there is none."""
         numpys = np.dtype(dtype)  # type: ignore[call-overload]
         try:
             return _FROM_NUMPY[numpys]

@@ -1,6 +1,6 @@
-"""Every refusal of this library: one base class, and each a builtin exception as well.
+"""The errors of this library: they have one base class, and each is also a builtin exception.
 
-A message names the operation, the offending value, the limit, and where it helps the remedy.
+A message names the operation, the offending value, the limit and, if it helps, the remedy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MLError(Exception):
 
 
 class DTypeError(MLError, TypeError):
-    """A dtype that the operation does not take, or operands whose dtypes differ."""
+    """A dtype that the operation does not support, or operands with different dtypes."""
 
 
 class ShapeError(MLError, ValueError):
@@ -44,18 +44,18 @@ class ReadOnlyError(MLError, ValueError):
 
 
 class NotSupportedError(MLError, NotImplementedError):
-    """The backend or cache declares that it does not offer this."""
+    """The backend or cache does not support this operation."""
 
 
 class ExportError(NotSupportedError, BufferError, ValueError):
-    """A tensor's memory cannot be handed out as asked: by DLPack, or by NumPy's ``copy=False``.
+    """A tensor's memory cannot be exported as requested, by DLPack or NumPy's ``copy=False``.
 
-    DLPack's protocol wants a BufferError of such a refusal, NumPy's ``__array__`` a ValueError.
+    DLPack's protocol requires a BufferError, NumPy's ``__array__`` a ValueError.
     """
 
 
 class OptionError(MLError, TypeError):
-    """An option that the backend does not have, or the lack of one that it requires."""
+    """An option that the backend does not have, or a required one that is missing."""
 
 
 class DeviceError(MLError, RuntimeError):
@@ -63,9 +63,9 @@ class DeviceError(MLError, RuntimeError):
 
 
 class GroupError(MLError, RuntimeError):
-    """Ranks could not be joined, or one has ended, stopped or come too late: the group is broken.
+    """Ranks could not be joined, or one of them has ended, stopped or is late: the group is broken.
 
-    ``late``: whether another rank was waited for as long as the limit lets it.
+    ``late``: whether waiting for another rank timed out.
     """
 
     late = False
@@ -84,4 +84,4 @@ class BackendUnavailableError(MLError, RuntimeError):
 
 
 class PluginError(MLError, RuntimeError):
-    """A plugin broke a rule: two of one name, or a record that is not a BackendSpec."""
+    """A plugin is invalid: its name is used twice, or its record is not a BackendSpec."""

@@ -1,4 +1,4 @@
-"""What the operating system says of the host's memory."""
+"""The host's memory, as reported by the operating system."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def host_memory() -> tuple[int | None, int | None]:
-    """(available, total) bytes of this machine; None where the system does not say."""
+    """(available, total) bytes of this machine; None if the system does not report them."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         total = page * os.sysconf("SC_PHYS_PAGES")

@@ -1,7 +1,7 @@
-"""A pluggy host of one kind of plugin: loads them one by one, and survives a broken one.
+"""A pluggy host for one kind of plugin, which loads plugins one by one and tolerates broken ones.
 
-Nothing is loaded until the first question. Loading a plugin imports its module; what it needs beyond that
-is imported by ``probe`` and ``open`` of the records that are asked.
+Nothing is loaded before the first query. Loading a plugin imports its module; further dependencies are
+imported by ``probe`` and ``open`` of the records that are used.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ml.records import shown, summary
 from ml_kvcache import HOME, hidden
 
 FAILURES = (Exception, SystemExit)
-"""What a plugin may raise without taking the others, or the program, with it."""
+"""The errors that a plugin may raise without affecting other plugins or the program."""
 
 
 class Record(Protocol):
-    """What every plugin's record has."""
+    """The fields of every plugin record."""
 
     @property
     def name(self) -> str: ...
@@ -44,12 +44,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Hook(Generic[R]):
-    """One kind of plugin: what it provides, where it is announced, and the hook that returns its record.
+    """One kind of plugin: what it provides, its entry-point group, and the hook that returns its record.
 
-    ``provides`` is the word of messages ("backend"); ``record_name`` and ``marker`` are the record and the
-    decorator as authors import them. ``call`` is the function that users open one by; it raises ``unknown``
-    where there is none of a name, ``unavailable`` where it cannot be opened here. What it opens, ``opens`` in
-    words, has the ``methods``.
+    ``provides`` is the word used in messages ("backend"); ``record_name`` and ``marker`` are the record and
+    the decorator as authors import them. ``call`` is the function with which users open one; it raises
+    ``unknown`` for an unknown name and ``unavailable`` for one that cannot be opened here. The opened object,
+    described by ``opens``, has the ``methods``.
     """
 
     provides: str
@@ -69,7 +69,9 @@ class Hook(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class _Found(Generic[R]):
-    """A plugin that was loaded, or why it could not be. ``source`` is unique, ``value`` is where it lies."""
+    """A loaded plugin, or the reason why it could not be loaded. ``source`` is unique; ``value`` is its
+    location.
+    """
 
     source: str
     value: str
@@ -80,7 +82,7 @@ class _Found(Generic[R]):
 
 
 def misfit(open: Callable[..., Any], /, *arguments: Any, **options: Any) -> str | None:
-    """Why its signature does not take these; None where it does, or cannot tell."""
+    """Why its signature does not accept these arguments; None if it does, or if that is unknown."""
     try:
         signature = inspect.signature(open, follow_wrapped=False)
     except ValueError:  # written in C
@@ -108,14 +110,14 @@ class PluginHost(Generic[R]):
         self._lock = threading.RLock()
 
     def register(self, plugin: Any, name: str | None = None) -> None:
-        """Add a plugin object or module by hand, beside those of the entry points."""
+        """Add a plugin object or module, in addition to those of the entry points."""
         with self._lock:
             plugins = self._load()
             source = name or str(getattr(plugin, "__name__", None) or shown(plugin))
             plugins.append(self._asked(plugin, _label(source, "by hand", plugins), "by hand"))
 
     def unregister(self, plugin: Any) -> None:
-        """Take out a plugin that :meth:`register` added."""
+        """Remove a plugin that ``register`` added."""
         with self._lock:
             plugins = self._load()
             kept = [one for one in plugins if one.plugin is not plugin or one.spec is None]
@@ -124,11 +126,13 @@ class PluginHost(Generic[R]):
             self._plugins = kept
 
     def specs(self) -> dict[str, R]:
-        """Every record by its name, but those of a name that two plugins claim."""
+        """All records by name, except names that two plugins claim."""
         return {name: claims[0] for name, claims in self._claims().items() if len(claims) == 1}
 
     def broken(self) -> dict[str, str]:
-        """What cannot be used, and why: plugins that could not be loaded, names that two of them claim."""
+        """What cannot be used, with the reason: plugins that could not be loaded, and names that two of them
+        claim.
+        """
         claims = self._claims()
         reasons = {name: self._twice(name) for name, records in claims.items() if len(records) > 1}
         for plugin in self._load():
@@ -138,25 +142,25 @@ class PluginHost(Generic[R]):
         return reasons
 
     def probe(self, spec: R) -> Availability:
-        """What its probe found, which runs once; one that raises or takes too long is the reason."""
+        """The result of its probe, which runs once; unavailable if it raises or takes too long."""
         return self._probe(spec).answer()
 
     def late(self, spec: R) -> bool:
-        """Whether its probe has been run and has not ended."""
+        """Whether its probe was started and has not finished."""
         return self._probe(spec).late
 
     def usable(self, name: str, note: str = "") -> R:
-        """The record of this name, whose probe is ok.
+        """The record of this name, after a successful probe.
 
-        Raises what :meth:`claimed` and :meth:`ready` raise; ``note`` ends the message.
+        Raises the errors of ``claimed`` and ``ready``; ``note`` is appended to the message.
         """
         return self.ready(self.claimed(name, note), note)
 
     def claimed(self, name: str, note: str = "") -> R:
-        """The record of this name, which is not probed.
+        """The record of this name, without a probe.
 
-        Raises the hook's ``unknown``, which lists what there is, PluginError for a name that two plugins
-        claim; ``note`` ends the message.
+        Raises the hook's ``unknown``, which lists the known names, PluginError for a name that two plugins
+        claim; ``note`` is appended to the message.
         """
         claims = self._claims().get(name, ())
         if len(claims) > 1:
@@ -168,9 +172,10 @@ class PluginHost(Generic[R]):
         return claims[0]
 
     def ready(self, spec: R, note: str = "") -> R:
-        """The record, whose probe is ok.
+        """The record, after a successful probe.
 
-        Raises the hook's ``unavailable``, with the reason and how to install it; ``note`` ends the message.
+        Raises the hook's ``unavailable``, with the reason and how to install it; ``note`` is appended to the
+        message.
         """
         availability = self.probe(spec)
         if not availability.ok:
@@ -182,10 +187,9 @@ class PluginHost(Generic[R]):
         return spec
 
     def opened(self, spec: R, *arguments: Any, **options: Any) -> Any:
-        """What the record opens.
+        """The object that the record opens.
 
-        Raises what :meth:`called` raises, and the hook's ``unavailable`` for something that is not what it
-        opens.
+        Raises the errors of ``called``, and the hook's ``unavailable`` if the object lacks required methods.
         """
         hook = self._hook
 
@@ -203,10 +207,10 @@ class PluginHost(Generic[R]):
         return made
 
     def called(self, spec: R, function: Callable[[], T], given: bool) -> T:
-        """What a function of the record returns.
+        """The result of a function of the record.
 
-        Its errors of this package pass as they are, and TypeError and ValueError where it was ``given``
-        something to refuse; others come as the hook's ``unavailable``.
+        Errors of this package are passed on, and so are TypeError and ValueError if arguments were ``given``;
+        others become the hook's ``unavailable``.
         """
         refusals = (TypeError, ValueError) if given else ()
         try:
@@ -218,7 +222,7 @@ class PluginHost(Generic[R]):
             raise self._hook.unavailable(f"{what} failed to open: {summary(error)}") from error
 
     def _claims(self) -> dict[str, list[R]]:
-        """Every record by its name."""
+        """All records by name."""
         claims: dict[str, list[R]] = {}
         for plugin in self._load():
             if plugin.spec is not None:
@@ -239,7 +243,7 @@ class PluginHost(Generic[R]):
         return f"no {self._hook.provides} {name!r}; known: {self._listed()}{others}"
 
     def _listed(self) -> str:
-        """What there is, as messages list it."""
+        """The known names, as listed in messages."""
         return "; ".join(f"{spec.name} ({spec.install_hint})" for spec in self.specs().values())
 
     def _probe(self, spec: R) -> Probe:
@@ -270,7 +274,9 @@ class PluginHost(Generic[R]):
         return replace(loaded, error=f"{loaded.error} ({hider})") if hider else loaded
 
     def _asked(self, plugin: Any, source: str, value: str) -> _Found[R]:
-        """A plugin with its record, which pluggy asks it for; each by itself, so that none hides another."""
+        """A plugin with the record that pluggy gets from it; each plugin is queried alone, so that none hides
+        another.
+        """
         hook = self._hook
         manager = pluggy.PluginManager(hook.project)
         manager.add_hookspecs(hook.specs)
@@ -288,7 +294,7 @@ class PluginHost(Generic[R]):
         return _Found(source, value, plugin, record, Probe(record.probe))
 
     def _unmarked(self, plugin: Any) -> str:
-        """What keeps pluggy from finding the hook."""
+        """Why pluggy does not find the hook."""
         name, marker = self._hook.name, self._hook.marker
         if callable(getattr(plugin, name, None)):
             return f"its {name}() has no @hookimpl: put {marker} before it"
@@ -296,7 +302,7 @@ class PluginHost(Generic[R]):
 
 
 def _label(name: str, value: str, others: list[_Found[R]]) -> str:
-    """A name that none of the others has."""
+    """A name that no other plugin has."""
     taken = {one.source for one in others}
     label = name if name not in taken else f"{name} ({value})"
     while label in taken:

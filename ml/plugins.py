@@ -1,7 +1,7 @@
 """Finding backends, and choosing one.
 
-Loading a plugin imports its module, which imports no framework; a framework is imported by ``probe`` and
-``open`` of the backends that are asked.
+Loading a plugin imports its module, which must not import a framework; frameworks are imported by ``probe``
+and ``open`` of the backends that are tried.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ _HOOK = Hook(
 
 
 class Registry(PluginHost[BackendSpec]):
-    """The plugins of one entry-point group. :func:`registry` gives the process's own."""
+    """The plugins of one entry-point group. ``registry()`` returns that of the process."""
 
     def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
         super().__init__(_HOOK, entry_points)
 
     def infos(self) -> tuple[BackendInfo, ...]:
-        """Every backend, every broken plugin and every name that two claim, best first."""
+        """All backends, broken plugins and doubly claimed names, best first."""
         rows = [self._info(spec) for spec in self.specs().values()]
         rows += [BackendInfo(name, False, reason, None, (), 0, "") for name, reason in self.broken().items()]
         return tuple(sorted(rows, key=lambda row: (not row.available, -row.priority, row.name)))
 
     def open(self, name: str | None, options: dict[str, Any]) -> Backend:
-        """Open by name, else by ``ML_BACKEND``, else the first by priority whose probe is ok."""
+        """Open by name, else by ``ML_BACKEND``, else the first by priority whose probe succeeds."""
         chosen = os.environ.get(ENVIRONMENT_VARIABLE) or None
         if name:
             return self._open_named(name, options)
@@ -126,17 +126,19 @@ def registry() -> Registry:
 
 
 def open_backend(name: str | None = None, **options: Any) -> Backend:
-    """Open a backend: by ``name``, else by the variable ``ML_BACKEND``, else the best available.
+    """Open a backend by ``name``, else by the environment variable ``ML_BACKEND``, else the best available
+    one.
 
-    ``options`` go to the backend: ``device=`` and ``dtype=`` are common to all of ours.
+    ``options`` are passed to the backend; all built-in backends have ``device=`` and ``dtype=``.
 
-    Raises BackendNotFoundError for an unknown name (the message lists those that exist and how to
-    install them), BackendUnavailableError where it cannot run here, OptionError for an option that it
-    does not have.
+    Raises BackendNotFoundError for an unknown name (the message lists the known ones and how to install
+    them), BackendUnavailableError if it cannot run here, OptionError for an option that it does not have.
     """
     return registry().open(name, options)
 
 
 def available_backends() -> tuple[BackendInfo, ...]:
-    """Every backend that a plugin provides, runnable ones first, with the reason for the others."""
+    """All backends that plugins provide: first those that can run, then the others with the reason why
+    not.
+    """
     return registry().infos()

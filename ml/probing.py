@@ -1,4 +1,4 @@
-"""Asking plugins whether they can run here: each once, in a thread of its own, within a time limit."""
+"""Probing plugins: each is asked once whether it can run here, in its own thread and within a time limit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ml.errors import ShapeError
 from ml.records import shown, summary
 
 LIMIT_S = 60.0
-"""A framework on a slow disk takes ten seconds and more to import; a driver that hangs never ends."""
+"""Importing a framework from a slow disk can take over ten seconds; a hanging driver never finishes."""
 LIMIT_VARIABLE = "ML_PROBE_TIMEOUT"
 
 
 class Probe:
-    """One record's probe. It is run when it is first asked for, and its answer stays."""
+    """The probe of one record, which runs on first use and keeps its result."""
 
     def __init__(self, probe: Callable[[], Availability]) -> None:
         self._probe = probe
@@ -28,9 +28,9 @@ class Probe:
         self._raised: BaseException | None = None
 
     def answer(self) -> Availability:
-        """What it found; unavailable for that reason where it raises, or has not ended within the limit.
+        """Its result; unavailable if it raises, or does not finish within the limit.
 
-        One that ends later has its answer from then on.
+        If it finishes later, its result is used from then on.
         """
         with self._lock:
             if self._thread is None:
@@ -46,7 +46,7 @@ class Probe:
 
     @property
     def late(self) -> bool:
-        """Whether it has been run and has not ended."""
+        """Whether it was started and has not finished."""
         return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
@@ -60,7 +60,7 @@ class Probe:
             answer: object = self._probe()
         except (Exception, SystemExit) as error:
             self._answer = Availability(False, f"its probe raised {summary(error)}")
-        except BaseException as error:  # for whoever asks: an interrupt is no answer
+        except BaseException as error:  # raised to the caller: an interrupt is not a result
             self._raised = error
         else:
             if isinstance(answer, Availability):
@@ -71,7 +71,7 @@ class Probe:
 
 
 def _limit() -> float:
-    """Seconds; ShapeError where the variable says something else."""
+    """The limit in seconds; ShapeError if the variable is invalid."""
     text = os.environ.get(LIMIT_VARIABLE, "") or str(LIMIT_S)
     try:
         asked = float(text)

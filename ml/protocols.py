@@ -1,13 +1,13 @@
 """The contract: Backend, Context and Tensor.
 
-It mirrors Ollama's ``ml.Backend``, ``ml.Context`` and ``ml.Tensor`` (ml/backend.go), with axes in
-row-major order as NumPy, PyTorch, MLX and DLPack have them: Ollama's dimension n is axis -1-n
-here, and the memory is the same. Strides and offsets count elements.
+It mirrors Ollama's ``ml.Backend``, ``ml.Context`` and ``ml.Tensor`` (ml/backend.go), with axes in row-major
+order as in NumPy, PyTorch, MLX and DLPack: Ollama's dimension n is axis -1-n here, with the same memory
+layout. Strides and offsets count elements.
 
-**Aliasing and order.** A Tensor is a strided view of a storage. A write through one view is seen
-by every tensor on that storage, in program order, across all contexts of the backend, with or
-without ``forward``. ``forward`` and ``compute`` only bound *when* work happens; an error that a
-lazy framework raises late surfaces at ``compute`` or ``to_numpy``.
+**Aliasing and order.** A Tensor is a strided view of a storage. A write through one view is visible in every
+tensor on that storage, in program order, across all contexts of the backend, with or without ``forward``.
+``forward`` and ``compute`` only determine *when* work happens; errors of lazy frameworks are raised by
+``compute`` or ``to_numpy``.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class Tensor(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements shown, whatever the storage holds."""
+        """Bytes of the tensor's elements, regardless of the size of the storage."""
 
     @property
     def native(self) -> Any:
         """The framework's own array. On mutable frameworks it aliases the storage.
 
-        On functional ones (MLX, JAX) it is a snapshot: holding it across a write may cost one
-        copy, and writing into it is undefined.
+        On functional frameworks (MLX, JAX) it is a snapshot: holding it across a write may cost one copy, and
+        writing into it is undefined.
         """
 
     def to_numpy(self) -> np.ndarray:
-        """A host copy; computes what is pending. BF16 comes as ``ml_dtypes.bfloat16``."""
+        """A host copy, after computing what is pending. BF16 becomes ``ml_dtypes.bfloat16``."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """``np.asarray(tensor)``: what ``to_numpy`` returns, as ``dtype``; waits for a device as that does.
+        """``np.asarray(tensor)``: the result of ``to_numpy``, as ``dtype``; it waits for the device likewise.
 
         Raises a ValueError for ``copy=False``: a tensor is always copied.
         """
@@ -70,15 +70,16 @@ class Tensor(Protocol):
     ) -> Tensor:
         """Another view of the same storage.
 
-        ``offset`` counts elements from this tensor's first one; the bounds are the storage's, so a
-        view may reach what this tensor does not show. ``strides`` None means C-contiguous; a
-        stride of 0 repeats an element and makes the view read-only.
+        ``offset`` counts elements from this tensor's first one. The bounds are those of the storage, so a
+        view may include elements that this tensor does not. ``strides`` None means C-contiguous; a stride of
+        0 repeats an element and makes the view read-only.
 
         Raises BoundsError outside the storage, ShapeError for a negative size or stride.
         """
 
     def slice(self, ctx: Context, axis: int, start: int, stop: int, step: int = 1) -> Tensor:
-        """Positions ``[start, stop)`` of one axis, every ``step``-th; nothing wraps or clamps.
+        """Every ``step``-th position of ``[start, stop)`` on one axis; indices are neither wrapped nor
+        clamped.
 
         Raises BoundsError unless ``0 <= start <= stop <= size``, ShapeError for ``step < 1``.
         """
@@ -89,7 +90,7 @@ class Tensor(Protocol):
     def reshape(self, ctx: Context, *shape: int) -> Tensor:
         """The same elements in the same order; one size may be -1.
 
-        Raises ShapeError where it would need a copy: call ``contiguous`` first.
+        Raises ShapeError if it would need a copy: call ``contiguous`` first.
         """
 
     # These return new, C-contiguous storage.
@@ -97,16 +98,16 @@ class Tensor(Protocol):
     def contiguous(self, ctx: Context) -> Tensor: ...
 
     def cast(self, ctx: Context, dtype: DType) -> Tensor:
-        """Values converted: to a narrower float rounds to nearest even; float to integer truncates.
+        """Converted values: narrower floats round to nearest even; float to integer truncates.
 
-        A float outside the integer's range gives an unspecified integer; NaN stays some NaN.
+        A float outside the integer's range becomes an unspecified integer; NaN stays NaN.
         """
 
     def rows(self, ctx: Context, indices: Indices, axis: int = 0) -> Tensor:
-        """The slices at ``indices`` along ``axis``, in that order; repeats allowed.
+        """The slices at ``indices`` along ``axis``, in that order; indices may repeat.
 
-        A host sequence is checked (BoundsError outside ``[0, size)``); the caller answers for the
-        range of an I32 tensor.
+        A host sequence is checked (BoundsError outside ``[0, size)``); the caller guarantees the range of an
+        I32 tensor.
         """
 
     def concat(self, ctx: Context, other: Tensor, axis: int) -> Tensor: ...
@@ -119,8 +120,8 @@ class Tensor(Protocol):
     def copy(self, ctx: Context, dst: Tensor) -> Tensor:
         """Write this into ``dst`` of the same shape, converting as ``cast`` does; returns ``dst``.
 
-        Where the two overlap it acts as if the source were read first. Raises ReadOnlyError when
-        elements of ``dst`` share memory.
+        If the two overlap, the source is read first. Raises ReadOnlyError if elements of ``dst`` share
+        memory.
         """
 
     def set_rows(self, ctx: Context, src: Tensor, indices: Indices, axis: int = 0) -> Tensor:
@@ -139,7 +140,7 @@ class Tensor(Protocol):
         """Quotient of floats; DTypeError for integers."""
 
     def scale(self, ctx: Context, x: float) -> Tensor:
-        """Times a number; integers take an integral one only."""
+        """Multiply by a number, which must be integral for integers."""
 
     def neg(self, ctx: Context) -> Tensor: ...
     def exp(self, ctx: Context) -> Tensor: ...
@@ -153,7 +154,7 @@ class Tensor(Protocol):
     def relu(self, ctx: Context) -> Tensor: ...
     def abs(self, ctx: Context) -> Tensor: ...
     def round(self, ctx: Context) -> Tensor:
-        """To the nearest whole number, halves to even."""
+        """Round to the nearest whole number, halves to even."""
 
     def gelu(self, ctx: Context, approximate: Literal["none", "tanh"] = "none") -> Tensor: ...
     def clamp(self, ctx: Context, lo: float | None, hi: float | None) -> Tensor: ...
@@ -164,21 +165,21 @@ class Tensor(Protocol):
     def softmax(self, ctx: Context, axis: int = -1) -> Tensor: ...
 
     def sum(self, ctx: Context, axis: int, keepdims: bool = False) -> Tensor:
-        """Integers and BOOL give I64."""
+        """The sum; I64 for integers and BOOL."""
 
     def mean(self, ctx: Context, axis: int, keepdims: bool = False) -> Tensor:
-        """Of floats only; DTypeError otherwise."""
+        """The mean of floats; DTypeError for other dtypes."""
 
     def max(self, ctx: Context, axis: int, keepdims: bool = False) -> Tensor: ...
 
     def argmax(self, ctx: Context, axis: int, keepdims: bool = False) -> Tensor:
-        """I32 index of the first largest."""
+        """The I32 index of the first maximum."""
 
     def argsort(self, ctx: Context, axis: int = -1) -> Tensor:
         """I32 indices that sort ascending; equal values keep their order."""
 
     def top_k(self, ctx: Context, k: int) -> tuple[Tensor, Tensor]:
-        """The ``k`` largest of the last axis, descending, and their I32 indices: equal ones in order."""
+        """The ``k`` largest of the last axis, descending, and their I32 indices; ties are in index order."""
 
     def rms_norm(self, ctx: Context, weight: Tensor | None, eps: float) -> Tensor:
         """``x / sqrt(mean(x**2) + eps) * weight`` over the last axis (Zhang & Sennrich, 2019)."""
@@ -191,61 +192,65 @@ class Tensor(Protocol):
 
 
 Indices = Sequence[int] | np.ndarray | Tensor
-"""A host sequence of integers (checked), or an I32 tensor of one axis (the caller answers)."""
+"""A host sequence of integers, which is checked, or an I32 tensor of one axis, which the caller
+guarantees.
+"""
 
 
 @runtime_checkable
 class Context(Protocol):
-    """Where tensors are made and work is ordered. Tensors outlive it. A context manager."""
+    """Creates tensors and orders work. Tensors outlive it. A context manager."""
 
     @property
     def backend(self) -> Backend: ...
 
     @property
     def max_graph_nodes(self) -> int:
-        """How many operations one ``compute`` is planned for; a hint on eager backends."""
+        """The number of operations that one ``compute`` is planned for; a hint for eager backends."""
 
     def empty(self, shape: Sequence[int], dtype: DType) -> Tensor:
-        """New storage whose contents are unspecified until written."""
+        """New storage, whose content is unspecified until written."""
 
     def zeros(self, shape: Sequence[int], dtype: DType) -> Tensor: ...
     def full(self, shape: Sequence[int], value: float, dtype: DType) -> Tensor: ...
 
     def arange(self, start: float, stop: float, step: float, dtype: DType) -> Tensor:
-        """``start + i * step`` for ``[start, stop)``, each computed by itself and rounded once.
+        """``start + i * step`` for ``[start, stop)``, each computed individually and rounded once.
 
-        How many there are is counted exactly, and numbers of NumPy are taken for what they are, not in their
-        own dtype. Raises ShapeError for a step of 0 and where start, stop or step is not finite, DTypeError
-        where an integer ``dtype`` does not hold an element or the step.
+        The number of elements is exact, and NumPy scalars are used by value, not in their own dtype. Raises
+        ShapeError for a step of 0 and if start, stop or step is not finite, DTypeError if an integer
+        ``dtype`` cannot represent an element or the step.
         """
 
     def from_numpy(self, array: Any, dtype: DType | None = None) -> Tensor:
         """A copy of any array-like.
 
-        With no ``dtype``, float64 and Python floats become the backend's default float (F32), and
-        integers of a width that DType lacks become I64.
+        Without ``dtype``, float64 and Python floats become the backend's default float (F32), and integers of
+        unsupported widths become I64.
         """
 
     def from_native(self, array: Any) -> Tensor:
-        """Wrap the framework's own array without copying; DTypeError for a dtype outside DType."""
+        """Wrap the framework's own array without copying. Raises DTypeError for an unsupported dtype."""
 
     def from_bytes(self, data: bytes | bytearray | memoryview, shape: Sequence[int], dtype: DType) -> Tensor:
-        """A copy of little-endian elements in C order; ShapeError when the length differs."""
+        """A copy of little-endian elements in C order. Raises ShapeError if the length does not match."""
 
     def forward(self, *tensors: Tensor) -> Context:
-        """Add tensors to what the next ``compute`` evaluates; returns this context."""
+        """Add tensors to the next ``compute``; returns this context."""
 
     def compute(self, *tensors: Tensor) -> None:
-        """Evaluate what was forwarded, and ``tensors``; late errors of lazy frameworks surface."""
+        """Evaluate the forwarded tensors and ``tensors``; errors of lazy frameworks are raised here."""
 
     def reserve(self) -> None:
-        """Plan and allocate for what was forwarded, without running it; a no-op when eager."""
+        """Plan and allocate for the forwarded tensors without running anything; no effect on eager
+        backends.
+        """
 
     def input(self) -> Context:
-        """A context whose tensors lie where a model's inputs belong."""
+        """A context whose tensors are placed where a model's inputs belong."""
 
     def layer(self, i: int) -> Context:
-        """A context whose tensors lie on the device of layer ``i``."""
+        """A context whose tensors are on the device of layer ``i``."""
 
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
@@ -267,10 +272,12 @@ class Backend(Protocol):
     def new_context(self, max_graph_nodes: int | None = None) -> Context: ...
 
     def memory(self) -> BackendMemory:
-        """Per device: bytes allocated by this backend, free and total where known."""
+        """For each device, the bytes allocated by this backend, and free and total bytes if known."""
 
     def close(self) -> None:
-        """Release what the backend holds; later operations raise ClosedError. ``native`` may still be had."""
+        """Release the backend's resources; later operations raise ClosedError. ``native`` may still be
+        available.
+        """
 
     def __enter__(self) -> Self: ...
     def __exit__(

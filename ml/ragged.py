@@ -1,8 +1,9 @@
-"""Which stored keys each query of a pass sees, in integers: what one attention call for a whole batch needs.
+"""Which stored keys each query of a pass sees, as integers for one attention call over a whole batch.
 
-A *segment* is a run of rows of the key and value buffers, or a list of rows, that one or more queries read.
-What several sequences share, such as a system prompt, is one segment with all their queries as readers, so
-that its bytes are read once (Juravsky et al., Hydragen, 2024; Ye et al., FlashInfer's cascade attention)::
+A *segment* is a run of rows of the key and value buffers, or a list of rows, that one or more queries read. A
+prefix that several sequences share, such as a system prompt, is one segment with all their queries as
+readers, so that its bytes are read once (Juravsky et al., Hydragen, 2024; Ye et al., FlashInfer's cascade
+attention)::
 
     rows 0 to 9      system prompt      readers 0, 1, 2     every one sees all of it: [0, 10)
     rows 10 to 12    sequence 0's own   reader 0            [0, 3)
@@ -23,17 +24,17 @@ from ml.protocols import Context, Tensor
 __all__ = ["RaggedPlan"]
 
 HEADER = 8
-"""Integers at the front of ``packed``."""
+"""The number of integers in the header of ``packed``."""
 
 
 class RaggedPlan:
-    """Segments, and who reads what of them. All arrays are I32 on the host and are not to be written.
+    """Segments and their readers. All arrays are I32 on the host and must not be written.
 
-    ``tokens``: how many queries the pass has, numbered from 0 in the order of the batch.
+    ``tokens``: the number of queries in the pass, numbered from 0 in batch order.
 
     ``segments`` (S, 5): ``gathered, start, length, first, stop`` each. The rows of a segment are ``[start,
-    start + length)`` of the buffers, or, where ``gathered`` is 1, ``index[start : start + length]``.
-    ``[first, stop)`` are its readers.
+    start + length)`` of the buffers, or ``index[start : start + length]`` if ``gathered`` is 1. ``[first,
+    stop)`` are its readers.
 
     ``readers`` (R, 3): ``query, begin, end`` each: that query sees rows ``[begin, end)`` of the segment,
     ``0 <= begin < end <= length``. Every query has at least one reader, and no row twice.
@@ -43,9 +44,9 @@ class RaggedPlan:
     ``part_starts`` (tokens + 1,) and ``parts`` (R,): the readers of query q are
     ``parts[part_starts[q] : part_starts[q + 1]]``.
 
-    ``lay`` keeps what a backend derives from the plan, such as its launch parameters, for further layers, and
-    ``packers`` how it did so: the caller may ask the same of the plan of the next pass, before it asks for
-    attention, so that the arrays go to a device with what else it uploads (``upload``).
+    ``lay`` stores what a backend derives from the plan, such as launch parameters, for further layers, and
+    ``packers`` records how: the caller can repeat this for the plan of the next pass before it requests
+    attention, so that these arrays are uploaded together with its other data (``upload``).
     """
 
     __slots__ = (
@@ -54,7 +55,9 @@ class RaggedPlan:
     )  # fmt: skip
 
     def __init__(self, tokens: int, segments: np.ndarray, readers: np.ndarray, index: np.ndarray) -> None:
-        """Takes the arrays over. Raises ShapeError for other shapes, and for a query without readers."""
+        """Takes ownership of the arrays. Raises ShapeError for other shapes, and for a query without
+        readers.
+        """
         self.tokens = tokens
         self.segments = np.ascontiguousarray(segments, dtype=np.int32)
         self.readers = np.ascontiguousarray(readers, dtype=np.int32)
@@ -66,7 +69,7 @@ class RaggedPlan:
                 "they are (S, 5), (R, 3) and (I,)"
             )
         queries = self.readers[:, 0]
-        if len(queries) == tokens and (queries == _counting(tokens)).all():  # each is there once, in order
+        if len(queries) == tokens and (queries == _counting(tokens)).all():  # each occurs once, in order
             self.part_starts, self.parts = _counting(tokens + 1), _counting(tokens)
         else:
             counts = np.bincount(queries.clip(0), minlength=tokens)
@@ -78,10 +81,12 @@ class RaggedPlan:
             self.part_starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
             self.parts = np.argsort(queries, kind="stable").astype(np.int32)
         self.memo: dict[str, Any] = {}
-        """What a backend that computes on the host derives from it, for further layers."""
+        """What a host backend derives from the plan, for further layers."""
         self.packers: dict[str, Pack] = {}
         self.upload: Callable[[np.ndarray], Callable[[Context], Tensor]] = _uploaded
-        """Takes an I32 array, not to be changed; what it returns gives it on the device of a context."""
+        """Takes an I32 array, which must not change; returns a function that returns it on the device of a
+        context.
+        """
         self._laid: dict[str, tuple[Any, Callable[[Context], Tensor]]] = {}
 
     def rows(self, segment: int) -> np.ndarray:
@@ -90,10 +95,11 @@ class RaggedPlan:
         return self.index[start : start + length] if gathered else np.arange(start, start + length)
 
     def pack(self) -> np.ndarray:
-        """All of it in one I32 array: a header of 8, then the arrays, flattened, in the order of the header.
+        """The whole plan in one I32 array: a header of 8, then the flattened arrays in the order of the
+        header.
 
-        The header is ``tokens, S, R, I``, and the places where ``readers``, ``index``, ``part_starts`` and
-        ``parts`` begin; ``segments`` begin at 8.
+        The header is ``tokens, S, R, I`` and the offsets of ``readers``, ``index``, ``part_starts`` and
+        ``parts``; ``segments`` begin at 8.
         """
         arrays = [self.segments, self.readers, self.index, self.part_starts, self.parts]
         places = np.cumsum([HEADER, *(array.size for array in arrays[:-1])])[1:]
@@ -107,13 +113,13 @@ class RaggedPlan:
         return self.lay_whole()(ctx)
 
     def lay_whole(self) -> Callable[[Context], Tensor]:
-        """Let ``packed`` go to a device with what is laid besides."""
+        """Upload ``packed`` together with the other arrays of ``lay``."""
         return self.lay("plan", _whole)[1]
 
     def lay(self, kind: str, pack: Pack) -> tuple[Any, Callable[[Context], Tensor]]:
-        """What ``pack`` makes of this plan, kept by ``kind``: what it keeps, and its array on a device.
+        """The result of ``pack`` for this plan, stored under ``kind``: its data, and its array on a device.
 
-        An array that is laid before another is asked for goes there with it.
+        Arrays added before the first one is used are uploaded together.
         """
         self.packers[kind] = pack
         if kind not in self._laid:
@@ -127,7 +133,7 @@ def _counting(count: int) -> np.ndarray:
 
 
 Pack = Callable[[RaggedPlan], tuple[Any, np.ndarray]]
-"""What a backend keeps of a plan, and an I32 array that it uploads."""
+"""The data that a backend keeps of a plan, and the I32 array that it uploads."""
 
 
 def _whole(plan: RaggedPlan) -> tuple[None, np.ndarray]:
@@ -135,7 +141,7 @@ def _whole(plan: RaggedPlan) -> tuple[None, np.ndarray]:
 
 
 def _uploaded(array: np.ndarray) -> Callable[[Context], Tensor]:
-    """Uploaded apart, once to each device."""
+    """Upload an array separately, once to each device."""
     near: dict[int, Tensor] = {}
 
     def on(ctx: Context) -> Tensor:

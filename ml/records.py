@@ -1,4 +1,4 @@
-"""Checks of the records that plugins return: a field of a wrong type is told to its author, by name."""
+"""Checks of plugin records: errors name the field with the wrong type."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ __all__ = [
 ]
 
 LONGEST = 80
-"""Characters of a value that an error shows."""
+"""How many characters of a value an error shows."""
 
 
 class Rule(NamedTuple):
-    """What a field is, in words, and ``read``: the value as the record keeps it, or TypeError."""
+    """A description of a field, and ``read``, which converts its value or raises TypeError."""
 
     wanted: str
     read: Callable[[Any], Any]
 
 
 def check(record: object, error: type[MLError] = PluginError, **rules: Rule) -> None:
-    """Keep each field as its rule reads it. ``error``, with record, field and value, where that is not it."""
+    """Convert each field by its rule. Raises ``error``, naming record, field and value, if it does not
+    fit.
+    """
     for name, (wanted, read) in rules.items():
         value = getattr(record, name)
         try:
@@ -47,7 +49,7 @@ def check(record: object, error: type[MLError] = PluginError, **rules: Rule) -> 
 
 
 def shown(value: object) -> str:
-    """``repr``, shortened, of a value of which nothing is known, not even that it has one."""
+    """The shortened ``repr`` of an arbitrary value, even if its ``repr`` fails."""
     try:
         text = repr(value)
     except Exception:
@@ -56,7 +58,7 @@ def shown(value: object) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """An error of a plugin in one line; also one that cannot be told."""
+    """An error of a plugin in one line, even if it cannot be formatted."""
     try:
         text = str(error)
     except Exception:
@@ -65,7 +67,7 @@ def summary(error: BaseException) -> str:
 
 
 def instance(wanted: str, kind: type) -> Rule:
-    """Values of one type."""
+    """A rule for values of one type."""
 
     def read(value: object) -> object:
         if not isinstance(value, kind):
@@ -76,7 +78,7 @@ def instance(wanted: str, kind: type) -> Rule:
 
 
 def members(wanted: str, kind: type, into: Callable[[Iterable[Any]], Any]) -> Rule:
-    """Collections of ``kind``: a tuple, list or set; kept as ``into`` makes it."""
+    """A rule for collections of ``kind``: a tuple, list or set, converted by ``into``."""
 
     def read(values: object) -> object:
         if not isinstance(values, (tuple, list, Set)) or not all(isinstance(one, kind) for one in values):
@@ -89,7 +91,7 @@ def members(wanted: str, kind: type, into: Callable[[Iterable[Any]], Any]) -> Ru
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
-    return str.__str__(value)  # of a subclass, NumPy's for one, what it says and no more
+    return str.__str__(value)  # of a subclass, such as NumPy's, only the text
 
 
 def _name(value: object) -> str:

@@ -1,17 +1,17 @@
-"""The largest elements of NumPy arrays, without sorting what is not among them."""
+"""The largest elements of NumPy arrays, without sorting the others."""
 
 from __future__ import annotations
 
 import numpy as np
 
 _LONG = 2048
-"""A shorter axis is sorted sooner than partitioned."""
+"""Sorting a shorter axis is faster than partitioning it."""
 
 
 def largest(x: np.ndarray, k: int) -> np.ndarray:
-    """Indices (..., k) of the ``k`` largest of the last axis, descending, the lower one first among equals.
+    """Indices (..., k) of the ``k`` largest of the last axis, descending; ties are in index order.
 
-    NaN comes before everything.
+    NaN comes first.
     """
     size = x.shape[-1]
     if size < _LONG or 4 * k > size or x.dtype.kind != "f":

@@ -1,7 +1,7 @@
 """Arithmetic of strided views: pure functions on shapes and strides, in elements.
 
-Nothing here touches an array. Backends and adapters share it so that every refusal of a shape,
-an offset or a stride is worded and decided in one place.
+Nothing here uses arrays. Backends and adapters share these functions, so that checks of shapes, offsets and
+strides, and their messages, are in one place.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = [
 Shape = tuple[int, ...]
 
 LARGEST_COUNT = (2**63 - 1) // 8
-"""Elements of the widest dtype whose bytes a 64-bit integer counts."""
+"""The most elements of the widest dtype whose bytes fit in a 64-bit integer."""
 LARGEST_NDIM = 64
-"""Axes of a tensor: as many as an array of NumPy may have, since every tensor must come to the host."""
+"""The most axes of a tensor, which are those of a NumPy array, as every tensor can be copied to the host."""
 
 
 def integers(op: str, *values: object) -> Shape:
-    """``values`` as plain ints; ShapeError for what is not an integer, as a float is not."""
+    """``values`` as Python ints; ShapeError for anything that is not an integer, such as a float."""
     try:
         return tuple(map(int, map(operator.index, values)))  # type: ignore[arg-type]
     except TypeError:
@@ -55,9 +55,9 @@ def integers(op: str, *values: object) -> Shape:
 
 
 def check_count(op: str, shape: Shape) -> None:
-    """ShapeError for more elements than ``LARGEST_COUNT``: no framework says that well.
+    """Raise ShapeError for more elements than ``LARGEST_COUNT``, which frameworks do not report well.
 
-    The sizes of an empty shape that are not 0 are bounded too: frameworks multiply them.
+    The non-zero sizes of an empty shape are limited too, as frameworks multiply them.
     """
     count = math.prod(shape) or math.prod(size or 1 for size in shape)
     if count > LARGEST_COUNT:
@@ -81,7 +81,7 @@ def as_shape(op: str, shape: Sequence[int] | int) -> Shape:
 
 
 def check_ndim(op: str, ndim: int) -> None:
-    """ShapeError for more axes than ``LARGEST_NDIM``."""
+    """Raise ShapeError for more axes than ``LARGEST_NDIM``."""
     if ndim > LARGEST_NDIM:
         raise ShapeError(f"{op}: a shape of {ndim} axes; the maximum is {LARGEST_NDIM}")
 
@@ -97,7 +97,7 @@ def contiguous_strides(shape: Shape) -> Shape:
 
 @functools.lru_cache(maxsize=4096)
 def extent(shape: Shape, strides: Shape) -> int:
-    """Elements from the first to the last that the view touches, both included; 0 when empty."""
+    """The number of elements from the first to the last of the view, inclusive; 0 if it is empty."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -105,7 +105,7 @@ def extent(shape: Shape, strides: Shape) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def overlaps_itself(shape: Shape, strides: Shape) -> bool:
-    """Whether two index tuples of the view name one element, so that it cannot be written."""
+    """Whether two indices of the view refer to the same element, so that it cannot be written."""
     if math.prod(shape) < 2:
         return False
     axes = sorted((s, n) for n, s in zip(shape, strides, strict=True) if n > 1)
@@ -132,8 +132,8 @@ def view_geometry(
 
     Returns the absolute offset, shape and strides of the view.
 
-    Raises ShapeError for a negative size or stride, or as many strides as there are not axes;
-    BoundsError when the view leaves ``[0, storage_size)``.
+    Raises ShapeError for a negative size or stride, or a number of strides other than that of the axes;
+    BoundsError if the view leaves ``[0, storage_size)``.
     """
     sizes = as_shape("view", shape)
     start = first + integers("view", offset)[0]
@@ -154,15 +154,15 @@ def view_geometry(
             f"view: offset {offset}, shape {sizes}, strides {steps} covers elements "
             f"[{start}, {start + count}) of a storage of {storage_size}"
         )
-    if not count or 0 in steps:  # a repeated element may be shown more often than can be counted
+    if not count or 0 in steps:  # a repeated element may occur more often than can be counted
         check_count("view", sizes)
-    if steps and max(steps) > storage_size:  # of an axis that takes no step, which frameworks multiply
+    if steps and max(steps) > storage_size:  # the stride of an axis of size 1, which frameworks multiply
         steps = tuple(min(step, max(storage_size, 1)) for step in steps)
     return start, sizes, steps
 
 
 def slice_length(size: int, axis: int, start: int, stop: int, step: int) -> int:
-    """Length of ``[start, stop)`` by ``step``, with no wrapping and no clamping."""
+    """The length of ``[start, stop)`` with ``step``, without wrapping or clamping."""
     if step < 1:
         raise ShapeError(f"slice: step {step} on axis {axis}; a step must be at least 1")
     if not 0 <= start <= stop <= size:
@@ -174,7 +174,7 @@ def slice_length(size: int, axis: int, start: int, stop: int, step: int) -> int:
 
 
 def normalize_axis(op: str, axis: int, ndim: int) -> int:
-    """``axis`` counted from the front; negative ones count from the end, as in NumPy."""
+    """``axis`` counted from the front; negative axes count from the end, as in NumPy."""
     try:
         number = operator.index(axis)
     except TypeError:
@@ -185,7 +185,7 @@ def normalize_axis(op: str, axis: int, ndim: int) -> int:
 
 
 def normalize_axes(op: str, axes: Sequence[int], ndim: int) -> Shape:
-    """A permutation of all ``ndim`` axes; none given reverses them, as ``numpy.transpose``."""
+    """A permutation of all ``ndim`` axes; without axes they are reversed, as in ``numpy.transpose``."""
     if not axes:
         return tuple(range(ndim - 1, -1, -1))
     normal = tuple(axis + ndim if axis < 0 else axis for axis in integers(op, *axes))
@@ -195,7 +195,7 @@ def normalize_axes(op: str, axes: Sequence[int], ndim: int) -> Shape:
 
 
 def resolve_shape(op: str, count: int, shape: Sequence[int]) -> Shape:
-    """``shape`` with one ``-1`` filled in so that it holds ``count`` elements."""
+    """``shape`` with a ``-1`` replaced so that it has ``count`` elements."""
     sizes = integers(op, *shape)
     if sizes.count(-1) == 1:
         known = math.prod(size for size in sizes if size != -1)
@@ -212,9 +212,8 @@ def resolve_shape(op: str, count: int, shape: Sequence[int]) -> Shape:
 def reshape_strides(shape: Shape, strides: Shape, target: Shape) -> Shape | None:
     """Strides that show a strided view as ``target`` without moving data, or None.
 
-    Runs of axes that are contiguous among themselves are merged, then split as asked:
-    ``(2, 3, 4)`` with strides ``(24, 4, 1)`` reshapes to ``(2, 12)`` as ``(24, 1)``, to
-    ``(6, 4)`` not at all.
+    Runs of axes that are contiguous with each other are merged, then split as required: ``(2, 3, 4)`` with
+    strides ``(24, 4, 1)`` reshapes to ``(2, 12)`` as ``(24, 1)``, to ``(6, 4)`` not at all.
     """
     if 0 in shape:
         return contiguous_strides(target)
@@ -260,9 +259,9 @@ def regular_region(
 ) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
     """Show a view of a C-contiguous ``base`` as ``base[slices]`` with its axes permuted.
 
-    Returns ``(slices, axes)`` where ``axes[i]`` is the base axis shown as view axis ``i`` (-1 for
-    an axis of size 1 that no base axis carries), or None where the view is not such a box.
-    Functional frameworks read and write boxes without a scatter:
+    Returns ``(slices, axes)``, where ``axes[i]`` is the base axis of view axis ``i`` (-1 for an axis of size
+    1 without a base axis), or None if the view is not such a box. Functional frameworks read and write boxes
+    without a scatter:
 
     >>> regular_region((4, 8, 2), 6, (3, 4), (2, 16))   # base[:, 3:6, 0] transposed
     ((slice(0, 4, 1), slice(3, 6, 1), slice(0, 1, 1)), (1, 0))
@@ -299,7 +298,7 @@ def regular_region(
 class Region(NamedTuple):
     """A view as the box ``storage.reshape(base)[start : start + sizes * steps : steps]``.
 
-    ``axes`` as :func:`regular_region` gives them: where each axis of the view lies in the base.
+    ``axes`` are the base axes of the view's axes, as in ``regular_region``.
     """
 
     base: Shape
@@ -313,7 +312,7 @@ class Region(NamedTuple):
 def find_region(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> Region | None:
     """The view as a box of a storage allocated as ``allocated``, or of the same storage reshaped.
 
-    None where it is no box: an empty view, a stride of 0, rows that lie between one another.
+    None if it is not a box: an empty view, a stride of 0, or interleaved rows.
 
     >>> find_region((48,), 6, (3, 2), (8, 1))      # three rows of a matrix, kept flat
     Region(base=(6, 8), start=(0, 6), sizes=(3, 2), steps=(1, 1), axes=(0, 1))
@@ -330,7 +329,7 @@ def find_region(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> 
 
 
 def base_of(size: int, shape: Shape, strides: Shape) -> Shape | None:
-    """The shape of ``size`` elements in which the strides of a view are those of whole axes.
+    """The shape of ``size`` elements in which the view's strides are those of whole axes.
 
     >>> base_of(24, (2, 3), (12, 2))
     (2, 6, 2)

@@ -1,4 +1,4 @@
-"""Pages between a device and host memory: the backend's own way, or the generic one."""
+"""Transfers between a device and host memory, by the backend's own method or the generic one."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ml.strided import overlaps_itself
 
 
 class _Done:
-    """The transfer of a backend that copies at once."""
+    """The transfer of a backend that copies synchronously."""
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Nothing to wait for."""
 
     join = wait
 
 
 def pinned_memory(backend: Backend, nbytes: int) -> np.ndarray:
-    """Host memory, uint8 (nbytes,), that holds anything: page-locked where ``backend`` has some to give."""
+    """Uninitialized host memory, uint8 (nbytes,), page-locked if ``backend`` provides it."""
     memory = None
     if isinstance(backend, SupportsTransfers):
-        with contextlib.suppress(DeviceError):  # it has no more: other memory does as well, and more slowly
+        with contextlib.suppress(DeviceError):  # it has no more: pageable memory works too, but more slowly
             memory = backend.pinned_memory(nbytes)
     return np.empty(nbytes, np.uint8) if memory is None else memory
 
@@ -37,13 +37,13 @@ def pinned_memory(backend: Backend, nbytes: int) -> np.ndarray:
 def page_out(
     backend: Backend, ctx: Context, tensors: Sequence[Tensor]
 ) -> tuple[list[np.ndarray], PageTransfer]:
-    """Begin to copy tensors to new C-contiguous arrays, which hold them when the transfer is done.
+    """Begin to copy tensors to new C-contiguous arrays, which are valid when the transfer has finished.
 
-    By :class:`ml.SupportsTransfers`, whose rules hold until then; else by ``to_numpy``, at once.
+    Uses ``ml.SupportsTransfers``, whose rules apply until then, or ``to_numpy``, synchronously.
     """
     begun = None
     if isinstance(backend, SupportsTransfers):
-        with contextlib.suppress(DeviceError):  # as in pinned_memory; a device that failed says so again
+        with contextlib.suppress(DeviceError):  # as in pinned_memory; a failed device raises again
             begun = backend.page_out(ctx, tensors)
     if begun is not None:
         return begun
@@ -53,7 +53,7 @@ def page_out(
 def page_in(
     backend: Backend, ctx: Context, arrays: Sequence[np.ndarray], tensors: Sequence[Tensor]
 ) -> PageTransfer:
-    """Begin to write arrays over tensors of the same shapes and dtypes, else refused; as :func:`page_out`."""
+    """Begin to copy arrays to tensors of the same shapes and dtypes, in the same way as ``page_out``."""
     for array, tensor in zip(arrays, tensors, strict=True):
         if array.shape != tensor.shape:
             raise ShapeError(

@@ -24,7 +24,7 @@ WANT = re.compile(r"needs ([^:]+): (.+)")
 
 
 def wanting(what: str, remedy: str = "") -> str:
-    """A reason to skip a test, which :func:`not_run` reads; by default ``what`` are Debian's packages."""
+    """A reason to skip a test, which ``not_run`` reads; by default ``what`` are Debian's packages."""
     return f"needs {what}: {remedy or INSTALL + what}"
 
 

@@ -52,7 +52,7 @@ class CupyBackend(PlacedBackend):
         return CupyContext(self, max_graph_nodes)
 
     def cache_config(self) -> CacheConfig:
-        """See :class:`ml.SupportsCacheConfig`."""
+        """See ``ml.SupportsCacheConfig``."""
         return CacheConfig(call_bytes=GPU_CALL_BYTES)
 
     def ragged_attention(
@@ -66,14 +66,14 @@ class CupyBackend(PlacedBackend):
         sinks: CupyTensor | None = None,
         formats: tuple[str, str] | None = None,
     ) -> CupyTensor | None:
-        """See :class:`ml.SupportsRaggedAttention`. None over codes."""
+        """See ``ml.SupportsRaggedAttention``. None over codes."""
         ctx.check("ragged_attention")
         if formats is not None:
             return None
         return ragged_attention(ctx, query, key, value, plan, scale, sinks)
 
     def upload(self, ctx: CupyContext, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[CupyTensor]:
-        """See :class:`ml.SupportsTransfers`."""
+        """See ``ml.SupportsTransfers``."""
         ctx.check("upload")
         hosts, starts, nbytes = lay_out(arrays)
         packed = np.empty(nbytes, np.uint8)

@@ -60,7 +60,7 @@ class Place:
 
 
 class _Work:
-    """See :meth:`Place.work`. Device and stream are entered only where they are not current."""
+    """See ``Place.work``. Device and stream are entered only where they are not current."""
 
     __slots__ = ("_asked", "_entered", "_op", "_place", "_quiet")
 

@@ -85,7 +85,7 @@ def ragged_attention(
     scale: float,
     sinks: CupyTensor | None,
 ) -> CupyTensor | None:
-    """See :class:`ml.SupportsRaggedAttention`. None also where the buffers lie on another device."""
+    """See ``ml.SupportsRaggedAttention``. None also where the buffers lie on another device."""
     shape = Shape.of(query, key, value, sinks)
     if shape is None or any(x is not None and x.place is not ctx.place for x in (query, key, value, sinks)):
         return None

@@ -21,7 +21,7 @@ LEAST = 4096
 
 
 class _Queue:
-    """See :class:`backends.page_streams.CopyQueue`."""
+    """See ``backends.page_streams.CopyQueue``."""
 
     def __init__(self, place: Place) -> None:
         self._place = place

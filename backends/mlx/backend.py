@@ -69,7 +69,7 @@ class MlxBackend(BaseBackend):
     # Capabilities.
 
     def distributed(self, timeout: float = 60.0) -> BaseGroup:
-        """See :class:`ml.SupportsDistributed`. MLX joins once per process, all groups are the same ranks."""
+        """See ``ml.SupportsDistributed``. MLX joins once per process, all groups are the same ranks."""
         self.check("distributed")
         if self.group is not None and not self.group.closed:
             raise GroupError(f"distributed: {self.group!r} is open on this backend; close it first")
@@ -80,18 +80,18 @@ class MlxBackend(BaseBackend):
     def kv_store(
         self, key: Any, value: Any, formats: tuple[str, str] | None = None
     ) -> MlxKVStore | MlxQuantizedStore | None:
-        """See :class:`ml.SupportsKVStorage`."""
+        """See ``ml.SupportsKVStorage``."""
         if formats is None:
             return MlxKVStore.over(self, self.work, key, value)
         return MlxQuantizedStore.over(self, self.work, (*key, *value), formats)
 
     def borrow(self, ctx: Any, array: np.ndarray) -> BaseTensor:
-        """See :class:`ml.SupportsHostMemory`. Always a copy: MLX has no arrays over memory of others."""
+        """See ``ml.SupportsHostMemory``. Always a copy: MLX has no arrays over memory of others."""
         copied: BaseTensor = ctx.from_numpy(array, DType.from_numpy(array.dtype))
         return copied
 
     def overwrite(self, ctx: Any, tensor: MlxTensor) -> np.ndarray | None:
-        """See :class:`ml.SupportsHostMemory`. None on a GPU."""
+        """See ``ml.SupportsHostMemory``. None on a GPU."""
         ctx.check("overwrite", tensor)
         if self.devices[0].kind != "cpu" or overlaps_itself(tensor.shape, tensor.strides):
             return None
@@ -124,13 +124,13 @@ class MlxBackend(BaseBackend):
             return fused.attention(ctx, query, key, value, mask, scale, sinks)
 
     def quantize(self, ctx: Any, x: MlxTensor, format: str) -> tuple[MlxTensor, ...] | None:
-        """See :class:`ml.SupportsKVStorage`."""
+        """See ``ml.SupportsKVStorage``."""
         ctx.check("quantize", x)
         with device_errors("quantize"):
             return encoded(x, format)
 
     def dequantize(self, ctx: Any, parts: Sequence[MlxTensor], format: str) -> MlxTensor | None:
-        """See :class:`ml.SupportsKVStorage`."""
+        """See ``ml.SupportsKVStorage``."""
         ctx.check("dequantize", parts[0])
         with device_errors("dequantize"):
             return decoded(parts, format)
@@ -138,7 +138,7 @@ class MlxBackend(BaseBackend):
     def partial_attention(
         self, ctx: Any, query: Any, key: Any, value: Any, mask: Tensor | CausalMask | None, scale: float
     ) -> Any:
-        """See :class:`ml.SupportsPartialAttention`."""
+        """See ``ml.SupportsPartialAttention``."""
         ctx.check("partial_attention")
         check_attention("partial_attention", self, query, key, value, mask, batched=True)
         with device_errors("partial_attention"):
@@ -146,7 +146,7 @@ class MlxBackend(BaseBackend):
             return partial_in_blocks(ctx, body, query, key, value, mask)
 
     def attention_calls(self, ctx: Any, *call: Any) -> None:
-        """See :class:`ml.SupportsPartialAttention`. None: a lazy graph has nothing to gain from one step."""
+        """See ``ml.SupportsPartialAttention``. None: a lazy graph has nothing to gain from one step."""
 
     def ragged_attention(
         self,
@@ -159,7 +159,7 @@ class MlxBackend(BaseBackend):
         sinks: Any = None,
         formats: tuple[str, str] | None = None,
     ) -> Any:
-        """See :class:`ml.SupportsRaggedAttention`. On the CPU of affine groups alone."""
+        """See ``ml.SupportsRaggedAttention``. On the CPU of affine groups alone."""
         ctx.check("ragged_attention")
         if formats is None and self.devices[0].kind == "cpu":
             return None
@@ -173,7 +173,7 @@ class MlxBackend(BaseBackend):
         return fused.rope(x, positions, spec) if self.fused_rope else None
 
     def grouped_matmul(self, ctx: Any, x: Any, weight: Any, groups: Any) -> Any:
-        """See :class:`ml.SupportsGroupedMatmul`."""
+        """See ``ml.SupportsGroupedMatmul``."""
         ctx.check("grouped_matmul")
         with device_errors("grouped_matmul"):
             return fused.grouped_matmul(x, weight, groups)

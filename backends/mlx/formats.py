@@ -1,4 +1,4 @@
-"""The storage formats of caches in MLX's operations, bit for bit: see :class:`ml.SupportsKVStorage`.
+"""The storage formats of caches in MLX's operations, bit for bit: see ``ml.SupportsKVStorage``.
 
 Affine groups are MLX's own. On a CPU its numbers are those of every backend; its kernels for devices round
 halves their own way.

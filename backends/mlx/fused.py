@@ -132,7 +132,7 @@ def _periods(spec: RopeSpec) -> Any:
 def partial_attention(
     scale: float, query: MlxTensor, key: MlxTensor, value: MlxTensor, mask: Any
 ) -> tuple[MlxTensor, MlxTensor]:
-    """See :class:`ml.SupportsPartialAttention`. The queries of a KV head are rows of one product.
+    """See ``ml.SupportsPartialAttention``. The queries of a KV head are rows of one product.
 
     The softmax is in F32; on the CPU the products too, as in ``attention``.
     """

@@ -29,7 +29,7 @@ def quantized_attention(
     scale: float,
     sinks: MlxTensor | None,
 ) -> MlxTensor | None:
-    """See :class:`ml.SupportsRaggedAttention`; None for other formats, and for many segments.
+    """See ``ml.SupportsRaggedAttention``; None for other formats, and for many segments.
 
     The queries of a segment, and those of a KV head, are rows of one product; the softmax is in F32.
     """

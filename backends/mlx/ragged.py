@@ -83,7 +83,7 @@ def ragged_attention(
     scale: float,
     sinks: MlxTensor | None,
 ) -> MlxTensor | None:
-    """See :class:`ml.SupportsRaggedAttention`."""
+    """See ``ml.SupportsRaggedAttention``."""
     shape = Shape.of(query, key, value, sinks)
     if shape is None:
         return None

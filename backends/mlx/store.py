@@ -93,7 +93,7 @@ class Half:
 
 
 class MlxKVStore:
-    """See :class:`ml.KVStore`; over two tensors (rows, heads, dim), each all of its storage."""
+    """See ``ml.KVStore``; over two tensors (rows, heads, dim), each all of its storage."""
 
     __slots__ = ("_backend", "_bytes", "_key", "_rows", "_value", "_work")
 
@@ -152,7 +152,7 @@ class MlxKVStore:
 
 
 class MlxQuantizedStore:
-    """See :class:`ml.SupportsKVStorage`; over parts (rows, heads, ...), each all of its storage."""
+    """See ``ml.SupportsKVStorage``; over parts (rows, heads, ...), each all of its storage."""
 
     def __init__(
         self, backend: BaseBackend, work: MlxWork, halves: list[Half], eight: tuple[bool, bool]

@@ -1,4 +1,4 @@
-"""Tensor on MLX: geometry over a :class:`MlxStorage`, and one translation per operation."""
+"""Tensor on MLX: geometry over a ``MlxStorage``, and one translation per operation."""
 
 from __future__ import annotations
 

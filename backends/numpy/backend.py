@@ -58,7 +58,7 @@ class NumpyBackend(BaseBackend):
         return NumpyContext(self, max_graph_nodes)
 
     def quantize(self, ctx: NumpyContext, x: NumpyTensor, format: str) -> tuple[NumpyTensor, ...] | None:
-        """See :class:`ml.SupportsKVStorage`."""
+        """See ``ml.SupportsKVStorage``."""
         ctx.check("quantize", x)
         found = compiled(x.native, format) or encoded(x.native, format)
         if found is None:
@@ -66,7 +66,7 @@ class NumpyBackend(BaseBackend):
         return tuple(NumpyTensor.own(ctx, part, DType.from_numpy(part.dtype)) for part in found)
 
     def dequantize(self, ctx: NumpyContext, parts: Sequence[NumpyTensor], format: str) -> NumpyTensor | None:
-        """See :class:`ml.SupportsKVStorage`."""
+        """See ``ml.SupportsKVStorage``."""
         ctx.check("dequantize", parts[0])
         found = decoded([part.native for part in parts], format)
         return None if found is None else NumpyTensor.own(ctx, found, DType.F32)
@@ -82,7 +82,7 @@ class NumpyBackend(BaseBackend):
         sinks: NumpyTensor | None = None,
         formats: tuple[str, str] | None = None,
     ) -> NumpyTensor | None:
-        """See :class:`ml.SupportsRaggedAttention`. On one thread, by numba; None without it."""
+        """See ``ml.SupportsRaggedAttention``. On one thread, by numba; None without it."""
         ctx.check("ragged_attention", query)
         keys, values = _stored(key, value, formats, query.dtype)
         if keys is None or values is None or not query.dtype.is_float or cpu_attention.kernels() is None:
@@ -101,7 +101,7 @@ class NumpyBackend(BaseBackend):
     def kv_store(
         self, key: Any, value: Any, formats: tuple[str, str] | None = None
     ) -> NumpyKVStore | CodesStore | None:
-        """See :class:`ml.SupportsKVStorage`."""
+        """See ``ml.SupportsKVStorage``."""
         if formats is None:
             return NumpyKVStore.over(self, key, value)
         return CodesStore.over(self, self._host, _codes(key, formats[0]), _codes(value, formats[1]))
@@ -112,14 +112,14 @@ class NumpyBackend(BaseBackend):
         return tensor.native
 
     def borrow(self, ctx: NumpyContext, array: np.ndarray) -> BaseTensor:
-        """See :class:`ml.SupportsHostMemory`. Arrays that run backwards are copied."""
+        """See ``ml.SupportsHostMemory``. Arrays that run backwards are copied."""
         try:
             return ctx.from_native(array)
         except ShapeError:  # of strides that no view has
             return ctx.from_numpy(array, DType.from_numpy(array.dtype))
 
     def overwrite(self, ctx: NumpyContext, tensor: NumpyTensor) -> np.ndarray | None:
-        """See :class:`ml.SupportsHostMemory`."""
+        """See ``ml.SupportsHostMemory``."""
         ctx.check("overwrite", tensor)
         native = tensor.native
         return (
@@ -129,7 +129,7 @@ class NumpyBackend(BaseBackend):
     def grouped_matmul(
         self, ctx: NumpyContext, x: NumpyTensor, weight: NumpyTensor, groups: NumpyTensor
     ) -> NumpyTensor:
-        """See :class:`ml.SupportsGroupedMatmul`."""
+        """See ``ml.SupportsGroupedMatmul``."""
         ctx.check("grouped_matmul")
         result = np.empty((x.shape[0], weight.shape[2]), x.dtype.numpy)
         rows, matrices = x.wide(), weight.native

@@ -1,4 +1,4 @@
-"""The storage formats of caches on NumPy arrays, bit for bit: see :class:`ml.SupportsKVStorage`."""
+"""The storage formats of caches on NumPy arrays, bit for bit: see ``ml.SupportsKVStorage``."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ml.strided import overlaps_itself
 
 
 class NumpyKVStore:
-    """See :class:`ml.KVRowStore`; over two tensors (rows, heads, dim) of one backend."""
+    """See ``ml.KVRowStore``; over two tensors (rows, heads, dim) of one backend."""
 
     __slots__ = ("_backend", "_key", "_key_shape", "_kind", "_rows", "_value", "_value_shape")
 

@@ -100,7 +100,7 @@ class TorchBackend(PlacedBackend):
         return config if on_cpu else replace(config, call_bytes=GPU_CALL_BYTES)
 
     def distributed(self, timeout: float = 60.0) -> BaseGroup:
-        """See :class:`ml.SupportsDistributed`. gloo between CPUs, NCCL between CUDA devices."""
+        """See ``ml.SupportsDistributed``. gloo between CPUs, NCCL between CUDA devices."""
         self.check("distributed")
         if self.group is not None and not self.group.closed:
             raise GroupError(f"distributed: {self.group!r} is open on this backend; close it first")
@@ -109,7 +109,7 @@ class TorchBackend(PlacedBackend):
         return self.group
 
     def borrow(self, ctx: TorchContext, array: np.ndarray) -> BaseTensor:
-        """See :class:`ml.SupportsHostMemory`. In place on the CPU, where torch takes the memory."""
+        """See ``ml.SupportsHostMemory``. In place on the CPU, where torch takes the memory."""
         ctx.check("borrow")
         dtype = DType.from_numpy(array.dtype)
         if ctx.torch_device.type != "cpu" or not array.flags.c_contiguous or not takes(array):
@@ -118,7 +118,7 @@ class TorchBackend(PlacedBackend):
         return ctx.from_native(torch.from_numpy(host).view(TO_TORCH[dtype]))
 
     def upload(self, ctx: TorchContext, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[BaseTensor]:
-        """See :class:`ml.SupportsTransfers`. On CUDA one copy, from pinned memory; elsewhere one by one."""
+        """See ``ml.SupportsTransfers``. On CUDA one copy, from pinned memory; elsewhere one by one."""
         made: list[BaseTensor] = []
         if ctx.torch_device.type != "cuda":
             for array, dtype in arrays:
@@ -136,7 +136,7 @@ class TorchBackend(PlacedBackend):
         return made
 
     def overwrite(self, ctx: TorchContext, tensor: TorchTensor) -> np.ndarray | None:
-        """See :class:`ml.SupportsHostMemory`. None on a GPU, and for a tensor that records gradients."""
+        """See ``ml.SupportsHostMemory``. None on a GPU, and for a tensor that records gradients."""
         ctx.check("overwrite", tensor)
         native = tensor.native
         if not native.is_cpu or native.requires_grad or overlaps_itself(tensor.shape, tensor.strides):
@@ -149,7 +149,7 @@ class TorchBackend(PlacedBackend):
     def kv_store(
         self, key: Any, value: Any, formats: tuple[str, str] | None = None
     ) -> TorchKVStore | CodesStore | None:
-        """See :class:`ml.SupportsKVStorage`. None on MPS, where addresses are not comparable."""
+        """See ``ml.SupportsKVStorage``. None on MPS, where addresses are not comparable."""
         if formats is not None:
             return quantized_store(self, key, value, formats)
         if key.dtype is not value.dtype or key.native.device != value.native.device or key.native.is_mps:
@@ -167,7 +167,7 @@ class TorchBackend(PlacedBackend):
         scale: float,
         sinks: TorchTensor | None = None,
     ) -> TorchTensor:
-        """See :class:`ml.SupportsAttention`. Keys and values may be strided; they are not copied."""
+        """See ``ml.SupportsAttention``. Keys and values may be strided; they are not copied."""
         return attend(ctx, self.causal_masks, query, key, value, mask, scale, sinks)
 
     @_guarded
@@ -181,16 +181,16 @@ class TorchBackend(PlacedBackend):
         scale: float,
         sinks: TorchTensor | None = None,
     ) -> TorchTensor:
-        """See :class:`ml.SupportsPartialAttention`."""
+        """See ``ml.SupportsPartialAttention``."""
         return attend_calls(ctx, self.causal_masks, query, key, value, levels, scale, sinks)
 
     def quantize(self, ctx: TorchContext, x: TorchTensor, format: str) -> tuple[TorchTensor, ...] | None:
-        """See :class:`ml.SupportsKVStorage`."""
+        """See ``ml.SupportsKVStorage``."""
         ctx.check("quantize")
         return compiled(ctx, x, format) or encoded(ctx, x, format)
 
     def dequantize(self, ctx: TorchContext, parts: Sequence[TorchTensor], format: str) -> TorchTensor | None:
-        """See :class:`ml.SupportsKVStorage`."""
+        """See ``ml.SupportsKVStorage``."""
         ctx.check("dequantize")
         return decoded(ctx, parts, format)
 
@@ -204,7 +204,7 @@ class TorchBackend(PlacedBackend):
         mask: TorchTensor | CausalMask | None,
         scale: float,
     ) -> tuple[TorchTensor, TorchTensor]:
-        """See :class:`ml.SupportsPartialAttention`."""
+        """See ``ml.SupportsPartialAttention``."""
         return attend_partially(ctx, self.causal_masks, query, key, value, mask, scale)
 
     @_guarded
@@ -219,7 +219,7 @@ class TorchBackend(PlacedBackend):
         sinks: TorchTensor | None = None,
         formats: tuple[str, str] | None = None,
     ) -> TorchTensor | None:
-        """See :class:`ml.SupportsRaggedAttention`. By numba on the CPU, by Triton on CUDA; None without."""
+        """See ``ml.SupportsRaggedAttention``. By numba on the CPU, by Triton on CUDA; None without."""
         if formats is not None:
             return attend_quantized(ctx, query, key, value, formats, plan, scale, sinks)
         return attend_ragged(ctx, query, key, value, plan, scale, sinks)
@@ -228,7 +228,7 @@ class TorchBackend(PlacedBackend):
     def grouped_matmul(
         self, ctx: TorchContext, x: TorchTensor, weight: TorchTensor, groups: TorchTensor
     ) -> TorchTensor | None:
-        """See :class:`ml.SupportsGroupedMatmul`. On CUDA BF16 alone: of others torch asks the device."""
+        """See ``ml.SupportsGroupedMatmul``. On CUDA BF16 alone: of others torch asks the device."""
         return multiply_grouped(ctx, x, weight, groups)
 
 

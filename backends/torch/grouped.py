@@ -17,7 +17,7 @@ ALIGNED_BYTES = 16
 def multiply_grouped(
     ctx: Placement, x: TorchTensor, weight: TorchTensor, groups: TorchTensor
 ) -> TorchTensor | None:
-    """See :class:`ml.SupportsGroupedMatmul`."""
+    """See ``ml.SupportsGroupedMatmul``."""
     a, b, g = x.native_on(ctx), weight.native_on(ctx), groups.native_on(ctx)
     if not hasattr(functional, "grouped_mm") or 0 in (*a.shape, *b.shape):
         return None

@@ -34,7 +34,7 @@ def attend_partially(
     mask: TorchTensor | CausalMask | None,
     scale: float,
 ) -> tuple[TorchTensor, TorchTensor]:
-    """See :class:`ml.SupportsPartialAttention`."""
+    """See ``ml.SupportsPartialAttention``."""
     check_attention("partial_attention", ctx.backend, query, key, value, mask, batched=True)
     k, q, v = natives(ctx, key, query, value)
     batch, tokens, heads, head_dim = q.shape
@@ -59,7 +59,7 @@ def attend_calls(
     scale: float,
     sinks: TorchTensor | None,
 ) -> TorchTensor:
-    """See :class:`ml.SupportsPartialAttention`."""
+    """See ``ml.SupportsPartialAttention``."""
     k, q, v, logits = natives(ctx, key, query, value, sinks)
     merges = len(levels) > 1 or logits is not None
     parts = [_level(ctx, masks, q, k, v, calls, scale, merges) for calls in levels]

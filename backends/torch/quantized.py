@@ -29,7 +29,7 @@ def attend_quantized(
     scale: float,
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
-    """See :class:`ml.SupportsRaggedAttention`. On the CPU on as many threads as torch has."""
+    """See ``ml.SupportsRaggedAttention``. On the CPU on as many threads as torch has."""
     check_peers("ragged_attention", ctx.backend, query, *key, *value, sinks)
     if ctx.torch_device.type != "cpu":
         return attend_codes_on(ctx, query, key, value, formats, plan, scale, sinks)
@@ -83,7 +83,7 @@ def quantized_store(
     value: Sequence[TorchTensor],
     formats: tuple[str, str],
 ) -> CodesStore | None:
-    """See :class:`ml.SupportsKVStorage`. On the CPU."""
+    """See ``ml.SupportsKVStorage``. On the CPU."""
 
     def host(tensor: Any) -> np.ndarray | None:
         if type(tensor) is not TorchTensor or tensor.backend is not backend or not tensor.dtype.is_float:

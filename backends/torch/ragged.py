@@ -40,7 +40,7 @@ def attend_ragged(
     scale: float,
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
-    """See :class:`ml.SupportsRaggedAttention`. None where there are no kernels for the device."""
+    """See ``ml.SupportsRaggedAttention``. None where there are no kernels for the device."""
     check_peers("ragged_attention", ctx.backend, query, key, value, sinks)
     kernels = kernels_on(ctx.torch_device)
     if kernels is None:

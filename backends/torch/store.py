@@ -42,7 +42,7 @@ _new = object.__new__
 
 
 class TorchKVStore:
-    """See :class:`ml.KVRowStore`; over two tensors (rows, heads, dim) of one backend."""
+    """See ``ml.KVRowStore``; over two tensors (rows, heads, dim) of one backend."""
 
     __slots__ = (
         "_backend", "_dtype", "_float", "_key", "_key_base", "_key_high", "_key_low", "_key_shape",

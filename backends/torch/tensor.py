@@ -1,7 +1,7 @@
 """Tensor on ``torch.Tensor``: torch keeps the geometry, so a view is one ``as_strided``.
 
 In ``from_native``, ``view``, ``slice`` and ``copy`` torch's own checks come first; only when it
-refuses, or cannot be asked, do the checks of :class:`ml.base.BaseTensor` run and name the reason. The
+refuses, or cannot be asked, do the checks of ``ml.base.BaseTensor`` run and name the reason. The
 KV cache's decode loop has a way of its own: store.py.
 """
 

@@ -22,7 +22,7 @@ SHORT_RUN = 16 << 10
 
 
 class _Queue:
-    """See :class:`backends.page_streams.CopyQueue`."""
+    """See ``backends.page_streams.CopyQueue``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,8 +1,7 @@
-"""What becomes of every type of a library's models in every mode, and the table of it in the docs."""
+"""What becomes of every type of a library's models in every mode."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import re
 import signal
@@ -11,20 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ml
+from benchmarks.census.page import keep
 
-__all__ = ["MARK", "Library", "all_of", "examine", "isolated", "judge", "marks", "render"]
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-MARK = "census"
-"""Between which comments of a page the tables are: <!-- census --> and <!-- /census -->."""
-SHORT = {"=": "=", "theirs": "~", "right": "+", "refused": "r", "cannot": "t", "wrong": "wrong"}
-"""How a verdict is shown."""
+__all__ = ["Library", "all_of", "examine", "isolated", "judge"]
 
 
 class Library(Protocol):
     """A module of the census."""
 
-    PAGE: str
     MODES: Mapping[str, Callable[[Any, str], Any]]
     """What each does with a case and with "theirs" or "ours" as the cache: what it found."""
     CANNOT: Mapping[str, str]
@@ -92,7 +85,7 @@ def examine(library: Library, name: str, say: Callable[[dict[str, Any]], Any]) -
 
 
 def isolated(library: Library, name: str) -> dict[str, Any]:
-    """What :func:`examine` finds in a process of its own: some types end theirs."""
+    """What ``examine`` finds in a process of its own: some types end theirs."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     child = context.Process(target=examine, args=(library, name, writer.send))
@@ -110,7 +103,7 @@ def isolated(library: Library, name: str) -> dict[str, Any]:
     return dict(found)
 
 
-def all_of(library: Library, chosen: Iterable[str], results: dict[str, Any], keep: Path | None) -> None:
+def all_of(library: Library, chosen: Iterable[str], results: dict[str, Any], file: Path | None) -> None:
     """Add to ``results`` what became of the types that are chosen, or of all that they lack."""
     library.quiet()
     for name in chosen or [name for name in library.types() if name not in results]:
@@ -119,47 +112,5 @@ def all_of(library: Library, chosen: Iterable[str], results: dict[str, Any], kee
         print(f"{name}: {found.get('', '')}", flush=True)
         for mode, (kind, said) in found.items() if "" not in found else ():
             print(f"    {mode:16} {kind:8} {said[:200]}", flush=True)
-        if keep is not None:
-            keep.write_text(json.dumps(results, indent=1), encoding="utf-8")
-
-
-def render(library: Library, results: Mapping[str, Any]) -> None:
-    """Write the tables between the marks of the page; types with the same results are a group."""
-    notes: dict[str, int] = {}
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name, found in results.items():
-        if "" not in found:
-            cells = tuple(_cell(name, *found[mode], notes) for mode in library.MODES)
-            rows.setdefault(cells, []).append(name)
-    groups = sorted(rows.items(), key=lambda row: -len(row[1]))
-    lines = ["| group | " + " | ".join(library.MODES) + " |", "|---" * (len(library.MODES) + 1) + "|"]
-    lines += [f"| {number} | {' | '.join(cells)} |" for number, (cells, _) in enumerate(groups, 1)]
-    lines += ["", "| group | types | which |", "|---|---|---|"]
-    lines += [
-        f"| {number} | {len(names)} | {', '.join(names)} |" for number, (_, names) in enumerate(groups, 1)
-    ]
-    lines += ["", *(f"{number}. {note}" for note, number in notes.items())]
-    unbuilt = [f"{name} ({found['']})" for name, found in results.items() if "" in found]
-    lines += ["", f"Not built: {'; '.join(unbuilt)}."]
-    page = DOCS / library.PAGE
-    text = page.read_text(encoding="utf-8")
-    begin, end = marks(library)
-    before, after = text.split(begin)[0], text.split(end)[1]
-    page.write_text(f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}", encoding="utf-8")
-
-
-def marks(library: Library) -> tuple[str, str]:
-    """The comments that the tables are between: of a page with several censuses, a library has its own."""
-    name = getattr(library, "MARK", MARK)
-    return f"<!-- {name} -->", f"<!-- /{name} -->"
-
-
-def _cell(name: str, kind: str, told: str, notes: dict[str, int]) -> str:
-    """A verdict, with the number of the note that says why it is so."""
-    if kind not in ("refused", "cannot", "wrong"):
-        return SHORT.get(kind, kind)
-    note = re.sub(rf"(?<!\ban )\b{re.escape(name.split()[0])}\b", "a type", told)
-    note = re.sub(r"such as \w+|\bsize of tensor .*|\b\w+For\w+|\[\d+\]", "...", note)
-    note = re.sub(r"layer \d+ of [\w ]+? (is|wants|reads|sets)\b", r"a layer of a type \1", note)
-    note = re.sub(r"\b\w+Decoder\b", "a decoder", note)
-    return f"{SHORT[kind]}{notes.setdefault(note, len(notes) + 1)}"
+        if file is not None:
+            keep(results, file)

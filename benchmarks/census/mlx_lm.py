@@ -19,7 +19,7 @@ from mlx_lm.models import cache as own
 from benchmarks.census import mlx_lm_types as small
 from kvcache.integrations import mlx_lm as integration
 
-PAGE, types = "mlx-lm-models.md", small.types
+types = small.types
 CANNOT: dict[str, str] = {}
 TOLERANCE, SEQUENCES = 1e-5, 8
 """Of log-probabilities, relative to the largest: sums in another order round differently."""

@@ -15,9 +15,9 @@ from benchmarks.census.driven import agree, is_right, judge
 from benchmarks.census.mlx_lm import draw, quiet
 from kvcache.integrations.mlx_lm import MLXModel
 
-__all__ = ["CANNOT", "MARK", "MODES", "PAGE", "Case", "agree", "is_right", "judge", "quiet", "types"]
+__all__ = ["CANNOT", "MODES", "Case", "agree", "is_right", "judge", "quiet", "types"]
 
-PAGE, MARK, MODES, types = "engine-models.md", "census mlx-lm", driven.MODES, small.types
+MODES, types = driven.MODES, small.types
 CANNOT: dict[str, str] = {}
 
 

@@ -26,7 +26,7 @@ from kvcache.integrations.transformers.cache import cache_argument
 from kvcache.integrations.transformers.kinds import ATTENTION, Trait, grows, layer_plan
 from kvcache.stores import MemoryStore
 
-PAGE, CANNOT, types = "transformers-models.md", small.CANNOT, small.types
+CANNOT, types = small.CANNOT, small.types
 PROMPT, NEW, CAPACITY, LOOKBACK = 13, 12, 96, 8
 """Windows of 7 forget within a prompt and the tokens after it, also with what they keep to go back."""
 TOLERANCE = 2e-4
@@ -194,7 +194,7 @@ class Case:
 
     @functools.cache  # noqa: B019
     def alone(self, later: bool) -> Found:
-        """The logits of each row of :meth:`ragged` alone, without its padding."""
+        """The logits of each row of ``ragged`` alone, without its padding."""
         ids, mask = self.ragged(later)
         rows = [self.feed(None, ids[i : i + 1, mask[i] > 0], row=i)[0] for i in range(2)]
         return Found(ids, torch.cat(rows))

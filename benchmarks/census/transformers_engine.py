@@ -15,9 +15,9 @@ from benchmarks.census.driven import agree, is_right, judge
 from benchmarks.census.transformers import quiet, tokens
 from kvcache.integrations.transformers import TransformersModel
 
-__all__ = ["CANNOT", "MODES", "PAGE", "Case", "agree", "is_right", "judge", "quiet", "types"]
+__all__ = ["CANNOT", "MODES", "Case", "agree", "is_right", "judge", "quiet", "types"]
 
-PAGE, MODES, CANNOT, types = "engine-models.md", driven.MODES, small.CANNOT, small.types
+MODES, CANNOT, types = driven.MODES, small.CANNOT, small.types
 
 
 class Case(driven.Case):

@@ -74,7 +74,7 @@ class Stage:
 
     @functools.cached_property
     def device(self) -> Any:
-        """A :class:`benchmarks.gpu.device.Device`. The step is skipped where PyTorch's backend cannot run."""
+        """A ``benchmarks.gpu.device.Device``. The step is skipped where PyTorch's backend cannot run."""
         needs_backend("torch")
         from benchmarks.gpu.device import Device
 

@@ -1,17 +1,17 @@
-"""Attention over what a cache stores, for a whole batch: each stored byte is read once, whoever shares it.
+"""Attention over stored K and V for a whole batch; each stored byte is read once, however many sequences
+share it.
 
-The plan of the pass is lowered for what the backend offers, and there is one ending for each:
+The plan of the pass is lowered to whichever of these the backend offers:
 
 ===========================================================  ==============================================
-``ragged_attention`` of :class:`ml.SupportsRaggedAttention`  a kernel for the whole batch
-``attention_calls`` of :class:`ml.SupportsPartialAttention`  all calls, and their merging, in one step
-:class:`ml.SupportsAttention`                                calls whose results need no merging
+``ragged_attention`` of ``ml.SupportsRaggedAttention``  a kernel for the whole batch
+``attention_calls`` of ``ml.SupportsPartialAttention``  all calls, and their merging, in one step
+``ml.SupportsAttention``                                calls whose results need no merging
 ``partial_attention``, or the generic body                   calls of parts, merged here
 ===========================================================  ==============================================
 
-What calls read may be runs of cells, cells that are gathered, the tables of fixed shapes, and rows that the
-model has chosen for each query, as an indexer's top-k does (DeepSeek sparse attention: DeepSeek-AI,
-"DeepSeek-V3.2", 2025).
+Calls read runs of cells, gathered cells, the tables of fixed shapes, or rows that the model has selected for
+each query, such as an indexer's top-k (DeepSeek sparse attention: DeepSeek-AI, "DeepSeek-V3.2", 2025).
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ from kvcache.storage.quantized import QuantizedBuffer
 from ml import nn
 
 KERNEL_WORTH = 32
-"""Cells of a run, or of a share, that a kernel for ragged batches is given apart from others."""
+"""The fewest cells of a run, or of a shared range, that become a segment of their own for a ragged kernel."""
 BLOCK = 1 << 25
-"""Bytes of K and V that are gathered at a time where queries choose rows, about: prompts go in blocks."""
+"""About how many bytes of K and V are gathered at a time when queries select rows: prompts are split into
+blocks.
+"""
 MANY = 16
-"""Queries per segment from which on blocks are eight times larger: merging them would take longer."""
+"""From this many queries per segment, blocks are eight times larger, because merging would dominate."""
 LEAST = 32
-"""Cells of a block."""
+"""The fewest cells of a block."""
 PARTS = 16
-"""Blocks whose results are merged in one go."""
+"""The number of blocks whose results are merged in one step."""
 HIDDEN, HIDDEN_F16 = -1e30, -65504.0
-"""In masks. Not -inf, since a query may see nothing of a block, which then weighs exp(HIDDEN), 0.
+"""The values of hidden cells in masks. Not -inf, because a query may see nothing of a block, whose weight is
+then exp(HIDDEN) = 0.
 
-Backends convert masks to the query's dtype, and of F16 only the second is a number.
+Backends convert masks to the query's dtype; only the second value is finite in F16.
 """
 
 Levels = Sequence[Sequence[ml.AttentionCall]]
@@ -62,7 +65,9 @@ def attend(
     sinks: ml.Tensor | None,
     select: ml.Tensor | None = None,
 ) -> ml.Tensor:
-    """query (tokens, heads, head_dim) -> (tokens, heads, v_dim); over ``select`` (tokens, k) of ``get``."""
+    """query (tokens, heads, head_dim) -> (tokens, heads, v_dim); ``select`` (tokens, k) are rows of
+    ``get``.
+    """
     wanted, turned = query.dtype, buffers.rotated
     if turned is not None:
         assert isinstance(buffers.key, QuantizedBuffer)
@@ -94,7 +99,9 @@ def attend(
 
 
 class Bound:
-    """How a layer of a pass attended, for further layers of plain storage: in one step of the backend."""
+    """How one layer of a pass attended in one step of the backend, for reuse by further layers of plain
+    storage.
+    """
 
     __slots__ = ("_attend", "_backend", "_ctx", "_dtype", "_key", "_kind", "_lowered", "_shape")
 
@@ -109,7 +116,9 @@ class Bound:
         self._shape, self._dtype, self._key = query.shape, query.dtype, buffers.shape.key
 
     def __call__(self, buffers: LayerBuffers, query: Any, scale: float) -> ml.Tensor | None:
-        """The layer's attention; None if the call is unlike the one that was bound: use ``attend`` then."""
+        """The layer's attention; None if the call differs from the bound one, so that ``attend`` must be
+        used.
+        """
         if (
             type(query) is not self._kind
             or query.backend is not self._backend
@@ -125,7 +134,7 @@ class Bound:
 
 
 class Kernels:
-    """A backend's kernels for a whole batch, and what they declined, by a layer's shapes and device."""
+    """A backend's kernels for a whole batch, and what they have declined, by a layer's shapes and device."""
 
     def __init__(self, backend: ml.Backend) -> None:
         self.backend: Any = backend
@@ -137,10 +146,10 @@ class Kernels:
         self, ctx: ml.Context, plan: ReadPlan, buffers: LayerBuffers, query: ml.Tensor, scale: float,
         sinks: ml.Tensor | None,
     ) -> ml.Tensor | None:  # fmt: skip
-        """Attention by the kernel; None if it declines, or has declined a plan of no more segments."""
+        """Attention by the kernel; None if it declines, or has declined a plan with as few segments."""
         backend, asked = self.backend, (buffers.shape, query.shape[1], device_of(ctx))
         declined = self._declined.get(asked, sys.maxsize)
-        if len(plan.groups) >= declined:  # each has a segment of its own, as a rule
+        if len(plan.groups) >= declined:  # usually each has a segment of its own
             return None
         if not nn.offers(backend, ml.SupportsRaggedAttention):
             self._declined[asked] = 0
@@ -166,7 +175,7 @@ class Kernels:
         self, ctx: ml.Context, levels: Levels, buffers: LayerBuffers, query: ml.Tensor, scale: float,
         sinks: ml.Tensor | None,
     ) -> ml.Tensor | None:  # fmt: skip
-        """All calls in one step of the backend; None where it has none for what is stored."""
+        """All calls in one step of the backend; None if it has no such step for this storage."""
         if buffers.is_quantized or not nn.offers(self.backend, ml.SupportsPartialAttention):
             return None
         (keys,), (values,) = buffers.whole
@@ -179,7 +188,7 @@ class Kernels:
         self, ctx: ml.Context, plan: ReadPlan, buffers: LayerBuffers, query: ml.Tensor,
         attend: Callable[..., Any], lowered: Any,
     ) -> None:  # fmt: skip
-        """Let further layers that are attended in ``ctx`` go this way, where one device has all of them."""
+        """Let further layers that attend in ``ctx`` reuse this, if all of them lie on one device."""
         if self._one_device:
             plan.bound_to, plan.bound = ctx, Bound(ctx, query, buffers, attend, lowered)
 
@@ -193,7 +202,7 @@ def _by_calls(
     sinks: ml.Tensor | None,
     block: int,
 ) -> ml.Tensor:
-    """``block``: bytes of K and V that are read back at a time, where they are stored quantized."""
+    """``block``: how many bytes of K and V are dequantized at a time."""
     tokens = query.shape[0]
     if len(levels) == 1:
         (calls,) = levels
@@ -224,7 +233,7 @@ def _in_order(
     tokens: int,
     missing: float,
 ) -> ml.Tensor:
-    """What each call found for its queries, in the order of the batch; ``missing`` of those in no call."""
+    """The outputs of all calls in the order of the batch; ``missing`` for tokens that are in no call."""
     if len(calls) == 1 and outputs[0].shape[0] == tokens and isinstance(calls[0].tokens, slice):
         return outputs[0]
     result = ctx.full((tokens, *outputs[0].shape[1:]), missing, outputs[0].dtype)
@@ -240,7 +249,7 @@ def _whole(
     ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, call: ml.AttentionCall, scale: float,
     sinks: ml.Tensor | None, block: int,
 ) -> ml.Tensor:  # fmt: skip
-    """Attention where a call is all that its queries see; (queries, heads, v_dim)."""
+    """Attention of a call that covers everything its queries see; (queries, heads, v_dim)."""
     own, mask = _queries(ctx, query, call), call.mask
     if call.batch > 1 or buffers.is_quantized:
         return nn.merge_attention(ctx, [_part(ctx, buffers, own, call, scale, block)], sinks)
@@ -253,7 +262,7 @@ def _whole(
 def _part(
     ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, call: ml.AttentionCall, scale: float, block: int
 ) -> nn.Part:
-    """Attention over what a call reads: (queries, heads, v_dim), and its log-sum-exp."""
+    """Attention over the cells of one call: (queries, heads, v_dim), and its log-sum-exp."""
     if buffers.is_quantized:
         return attend_quantized(ctx, buffers, query, call, scale, block)
     count, heads, size = query.shape
@@ -266,11 +275,11 @@ def _part(
 
 
 def _cut(ctx: ml.Context, output: ml.Tensor, dim: int) -> ml.Tensor:
-    """The first ``dim`` numbers of each head. Where keys hold the values, what follows belongs to the key."""
+    """The first ``dim`` numbers of each head. If the keys contain the values, the rest belongs to the key."""
     return output if output.shape[2] == dim else output.slice(ctx, 2, 0, dim)
 
 
-# Rows that queries choose.
+# Selected rows.
 
 
 def check_select(tokens: int, select: ml.Tensor) -> None:
@@ -286,9 +295,9 @@ def check_select(tokens: int, select: ml.Tensor) -> None:
 
 
 def _selected(ctx: ml.Context, plan: ReadPlan, buffers: LayerBuffers, select: ml.Tensor) -> Levels:
-    """Calls that gather what each query chooses.
+    """Calls that gather the rows selected by each query.
 
-    Only that is read, and where the rows that a query sees are a range, no mask over the history is made.
+    Only those are read. If the rows that each query sees form a range, no mask over the history is made.
     """
     rows, mask = _seen(ctx, plan, select)
     (tokens, k), where = select.shape, plan.rows(ctx).cells(ctx)
@@ -308,9 +317,10 @@ def _selected(ctx: ml.Context, plan: ReadPlan, buffers: LayerBuffers, select: ml
 
 
 def _seen(ctx: ml.Context, plan: ReadPlan, select: ml.Tensor) -> tuple[ml.Tensor, ml.Tensor]:
-    """The rows, and a mask F32 (tokens, k) of 0 and HIDDEN; rows that are hidden are one that the query sees.
+    """The rows, and a mask F32 (tokens, k) of 0 and HIDDEN; hidden rows are replaced by one that the query
+    sees.
 
-    So nothing that another sequence holds is read, whatever it is.
+    This way no cell of another sequence is read, whatever it contains.
     """
     first, stop = plan.seen_rows(ctx)
     zero, hidden = ctx.zeros((1,), ml.DType.F32), ctx.full((1,), HIDDEN, ml.DType.F32)
@@ -330,7 +340,7 @@ def _seen(ctx: ml.Context, plan: ReadPlan, select: ml.Tensor) -> tuple[ml.Tensor
 
 
 def _shown(ctx: ml.Context, mask: ml.Tensor, rows: ml.Tensor) -> ml.Tensor:
-    """F32 (tokens, k): what mask (tokens or more, history) says of each query's rows."""
+    """F32 (tokens, k): the elements of mask (tokens or more, history) at each query's rows."""
     (tokens, k), history = rows.shape, mask.shape[1]
     lines = ctx.arange(0, tokens * history, history, ml.DType.I32).reshape(ctx, tokens, 1)
     at = rows.add(ctx, lines).reshape(ctx, tokens * k)
@@ -338,21 +348,22 @@ def _shown(ctx: ml.Context, mask: ml.Tensor, rows: ml.Tensor) -> ml.Tensor:
     return flat.rows(ctx, at).reshape(ctx, tokens, k).cast(ctx, ml.DType.F32)
 
 
-# Quantized storage, which is read back block by block.
+# Quantized storage, dequantized block by block.
 
 
 def attend_quantized(
     ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, call: ml.AttentionCall, scale: float, size: int
 ) -> nn.Part:
-    """Attention over what ``call`` reads, and its log-sum-exp, for its queries (batch * tokens, heads, dim).
+    """Attention over the cells of ``call``, and its log-sum-exp, for its queries (batch * tokens, heads,
+    dim).
 
-    A block is ``size`` bytes of K and V as they are read back, eight times as much for long prompts.
+    A block is ``size`` bytes of dequantized K and V, eight times as many for long prompts.
     """
     return _Blocks(ctx, buffers, query, call, scale, size).attend()
 
 
 class _Blocks:
-    """One call, some of its segments and some of their cells at a time."""
+    """Evaluates one call in blocks: some of its segments, and some of their cells, at a time."""
 
     def __init__(
         self, ctx: ml.Context, buffers: LayerBuffers, query: ml.Tensor, call: ml.AttentionCall, scale: float,
@@ -366,7 +377,7 @@ class _Blocks:
         """Of a block."""
         result = 4 * query.shape[0] * query.shape[1] * buffers.value.dim
         self.most = min(PARTS, max(2, size // result))
-        """Results of blocks that are there at a time."""
+        """How many blocks' results exist at a time."""
 
     def attend(self) -> nn.Part:
         ctx, batch, length = self.ctx, self.call.batch, self.call.length

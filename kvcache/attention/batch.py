@@ -1,4 +1,4 @@
-"""Checking a batch and sorting it by sequence."""
+"""Checking a batch and splitting it by sequence."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class SequenceTokens:
     seq: int
     positions: np.ndarray
     rows: slice | np.ndarray
-    """Which tokens of the batch these are: a slice where they lie side by side in order."""
+    """The indices of these tokens in the batch: a slice if they are adjacent and in order."""
     lowest: int
     """The first of the positions."""
 
     @property
     def first_token(self) -> int:
-        """Which token of the batch has the lowest position."""
+        """The batch index of the token with the lowest position."""
         return self.rows.start if isinstance(self.rows, slice) else int(self.rows[0])
 
     def __len__(self) -> int:
@@ -44,14 +44,16 @@ class SequenceTokens:
         return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
     def spread(self, chosen: int | np.ndarray) -> np.ndarray:
-        """Cells given in ascending positions (a run's first, or each) as an array."""
+        """Cells in ascending positions (the first of a run, or one for each token) as an array in batch
+        order.
+        """
         return np.arange(chosen, chosen + len(self)) if isinstance(chosen, int) else chosen
 
     def is_run(self) -> bool:
         return int(self.positions[-1]) - int(self.positions[0]) == self.positions.size - 1
 
     def follow(self, offset: int) -> bool:
-        """Whether the tokens come in order in the batch, and their positions count up from ``offset``."""
+        """Whether the tokens are in order in the batch, with consecutive positions from ``offset``."""
         in_order = isinstance(self.rows, slice) or bool((np.diff(self.rows) > 0).all())
         return in_order and self.is_run() and self.lowest == offset
 
@@ -62,7 +64,9 @@ def check_sequence(op: str, seq: object, max_sequences: int) -> None:
 
 
 def check_tensors(op: str, backend: ml.Backend | None = None, /, **tensors: object) -> None:
-    """Refuse what is no tensor, an array of NumPy or of a framework, say, and tensors of other backends."""
+    """Refuse objects that are not tensors, such as NumPy or framework arrays, and tensors of other
+    backends.
+    """
     for name, tensor in tensors.items():
         if not hasattr(tensor, "set_rows"):
             kind = f"{type(tensor).__module__}.{type(tensor).__name__}"
@@ -84,8 +88,8 @@ def check_query(
 ) -> float:  # fmt: skip
     """The scale (None: 1/sqrt(head_dim)).
 
-    Raises unless ``ctx`` and ``query`` are of the cache's backend, ``query`` floats of a batch of ``tokens``
-    that fit its keys, and ``sinks`` one float for each of its heads.
+    Raises unless ``ctx`` and ``query`` belong to the cache's backend, ``query`` has ``tokens`` rows of floats
+    that fit the layer's keys, and ``sinks`` has one float for each head of the query.
     """
     if backend is not None and getattr(ctx, "backend", backend) is not backend:
         check_context("attend", ctx, backend)
@@ -125,8 +129,8 @@ def check_modes(reserve: bool, read_only: bool) -> None:
 def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
     """The batch's groups in ascending order of sequence.
 
-    Raises InvalidBatchError for an empty batch, lengths that differ, a position that is negative, no
-    integer or beyond I32, a pair given twice, or a sequence outside ``[0, max_sequences)``.
+    Raises InvalidBatchError for an empty batch, unequal lengths, a position that is negative, not an integer
+    or beyond I32, a repeated pair, or a sequence outside ``[0, max_sequences)``.
     """
     if not isinstance(batch, Batch):
         raise InvalidBatchError(
@@ -161,10 +165,10 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
 
 def _integers(name: str, values: object) -> np.ndarray:
     try:
-        array = np.array(values)  # a copy: the caller may go on to write his own
-    except ValueError:  # of several lengths
+        array = np.array(values)  # a copy: the caller may modify its own
+    except ValueError:  # of unequal lengths
         array = np.empty(0, dtype=object)
-    if array.ndim == 1 and array.dtype.kind == "O":  # as NumPy has integers beyond 64 bits
+    if array.ndim == 1 and array.dtype.kind == "O":  # NumPy's representation of integers beyond 64 bits
         for value in array:
             if isinstance(value, int) and not -_LIMIT <= value <= _LIMIT:
                 raise _beyond(name, value)
@@ -194,7 +198,7 @@ def _one_sequence(seq: int, positions: np.ndarray) -> SequenceTokens:
 
 
 def _one_each(positions: np.ndarray, sequences: np.ndarray) -> list[SequenceTokens] | None:
-    """The groups of a batch that decodes: one token of each sequence. None where it is another."""
+    """The groups of a decoding batch, which has one token per sequence; None for any other batch."""
     order = sequences.argsort()
     ascending = sequences[order]
     if (ascending[1:] == ascending[:-1]).any() or positions.min() < 0 or positions.max() > _LIMIT:

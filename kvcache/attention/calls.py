@@ -1,9 +1,8 @@
-"""Which calls of attention a pass takes: several segments at once where that is cheaper, and in levels.
+"""Which attention calls a pass makes: in levels, and for several segments at once if that is cheaper.
 
-A call costs about as much as reading ``worth`` cells does. Segments of one length, or nearly, that lie at
-even distances, as sequences do that grow from their homes, are one call over one strided view; short ones
-that lie elsewhere are gathered for one.
-A level holds each query at most once, and the levels' results are merged::
+A call costs about as much as reading ``worth`` cells. Segments of nearly equal length at even distances,
+which sequences form as they grow, become one call over a strided view; short segments elsewhere are gathered
+into one call. A level contains each query at most once, and the levels' results are merged::
 
     level 0   what is each sequence's own      one call, (sequences, 1 token, longest)
     level 1   the system prompt                one call, (1, sequences, prompt)
@@ -24,9 +23,9 @@ from kvcache.storage.cell_table import CellTable
 from kvcache.storage.device_copies import HostArray, HostArrays, OnDevices, near
 
 BLOCK_CALLS = 4
-"""Calls' worth of K and V that are gathered or read back at a time."""
+"""How much K and V is gathered or dequantized at a time, in units of the cost of a call."""
 MOST_QUERIES = 16
-"""Segments with more queries than this have work enough for a call of their own."""
+"""Segments with more queries than this get a call of their own."""
 
 
 @dataclass(slots=True)
@@ -37,19 +36,19 @@ class Call:
     """The queries, segment by segment."""
     batch: int
     length: int
-    """Of the longest segment, padding included; all are read that far."""
+    """The length of the longest segment, including padding; all segments are read to this length."""
     start: int = 0
     step: int = 0
     """Segment i is read from cell ``start + i * step``."""
     cells: np.ndarray | None = None
-    """Or in these cells, ``length`` for each segment."""
+    """Alternatively these cells are read, ``length`` for each segment."""
     seen: np.ndarray | ml.CausalMask | None = None
-    """Each query sees ``[seen[0], seen[1])`` of what is read, (2, batch, queries); None: all of it."""
+    """Each query sees ``[seen[0], seen[1])`` of the cells read, (2, batch, queries); None: all of them."""
     _uploaded: tuple[HostArray | None, HostArray | None, Mask | OnDevices | HostArray] = (None, None, None)
-    """Tokens, cells and mask, where they are tensors."""
+    """Tokens, cells and mask, as far as they are tensors."""
 
     def upload_with(self, host: HostArrays, config: ml.CacheConfig) -> None:
-        """Let what are tensors on a device go there with ``host``."""
+        """Upload the tensors of this call together with ``host``."""
         tokens, cells, seen = self.tokens, self.cells, self.seen
         self._uploaded = (
             None if isinstance(tokens, slice) else host.add(tokens),
@@ -71,7 +70,7 @@ class Call:
 
 
 def _call(segments: Sequence[Segment], length: int) -> Call:
-    """The call for segments with as many queries each; where their cells lie is still to be said."""
+    """A call for segments with equally many queries; the location of their cells is set later."""
     queries = np.concatenate([segment.queries for segment in segments])
     low, count = int(queries[0]), queries.size
     in_order = int(queries[-1]) - low == count - 1 and bool((queries[1:] - queries[:-1] == 1).all())
@@ -94,10 +93,10 @@ class _Planner:
     def __init__(self, table: CellTable, config: ml.CacheConfig, worth: int) -> None:
         self.table, self.config, self.worth = table, config, worth
         self.padding: list[tuple[int, int]] = []
-        """Free cells that calls read: they have to be finite."""
+        """Free cells that calls read, which must contain finite numbers."""
 
     def level(self, segments: Sequence[Segment]) -> tuple[list[Call], list[Segment]]:
-        """The calls, and what is left of segments that were cut to the length of others."""
+        """The calls, and the rest of segments that were cut to the length of others."""
         calls: list[Call] = []
         rest: list[Segment] = []
         by_count: dict[int, list[Segment]] = {}
@@ -109,7 +108,7 @@ class _Planner:
         return calls, rest
 
     def _batched(self, segments: list[Segment], calls: list[Call], rest: list[Segment]) -> list[Segment]:
-        """Add calls of several segments; the segments that are better read one by one."""
+        """Add calls of several segments; returns the segments that are better read one by one."""
         runs = sorted((s for s in segments if isinstance(s.cells, int)), key=lambda segment: segment.cells)
         others: list[Segment] = [s for s in segments if not isinstance(s.cells, int)]
         for progression in _progressions(runs):
@@ -118,7 +117,7 @@ class _Planner:
         return self._gathered(others, calls)
 
     def _even(self, segments: list[Segment], calls: list[Call], rest: list[Segment]) -> bool:
-        """Read segments at even distances as one view, in the length that costs least; False if none does."""
+        """Read segments at even distances as one view, of the cheapest length; False if that does not pay."""
         starts = [segment.cells for segment in segments if isinstance(segment.cells, int)]
         lengths = np.array([segment.length for segment in segments])
         step = starts[1] - starts[0]
@@ -140,7 +139,7 @@ class _Planner:
         return True
 
     def _best_length(self, lengths: np.ndarray, room: int, cuttable: bool) -> tuple[int, float]:
-        """How far to read all segments in one call, and what that costs in calls; 0: they do not fit."""
+        """How far to read all segments in one call, and the cost in calls; 0: they do not fit."""
         padding, count = self.config.cache_padding, lengths.size
         ordered = np.unique(lengths) if cuttable else lengths.max(keepdims=True)
         padded = -(-ordered // padding) * padding
@@ -157,12 +156,12 @@ class _Planner:
         best = int(costs.argmin())
         if (
             left[best] and padding > 1
-        ):  # what is cut off begins anywhere: its padding would be another's cells
+        ):  # the rest begins anywhere: its padding would be cells of another sequence
             best = int(np.flatnonzero(left == 0)[0]) if (left == 0).any() else -1
         return (int(padded[best]), float(costs[best])) if best >= 0 else (0, 0.0)
 
     def _gathered(self, segments: list[Segment], calls: list[Call]) -> list[Segment]:
-        """Read short or scattered segments gathered together; what is better read alone."""
+        """Gather short or scattered segments into one call; returns those that are better read alone."""
         alone = [s for s in segments if isinstance(s.cells, int) and s.length * GATHERING >= self.worth]
         if len(alone) == len(segments):
             return alone
@@ -184,7 +183,7 @@ class _Planner:
         cells = np.empty((len(segments), length), np.int64)
         for own, segment in zip(cells, segments, strict=True):
             own[: segment.length] = segment.each()
-            own[segment.length :] = own[0]  # not another's, whose values may not be finite
+            own[segment.length :] = own[0]  # not a cell of another sequence, whose values may not be finite
         call = _call(segments, length)
         call.cells = cells.reshape(-1)
         return call
@@ -207,7 +206,7 @@ class _Planner:
 def plan_calls(
     segments: Sequence[Segment], tokens: int, table: CellTable, config: ml.CacheConfig, worth: int
 ) -> tuple[list[list[Call]], list[tuple[int, int]]]:
-    """The levels of a pass of ``tokens`` queries, and the ranges of free cells that its calls read."""
+    """The levels of a pass of ``tokens`` queries, and the ranges of free cells that the calls read."""
     planner = _Planner(table, config, worth)
     pending: list[list[Segment]] = []
     depth = [0] * tokens
@@ -220,7 +219,7 @@ def plan_calls(
             pending.append([])
         pending[level].append(segment)
     levels = []
-    for remaining in pending:  # grows by what is cut off
+    for remaining in pending:  # grows by the segments that are cut off
         calls, rest = planner.level(remaining)
         levels.append(calls)
         if rest:
@@ -229,7 +228,7 @@ def plan_calls(
 
 
 def _progressions(runs: list[Segment]) -> list[list[Segment]]:
-    """Runs in the order of their cells, in stretches at even distances."""
+    """Runs in the order of their cells, grouped into stretches at even distances."""
     starts = [segment.cells for segment in runs if isinstance(segment.cells, int)]
     progressions, begin = [], 0
     while begin < len(runs):

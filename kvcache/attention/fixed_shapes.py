@@ -1,7 +1,8 @@
-"""Fixed shapes: what a captured or compiled graph reads lies at the same place, in the same shape, each pass.
+"""Fixed shapes: a captured or compiled graph reads tensors of the same address and shape in every pass.
 
-A CUDA graph replays kernels on the addresses it was captured with, and torch.compile makes a program for
-each shape. So with ``CacheConfig(fixed_context=C)`` a pass of n tokens has, besides a layer's whole buffers,
+A CUDA graph replays kernels on the addresses it was captured with, and torch.compile compiles a program for
+each shape. With ``CacheConfig(fixed_context=C)``, a pass of n tokens therefore has, besides a layer's whole
+buffers,
 
 =======  ===========================  =================================================================
 slots    I32 (n,)                     the cell that each token is written to
@@ -9,14 +10,14 @@ cells    I32 (rows, context)          those of a sequence, in order; its first o
 mask     (n rounded up, context)      which of them each token sees, 0 and -inf
 =======  ===========================  =================================================================
 
-There is a row for each sequence where all have as many tokens in the pass, side by side, as in decoding and
-in a prompt's chunk; else one for each token. ``context`` is the least of C, 2C, 4C, ... that holds the
-longest sequence of the pass: one graph for each n, rows and context, and what a pass costs grows with what
-its sequences store. (As the block tables of Kwon et al., "Efficient Memory Management for Large Language
-Model Serving with PagedAttention", 2023, in blocks of one.) ``start_forward`` writes the three in place.
+There is one row for each sequence if all sequences have equally many adjacent tokens in the pass, as in
+decoding and in a chunk of a prompt; otherwise one for each token. ``context`` is the smallest of C, 2C, 4C,
+... that holds the longest sequence of the pass. There is thus one graph for each n, rows and context, and the
+cost of a pass grows with the length of its sequences. (Compare the block tables of Kwon et al., "Efficient
+Memory Management for Large Language Model Serving with PagedAttention", 2023; blocks have one token here.)
+``start_forward`` writes all three in place.
 
-``get`` has no fixed shapes, and a pass that only reads has no slots: a graph that writes is not to be
-replayed in it.
+``get`` has no fixed shapes, and a read-only pass has no slots: do not replay a graph that writes in it.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from kvcache.storage.layer_buffers import LayerBuffers
 
 
 class GraphRows(NamedTuple):
-    """What a graph of one layer, batch size and context reads and writes; the same storage in every pass.
+    """What the graph of one layer, batch size and context reads and writes: the same storage in every pass.
 
-    A graph writes ``key[slots] = new`` and ``value[slots] = new``; n // rows tokens side by side attend over
-    a row of ``cells``, under ``mask``. Value is (kv_heads, head_dim, cells) where the config says
+    A graph writes ``key[slots] = new`` and ``value[slots] = new``; each n // rows adjacent tokens attend over
+    one row of ``cells``, with ``mask``. Value is (kv_heads, head_dim, cells) if the configuration has
     ``permuted_v``.
     """
 
@@ -51,7 +52,7 @@ class GraphRows(NamedTuple):
 
 
 class FixedPass:
-    """Slots, mask and cells of one batch size, on each device that a layer lies on."""
+    """Slots, mask and cells of one batch size, on each device that has a layer."""
 
     __slots__ = ("_calls", "_current", "_kinds", "_loaded", "_near", "brought", "owner", "tables")
 
@@ -65,11 +66,11 @@ class FixedPass:
         self._calls: dict[tuple[int, int], list[ml.AttentionCall]] = {}
         self._loaded: list[HostArray | None] = []
         self._current: set[int] = set()
-        """Devices that have what was loaded last."""
+        """The devices that have the tensors loaded last."""
         self.brought = False
-        """Whether ``bring`` had all on all devices that it was told of."""
+        """Whether ``bring`` has uploaded everything to all requested devices."""
         self.owner: object = None
-        """The pass that this is of."""
+        """The pass that these tensors belong to."""
 
     @classmethod
     def of(
@@ -80,7 +81,7 @@ class FixedPass:
         groups: list[SequenceTokens],
         tokens: int,
     ) -> FixedPass:
-        """The tensors of such a pass, placed already, by batch size and tables in ``known``."""
+        """The tensors of such a pass, whose tokens are placed, from ``known`` by batch size and tables."""
         tables = tables_of(config, table, groups, tokens)
         fixed = known.get((tokens, *tables))
         if fixed is None:
@@ -90,12 +91,14 @@ class FixedPass:
         return fixed
 
     def load(self, owner: object, *arrays: HostArray | None) -> None:
-        """Take slots, mask and cells of a pass, for ``bring``; None, of one that only reads: as they are."""
+        """Take slots, mask and cells of a pass, for ``bring``; slots None, in a read-only pass: leave them
+        unchanged.
+        """
         self.owner, self._loaded = owner, list(arrays)
         self._current, self.brought = set(), False
 
     def bring(self, places: Iterable[ml.Context]) -> None:
-        """Have all on the devices of ``places``; on others they are brought when asked for there."""
+        """Upload everything to the devices of ``places``; other devices get it on first use."""
         for place in places:
             self.on(place)
         self.brought = True
@@ -116,7 +119,7 @@ class FixedPass:
         return tensors
 
     def calls(self, ctx: ml.Context, worth: int) -> list[list[ml.AttentionCall]]:
-        """The queries of each row of cells over these, in calls that gather ``worth`` cells each, or a row.
+        """The queries of each row over its cells, in calls that gather ``worth`` cells each, or a single row.
 
         The same tensors in every pass.
         """
@@ -137,7 +140,7 @@ class FixedPass:
 
 
 def check_graph(layer: int, buffers: LayerBuffers) -> None:
-    """Raise NotSupportedError where what is stored is read as copies."""
+    """Raise NotSupportedError if the layer's storage is read as copies."""
     if buffers.is_quantized:
         raise NotSupportedError(
             f"graph_rows: layer {layer} stores {'/'.join(buffers.formats)} and is read as copies, in which "
@@ -164,7 +167,7 @@ def tables_of(
 def read_own(
     table: CellTable, groups: list[SequenceTokens], tokens: int, shape: tuple[int, int]
 ) -> tuple[History, np.ndarray]:
-    """Every sequence as a history of its own, which begins at column 0, and the cells (rows, context)."""
+    """Every sequence as a history of its own that begins at column 0, and the cells (rows, context)."""
     rows = [table.rows[group.seq] for group in groups]
     cells = np.empty(shape, np.int64)
     for group, row in zip(groups, rows, strict=True):

@@ -1,6 +1,6 @@
 """One forward pass: where its tokens are placed and stored, and which layers have them.
 
-What it reads is planned in ``plan``.
+Its reads are planned in ``plan``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcache.storage.layer_shape import ExtraSpec, LayerShape, latent_dim
 Extras = Mapping[str, ml.Tensor]
 
 TOGETHER = 16
-"""Sequences with a token each from which on it takes less time to place them together than one by one."""
+"""From this many sequences with one token each, placing them together is faster than one by one."""
 
 _stamps = itertools.count(2, 2)
 
@@ -42,28 +42,32 @@ class ForwardPass:
         self, reading: ReadPlan, cells: int | np.ndarray | None, *, reserve: bool = False,
         stamp: int | None = None,
     ) -> None:  # fmt: skip
-        """``cells`` is where the batch is written, in its own order: the first of a run, or one per token.
+        """``cells`` is where the batch is written, in batch order: the first cell of a run, or one cell per
+        token.
 
-        None where nothing is written.
+        None if nothing is written.
         """
         self.reading, self.cells, self.reserve = reading, cells, reserve
         self.table, self.layers = reading.table, reading.layers
         self.groups, self.tokens = reading.groups, reading.tokens
         self.thread = get_ident()
-        """Whose calls it takes."""
+        """The thread that the pass belongs to."""
         self.stamp = next(_stamps) if stamp is None else stamp
-        """What ``put`` gives to ``LayerBuffers.stamp``, even; layers with an earlier one are not read."""
+        """The even number that ``put`` stores in ``LayerBuffers.stamp``; layers with an earlier stamp are not
+        read.
+        """
         scattered = cells if isinstance(cells, np.ndarray) and reading.fixed is None else None
         self.run = cells if isinstance(cells, int) and reading.fixed is None else -1
-        """The first cell of the run that the batch is written to, and nowhere else; -1 where it is none."""
+        """The first cell of the run that the whole batch is written to; -1 if the cells are not a run."""
         self.storable = self.stamp if self.run >= 0 or scattered is not None else -1
-        """``stamp`` where all layers store in the same cells; else -1, below those of all layers."""
+        """``stamp`` if all layers store in the same cells; else -1, which is below the stamps of all layers.
+        """
         self.slots: ml.Tensor
-        """All cells of the batch, which lie scattered, for a put in the context ``slots_for``."""
+        """All cells of the batch if they are scattered, for a ``put`` in the context ``slots_for``."""
         self.slots_for: ml.Context | None = None
         self._targets = None if scattered is None else reading.uploads.add(scattered)
         self._loaded = False
-        """Whether the tensors of fixed shapes were given what is this pass's."""
+        """Whether the tensors of fixed shapes have been loaded with this pass."""
         self._whole = False
 
     def begin(self) -> None:
@@ -73,15 +77,16 @@ class ForwardPass:
 
     @property
     def read_only(self) -> bool:
-        """Whether the batch is queries only, and takes no cells."""
+        """Whether the batch consists of queries only and takes no cells."""
         return self.cells is None and not self.reserve
 
     # Which layers have the tokens.
 
     def goes_straight(self, layer: int, buffers: LayerBuffers) -> bool:
-        """Whether K and V of ``layer`` may be written past ``put``, into its cells in ``buffers``.
+        """Whether K and V of ``layer`` may be written directly into its cells in ``buffers``, bypassing
+        ``put``.
 
-        Who writes them calls ``note_put``. False where ``put`` has more to do, or refuses.
+        The writer then calls ``note_put``. False if ``put`` has more to do, or would refuse.
         """
         return (
             self.layers.get(layer) is buffers
@@ -91,7 +96,7 @@ class ForwardPass:
         )
 
     def note_put(self, buffers: LayerBuffers) -> None:
-        """A layer has the tokens of the pass now."""
+        """Record that a layer has the tokens of the pass."""
         buffers.stamp = self.stamp
         if buffers.absent is not None and self.cells is not None:
             buffers.absent[self._where()] = 0
@@ -101,7 +106,7 @@ class ForwardPass:
 
     @property
     def whole(self) -> bool:
-        """Whether all layers that store anything have its tokens; what a graph has put is not known."""
+        """Whether all layers that store anything have its tokens; puts made by a graph are unknown."""
         if not self._whole:
             self._whole = self.cells is None or self.reading.fixed is not None or self._is_put()
         return self._whole
@@ -115,10 +120,10 @@ class ForwardPass:
 
     @property
     def finished(self) -> bool:
-        """Whether all layers that store anything were put in it, and read behind that.
+        """Whether all layers that store anything have been put in this pass, and read since.
 
-        Taken to be where that is not known: a pass that stores nothing may read any layer, and a graph does
-        not tell what it does.
+        True if that is unknown: a pass that stores nothing may read any layer, and a graph does not report
+        what it does.
         """
         stamps = [buffers.stamp for buffers in self.layers.values()]
         if self.cells is None or (self.reading.fixed is not None and max(stamps, default=0) < self.stamp):
@@ -126,7 +131,7 @@ class ForwardPass:
         return bool(stamps) and min(stamps) > self.stamp
 
     def check_replaceable(self, op: str, layer: int, buffers: LayerBuffers) -> None:
-        """Raise OrderError for another put of a layer that was put in this pass and read behind that."""
+        """Raise OrderError for a second put of a layer that has already been put and read in this pass."""
         if self.stamp < buffers.stamp and not self.reserve:
             raise OrderError(
                 f"{op}: layer {layer} was put in this pass and read, and would now be replaced; call "
@@ -134,7 +139,7 @@ class ForwardPass:
             )
 
     def end(self) -> None:
-        """The pass is over: note which layers lack its tokens."""
+        """End the pass: record which layers lack its tokens."""
         self.table.placed = None
         if not self.whole:
             for buffers in self.layers.values():
@@ -142,20 +147,22 @@ class ForwardPass:
                     buffers.lack(self.table.taken, self._where())
 
     def resume(self) -> None:
-        """Go on after ``end``: layers may still be given the tokens."""
+        """Continue after ``end``: the missing layers may still be put."""
         for buffers in self.layers.values() if self.cells is not None else ():
             if buffers.stamp < self.stamp and buffers.absent is not None:
                 buffers.absent[self._where()] = 0
         self.begin()
 
     def _where(self) -> slice | np.ndarray:
-        """The cells of the batch, as an index; it has some."""
+        """The cells of the batch, as an index; the batch must have cells."""
         cells = self.cells
         assert cells is not None
         return slice(cells, cells + self.tokens) if isinstance(cells, int) else cells
 
     def readable(self, op: str, layer: int) -> LayerBuffers:
-        """What the layer stores; OrderError where it lacks tokens of the pass, or of its sequences."""
+        """The layer's buffers. Raises OrderError if the layer lacks tokens of the pass, or of its
+        sequences.
+        """
         buffers = self.layers.get(layer) or self._stored(op, layer)
         if buffers.stamp >= self.stamp:
             if buffers.absent is not None and not self.reserve:
@@ -182,7 +189,7 @@ class ForwardPass:
             lacking = buffers.lacks(self.table.taken, row.cells)
             if lacking is not None:
                 first = int(row.positions[lacking][0])
-                # What a window no longer has, the tokens from there on would lack.
+                # The tokens from there on would lack what a window no longer stores.
                 begin = first if self.reading.lower is None else f"resume_point({group.seq}, {first})"
                 raise OrderError(
                     f"{op}: layer {layer} lacks position {first} of sequence {group.seq}, as it was not put "
@@ -193,7 +200,7 @@ class ForwardPass:
     # Fixed shapes.
 
     def load(self) -> None:
-        """Put together what ``fill`` brings."""
+        """Prepare the tensors that ``fill`` uploads."""
         reading = self.reading
         assert reading.fixed is not None
         first, slots = self.cells, None
@@ -203,7 +210,7 @@ class ForwardPass:
         self._loaded = True
 
     def fill(self, ctx: ml.Context) -> None:
-        """Bring the tensors of fixed shapes to this pass, unless they are its own already."""
+        """Upload the tensors of fixed shapes for this pass, unless that has been done."""
         fixed = self.reading.fixed
         if fixed is None:
             return
@@ -213,7 +220,7 @@ class ForwardPass:
             fixed.bring([ctx.input(), *map(ctx.layer, self.layers)])
 
     def lift(self, indices: frozenset[int]) -> None:
-        """Let the tokens at ``indices`` see those after them, too."""
+        """Let the tokens at ``indices`` see the tokens after them as well."""
         self.reading.lift(indices)
         self._loaded = False
 
@@ -234,13 +241,13 @@ class ForwardPass:
         slots, mask, cells = fixed.on(ctx.layer(layer))
         return GraphRows(key, value, slots, cells, mask)
 
-    # Storing and reading back.
+    # Writing and reading.
 
     def write(self, ctx: ml.Context, buffers: LayerBuffers, new: Sequence[ml.Tensor]) -> None:
-        """Store what is ``new``, of the batch, in its cells; in the order of ``LayerBuffers.stored``.
+        """Store the tensors ``new`` of the batch in its cells, in the order of ``LayerBuffers.stored``.
 
-        Where it is not known yet what else goes to the device, cells that lie scattered are written run by
-        run: they go there with the rest, for further layers.
+        In the first layer, scattered cells are written run by run: their indices are uploaded together with
+        the rest of the plan, for further layers.
         """
         reading = self.reading
         if (
@@ -269,7 +276,7 @@ class ForwardPass:
         return self.slots
 
     def reserved_mask(self, ctx: ml.Context) -> ml.Tensor:
-        """A mask over every cell, which hides none."""
+        """A mask over all cells that hides none of them."""
         reading = self.reading
         return ctx.input().zeros((reading.padded_tokens, self.table.cells), reading.config.mask_dtype)
 
@@ -291,7 +298,8 @@ class ForwardPass:
 def place(table: CellTable, groups: Sequence[SequenceTokens], tokens: int) -> int | np.ndarray:
     """Take a cell for each of ``tokens`` tokens: the first cell of a run, or one per token.
 
-    In the batch's order. The table has as many free cells, and no sequence of ``groups`` holds the positions.
+    In batch order. The table must have enough free cells, and no sequence of ``groups`` may hold the
+    positions.
     """
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _place_group(table, groups[0])
@@ -308,7 +316,9 @@ def place(table: CellTable, groups: Sequence[SequenceTokens], tokens: int) -> in
 def _place_behind(
     table: CellTable, groups: Sequence[SequenceTokens], cells: np.ndarray
 ) -> Sequence[SequenceTokens]:
-    """Place tokens, one per group, right behind their sequences; the groups whose next cell is taken."""
+    """Place tokens, one per group, directly after their sequences; returns the groups whose next cell is
+    taken.
+    """
     positions = np.concatenate([group.positions for group in groups])
     chosen = table.append_each([group.seq for group in groups], positions)
     cells[[group.first_token for group in groups]] = chosen
@@ -316,7 +326,7 @@ def _place_behind(
 
 
 def _place_group(table: CellTable, group: SequenceTokens) -> int | np.ndarray:
-    """Cells for a group's ascending positions, taken."""
+    """Take cells for a group's positions, in ascending order of the positions."""
     count = group.positions.size
     if count == 1 and (cell := table.append(group.seq, group.lowest)) is not None:
         return cell
@@ -341,7 +351,7 @@ def put_layer(
     v_dim: int | None,
     extra: Extras | None,
 ) -> None:
-    """What ``CausalCache.put`` does where the backend has no store of its own for it."""
+    """``CausalCache.put`` without a store of the backend's own."""
     buffers = fresh = storage.buffers.get(layer)
     check_tensors("put", storage.backend, key=key, **({} if value is None else {"value": value}))
     check_context("put", ctx, storage.backend)
@@ -364,7 +374,7 @@ def put_layer(
         forward.note_put(buffers)
     elif fresh is None:
         buffers.touch(ctx.layer(layer))
-    storage.buffers[layer] = buffers  # last: a failed write fixes no shapes
+    storage.buffers[layer] = buffers  # last, so that a failed write does not fix shapes
 
 
 def put_stored_layer(
@@ -395,7 +405,9 @@ def put_stored_layer(
 def _checked(
     tokens: int, key: ml.Tensor, value: ml.Tensor | None, v_dim: int | None, extra: Extras | None
 ) -> LayerShape:
-    """What a layer stores of such tensors; InvalidRangeError where they do not fit a batch of ``tokens``."""
+    """The shape that a layer stores for such tensors. Raises InvalidRangeError if they do not fit a batch of
+    ``tokens``.
+    """
     shapes = {"key": key.shape} if value is None else {"key": key.shape, "value": value.shape}
     heads = key.shape[1] if len(key.shape) > 1 else 0
     if any(len(shape) != 3 or shape[:2] != (tokens, heads) for shape in shapes.values()):
@@ -416,7 +428,7 @@ def _checked(
 
 
 def _flat(ctx: ml.Context, shape: LayerShape, extra: Extras) -> list[ml.Tensor]:
-    """Extras as they are stored, (tokens, 1, numbers) each."""
+    """Extras in their stored shape, (tokens, 1, numbers) each."""
     whole = [extra[one.name].contiguous(ctx) for one in shape.extra]
     return [x.reshape(ctx, x.shape[0], 1, one.size) for x, one in zip(whole, shape.extra, strict=True)]
 

@@ -1,7 +1,7 @@
 """Which cells a pass reads, in which order, and the mask over them.
 
-Cells that lie close together are read as one view, those of other sequences among them masked; cells that lie
-far apart are gathered, so that reading costs what is used and not what lies between.
+Cells that lie close together are read as one view, in which cells of other sequences are masked. Cells that
+lie far apart are gathered, so that the cost depends on the cells used and not on those between them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcache.storage.device_copies import HostArray, HostArrays
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """What of the past a query may see, by its position: ``lowest`` of it and up, and all below ``keep``."""
+    """What a query may see of the past: from ``lowest`` of its position on, and everything below ``keep``."""
 
     lowest: Callable[[np.ndarray], np.ndarray]
     keep: int = 0
@@ -31,18 +31,18 @@ class LowerBound:
 
 
 _SPARSE = 2
-"""A view may span this many times the cells it is read for; beyond that, gathering is cheaper."""
+"""A view may span this many times the cells that are needed; beyond that, gathering is cheaper."""
 _SLACK = 64
 HIDDEN = np.float32(-np.inf)
 
 
 @dataclass(slots=True)
 class History:
-    """What some groups of a batch read.
+    """What the given groups of a batch read.
 
-    ``start`` is the first cell of the view, or ``index`` the cells gathered; ``length`` counts the
-    history with its padding; ``columns[i]`` says in which columns the entries of group i's row lie:
-    the first of a run, or one per entry.
+    ``start`` is the first cell of the view, or ``index`` the gathered cells. ``length`` is the number of
+    columns, including padding. ``columns[i]`` are the columns of the entries of group i's row: the first
+    column of a run, or one per entry.
     """
 
     groups: list[SequenceTokens]
@@ -54,16 +54,16 @@ class History:
     _gathered: HostArray | None = None
 
     def gather(self, host: HostArrays) -> None:
-        """Let the gathered cells go to devices with ``host``."""
+        """Upload the gathered cells together with ``host``."""
         if self.index is not None:
             self._gathered = host.add(self.index)
 
     def cells(self, ctx: ml.Context) -> int | ml.Tensor:
-        """The first cell of the view, or the gathered cells as an I32 tensor; ``gather`` comes before."""
+        """The first cell of the view, or the gathered cells as an I32 tensor; call ``gather`` first."""
         return self.start if self._gathered is None else self._gathered.on(ctx)
 
     def elided(self, lower: LowerBound | None, lifted: frozenset[int]) -> Mask | bool:
-        """None or CAUSAL where that says all there is to say of one group; else False."""
+        """None or CAUSAL if that describes the mask of the single group completely; else False."""
         if len(self.groups) != 1 or self.length != len(self.rows[0]):
             return False
         group, row = self.groups[0], self.rows[0]
@@ -83,7 +83,9 @@ class History:
     def mask(
         self, tokens: int, lower: LowerBound | None, lifted: frozenset[int], row_padding: int
     ) -> np.ndarray:
-        """The additive mask (tokens rounded up to ``row_padding``, length): 0 seen, -inf not."""
+        """The additive mask (tokens rounded up to ``row_padding``, length): 0 for visible cells, else
+        -inf.
+        """
         mask = np.full((-(-tokens // row_padding) * row_padding, self.length), HIDDEN, dtype=np.float32)
         for group, row, columns in zip(self.groups, self.rows, self.columns, strict=True):
             if isinstance(columns, int) and isinstance(group.rows, slice):
@@ -118,7 +120,9 @@ def find_history(table: CellTable, groups: Iterable[SequenceTokens], padding: in
 
 
 def _gathered(table: CellTable, groups: list[SequenceTokens], rows: list[Row], padding: int) -> History:
-    """Row by row, each in the order of its positions; cells that several share once, in their own order."""
+    """Row by row, each in the order of its positions; cells that several rows share appear once, in cell
+    order.
+    """
     index = np.concatenate([row.cells for row in rows])
     columns: list[int | np.ndarray]
     if len(rows) > 1 and bool((table.references[index] > 1).any()):
@@ -135,12 +139,12 @@ def _gathered(table: CellTable, groups: list[SequenceTokens], rows: list[Row], p
 
 
 def is_behind(group: SequenceTokens, row: Row) -> bool:
-    """Whether the group is one token behind all others of its sequence."""
+    """Whether the group is a single token after all others of its sequence."""
     return group.lowest == row.last and len(group) == 1
 
 
 def sees_all(group: SequenceTokens, row: Row, lower: LowerBound | None) -> bool:
-    """Whether the group is one token behind all others of its sequence, and no bound holds."""
+    """Whether the group is a single token after all others of its sequence, and no lower bound applies."""
     return lower is None and is_behind(group, row)
 
 
@@ -149,7 +153,7 @@ def visible(
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each query the half-open range ``[first, stop)`` of its row's entries that it sees.
 
-    A query whose ``first`` is not 0 sees the ``kept_entries`` too, which end before it::
+    A query whose ``first`` is not 0 also sees the ``kept_entries``, which end before it::
 
         keep 2, window 2     positions 0 1 5 6 7 8      the query at 8: [3, 6), and 0 and 1
                              entries   0 1 2 3 4 5
@@ -171,14 +175,16 @@ def visible(
 
 
 def kept_entries(row: Row, lower: LowerBound | None) -> int:
-    """How many of a row's first entries all later queries see, whatever the window."""
+    """How many of a row's first entries every later query sees, whatever the window."""
     return 0 if lower is None or not lower.keep else row.index(lower.keep)
 
 
 def rows_seen(
     reading: History, tokens: int, lower: LowerBound | None, lifted: frozenset[int]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Of each query a row that it sees, and one past its last: None where some query's rows are no range."""
+    """For each query, a row that it sees and one past its last row; None if some query's rows are not a
+    range.
+    """
     first, stop = np.zeros((2, tokens), dtype=np.int64)
     are_ranges = True
     for group, row, columns in zip(reading.groups, reading.rows, reading.columns, strict=True):
@@ -193,7 +199,7 @@ def rows_seen(
 
 
 def check_sees(group: SequenceTokens, row: Row, lower: LowerBound | None) -> None:
-    """Raise InvalidBatchError for a query that would see nothing of what its row stores."""
+    """Raise InvalidBatchError for a query that would see none of its row's stored tokens."""
     first, stop = visible(group, row, lower, frozenset())
     blind = first >= stop
     unseeing = np.flatnonzero(blind & (first == 0) if kept_entries(row, lower) else blind)
@@ -206,9 +212,10 @@ def check_sees(group: SequenceTokens, row: Row, lower: LowerBound | None) -> Non
 
 
 def unmask(block: np.ndarray, first: np.ndarray, stop: np.ndarray, kept: int = 0) -> None:
-    """Zero ``[first[i], stop[i])`` of each row; what all rows see in one stroke, the rims by value.
+    """Set ``[first[i], stop[i])`` of each row to zero: the common columns at once, the rims element by
+    element.
 
-    And ``[0, kept)`` of those that begin later.
+    Also set ``[0, kept)`` of the rows that begin later.
     """
     if kept:
         block[np.flatnonzero(first), :kept] = 0

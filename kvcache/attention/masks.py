@@ -1,9 +1,8 @@
-"""Masks of a pass: ``History.mask`` writes those of up to 1 MiB on the host, larger ones are made here.
+"""Masks of a pass: ``History.mask`` writes masks of up to 1 MiB on the host; larger ones are made here.
 
-They are made where the backend keeps its tensors: what is filled is not written by the host first. A mask of
-512 tokens over 32k cells is 64 MiB, of which all but a triangle at its right edge is one value. Here the one
-value comes from ``full``, and the host writes the triangle, which goes to the device with all else that the
-pass needs::
+They are made on the device. A mask of 512 tokens over 32k cells is 64 MiB, in which everything but a triangle
+at the right edge has one value. ``full`` fills in that value, and the host writes only the triangle, which is
+uploaded with the other data of the pass::
 
     0 0 0 0 0 0 0 | 0 - - -
     0 0 0 0 0 0 0 | 0 0 - -      what every query sees, and the rim that some of them see
@@ -31,17 +30,17 @@ from kvcache.attention.history import (
 from kvcache.storage.device_copies import HostArray, HostArrays, OnDevices, device_of
 
 HOST_LIMIT = 1 << 20
-"""Bytes (as F32) of a mask that is still built on the host, in one piece."""
+"""The largest mask, in bytes as F32, that is built on the host in one piece."""
 KEEP_LIMIT = 1 << 18
-"""Bytes (as F32) of a decoding mask from which on it is kept for the next step."""
+"""The smallest decoding mask, in bytes as F32, that is kept for the next step."""
 _SPARE = 256
-"""Columns that a kept mask may grow by."""
+"""The number of columns that a kept mask may grow by."""
 
 
 class KeptMask:
-    """The mask of sequences that decode together, from one step to the next, on each device that asks.
+    """The mask of sequences that decode together, kept from step to step on each device that uses it.
 
-    Each step shows each of them one cell more: only those elements are written, whatever the length.
+    Each step reveals one more cell to each sequence: only these elements are written, whatever the length.
     """
 
     def __init__(self, reading: History, columns: list[int], rows: int, dtype: ml.DType) -> None:
@@ -52,20 +51,21 @@ class KeptMask:
         self._sizes = [len(row) for row in reading.rows]
         self._step = 0
         self._newest: HostArray | None = None
-        """The elements that this step shows, of the mask as one row."""
+        """The elements that this step reveals, as indices into the flattened mask."""
         self._near: dict[int, tuple[int, ml.Tensor]] = {}
-        """By device: the step, and the mask (rows, width), its first columns those of the history."""
+        """For each device, the step and the mask (rows, width), whose first columns are those of the history.
+        """
 
     @classmethod
     def build(cls, reading: History, rows: int, dtype: ml.DType) -> KeptMask | None:
-        """None where the mask is small, or says more than that each token sees all of its sequence."""
+        """None if the mask is small, or if some token does not see all of its sequence."""
         if len(reading.groups) < 2 or rows * reading.length * 4 <= KEEP_LIMIT or reading.index is not None:
             return None
         columns = _decoding(reading)
         return None if columns is None else cls(reading, columns, rows, dtype)
 
     def follow(self, host: HostArrays, reading: History) -> bool:
-        """Show each sequence its newest cell; False, and nothing changed, where more than that is to do."""
+        """Reveal its newest cell to each sequence; False, without a change, if more than that has changed."""
         sizes = [len(row) for row in reading.rows]
         width = self._shape[1]
         if (
@@ -103,7 +103,7 @@ class KeptMask:
 
 
 def _decoding(reading: History) -> list[int] | None:
-    """Where each row's run begins, if each group is one token that sees all of its row, and no more."""
+    """The first cell of each row's run, if each group is one token that sees exactly its row."""
     columns = []
     for group, row, column in zip(reading.groups, reading.rows, reading.columns, strict=True):
         if not isinstance(column, int) or not sees_all(group, row, None):
@@ -125,7 +125,7 @@ class _Part:
         return self.row, self.row + len(self.first)
 
     def everyone(self) -> tuple[int, int]:
-        """The columns that all of these rows see; (n, n) where there are none."""
+        """The columns that all of these rows see; (n, n) if there are none."""
         low, high = int(self.first.max()), int(self.stop.min())
         return (low, high) if low < high else (low, low)
 
@@ -143,7 +143,7 @@ def build_mask(
 ) -> OnDevices | None:
     """The mask of ``reading.mask``, made on the backend.
 
-    None where it is small, or where the rows or the columns of a sequence lie scattered.
+    None if it is small, or if the rows or columns of a sequence are scattered.
     """
     rows, length = shape
     if rows * length * 4 <= HOST_LIMIT:
@@ -155,7 +155,7 @@ def build_mask(
         first, stop = visible(group, row, lower, lifted)
         begin, kept = group.rows.start, kept_entries(row, lower)
         late = int(np.count_nonzero(first == 0)) if kept else 0
-        if late:  # these have no gap in what they see
+        if late:  # these see contiguous columns
             parts.append(_Part(begin, first[:late] + column, stop[:late] + column))
         if late < len(first):
             parts.append(_Part(begin + late, first[late:] + column, stop[late:] + column))
@@ -168,9 +168,10 @@ def build_mask(
 def seen_mask(
     host: HostArrays, seen: np.ndarray, rows: int, length: int, dtype: ml.DType
 ) -> OnDevices | HostArray:
-    """(batch, rows, length): query i sees ``[seen[0, b, i], seen[1, b, i])`` of batch b; more rows none.
+    """(batch, rows, length): query i sees ``[seen[0, b, i], seen[1, b, i])`` of batch b; additional rows see
+    none.
 
-    Written by the host where it is small.
+    A small mask is written by the host.
     """
     _, batch, queries = seen.shape
     if batch == 1 and rows * length * 4 > HOST_LIMIT:
@@ -187,17 +188,17 @@ def seen_mask(
 
 
 _Block = tuple[tuple[int, int], tuple[int, int]]
-"""Rows and columns of a mask, half-open ranges both."""
+"""The rows and columns of a block of a mask, as half-open ranges."""
 
 
 @dataclass(slots=True)
 class _Filled:
-    """A mask that is one value, with blocks of the other, and the rims as the host wrote them."""
+    """A mask of one value, with blocks of the other value, and the rims that the host wrote."""
 
     shape: tuple[int, int]
     dtype: ml.DType
     seen: bool
-    """Whether it begins as what all see, and the blocks are hidden."""
+    """Whether the mask starts as visible, so that the blocks are hidden."""
     blocks: list[_Block]
     rims: list[tuple[HostArray, _Block]]
 
@@ -239,7 +240,7 @@ def _rims(part: _Part) -> Iterator[tuple[np.ndarray, _Block]]:
 def _fill(
     ctx: ml.Context, mask: ml.Tensor, one: ml.Tensor, rows: tuple[int, int], columns: tuple[int, int]
 ) -> None:
-    """Write the element of ``one`` (1, 1) all over a block."""
+    """Fill a block with the element of ``one`` (1, 1)."""
     size = rows[1] - rows[0], columns[1] - columns[0]
     if size[0] > 0 and size[1] > 0:
         one.view(ctx, 0, size, (0, 0)).copy(ctx, _block(ctx, mask, rows, columns))

@@ -1,4 +1,4 @@
-"""Which stored cells each query of a pass sees: made once per pass, and lowered for whoever reads.
+"""Which stored cells each query of a pass sees: planned once per pass, and lowered for each way of reading.
 
 ============  ===============================================================================
 ``shared``    for ``get``: the cells of all sequences as one history, and a mask over it
@@ -7,8 +7,8 @@
 ``tables``    for graphs of fixed shapes: each sequence's cells in a row of their own
 ============  ===============================================================================
 
-Each is made when it is first asked for, or foreseen, and then serves all layers. What the host makes for it
-goes to a device in one transfer.
+Each form is made when it is first used, or in advance if the previous pass used it, and then serves all
+layers. The host's data for it is uploaded in one transfer.
 """
 
 from __future__ import annotations
@@ -38,25 +38,27 @@ Packers = Mapping[str, Callable[[ml.RaggedPlan], tuple[Any, np.ndarray]]]
 
 @dataclass(slots=True)
 class Reads:
-    """How a pass was read: the next, likely read so too, is planned before its first indices are uploaded."""
+    """How a pass was read. The next pass is expected to be read in the same way, and is planned accordingly
+    before its first indices are uploaded.
+    """
 
     shared: bool = False
     rows: bool = False
     calls: bool = False
     worth: int | None = None
-    """What calls or a kernel's plan were asked for with; None: neither was."""
+    """The ``worth`` of the calls or the kernel's plan that were requested; None: neither was."""
     packers: Packers | None = None
-    """What a backend's kernel uploads of a plan; None: no plan was asked for."""
+    """What a backend's kernel uploads of a plan; None: no plan was requested."""
 
     def __bool__(self) -> bool:
         return self.shared or self.rows or self.worth is not None
 
 
 class Uploads(HostArrays):
-    """What the host makes for a pass, or for those of several caches that start together: one transfer.
+    """The host's data for a pass, or for the passes of several caches that start together, in one transfer.
 
-    Before it goes, each of the plans is lowered as the pass before was read, or, where there was none, as
-    one of the others is.
+    Before the upload, each plan is lowered the way the previous pass was read, or, if there was none, the way
+    another of the plans is.
     """
 
     __slots__ = ("_plans",)
@@ -76,7 +78,7 @@ class Uploads(HostArrays):
 
 
 class ReadPlan:
-    """What the queries of a pass see, in cells."""
+    """The cells that the queries of a pass see."""
 
     __slots__ = (
         "__weakref__", "_asked", "_calls", "_history", "_kernel", "_seen", "_segments", "_shared", "_unfit",
@@ -95,28 +97,28 @@ class ReadPlan:
         self.table, self.config, self.layers = storage.table, storage.config, storage.buffers
         self.groups, self.tokens, self.lower, self.fixed = groups, tokens, lower, fixed
         self.lifted: frozenset[int] = frozenset()
-        """Tokens of the batch that see those after them, too."""
+        """Tokens of the batch that also see the tokens after them."""
         self.expected: Reads | None = None
-        """How the pass before was read; None: there was none."""
+        """How the previous pass was read; None: there was none."""
         self.kept: KeptMask | None = None
-        """The mask that the pass before left, for this one to go on with."""
+        """The mask that the previous pass left for this one to extend."""
         self._segments: KeptSegments | None = None
-        """What is read, or, while ``_worth`` is None, what the pass before read."""
+        """The segments to read, or, while ``_worth`` is None, those of the previous pass."""
         self._worth: int | None = None
         self._asked = Reads()
-        """What was asked for, not merely foreseen."""
+        """What was requested, as opposed to planned in advance."""
         self._uploads: Uploads | None = None
         self._unfit: list[tuple[np.ndarray, HostArray | None]] = []
-        """Free cells that are going to be read, and have to be blanked before."""
+        """Free cells that will be read, and must be zeroed first."""
         self._history: History | None = None
         self.ready: tuple[History, Mask]
-        """What ``shared`` gave to ``ready_for``."""
+        """What ``shared`` returned for ``ready_for``."""
         self.bound: Callable[..., ml.Tensor | None]
-        """How a layer attended in the context ``bound_to``: others look whether they fit, and go that way."""
+        """How a layer attended in the context ``bound_to``; other layers reuse it if they fit."""
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what depends on who sees what."""
+        """Discard everything that depends on which cells queries see."""
         self.ready_for: ml.Context | None = None
         self.bound_to: ml.Context | None = None
         self._shared: tuple[History, Mask | OnDevices | HostArray] | None = None
@@ -125,43 +127,47 @@ class ReadPlan:
         self._kernel: ml.RaggedPlan | None = None
 
     def follow(self, before: ReadPlan) -> None:
-        """Go on with what the pass before found: each of its sequences may see but one cell more."""
+        """Continue from the segments of the previous pass, if each of its sequences sees just one more
+        cell.
+        """
         self.kept, self._segments = before.kept, before._segments
 
     def lift(self, indices: frozenset[int]) -> None:
-        """Let the tokens at ``indices`` see those after them, too."""
+        """Let the tokens at ``indices`` see the tokens after them as well."""
         self.lifted, self._segments = indices, None
         self._forget()
 
     def hide(self, table: CellTable, groups: list[SequenceTokens]) -> None:
-        """Read what this table and these groups say, which leave some of it out; nothing was read yet."""
+        """Read this table and these groups instead, which leave some tokens out; nothing may have been read
+        yet.
+        """
         self.table, self.groups = table, groups
 
     def start_anew(self) -> None:
-        """Find all segments again: what the pass before saw is not what this one goes on with."""
+        """Find all segments again instead of continuing from those of the previous pass."""
         self._segments = None
 
-    # What goes to devices.
+    # Uploads.
 
     @property
     def uploads(self) -> Uploads:
-        """What the host makes for the pass, on its way to devices."""
+        """The host's data for the pass, to be uploaded."""
         if self._uploads is None:
             self.upload_with(Uploads())
             assert self._uploads is not None
         return self._uploads
 
     def upload_with(self, uploads: Uploads) -> None:
-        """Let it go with what ``uploads`` has; nothing was made for the pass yet."""
+        """Upload this pass's data together with ``uploads``; nothing may have been made for the pass yet."""
         self._uploads = uploads
         uploads.serve(self)
 
     def reads(self) -> Reads:
-        """How this pass was read so far; one that was not, as it was expected."""
+        """How this pass has been read so far; if it has not been read, how it was expected to be."""
         return self._asked if self._asked or self.expected is None else self.expected
 
     def foresee(self, reads: Reads | None) -> None:
-        """Make what ``reads`` says, so that all arrays go to a device together."""
+        """Make the forms that ``reads`` lists, so that all arrays are uploaded together."""
         if self.fixed is not None or reads is None:
             return
         if reads.shared and self._shared is None:
@@ -180,7 +186,7 @@ class ReadPlan:
     # One history for all.
 
     def shared(self, ctx: ml.Context) -> tuple[History, Mask]:
-        """What ``get`` reads: all sequences together, arranged as the config says."""
+        """What ``get`` reads: all sequences together, laid out as the configuration says."""
         self._asked.shared = True
         history, mask = self._shared or self._share()
         if self._unfit:
@@ -196,10 +202,10 @@ class ReadPlan:
         return shared
 
     def rows(self, ctx: ml.Context) -> History:
-        """The rows of ``get``, without their mask."""
+        """The rows of ``get``, without the mask."""
         self._asked.rows = True
         history = self._find_history()
-        self._make_seen()  # goes to devices with the rows themselves
+        self._make_seen()  # uploaded with the rows themselves
         if self._unfit:
             self._blank(ctx)
         return history
@@ -214,9 +220,9 @@ class ReadPlan:
         return self._history
 
     def seen_rows(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor | None]:
-        """I32 (tokens, 1) each: a row that the query sees, and where its rows are a range [first, stop).
+        """I32 (tokens, 1) each: a row that the query sees, and the end of the range of its rows.
 
-        The second is None where the rows of some query are no range.
+        The second is None if the rows of some query are not a range.
         """
         self.rows(ctx)
         first, stop = (None if one is None else one.on(ctx).reshape(ctx, self.tokens, 1)
@@ -250,14 +256,16 @@ class ReadPlan:
 
     @property
     def padded_tokens(self) -> int:
-        """The rows of a mask of the whole batch, padding included."""
+        """The number of rows of a mask of the whole batch, including padding."""
         padding = self.config.mask_batch_padding
         return -(-self.tokens // padding) * padding
 
     # Segments, for a kernel and for calls.
 
     def segments(self, worth: int) -> list[Segment]:
-        """What the queries read; runs and shares of fewer cells than ``worth`` do not stand alone."""
+        """What the queries read; runs and shared ranges of fewer than ``worth`` cells are not segments of
+        their own.
+        """
         return self._segmented(worth).found
 
     def _segmented(self, worth: int) -> KeptSegments:
@@ -282,7 +290,9 @@ class ReadPlan:
         return self._kernel
 
     def calls(self, ctx: ml.Context, worth: int) -> list[list[ml.AttentionCall]]:
-        """Calls of attention, in levels that have each query once at most; a call costs ``worth`` cells."""
+        """Attention calls in levels, each of which has a query at most once; a call costs as much as
+        ``worth`` cells.
+        """
         if self.fixed is not None:
             return self.fixed.calls(ctx, BLOCK_CALLS * worth)
         self._asked.calls, self._asked.worth = True, worth
@@ -316,7 +326,9 @@ class ReadPlan:
     # Free cells that are read.
 
     def _note_view(self, history: History) -> None:
-        """The free cells of a view. And a little more: the next tokens' are to be blanked, too."""
+        """Record the free cells of a view, and a few more, so that those of the next tokens are zeroed as
+        well.
+        """
         start, stop = history.start, history.start + history.length
         if len(history.rows) == 1 and isinstance(history.columns[0], int) and not history.columns[0]:
             start += len(history.rows[0])
@@ -324,13 +336,13 @@ class ReadPlan:
             self._note(self.table.stale(start, stop + self.config.cache_padding))
 
     def _note(self, cells: np.ndarray) -> None:
-        """Let free cells (ascending) be blanked before anything is read."""
+        """Have free cells (ascending) zeroed before anything is read."""
         if cells.size:
             is_run = int(cells[-1]) - int(cells[0]) + 1 == cells.size
             self._unfit.append((cells, None if is_run else self.uploads.add(cells)))
 
     def _blank(self, ctx: ml.Context) -> None:
-        """Write zeros into free cells, which may hold NaN: a weight of 0 does not hide that."""
+        """Write zeros into free cells, which may hold NaN: a weight of 0 does not cancel NaN."""
         while self._unfit:
             cells, scattered = self._unfit[0]
             for layer, buffers in self.layers.items():

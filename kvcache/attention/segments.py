@@ -1,8 +1,8 @@
-"""What the queries of a pass read, found from the cell table: each stored cell once, with all who read it.
+"""What the queries of a pass read, derived from the cell table: each stored cell once, with all its readers.
 
-Cells that several sequences of the batch share, such as a system prompt, are one segment with the queries
-of all of them as readers; what is a sequence's own is a segment for each long run, and one of the cells
-that lie scattered.
+Cells that several sequences of the batch share, such as a system prompt, form one segment whose readers are
+the queries of all of them. A sequence's own cells form one segment for each long run, and one for all
+scattered cells.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from kvcache.attention.history import LowerBound, is_behind, kept_entries, sees_
 from kvcache.storage.cell_table import CellTable, Row
 
 GATHERING = 1.6
-"""What gathering cells takes besides reading them, in times of that."""
+"""The additional cost of gathering cells, as a multiple of the cost of reading them."""
 
 NONE = np.empty(0, np.int32)
 
 Piece = tuple[int, int]
-"""Entries ``[begin, end)`` of a row."""
+"""The entries ``[begin, end)`` of a row."""
 Entries = Piece | np.ndarray
-"""A piece, or entries one by one, ascending."""
+"""A piece, or individual entries, ascending."""
 
 
 @dataclass(slots=True)
 class Segment:
-    """Cells, and the queries that see some of them: all, or of reader i ``[begin[i], end[i])``, not empty."""
+    """Cells, and the queries that read them: reader i sees all, or the non-empty range ``[begin[i],
+    end[i])``.
+    """
 
     cells: int | np.ndarray
-    """The first of a run, or each in order."""
+    """The first cell of a run, or all cells in order."""
     length: int
     queries: np.ndarray
-    """Tokens of the batch, in ascending positions of each sequence."""
+    """Indices into the batch, in ascending positions of each sequence."""
     begin: np.ndarray | None = None
     end: np.ndarray | None = None
 
@@ -52,7 +54,7 @@ class Segment:
         return np.arange(cells, cells + self.length) if isinstance(cells, int) else cells
 
     def part(self, begin: int, end: int) -> Segment:
-        """Cells ``[begin, end)``, for the same readers, each of whom sees all of this segment."""
+        """The cells ``[begin, end)`` for the same readers, each of which sees all of this segment."""
         cells = self.cells + begin if isinstance(self.cells, int) else self.cells[begin:end]
         return Segment(cells, end - begin, self.queries)
 
@@ -64,7 +66,9 @@ def find_segments(
     lifted: frozenset[int],
     worth: int,
 ) -> list[Segment]:
-    """The segments of a pass. Runs and shares of fewer cells than ``worth`` do not stand alone."""
+    """The segments of a pass. Runs and shared ranges of fewer than ``worth`` cells are not segments of their
+    own.
+    """
     rows = [table.rows[group.seq] for group in groups]
     shared = _shared(table, rows, worth)
     together: dict[Piece, list[tuple[_Reader, Piece]]] = {}
@@ -88,20 +92,24 @@ def find_segments(
 
 @dataclass(slots=True)
 class KeptSegments:
-    """The segments of a pass, for the next: of sequences that decode together each sees one cell more."""
+    """The segments of a pass, kept for the next: sequences that decode together each see one more cell per
+    step.
+    """
 
     _found: list[Segment]
     _tails: np.ndarray
-    """Which of them end where their sequences do: one for each, if the next pass may go on with these."""
+    """The segments that end where their sequences do: one per sequence, if the next pass may continue with
+    them.
+    """
     _order: list[tuple[int, int]]
     _changes: int
     _appended: int
     _grown: int = 0
-    """How many cells each tail has got since it was found."""
+    """How many cells each tail has grown by since it was found."""
     _added: int = 0
-    """How many of them ``_found`` says."""
+    """How many of these are contained in ``_found``."""
     _planned: tuple[int, ml.RaggedPlan] | None = None
-    """A plan, and ``_grown`` when it was made."""
+    """A plan, and the value of ``_grown`` when it was made."""
 
     @classmethod
     def find(
@@ -124,7 +132,7 @@ class KeptSegments:
         return cls(segments, np.array(tails, dtype=np.int64), _order(groups), table.changes, table.appended)
 
     def next(self, table: CellTable, groups: Sequence[SequenceTokens]) -> KeptSegments | None:
-        """Those of the step after this; None where more than that has changed."""
+        """The segments of the next step; None if more than that has changed."""
         one_each = len(groups) == self._tails.size == table.appended - self._appended
         if not one_each or table.changes != self._changes or _order(groups) != self._order:
             return None
@@ -144,7 +152,7 @@ class KeptSegments:
         return self._found
 
     def plan(self, tokens: int) -> ml.RaggedPlan:
-        """``ragged_plan`` of these segments; from that of a step before, where there is one."""
+        """``ragged_plan`` of these segments, derived from that of an earlier step if there is one."""
         if self._planned is None:
             plan = ragged_plan(self.found, tokens)
         else:
@@ -162,20 +170,20 @@ def _order(groups: Iterable[SequenceTokens]) -> list[tuple[int, int]]:
 
 
 class _Reader:
-    """The queries of a group, and which entries of its row each sees."""
+    """The queries of a group, and the entries of its row that each of them sees."""
 
     def __init__(
         self, group: SequenceTokens, row: Row, lower: LowerBound | None, lifted: frozenset[int]
     ) -> None:
         self.row, self.queries = row, group.indices()
         self.everything = sees_all(group, row, lower)
-        """Whether the queries, which is one, see all of the row."""
+        """Whether the single query sees all of the row."""
         self.first, self.stop = visible(group, row, lower, lifted)
         self.kept = kept_entries(row, lower) if self.first.any() else 0
-        """Entries before this one are seen by all that see what comes later; no piece goes over it."""
+        """Every query that sees later entries also sees the entries before this one; no piece crosses it."""
 
     def parted(self, pieces: Iterable[Entries]) -> Iterator[Entries]:
-        """The pieces, cut at ``kept``."""
+        """The pieces, split at ``kept``."""
         for piece in pieces:
             if isinstance(piece, tuple):
                 cut = min(max(self.kept, piece[0]), piece[1])
@@ -186,7 +194,7 @@ class _Reader:
                 yield from (part for part in (piece[:cut], piece[cut:]) if part.size)
 
     def within(self, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
-        """What each query sees of these entries, counted among them."""
+        """The range of these entries that each query sees."""
         first = np.zeros_like(self.first) if entries[0] < self.kept else self.first
         if isinstance(entries, np.ndarray):
             return np.searchsorted(entries, first), np.searchsorted(entries, self.stop)
@@ -195,9 +203,10 @@ class _Reader:
 
 
 def _of_one(group: SequenceTokens, row: Row, bound: int | None, keep: int, worth: int) -> Iterator[Segment]:
-    """The segments of a query behind all others of its sequence: long runs on their own, the rest together.
+    """The segments of a single query after all others of its sequence: one per long run, and one for the
+    rest.
 
-    It sees the positions from ``bound`` on and those below ``keep``; all where ``bound`` is None.
+    It sees the positions from ``bound`` on and those below ``keep``; all of them if ``bound`` is None.
     """
     cells, queries, kept, first = row.cells, group.indices(), 0, 0
     if bound is not None:
@@ -223,7 +232,7 @@ def _of_one(group: SequenceTokens, row: Row, bound: int | None, keep: int, worth
 
 
 def _shared(table: CellTable, rows: Sequence[Row], worth: int) -> dict[int, list[Piece]]:
-    """Of rows that share runs of cells with others: which entries, in pieces with the same readers each."""
+    """For rows that share runs of cells, the shared entries, in pieces that have the same readers."""
     if len(rows) == 1 or (4 * sum(map(len, rows)) > table.cells and table.references.max() < 2):
         return {}
     touched = [number for number, row in enumerate(rows) if _is_shared(table, row)]
@@ -258,7 +267,7 @@ def _shared(table: CellTable, rows: Sequence[Row], worth: int) -> dict[int, list
 
 
 def _runs(row: Row, begin: int, end: int) -> list[Piece]:
-    """Entries ``[begin, end)`` of a row, in runs of cells."""
+    """The entries ``[begin, end)`` of a row, split into runs of cells."""
     if row.contiguous:
         return [(begin, end)]
     cells = row.cells[begin:end]
@@ -267,7 +276,7 @@ def _runs(row: Row, begin: int, end: int) -> list[Piece]:
 
 
 def _is_shared(table: CellTable, row: Row) -> bool:
-    """Whether something else, a sequence or a snapshot, owns one of a row's cells too."""
+    """Whether another sequence or a snapshot also owns one of the row's cells."""
     if not row.contiguous:
         return bool((table.references[row.cells] > 1).any())
     low, high = row.span()
@@ -276,12 +285,12 @@ def _is_shared(table: CellTable, row: Row) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _keys(count: int) -> np.ndarray:
-    """Numbers whose sums tell sets of rows apart."""
+    """Numbers whose sums identify sets of rows."""
     return np.random.default_rng(1).integers(1, 2**63, count, np.uint64)
 
 
 def _own(row: Row, shared: Iterable[Piece], worth: int) -> Iterator[Entries]:
-    """The entries of a row besides ``shared``: long runs each on its own, and all others together."""
+    """The entries of a row that are not in ``shared``: one piece per long run, and one for all others."""
     rest, begin = [], 0
     for piece in sorted(shared):
         rest.append((begin, piece[0]))
@@ -303,7 +312,9 @@ def _own(row: Row, shared: Iterable[Piece], worth: int) -> Iterator[Entries]:
 
 
 def _segment(who: Sequence[tuple[_Reader, Entries]]) -> Segment:
-    """One segment of the entries that each reader names: the same cells. Without what nobody sees."""
+    """One segment of the entries listed for each reader, which are the same cells, without those that no
+    query sees.
+    """
     reader, entries = who[0]
     run = isinstance(entries, tuple)
     cells = reader.row.cells[slice(*entries) if isinstance(entries, tuple) else entries]
@@ -325,7 +336,7 @@ def _segment(who: Sequence[tuple[_Reader, Entries]]) -> Segment:
 
 
 def ragged_plan(segments: Sequence[Segment], tokens: int) -> ml.RaggedPlan:
-    """The segments as a backend's kernel takes them."""
+    """The segments in the form that a backend's kernel takes."""
     rows, index = [], []
     first = gathered = 0
     for segment in segments:

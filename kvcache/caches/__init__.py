@@ -1,6 +1,6 @@
-"""The caches, put together from storage, a pass, and snapshots.
+"""The caches, composed of storage, a forward pass and snapshots.
 
-Others use ``CausalCache``, ``SlidingWindowCache``, ``ChunkedCache``, ``EncoderCache``, ``StateCache``,
-``WrapperCache`` and ``RecurrentCache``, which ``kvcache`` has too, and ``branches``: fork, keep, mark and
-roll back on any of them.
+Public are ``CausalCache``, ``SlidingWindowCache``, ``ChunkedCache``, ``EncoderCache``, ``StateCache``,
+``WrapperCache`` and ``RecurrentCache``, which ``kvcache`` exports, and ``branches``, which forks, keeps,
+marks and rolls back sequences of any of them.
 """

@@ -1,8 +1,8 @@
-"""What caches have in common, beside their contents.
+"""What all caches have in common.
 
-``PreparedCalls``: calls about sequences that are checked first and do all or nothing, for every cache.
-``ManagedSnapshots``: the calls about snapshots of a cache that has a manager of them.
-``BoundCache``: a backend, a configuration and the order of calls, for caches with tensors of their own.
+``PreparedCalls``: calls on sequences that are checked first and do all or nothing, for every cache.
+``ManagedSnapshots``: the snapshot calls of a cache that has a snapshot manager. ``BoundCache``: the backend,
+the configuration and the order of calls, for caches that own tensors.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ S = TypeVar("S", bound=Snapshot)
 
 
 def _as_int(value: Any) -> Any:
-    """A number of NumPy as Python's, which has room for differences; anything else is checked as it is."""
+    """A NumPy integer as a Python int, whose differences cannot overflow; anything else is returned
+    unchanged.
+    """
     return int(value) if isinstance(value, np.integer) else value
 
 
 class SnapshotManager(Protocol[S]):
-    """The part of a cache that takes, cuts and joins snapshots."""
+    """The part of a cache that takes, splits and joins snapshots."""
 
     kind: type[S]
     schedule: SnapshotSchedule[S]
@@ -60,10 +62,10 @@ class PreparedCalls(Generic[S]):
 
     def __init__(self) -> None:
         self._calls = threading.RLock()
-        """Held by the thread that plans or changes something."""
+        """Held by the thread that is planning or making a change."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the lock, which belongs to one process: before ``init`` a cache may be pickled."""
+        """Omit the lock, which belongs to one process: a cache can be pickled before ``init``."""
         return {name: value for name, value in self.__dict__.items() if name != "_calls"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -74,39 +76,41 @@ class PreparedCalls(Generic[S]):
     def foreign_pass(self) -> bool | None:
         """Whether another thread is in the middle of a pass.
 
-        None: it is, and has put and read nothing here yet. False too where that thread has ended.
+        None: it is, but it has neither put nor read anything here yet. False if that thread has ended.
         """
 
     @abstractmethod
     def take_over(self) -> None:
-        """Let this thread go on with the pass under way, which another began, as far as there is one.
+        """Let this thread continue the current pass, if any, which another thread began.
 
-        For callers that admit one thread at a time themselves, for example by a lock.
+        For callers that already serialize access, for example with a lock.
         """
 
     @abstractmethod
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
-        """Check all that ``set_config`` may refuse; the callable returned then does it."""
+        """Make all checks of ``set_config``; the returned callable makes the change."""
 
     @abstractmethod
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
-        """Check all that ``copy_prefix`` may refuse; the callable returned then does it."""
+        """Make all checks of ``copy_prefix``; the returned callable makes the change."""
 
     @abstractmethod
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
-        """Check all that ``remove`` may refuse; the callable returned then does it."""
+        """Make all checks of ``remove``; the returned callable makes the change."""
 
     @abstractmethod
     def prepare_restore_snapshot(
         self, seq: int, snapshot: S, target: int | None = None
     ) -> Callable[[], None] | None:
-        """Check all that ``restore`` may refuse; None where it would give False."""
+        """Make all checks of ``restore``; the returned callable makes the change. None if it would return
+        False.
+        """
 
     @one_thread
     def set_config(self, config: ml.CacheConfig) -> None:
-        """Arrange tensors by ``config`` instead of what the backend asks for.
+        """Lay out tensors as ``config`` says instead of as the backend prefers.
 
-        Before ``init``, or after it while nothing has been stored; OrderError later.
+        Call it before ``init``, or after ``init`` while nothing is stored. Raises OrderError later.
         """
         if not isinstance(config, ml.CacheConfig):
             raise InvalidRangeError(f"set_config: {config!r:.60} is not an ml.CacheConfig")
@@ -114,37 +118,43 @@ class PreparedCalls(Generic[S]):
 
     @one_thread
     def copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> None:
-        """Let ``dst_seq`` share positions ``[0, length)`` of ``src_seq``; no data is copied.
+        """Make ``dst_seq`` share positions ``[0, length)`` of ``src_seq``; no data is copied.
 
-        ``dst_seq`` is emptied first. A recurrent cache whose ``src_seq`` has gone past ``length`` shares only
-        up to the nearest checkpoint before it: ``offset`` says where ``dst_seq`` continues.
+        ``dst_seq`` is emptied first. If ``src_seq`` is past ``length`` in a recurrent cache, only the
+        positions up to the nearest earlier checkpoint are shared: ``offset(dst_seq)`` says where ``dst_seq``
+        continues.
         """
         self.prepare_copy_prefix(*map(_as_int, (src_seq, dst_seq, length)))()
 
     @one_thread
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
-        """Forget positions ``[begin, end)`` of a sequence; None: to its end.
+        """Remove positions ``[begin, end)`` of a sequence; ``end`` None: to its end.
 
-        Tokens from ``end`` on move down by ``end - begin``, which takes a shift function; NotSupportedError
-        without one, where such a token is shared, and where a window could not go on then. Their keys are
-        re-encoded ``max_batch`` at a time; where that fails once some were written, the sequence is lost
-        (SequenceLostError wherever it is used), and no other. Of an encoder's output goes what came with a
-        token of the range; a recurrent cache: see its class.
+        Tokens from ``end`` on move down by ``end - begin``, and a shift function re-encodes their keys,
+        ``max_batch`` at a time. If that fails after some keys were written, this sequence alone is lost:
+        every later use of it raises SequenceLostError. An encoder's output is removed with the token that it
+        came with. For recurrent states see StateCache.
+
+        Raises NotSupportedError if tokens would have to move and the cache has no shift function, if one of
+        them is shared, or if a window could not continue afterwards.
         """
         self.prepare_remove(_as_int(seq), _as_int(begin), None if end is None else _as_int(end))()
 
     @one_thread
     def restore(self, seq: int, snapshot: S, target: int | None = None) -> bool:
-        """Make the sequence hold ``[0, target)``, with what the snapshot has; None: all of it.
+        """Make the sequence hold ``[0, target)``, using the snapshot; ``target`` None: the snapshot's end.
 
-        What the sequence holds from ``snapshot.begin`` on is replaced. What still lies in this cache is
-        shared, and nothing is copied. False, and nothing touched, where ``target`` lies outside the
-        snapshot (a window or a state has its end alone) or not right behind a token of it, ``[0, begin)`` is
-        not stored, or a window would be incomplete, as of a narrower one's snapshot, or of one that keeps
-        fewer of the first tokens. Of what a wider one held comes back what this cache would hold. Raises
-        CacheFullError where the cells do not suffice, InvalidRangeError for a snapshot of another kind,
-        backend, dtype or shape; all or nothing then too. A device that fails while data that is replaced is
-        overwritten leaves the sequence lost.
+        Whatever the sequence holds from ``snapshot.begin`` on is replaced. Data that still lies in this cache
+        is shared, not copied. A snapshot of a wider window restores what this cache's window would hold.
+
+        Returns False, without a change, if ``target`` lies outside the snapshot (a window or a state can be
+        restored only at its end) or not right after one of its tokens, if ``[0, begin)`` is not stored, or if
+        the window would be incomplete, as with a snapshot of a narrower window or of one that keeps fewer of
+        the first tokens.
+
+        Raises CacheFullError if there are not enough free cells, InvalidRangeError for a snapshot of another
+        kind, backend, dtype or shape; the cache is then unchanged. If a device fails while data is being
+        overwritten, the sequence is lost.
         """
         if target is not None and (isinstance(target, bool) or not isinstance(target, int | np.integer)):
             raise InvalidRangeError(f"restore: target={target!r:.40}; it must be a whole number, or None")
@@ -155,7 +165,9 @@ class PreparedCalls(Generic[S]):
 
 
 class ManagedSnapshots(Generic[S]):
-    """Calls about the snapshots of a cache, by its manager ``snapshots``; behind PreparedCalls."""
+    """The snapshot calls of a cache, made on its manager ``snapshots``; follows PreparedCalls among the
+    bases.
+    """
 
     snapshots: SnapshotManager[S]
 
@@ -165,28 +177,33 @@ class ManagedSnapshots(Generic[S]):
 
     @abstractmethod
     def offset(self, seq: int) -> int:
-        """Where the next token of a sequence belongs. InvalidSequenceError for an unknown one."""
+        """The position of the next token of a sequence. Raises InvalidSequenceError for an unknown
+        sequence.
+        """
 
     @abstractmethod
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
         """See PreparedCalls."""
 
     def shift_context(self, seq: int, keep: int) -> int:
-        """Make room in a full sequence: keep the first ``keep`` tokens, drop the older half of the rest.
+        """Make room in a full sequence: keep the first ``keep`` tokens and remove the older half of the rest.
 
-        What stays moves down and its keys are re-encoded (see ``remove``); a recurrent state stays what it
-        is. Returns how many tokens went. As Ollama's runner does when a conversation outgrows its context.
+        The remaining tokens move down and their keys are re-encoded (see ``remove``); a recurrent state is
+        not changed. Returns the number of tokens removed. Ollama's runner does this when a conversation
+        outgrows its context.
         """
         return drop_middle(self, seq, keep, self.offset(seq))
 
     def schedule_snapshots(self, seq: int, positions: Iterable[int]) -> None:
-        """Take a snapshot at each of ``positions`` when a batch reaches it, also from its middle.
+        """Take a snapshot at each of ``positions`` when a batch reaches it, even in the middle of the batch.
 
-        They are those of a sequence that has just ``position`` tokens; each spans from the one before
-        it, the first from where the sequence stands now. Positions that it has passed already are
-        refused with InvalidRangeError. ``remove`` of a position that one has reached drops it, and
-        schedules it anew. Where none can be taken ``skipped_snapshots`` says so: of a window with a gap, and
-        of a recurrent state inside a batch, unless the model delivers it (``StateCache.wanted_states``).
+        The snapshot at ``position`` is that of a sequence with exactly ``position`` tokens. Each snapshot
+        begins where the one before it ends, the first at the sequence's current end. If ``remove`` takes away
+        a position of a snapshot that was taken, the snapshot is dropped and scheduled again.
+        ``skipped_snapshots`` lists those that could not be taken: of a window with a gap, or of a recurrent
+        state inside a batch, unless the model delivers it (``StateCache.wanted_states``).
+
+        Raises InvalidRangeError for a position that the sequence has already passed.
         """
         offset = self.offset(seq)
         self.snapshots.schedule.add(seq, positions, offset)
@@ -197,50 +214,52 @@ class ManagedSnapshots(Generic[S]):
         return None
 
     def take_snapshots(self, seq: int, upto: int | None = None) -> list[S]:
-        """The scheduled snapshots that were taken since the last call, by position; those up to ``upto``."""
+        """The scheduled snapshots taken since the last call, by position, up to ``upto`` (None: all)."""
         return self._reached(seq).take(seq, upto)
 
     def snapshots_taken(self, seq: int) -> list[S]:
-        """What ``take_snapshots`` would return; it stays there to be taken."""
+        """The snapshots that ``take_snapshots`` would return, without removing them."""
         return self._reached(seq).waiting(seq)
 
     def skipped_snapshots(self, seq: int) -> list[int]:
-        """The scheduled positions, ascending, that were reached since the last call and not taken."""
+        """The scheduled positions, ascending, that were reached since the last call but have no snapshot."""
         return self._reached(seq).skipped(seq)
 
     def cancel_snapshots(self, seq: int) -> None:
-        """Forget what was scheduled for a sequence, and what was taken of it and not handed over."""
+        """Discard the scheduled snapshots of a sequence, and those taken but not yet returned."""
         self.offset(seq)
         self.snapshots.schedule.drop(seq)
 
     def rolled_back(self, seq: int) -> int | None:
-        """The lowest position that was removed since this was last asked; None: nothing was.
+        """The lowest position removed since the last call; None if there was none.
 
-        -1 if ``copy_prefix`` replaced all of it (kvcache.snapshots.schedule.REPLACED). A caller that tracks
-        a sequence's tokens must drop what it knows from that position on.
+        -1 if ``copy_prefix`` replaced the whole sequence (kvcache.snapshots.schedule.REPLACED). A caller that
+        tracks a sequence's tokens must discard its record of them from that position on.
         """
         self.offset(seq)
         return self.snapshots.schedule.lowest_cut(seq)
 
     def _reached(self, seq: int) -> SnapshotSchedule[S]:
-        """The schedule, with all that is due taken."""
+        """The schedule, after all due snapshots have been taken."""
         self.offset(seq)  # refuses an unknown sequence
         return self.snapshots.schedule
 
     def merge(self, parent: S | None, child: S) -> S:
-        """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; of a window or a state the child's is kept."""
+        """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; the result keeps the child's window or state."""
         return self._taking("merge", [child] if parent is None else [parent, child]).merge(parent, child)
 
     def join(self, parts: Sequence[S]) -> S:
-        """``merge`` of one or more, in order; in one step where all of them lie in this cache."""
+        """``merge`` one or more snapshots, in order; in one step if all of them lie in this cache."""
         return self._taking("join", parts).join(parts)
 
     def split(self, snapshot: S, at: int) -> tuple[S | None, S]:
-        """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; (None, snapshot) of what is whole, or at ``a``."""
+        """Split ``[a, c)`` into ``[a, at)`` and ``[at, c)``; (None, snapshot) if it is indivisible, or at
+        ``a``.
+        """
         return self._taking("split", [snapshot]).split(snapshot, at)
 
     def _taking(self, op: str, snapshots: Sequence[S]) -> SnapshotManager[S]:
-        """The manager; refuses snapshots of another kind of cache, and none at all."""
+        """The manager; refuses snapshots of another kind of cache, and an empty list."""
         self._bound(op)
         check_kind(op, self, self.snapshots.kind, snapshots)
         return self.snapshots
@@ -249,7 +268,7 @@ class ManagedSnapshots(Generic[S]):
 class BoundCache(PreparedCalls[S], Generic[P, S]):
     """A cache bound to a backend between ``init`` and ``close``, with a configuration and a current layer.
 
-    Refuses calls that come before ``init``, after ``close``, or outside a pass; ``P`` is the pass.
+    Refuses calls before ``init``, after ``close`` or outside a pass. ``P`` is the type of the pass.
     """
 
     _max_sequences: int
@@ -257,7 +276,7 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
 
     def __init__(self) -> None:
         super().__init__()
-        # Of the instance from the start, not of the class: Python reads those faster.
+        # Set on the instance rather than the class: Python reads instance attributes faster.
         self._backend: ml.Backend | None = None
         self._config: ml.CacheConfig | None = None
         self._closed = False
@@ -283,12 +302,12 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
         return self._backend
 
     def _check_sequence(self, op: str, seq: int) -> None:
-        """Refuse an unknown sequence, and a cache that is not bound."""
+        """Refuse an unknown sequence, and any sequence of an unbound cache."""
         self._bound(op)
         check_sequence(op, seq, self._max_sequences)
 
     def _started(self, op: str) -> P:
-        """The pass under way; OrderError where there is none, or it is another thread's."""
+        """The current pass. Raises OrderError if there is none, or if it belongs to another thread."""
         self._bound(op)
         if self._pass is None:
             raise OrderError(f"{op}: there is no current pass; call start_forward first")
@@ -296,12 +315,12 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
         return self._pass
 
     def take_over(self) -> None:
-        """Let this thread go on with the pass under way, which another began: see PreparedCalls."""
+        """Let this thread continue the current pass, which another thread began: see PreparedCalls."""
         if self._pass is not None:
             self._pass.thread = get_ident()
 
     def _check_copy(self, src_seq: int, dst_seq: int, length: int) -> None:
-        """Refuse unknown sequences, two that are the same, and an invalid length."""
+        """Refuse unknown sequences, equal ones, and an invalid length."""
         for seq in (src_seq, dst_seq):
             self._check_sequence("copy_prefix", seq)
         check_whole("copy_prefix", "length", length)
@@ -339,8 +358,8 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
         return self._max_sequences
 
     def _check_init(self, backend: object, dtype: CacheDType, **sizes: int) -> CacheFormat:
-        """What K and V are stored in; refuses to bind twice, what is no backend, a dtype that they cannot
-        have, and sizes below 1.
+        """The format of K and V. Refuses to bind twice, an object that is not a backend, a dtype that cannot
+        be stored, and sizes below 1.
         """
         if self._backend is not None:
             raise OrderError("init: the cache is already initialized; close it first")
@@ -355,7 +374,9 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
 
     @staticmethod
     def _check_stored(backend: ml.Backend, stored: CacheFormat) -> None:
-        """Refuse what the backend says that it has no dtypes for; one that does not say refuses it in put."""
+        """Refuse a format whose dtypes the backend does not declare; a backend without ``features`` refuses
+        it in put.
+        """
         features = getattr(backend, "features", None)
         lacking = stored.dtypes - features.dtypes if isinstance(features, ml.Features) else ()
         if lacking:
@@ -367,7 +388,7 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
 
     @property
     def config(self) -> ml.CacheConfig:
-        """What holds: the one set, else the backend's own, else the defaults."""
+        """The configuration in use: the one that was set, else the backend's, else the default."""
         if self._config is not None:
             return self._config
         backend = self._bound("config")
@@ -376,7 +397,7 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
         return ml.CacheConfig()
 
     def set_layer(self, layer: int) -> None:
-        """The layer that the next ``put``, ``get`` and ``attend`` are about; layers count from 0."""
+        """Select the layer for the following ``put``, ``get`` and ``attend``; layers count from 0."""
         current = self._pass
         if current is not None and current.thread != get_ident():
             check_thread("set_layer", current.thread)
@@ -385,6 +406,6 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
         self._layer = layer
 
     def settings(self) -> dict[str, object]:
-        """What decides the content of a snapshot, JSON-able: two caches that agree in it may share them."""
+        """What determines a snapshot's content, JSON-able: caches with equal settings can share snapshots."""
         self._bound("settings")
         return {"kind": type(self).__name__, "dtype": self._dtype.name}

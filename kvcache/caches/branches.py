@@ -1,16 +1,16 @@
 """Branches of a sequence: fork it, keep one branch, drop the others, take tokens back.
 
-A branch is a sequence like any other, which shares what came before it: nothing is copied until it is
-continued. What speculation and tree search do::
+A branch is an ordinary sequence that shares its prefix with the sequence it was forked from: nothing is
+copied. Speculation and tree search use it like this::
 
     fork(cache, 0, [1, 2, 3])               # three branches where sequence 0 stands
     ...                                     # evaluate tokens of 1, 2 and 3, in one pass
-    rollback(cache, 2, position)            # of branch 2 only the tokens before ``position`` are right
+    rollback(cache, 2, position)            # only the tokens of branch 2 before ``position`` are right
     keep(cache, 2, 0, losers=[1, 3])        # sequence 0 is what branch 2 was; 1, 2 and 3 are empty
 
-Each call does all or nothing, in all caches that a WrapperCache wraps. It is exact or it is refused:
-from where a sequence is left, it goes on as one that never had the tokens that are gone, and holds the
-cells, checkpoints and slots that such a one holds. What can be exact depends on the cache::
+Each call does all or nothing, in all caches that a WrapperCache wraps. It is either exact or refused: the
+sequence continues as if it had never had the removed tokens, with the same cells, checkpoints and slots.
+Which positions can be exact depends on the cache::
 
     causal, chunked   any position right behind a stored token
     sliding window    ``memory - window`` tokens back (see window_memory), or what one pass has just added
@@ -18,8 +18,8 @@ cells, checkpoints and slots that such a one holds. What can be exact depends on
                       had the model deliver inside the last pass
     encoder           any position behind the token that its last item came with
 
-The pass under way ends, views that ``get`` gave go stale, and a sequence that becomes a branch or the
-kept one loses its scheduled snapshots: as with ``copy_prefix`` and ``remove``, which do the work.
+Every call ends the current pass and invalidates the views that ``get`` returned, and a sequence that is
+overwritten loses its scheduled snapshots: the work is done by ``copy_prefix`` and ``remove``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ALL = sys.maxsize
 
 
 def _between_passes(call: Callable[Concatenate[Cache, A], R]) -> Callable[Concatenate[Cache, A], R]:
-    """A call that other threads' calls and passes refuse, where the cache tells of them."""
+    """A call that is refused during another thread's call or pass, if the cache can tell."""
     checked: Any = one_thread(call)  # type: ignore[type-var]
 
     def guarded(cache: Cache, /, *args: A.args, **options: A.kwargs) -> R:
@@ -70,10 +70,11 @@ def _between_passes(call: Callable[Concatenate[Cache, A], R]) -> Callable[Concat
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where sequence ``seq`` stood, and what it takes to come back: a snapshot of each recurrent state.
+    """The position of sequence ``seq``, and what it takes to return there: a snapshot of each recurrent
+    state.
 
-    Good while the sequence begins with the ``position`` tokens that it had. ``states`` has an entry for
-    each cache of a wrapper, None for one that needs no copy.
+    Valid as long as the sequence begins with the same ``position`` tokens. ``states`` has an element for each
+    cache of a wrapper, None for a cache that needs no copy.
     """
 
     seq: int
@@ -82,18 +83,18 @@ class Mark:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies, which ``cache.nbytes`` does not count."""
+        """Bytes of the copied states, which ``cache.nbytes`` does not count."""
         return sum(state.nbytes for state in self.states if state is not None)
 
 
 @_between_passes
 def fork(cache: Cache, seq: int, into: Sequence[int], position: int | None = None) -> None:
-    """Make every sequence of ``into`` a branch of ``seq`` at ``position``; None: where it stands.
+    """Make every sequence of ``into`` a branch of ``seq`` at ``position``; None: at its end.
 
-    What they held is emptied; ``seq`` stays as it is. They share its cells, and no data is copied.
+    Their previous content is removed; ``seq`` is unchanged. They share its cells, and no data is copied.
 
-    Raises NotSupportedError where a branch could not go on exactly at ``position``,
-    InvalidRangeError for a position past the end, for ``seq`` among ``into`` or one named twice.
+    Raises NotSupportedError if a branch could not continue exactly at ``position``, InvalidRangeError for a
+    position past the end, or if ``into`` contains ``seq`` or a sequence twice.
     """
     if seq in into or len(set(into)) < len(into):
         raise InvalidRangeError(
@@ -109,10 +110,10 @@ def fork(cache: Cache, seq: int, into: Sequence[int], position: int | None = Non
 
 @_between_passes
 def keep(cache: Cache, winner: int, seq: int, losers: Iterable[int] = ()) -> None:
-    """Let ``seq`` hold what ``winner`` holds, and empty ``winner`` and ``losers``.
+    """Move the content of ``winner`` to ``seq``, and empty ``winner`` and ``losers``.
 
-    ``losers`` may name ``seq`` and ``winner`` too: all branches there were, say. Where ``winner`` is
-    ``seq`` itself, the others are emptied. No data is copied.
+    ``losers`` may also contain ``seq`` and ``winner``, so that all branches can be listed. If ``winner`` is
+    ``seq``, the others are emptied. No data is copied.
     """
     cache.can_resume(seq, 0)  # refuses an unknown sequence
     commits = []
@@ -126,16 +127,16 @@ def keep(cache: Cache, winner: int, seq: int, losers: Iterable[int] = ()) -> Non
 
 @_between_passes
 def drop(cache: Cache, branches: Iterable[int]) -> None:
-    """Empty all of ``branches``; the sequences that share their cells keep them."""
+    """Empty all of ``branches``; other sequences keep the cells that they share with them."""
     _commit([_prepare(cache, "remove", branch, 0) for branch in dict.fromkeys(branches)])
 
 
 @_between_passes
 def mark(cache: Cache, seq: int) -> Mark:
-    """Remember where a sequence stands, before tokens that may have to go again.
+    """Record the position of a sequence before adding tokens that may be taken back.
 
-    Costs a copy of the state in a recurrent cache, and nothing in others. The caller holds it: it is
-    no checkpoint, and is gone when it is let go.
+    Costs a copy of the state in a recurrent cache, and nothing in other caches. It is not a checkpoint: the
+    copy belongs to the caller, and lives as long as the mark.
     """
     parts = unwrapped(cache)
     position = _end("mark", cache, seq)
@@ -149,10 +150,10 @@ def mark(cache: Cache, seq: int) -> Mark:
 
 
 def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
-    """Have the next pass of ``seq`` keep its states at ``positions``, inside it, for ``rollback``.
+    """Make the next pass of ``seq`` keep its states at ``positions`` inside the pass, for ``rollback``.
 
-    Whether all caches can go back to these without a ``mark``: recurrent ones whose models deliver states
-    (``StateCache(delivers=True)``), and those that have none.
+    Returns whether all caches can go back to these positions without a ``mark``: caches without states can,
+    and recurrent caches whose models deliver states (``StateCache(delivers=True)``).
     """
     caches = [part for part in unwrapped(cache) if _has_states(part)]
     for states in caches:
@@ -162,18 +163,18 @@ def want_states(cache: Cache, seq: int, positions: Sequence[int]) -> bool:
 
 @_between_passes
 def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> None:
-    """Take back the tokens of ``seq`` from ``position`` on, so that it goes on exactly there.
+    """Take back the tokens of ``seq`` from ``position`` on, so that it continues exactly there.
 
-    A recurrent cache can where a checkpoint is, or ``to``, a mark of this sequence at ``position``;
-    ``resume_point`` says up to where it can. NotSupportedError where it cannot be exact,
-    InvalidRangeError for a position past the end; nothing is touched then.
+    A recurrent cache needs a checkpoint at ``position``, or ``to``, a mark of this sequence at ``position``;
+    ``resume_point`` returns the nearest position that is possible. Raises NotSupportedError if the result
+    would not be exact, InvalidRangeError for a position past the end; nothing is changed then.
     """
     _check_mark("rollback", cache, seq, to)
     position = check_whole("rollback", "position", position)
     marked = to if to is not None and to.position == position else None
     if marked is None:
         commits = [_prepare(cache, "remove", seq, position)]
-    else:  # what may yet refuse goes first
+    else:  # whatever may still refuse goes first
         parts = sorted(enumerate(unwrapped(cache)), key=lambda pair: nn.offers(pair[1], SupportsRollback))
         commits = [_return(part, marked, i) for i, part in parts]
     _check_exact("rollback", cache, seq, position, marked)
@@ -181,7 +182,9 @@ def rollback(cache: Cache, seq: int, position: int, to: Mark | None = None) -> N
 
 
 def resume_point(cache: Cache, seq: int, position: int, to: Mark | None = None) -> int:
-    """The last position up to ``position`` that ``rollback`` with ``to`` can go to; 0: to nothing."""
+    """The last position up to ``position`` that ``rollback`` with ``to`` can go to; 0: only to the empty
+    sequence.
+    """
     _check_mark("resume_point", cache, seq, to)
     position = check_whole("resume_point", "position", position)
     parts = unwrapped(cache)
@@ -194,16 +197,16 @@ def resume_point(cache: Cache, seq: int, position: int, to: Mark | None = None) 
 
 
 def offset(cache: Cache, seq: int) -> int:
-    """Where the next token of a sequence belongs, by the caches that know; 0 where none does."""
+    """The position of the next token of a sequence, according to the caches that know; 0 if none does."""
     return max(_offsets(cache, seq), default=0)
 
 
 def window_memory(window: int, tokens: int) -> int:
     """The ``memory`` that a SlidingWindowCache needs so that its last ``tokens`` tokens can be taken back.
 
-    Whatever passes came between: those tokens one by one, or other sequences'. Tokens that one pass
-    added can go again before the next pass with no more than ``memory=window``. A window of 0 needs the
-    memory of one of 1: a token has to be left to say where the sequence is.
+    This holds whatever passes came between, whether they added those tokens one by one or belong to other
+    sequences. Tokens that the last pass added can be taken back with ``memory=window``. A window of 0 needs
+    the memory of a window of 1: one token must remain to mark the sequence's position.
     """
     if window < 0 or tokens < 0:
         raise InvalidRangeError(f"window_memory: window={window}, tokens={tokens}; both must be at least 0")
@@ -211,9 +214,9 @@ def window_memory(window: int, tokens: int) -> int:
 
 
 def check_reach(cache: Cache, tokens: int) -> None:
-    """Refuse, before anything is stored, a cache of which ``tokens`` tokens could not be taken back.
+    """Refuse, before anything is stored, a cache that could not take back ``tokens`` tokens.
 
-    NotSupportedError, which says the memory that a window needs. ``init`` has been called.
+    Raises NotSupportedError, which names the memory that a window needs. Call it after ``init``.
     """
     for part in unwrapped(cache):
         reach = part.reach if isinstance(part, SlidingWindowCache) else None
@@ -228,17 +231,17 @@ def check_reach(cache: Cache, tokens: int) -> None:
 
 
 def _has_states(part: Any) -> bool:
-    """Whether it keeps recurrent states, as a StateCache does."""
+    """Whether a cache keeps recurrent states, as a StateCache does."""
     return hasattr(part, "want_states")
 
 
 def _offsets(cache: Cache, seq: int) -> list[int]:
-    """Where the next token of a sequence belongs, by each of the caches that know."""
+    """The position of the next token of a sequence, according to each cache that knows."""
     return [part.offset(seq) for part in unwrapped(cache) if hasattr(part, "offset")]
 
 
 def _end(op: str, cache: Cache, seq: int) -> int:
-    """Where a sequence stands, or beyond any end where no cache tells."""
+    """The end of a sequence, or a length beyond any end if no cache knows it."""
     cache.can_resume(seq, 0)  # refuses an unknown sequence
     if known := _offsets(cache, seq):
         return max(known)
@@ -248,7 +251,7 @@ def _end(op: str, cache: Cache, seq: int) -> int:
 
 
 def _reached(part: Any, seq: int, position: int, to: Mark | None, i: int) -> int:
-    """The last position up to ``position`` from which one cache can go on exactly."""
+    """The last position up to ``position`` from which one cache can continue exactly."""
     if hasattr(part, "resume_point"):
         reached: int = part.resume_point(seq, position)
     else:
@@ -301,7 +304,7 @@ def _check_mark(op: str, cache: Cache, seq: int, to: Mark | None) -> None:
 
 
 def _prepare(cache: Cache, op: str, *arguments: int) -> Commit:
-    """Ask first where the cache can be asked; another one is asked when it is done."""
+    """Check in advance if the cache supports it; otherwise the check is made with the call."""
     if nn.offers(cache, SupportsRollback):
         commit: Commit = getattr(cache, f"prepare_{op}")(*arguments)
         return commit

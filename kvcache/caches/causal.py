@@ -1,4 +1,4 @@
-"""The causal cache, the base of windows and chunks (windows.py).
+"""The causal cache, and the base class of windows and chunks (windows.py).
 
 A query at position p of sequence s attends to the stored tokens of
 s with position <= p; a window w adds position >= p - w, a chunk c adds position >= p - p % c::
@@ -8,11 +8,11 @@ s with position <= p; a window w adds position >= p - w, a chunk c adds position
     window 2       . . . . x x x .        itself and the 2 before it
     chunk 4        . . . . x x x .        from the start of its chunk of 4
 
-The cache puts together its ``storage`` (a cell table and the buffers of each layer), the forward pass
-(kvcache.attention), ``editor`` (what is done to sequences between passes) and ``snapshots``. The class reads
-from top to bottom: it is set up, a pass finds cells for its tokens, layers put and attend, sequences are
-shared, shortened and snapshotted between passes. What takes a pass back, for caches that start together,
-comes last. Checks that all caches make are in base.py, those of threads in one_thread.py.
+The cache composes its ``storage`` (a cell table and the buffers of each layer), the forward pass
+(kvcache.attention), ``editor`` (changes of sequences between passes) and ``snapshots``. The class reads from
+top to bottom: it is set up, a pass finds cells for its tokens, layers put and attend, and between passes
+sequences are shared, shortened and snapshotted. Undoing a pass, for caches that start together, comes last.
+Checks common to all caches are in base.py, those of threads in one_thread.py.
 """
 
 from __future__ import annotations
@@ -63,6 +63,23 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
 
     ``shift`` re-encodes stored keys for new positions, and ``shift_extra`` re-encodes stored extras. Without
     them, tokens cannot be removed from the middle of a sequence.
+
+    >>> import ml
+    >>> from kvcache import Batch, CausalCache
+    >>> cache = CausalCache()
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=2, capacity=16, max_batch=8)
+    ...     cache.start_forward(ctx, Batch(positions=[0, 1, 2], sequences=[0, 0, 0]))
+    ...     cache.set_layer(0)
+    ...     key = ctx.full((3, 1, 4), 0.5, ml.DType.F32)         # (tokens, kv_heads, head_dim)
+    ...     cache.put(ctx, key, key)
+    ...     out = cache.attend(ctx, ctx.full((3, 2, 4), 1.0, ml.DType.F32), scale=0.5)
+    ...     print(out.shape, cache.offset(0))
+    ...     cache.copy_prefix(0, 1, 2)                           # sequence 1 shares two tokens
+    ...     print(cache.positions(1).tolist(), cache.free_cells)
+    ...     cache.close()
+    (3, 2, 4) 3
+    [0, 1] 29
     """
 
     def __init__(
@@ -70,9 +87,9 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
     ) -> None:
         super().__init__()
         self.snapshots: AttentionSnapshots = AttentionSnapshots()
-        """Takes and restores what sequences hold."""
+        """Takes and restores snapshots of sequences."""
         self.editor = SequenceEditor(self.snapshots, shift, shift_extra)
-        """Shares, removes and moves what sequences hold."""
+        """Shares, removes and moves tokens of sequences."""
         self._buffers: dict[int, LayerBuffers] = {}
         self._fixed: dict[tuple[int, ...], FixedPass] = {}
         self._reads: Reads | None = None
@@ -84,10 +101,11 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
     def init(
         self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
-        """Bind to ``backend``: ``max_sequences`` of up to ``capacity`` tokens each, stored as ``dtype`` says.
+        """Bind to ``backend``, for up to ``max_sequences`` sequences of ``capacity`` tokens each, stored as
+        ``dtype``.
 
-        Nothing is allocated before the first ``put``. ``max_batch`` is the largest batch expected, and how
-        many tokens are re-encoded at a time where some move (32 at least).
+        Nothing is allocated before the first ``put``. ``max_batch`` is the largest expected batch, in tokens;
+        when tokens move, max(``max_batch``, 32) of them are re-encoded at a time.
         """
         sizes = {"max_sequences": max_sequences, "capacity": capacity, "max_batch": max_batch}
         self._dtype = self._check_init(backend, dtype, **sizes)
@@ -108,7 +126,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         cells = -(-self._cells() // padding) * padding
         table = CellTable(cells, self._max_sequences)
         storage = CellStorage(backend, self._dtype, self._active, table, self._max_batch)
-        self._table, self._buffers = storage.table, storage.buffers  # at hand for each put and get
+        self._table, self._buffers = storage.table, storage.buffers  # looked up by every put and get
         self._kernels = Kernels(backend)
         self.snapshots.detach_all()
         self.snapshots.bind(storage, self._window())
@@ -131,19 +149,21 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         return self._max_sequences * self._capacity
 
     def lower_bound(self) -> LowerBound | None:
-        """The lowest position that queries see, by their own position; None: from 0."""
+        """The lowest position that a query sees, as a function of its own position; None: 0."""
         return None
 
     def _window(self) -> Window | None:
-        """The window that bounds what is stored of a sequence; None: all is."""
+        """The window that bounds how much of a sequence is stored; None: all of it."""
         return None
 
     def _evictions(self, groups: Iterable[SequenceTokens]) -> list[tuple[int, int, int]]:
-        """(sequence, begin, end): positions ``[begin, end)``, which go before the batch is placed."""
+        """(sequence, begin, end): positions ``[begin, end)``, which are evicted before the batch is
+        placed.
+        """
         return []
 
     def _go_on_to(self, forward: ForwardPass) -> None:
-        if forward.cells is None and self._pass is not None:  # else it has ended, for room
+        if forward.cells is None and self._pass is not None:  # else it has ended, to make room
             self._pass.end()
         self._pass = forward
         forward.begin()
@@ -157,18 +177,18 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
     ) -> None:
-        """Find a cell for every token of ``batch``; the previous pass ends, whichever thread began it.
+        """Find a cell for every token of ``batch``. The previous pass ends, whichever thread began it.
 
-        The pass is this thread's: a call in it from another one raises OrderError.
+        The pass belongs to the calling thread: calls in it from other threads raise OrderError.
 
-        With ``reserve`` nothing is stored: ``get`` spans the whole capacity. With ``read_only`` the batch is
-        queries: each sees of what is stored what a token at its position would see, no cell is taken,
-        nothing is evicted, and ``put`` raises OrderError. Snapshots that are scheduled stay due, and
-        ``undo_forward`` only ends the pass.
+        With ``reserve`` nothing is stored, and ``get`` spans the whole capacity. With ``read_only`` the
+        tokens of the batch are queries over stored tokens: each sees what a token at its position would see,
+        no cell is taken, nothing is evicted, and ``put`` raises OrderError. Scheduled snapshots stay
+        scheduled, and ``undo_forward`` only ends the pass.
 
         Raises InvalidBatchError for a batch that cannot be stored (``read_only``: for a query that would see
-        nothing), CacheFullError for one that does not fit, SequenceLostError for a sequence that a device
-        failure took. All of them leave the cache, evictions included, as it was.
+        nothing), CacheFullError for one that does not fit, SequenceLostError for a sequence that was lost in
+        a device failure. The cache is then unchanged: evictions are undone as well.
         """
         check_context("start_forward", ctx, self._bound("start_forward"))
         groups, count, lower = split_batch(batch, self._max_sequences), len(batch), self.lower_bound()
@@ -197,7 +217,9 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
                 self.snapshots.capture(group.seq)
 
     def _make_room(self, tokens: int, groups: list[SequenceTokens]) -> None:
-        """End the pass and evict what windows no longer see; ``tokens`` cells are free then. Or neither."""
+        """End the pass and evict what windows no longer see, so that ``tokens`` cells are free; all or
+        nothing.
+        """
         if self._pass is not None:
             self._pass.end()  # noted before snapshots are copied out
         undo = UndoLog(self._table, groups)
@@ -218,9 +240,9 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         self, ctx: ml.Context, groups: list[SequenceTokens], count: int, lower: LowerBound | None,
         read_only: bool, together: Uploads | None,
     ) -> ForwardPass:  # fmt: skip
-        """The next pass, whose tokens have their cells: there is room."""
+        """The next pass, with a cell for each of its tokens; there is room."""
         table, before = self._table, self._pass
-        if table.arrivals:  # it comes after what is on its way to its sequences, and into cells it may take
+        if table.arrivals:  # wait for data on its way to these sequences and to cells it may take
             table.join_arrivals(np.concatenate([table.rows[group.seq].cells for group in groups]))
         cells = None if read_only else place(table, groups, count)
         fixed = None
@@ -246,10 +268,10 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         return forward
 
     def set_causal(self, ctx: ml.Context, except_: Iterable[int] = ()) -> None:
-        """Let the batch's tokens at the indices ``except_`` also see the tokens after them.
+        """Let the tokens at the batch indices ``except_`` also see the tokens after them.
 
-        For tokens of an image, which see one another. Holds until the next ``start_forward`` or
-        ``set_causal``; a window or chunk still bounds what lies before.
+        For the tokens of an image, which all see one another. Applies until the next ``start_forward`` or
+        ``set_causal``. A window or chunk still limits how far back they see.
         """
         forward = self._started("set_causal")
         indices = frozenset(whole_numbers("set_causal", "except_", except_))
@@ -278,13 +300,14 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
     ) -> None:
         """Store K (tokens, kv_heads, head_dim) and V (tokens, kv_heads, v_dim) of the current layer.
 
-        In the order of the batch, converted to the cache's dtype. Without ``value`` the first ``v_dim``
-        numbers of the keys are the values (None: all). ``extra`` (tokens, ...) are stored in their own
-        dtypes, also where K and V are quantized. The first ``put`` fixes the layer's shapes and allocates.
+        Rows are in the order of the batch and are converted to the cache's dtype. Without ``value``, the
+        first ``v_dim`` numbers of each key are the value (None: all of them). Each tensor of ``extra``
+        (tokens, ...) is stored in its own dtype, even if K and V are quantized. The first ``put`` fixes the
+        layer's shapes and allocates.
 
-        Another ``put`` before the layer is read replaces it. Raises InvalidRangeError for other shapes,
-        OrderError in a pass that only reads, in another thread's, and for a layer that was put in this pass
-        and read behind that.
+        A second ``put`` before the layer is read replaces the first. Raises InvalidRangeError for other
+        shapes, OrderError in a read-only pass, in a pass of another thread, and for a layer that has already
+        been put and read in this pass.
         """
         forward = self._pass
         if forward is None or forward.thread != get_ident():
@@ -317,10 +340,10 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
     def put_stored(
         self, ctx: ml.Context, parts: Sequence[ml.Tensor], activations: ml.DType, v_dim: int | None = None
     ) -> None:
-        """As ``put``, of K's parts and then V's, (tokens, kv_heads, width) each, as the formats make them.
+        """Like ``put``, for encoded data: the parts of K and then those of V, (tokens, kv_heads, width) each.
 
-        With ``v_dim`` there are no parts of V. Raises InvalidRangeError for what the formats do not make of
-        ``activations``, or the layer does not store.
+        With ``v_dim`` there are no parts of V. Raises InvalidRangeError for parts that the formats do not
+        produce from ``activations``, or that the layer does not store.
         """
         forward = self._started("put_stored")
         if forward.reserve or (forward.cells is None and forward.read_only):
@@ -330,11 +353,11 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
         """K (history, kv_heads, head_dim), V likewise, and the mask (tokens, history) of this layer.
 
-        V is (kv_heads, head_dim, history) when the config says ``permuted_v``. Views of the cache
-        where the cells lie close together, else gathered copies.
+        V is (kv_heads, head_dim, history) if the configuration has ``permuted_v``. The tensors are views of
+        the cache if the cells lie close together, else gathered copies.
 
-        OrderError for a layer that was not put in this pass: a layer that shares another's K and V is read
-        by ``set_layer`` of that one.
+        Raises OrderError for a layer that was not put in this pass: to read a layer that shares the K and V
+        of another, call ``set_layer`` with that other layer.
         """
         forward = self._pass
         if forward is None or forward.thread != get_ident():
@@ -361,7 +384,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         return (*buffers.read_as_configured(place, history.cells(place), history.length), mask)
 
     def _shared(self, ctx: ml.Context, forward: ForwardPass) -> tuple[History, Mask]:
-        """What ``get`` reads, from rows that no other thread is changing."""
+        """What ``get`` reads, while no other thread changes rows."""
         if not self._calls.acquire(False):
             raise busy("get")
         try:
@@ -371,15 +394,16 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             self._calls.release()
 
     def get_extra(self, ctx: ml.Context, name: str) -> ml.Tensor:
-        """An extra of this layer, (history, ...), in the order of the rows of ``get``; OrderError as there.
+        """An extra of this layer, (history, ...), in the row order of ``get``. Raises OrderError as ``get``
+        does.
 
-        A view of the cache where the cells lie close together, else a gathered copy.
+        It is a view of the cache if the cells lie close together, else a gathered copy.
         """
         forward = self._started("get_extra")
         check_context("get_extra", ctx, self._bound("get_extra"))
         return forward.read_extra(ctx, self._layer, name)
 
-    @one_call  # what is read would change meanwhile
+    @one_call  # otherwise rows would change while they are read
     def attend(
         self,
         ctx: ml.Context,
@@ -391,12 +415,13 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
     ) -> ml.Tensor:
         """Attention of query (tokens, heads, head_dim) -> (tokens, heads, v_dim).
 
-        Each sequence reads its own cells, so that n sequences cost n and not n * n. OrderError as ``get``.
+        Each sequence reads only its own cells, so that the cost grows with the number of sequences and not
+        with its square. Raises OrderError as ``get`` does.
 
-        ``select``, I32 (tokens, k), are rows of ``get`` and ``get_extra``, as a top-k indexer gives them
-        (DeepSeek-AI, "DeepSeek-V3.2", 2025): a query attends to those of its rows that it sees, as often as
-        each is named. Negative numbers, and rows that it does not see, are left out; a query with none left
-        gives an unspecified row.
+        ``select``, I32 (tokens, k), lists for each query the rows of ``get`` and ``get_extra`` to attend to,
+        as a top-k indexer returns them (DeepSeek-AI, "DeepSeek-V3.2", 2025). A row that is listed twice
+        counts twice. Negative numbers, and rows that the query does not see, are ignored; the output of a
+        query with no row left is unspecified.
         """
         forward = self._pass
         if forward is None or forward.thread != get_ident():
@@ -425,28 +450,30 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         return result if here is ctx else result.cast(ctx, result.dtype)
 
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
-        """The tensors for a captured or compiled graph of this pass, for one layer; see ``fixed_shapes``.
+        """The tensors of one layer for a captured or compiled graph of this pass; see ``fixed_shapes``.
 
-        Aliases of the cache, the same ones in every pass of as many tokens, rows and cells: capture once for
-        each, then call ``start_forward`` before each replay. Asking for them stands for the layer's ``put``
-        in this pass: where ``get``, ``attend`` or a pass that only reads follows a replay, ask in its pass
-        again. Raises NotSupportedError without ``fixed_context`` or plain storage, OrderError before the
-        first ``put`` of the layer (a reserve pass will do), outside a pass, or in one that only reads.
+        They alias the cache, and are the same tensors in every pass with the same number of tokens, rows and
+        cells: capture one graph for each of these, then call ``start_forward`` before each replay. This call
+        counts as the layer's ``put`` in this pass: if ``get``, ``attend`` or a read-only pass follows a
+        replay, call it in the pass of the replay too. Raises NotSupportedError without ``fixed_context`` or
+        plain storage, OrderError before the first ``put`` of the layer (in a reserve pass, for example),
+        outside a pass, or in a read-only pass.
         """
         return self._started("graph_rows").graph_rows(ctx, layer)
 
     # Sequences.
 
     def offset(self, seq: int) -> int:
-        """One past the last stored position of a sequence: where its next token belongs; 0 if empty."""
+        """The position of a sequence's next token: one past the last stored position, 0 if it is empty."""
         self._check_sequence("offset", seq)
         return self._table.rows[seq].last + 1
 
     def computed(self, seq: int) -> int:
-        """How many tokens of a sequence, from position 0 on, every layer stores: ``offset(seq)`` as a rule.
+        """How many tokens of a sequence, from position 0 on, are stored in every layer: normally
+        ``offset(seq)``.
 
-        Less where a pass put only some layers, as one that failed: the tokens of the pass under way count
-        when the last layer was put. Less where positions are missing, other than before a window.
+        Fewer if a pass put only some of the layers, for example because it failed: the tokens of the current
+        pass count once the last layer has been put. Fewer if positions are missing, except before a window.
         """
         end = self.offset(seq)
         row, forward = self._table.rows[seq], self._pass
@@ -461,9 +488,10 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         return end
 
     def can_resume(self, seq: int, position: int) -> bool:
-        """Whether all that a token at ``position`` attends to is still stored: always, without a window.
+        """Whether everything that a token at ``position`` would attend to is still stored: always, without a
+        window.
 
-        Tokens that were evicted by name (``evict``) are not asked for; see ``resume_point``.
+        Tokens removed by ``evict`` are not considered missing; see ``resume_point``.
         """
         self._check_sequence("can_resume", seq)
         check_whole("can_resume", "position", position)
@@ -472,7 +500,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
     def resume_point(self, seq: int, position: int) -> int:
         """The last position up to ``position`` from which the sequence can continue exactly; 0: none.
 
-        It lies right behind a token that is stored, so that the sequence cut there has it as its ``offset``.
+        It directly follows a stored token, so that it becomes the ``offset`` of a sequence that is cut there.
         """
         self.offset(seq)  # refuses an unknown sequence
         check_whole("resume_point", "position", position)
@@ -483,22 +511,23 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
 
     @one_thread
     def evict(self, seq: int, positions: Iterable[int]) -> None:
-        """Evict some tokens of a sequence in all layers; no other token moves, no key is re-encoded.
+        """Evict individual tokens of a sequence from all layers; no other token moves, and no key is
+        re-encoded.
 
-        Those that stay keep their positions, with gaps between them, and the next token belongs where it
-        would have. Positions that are not stored are passed over. Where another sequence or a snapshot
-        holds a token too, only this sequence lets go of it. A window that lost a token at its beginning goes
-        on, and cannot be resumed or snapshotted until it has slid past it. As KV-cache compression does:
-        H2O (Zhang et al., 2023), SnapKV (Li et al., 2024), kvpress.
+        The remaining tokens keep their positions, with gaps between them, and the position of the next token
+        does not change. Positions that are not stored are ignored. A token that another sequence or a
+        snapshot also holds is evicted from this sequence only. A window that has lost one of its tokens
+        continues, but cannot be resumed or snapshotted until it has moved past the gap. KV-cache compression
+        works this way: H2O (Zhang et al., 2023), SnapKV (Li et al., 2024), kvpress.
 
-        Raises InvalidRangeError for the sequence's last position, or one after it (``remove`` takes the end
-        off), or below 0, SequenceLostError for a lost sequence.
+        Raises InvalidRangeError for the sequence's last position, one after it (use ``remove`` there) or one
+        below 0, SequenceLostError for a lost sequence.
         """
         self.prepare_evict(seq, positions)()
 
     @one_thread
     def defrag(self) -> None:
-        """Make every sequence one contiguous run of cells, with room to grow. Views become invalid."""
+        """Move every sequence into one contiguous run of cells, with room to grow. Views become invalid."""
         self._bound("defrag")
         self._ending_pass(self.editor.defrag)()
 
@@ -531,9 +560,9 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> AttentionSnapshot:
         """A snapshot of positions ``[begin, end)`` (None: to the end). Nothing is copied yet.
 
-        A window is taken whole, whatever ``begin``. Raises InvalidRangeError for a range that is not
-        within ``[0, offset(seq)]``, NotSupportedError where a window no longer reaches back from ``end``, or
-        the token before ``end`` is not stored.
+        A window is always taken whole, whatever ``begin`` is. Raises InvalidRangeError for a range that is
+        not within ``[0, offset(seq)]``, NotSupportedError if the window before ``end`` or the token before
+        ``end`` is no longer stored.
         """
         self.offset(seq)  # refuses an unknown sequence
         return self.snapshots.snapshot(seq, begin, end)
@@ -556,7 +585,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
 
     @contextlib.contextmanager
     def _ended(self) -> Iterator[None]:
-        """What the pass under way has not put is noted, before its cells go to others; it may go on after."""
+        """Record what the current pass has not put, before its cells are reused; the pass may continue."""
         if self._pass is not None:
             self._pass.end()
         try:
@@ -567,9 +596,10 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
 
     @property
     def on_pressure(self) -> Callable[[int], bool | None] | None:
-        """Called with the number of cells that are missing, before lazy snapshots are copied out.
+        """Called with the number of missing cells before snapshots are copied out of the cache.
 
-        It may drop or detach some, and says whether it did; it is asked again while cells are missing.
+        It may drop or detach snapshots, and returns whether it did; it is called again while cells are
+        missing.
         """
         return self.snapshots.on_pressure
 
@@ -579,11 +609,11 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
 
     @one_thread
     def land(self, seq: int, incoming: IncomingSnapshot) -> CellReservation | None:
-        """Hold free cells behind what the sequence has, for a snapshot whose content is still to come.
+        """Reserve free cells after the sequence's last token, for a snapshot whose content arrives later.
 
-        What comes of it lies in the cache, and ``restore`` shares it; the pass under way ends. None, and
-        nothing touched, where the cells free do not lie in a run, the host cannot write there, or it does not
-        follow the sequence.
+        The content lies in the cache once it has arrived, and ``restore`` shares it. The current pass ends.
+        Returns None, without a change, if the free cells are not contiguous, if the host cannot write to
+        them, or if the snapshot does not start where the sequence ends.
         """
         self._check_sequence("land", seq)
         reservation = self.snapshots.land(seq, incoming)
@@ -591,7 +621,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             self._changed()
         return reservation
 
-    # Looking in.
+    # Inspection.
 
     @property
     def cells(self) -> int:
@@ -601,7 +631,9 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
 
     @property
     def free_cells(self) -> int:
-        """Cells that no sequence holds; snapshots in some of them are moved when the room is needed."""
+        """The number of cells that no sequence holds; snapshots in them are moved out when the room is
+        needed.
+        """
         self._bound("free_cells")
         return self._table.unowned
 
@@ -616,7 +648,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         return self._table.rows[seq].positions.copy()
 
     def visible(self, seq: int) -> int:
-        """How many of its stored tokens the next token of a sequence attends to."""
+        """How many stored tokens the next token of a sequence attends to."""
         self._check_sequence("visible", seq)
         row, lower = self._table.rows[seq], self.lower_bound()
         if lower is None:
@@ -626,13 +658,13 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
 
     @property
     def storage(self) -> CellStorage:
-        """The cell table, and the buffers of the layers that were put."""
+        """The cell table and the buffers of the layers that have been put."""
         self._bound("storage")
         return self.snapshots.storage
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers that are allocated."""
+        """Bytes of all allocated buffers."""
         return sum(buffers.nbytes for buffers in self._buffers.values())
 
     def _told(self) -> list[str]:
@@ -642,10 +674,10 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         used += f" ({alone} held by snapshots alone)" if alone else ""
         return [used, f"{bytes_text(self.nbytes)} of K and V"]
 
-    # A pass ends, or is taken back.
+    # Ending and undoing a pass.
 
     def _changed(self) -> None:
-        """Sequences change: the pass under way ends, and cannot be undone any more."""
+        """Sequences are about to change: the current pass ends and can no longer be undone."""
         if self._pass is not None:
             self._pass.end()
         self._forget_pass()
@@ -663,21 +695,21 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         return True if self._buffers else None
 
     def pass_under_way(self) -> ForwardPass | None:
-        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
+        """The pass that the last ``start_forward`` began, for ``undo_forward``; None if it has ended."""
         return self._pass
 
     def undo_forward(self, resume: object = None) -> None:
         """Undo the last ``start_forward``, including evictions, as if it had not been called.
 
-        For caches that start together: where one refuses, the others go back. Only right after
-        ``start_forward``; once another sequence operation has followed there is nothing to undo.
-        The pass ends, or goes on with ``resume``: what ``pass_under_way`` gave before that start.
+        For caches that start a pass together: if one refuses, the others undo theirs. Works only directly
+        after ``start_forward``; after any other call on sequences there is nothing left to undo. The pass
+        ends, or the cache continues with ``resume``, which ``pass_under_way`` returned before that start.
         """
         self._bound("undo_forward")
         if self._pass is not None:
             check_thread("undo_forward", self._pass.thread)
         if self._pass is not None and self._undo is not None and not self._undo.evicts:
-            self._pass.end()  # snapshots of it are said to lack what was never put
+            self._pass.end()  # record in its snapshots what was never put
         saved = self._take_back()
         for seq in saved:
             self.snapshots.schedule.undone(seq, self._table.rows[seq].last + 1)
@@ -686,7 +718,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         self._resume()
 
     def _take_back(self) -> Iterable[int]:
-        """Undo what the last pass changed when it began; the sequences that this was about."""
+        """Undo the changes that the last pass made when it began; returns the affected sequences."""
         undo, self._undo = self._undo, None
         if undo is None:
             return ()
@@ -694,7 +726,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         return undo.rows
 
     def _resume(self) -> None:
-        """The pass goes on after it was ended: snapshots of its tokens are taken anew, with what follows."""
+        """Continue a pass that was ended: snapshots of its tokens are taken again, with what follows."""
         forward = self._pass
         if forward is None:
             return
@@ -704,26 +736,26 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             self.snapshots.capture(group.seq)
 
     def upload_with(self, uploads: Uploads | None) -> None:
-        """Let what the next pass needs of the host go to devices with that of other caches' passes.
+        """Upload the host data of the next pass together with that of other caches' passes.
 
-        For caches that start together. What has fixed shapes waits for ``upload_fixed`` then.
+        For caches that start a pass together. Tensors of fixed shapes are then filled by ``upload_fixed``.
         """
         self._uploads = uploads
 
     def upload_fixed(self, ctx: ml.Context) -> None:
-        """After ``upload_with`` and ``start_forward``: bring what has fixed shapes to the pass."""
+        """Fill the tensors of fixed shapes; call it after ``upload_with`` and ``start_forward``."""
         self._started("upload_fixed").fill(ctx)
 
     # Closing.
 
     def close(self) -> None:
-        """Drop all tensors and metadata. ``init`` may bind the cache anew.
+        """Release all tensors and metadata. ``init`` can bind the cache again.
 
-        Snapshots that are still in the cache are copied out first.
+        Snapshots whose data still lies in the cache are copied out first.
         """
         self._changed()
         self.snapshots.close()
-        self._buffers = {}  # a new one: a snapshot may know the old
+        self._buffers = {}  # a new table: a snapshot may still refer to the old one
         self._fixed = {}
         self._backend = None
         self._layer = 0

@@ -1,7 +1,7 @@
-"""The cache of cross attention: K and V of an encoder's output, which have no positions.
+"""The cache for cross attention: K and V of an encoder's output, which have no positions.
 
-After Ollama's kvcache/encoder.go, which holds one sequence; this one holds several. What is put
-belongs to sequences of the batch and stays until the token it came with is removed.
+After Ollama's kvcache/encoder.go, which holds one sequence; this one holds several. An output belongs to
+sequences of the batch and stays until the token that it came with is removed.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from ml import nn
 
 @dataclass(slots=True)
 class _Entry:
-    """What a sequence's encoder gave: per layer K and V (length, kv_heads, dim), never written again."""
+    """An encoder output of a sequence: K and V of each layer (length, kv_heads, dim), written once."""
 
     position: int
     length: int
     layers: dict[int, tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
     before: _Entry | None = None
-    """What an earlier item gave, for a pass that fails: kept until all layers have this one."""
+    """The output of the previous item, kept in case the pass fails until all layers have this one."""
 
 
 @dataclass(slots=True)
 class _Pass:
-    """One forward pass: the batch, who receives what is put, and what was stored before it."""
+    """One forward pass: the batch, the sequences that receive an output, and what was stored before."""
 
     groups: list[SequenceTokens]
     receivers: list[tuple[int, int]]
@@ -62,15 +62,15 @@ class _Pass:
     reserve: bool
     previous: dict[int, _Entry]
     first: bool
-    """It is the first of the cache: taken back, the cache may be configured again."""
+    """Whether it is the cache's first pass: if it is undone, the cache may be configured again."""
     read_only: bool
     mask: Mask | HostArray | bool = False
     shown: dict[tuple[int, int], tuple[ml.Tensor, ml.Tensor]] = field(default_factory=dict)
-    """What was put while reserving."""
+    """What was put in a reserve pass."""
     put: dict[int, bool] = field(default_factory=dict)
-    """The layers that were put, and whether they were read behind that."""
+    """The layers that were put, and whether they have been read since."""
     thread: int = field(default_factory=get_ident)
-    """Whose calls it takes."""
+    """The thread that the pass belongs to."""
     host: HostArrays = field(default_factory=HostArrays)
     _rows: dict[tuple[int, ...], slice | HostArray] = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class _Pass:
             self.put[layer] = True
 
     def rows(self, members: tuple[int, ...]) -> slice | HostArray:
-        """The tokens of these groups: side by side, or listed."""
+        """The rows of these groups in the batch: a slice if they are adjacent, else a list."""
         if members not in self._rows:
             rows = self.groups[members[0]].rows
             if len(members) > 1 or not isinstance(rows, slice):
@@ -93,10 +93,21 @@ class _Pass:
 class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     """K and V of each sequence's encoder output, stored once and read by every later token.
 
-    ``put`` after ``start_forward`` stores for the sequences of the batch that bring an item in
-    ``batch.multimodal`` (pairs of batch index and item), or for all of the batch's sequences where it
-    lists none. ``get`` gives what the batch's sequences hold, one after another, with a mask that lets
-    every token see its own sequence's part alone.
+    ``put`` stores an output for each sequence that has an item in ``batch.multimodal`` (pairs of batch index
+    and item), or for every sequence of the batch if there are no items. ``get`` returns the outputs of the
+    batch's sequences, concatenated, with a mask that lets every token see only its own sequence's output.
+
+    >>> import ml
+    >>> from kvcache import Batch, EncoderCache
+    >>> cache = EncoderCache()
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=1, capacity=16, max_batch=4)
+    ...     cache.start_forward(ctx, Batch([0, 1], [0, 0], multimodal=[(0, "an image")]))
+    ...     output = ctx.full((9, 1, 4), 0.5, ml.DType.F32)      # 9 rows of the encoder
+    ...     cache.put(ctx, output, output)
+    ...     print(cache.attend(ctx, ctx.zeros((2, 1, 4), ml.DType.F32), 0.5).shape, cache.encoder_cached(0))
+    ...     cache.close()
+    (2, 1, 4) True
     """
 
     def __init__(self) -> None:
@@ -106,7 +117,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     def _reset(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._layers: set[int] = set()
-        """Those that something was ever put for."""
+        """The layers for which anything has been put."""
         self._layer = 0
         self._pass = None
         self._used = False
@@ -114,9 +125,11 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     def init(
         self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
-        """Bind to ``backend``. ``capacity`` does not bound an encoder's output, which has its own length."""
+        """Bind to ``backend``. ``capacity`` does not limit an encoder's output, which has a length of its
+        own.
+        """
         asked = self._check_init(backend, dtype, max_sequences=max_sequences, capacity=capacity)
-        # An encoder's output is read whole at every step: formats would unpack it each time.
+        # An encoder's output is read whole at every step: a quantized one would be decoded every time.
         self._stored = ml.DType.F16 if asked.plain is None else asked.plain
         self._dtype = CacheFormat.of(self._stored)
         self._check_stored(backend, self._dtype)
@@ -146,11 +159,12 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
     ) -> None:
-        """Take note of the batch's sequences, and of which of them bring an item for the encoder.
+        """Begin a pass over the batch's sequences, some of which may bring an item for the encoder.
 
-        What an earlier item gave is not to be read for a later one: it goes once all layers have the later
-        one, and comes back where that is removed before. With ``read_only`` the items are not looked at, and
-        ``put`` raises OrderError. The pass is this thread's, as in CausalCache.
+        The output of an earlier item is never read in place of a later one: it is dropped once all layers
+        have the later output, and comes back if the later item is removed before that. With ``read_only``,
+        items are ignored and ``put`` raises OrderError. The pass belongs to the calling thread, as in
+        CausalCache.
         """
         check_context("start_forward", ctx, self._bound("start_forward"))
         check_modes(reserve, read_only)
@@ -168,7 +182,9 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         return entry
 
     def foreign_pass(self) -> bool | None:
-        """As PreparedCalls has it; in the middle: a layer lacks what others were given, or was not read."""
+        """See PreparedCalls. A pass is in the middle while a layer lacks an output that others have, or has
+        not been read.
+        """
         current = self._pass
         if current is None or current.reserve or current.read_only or not is_foreign(current):
             return False
@@ -179,11 +195,11 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         )
 
     def pass_under_way(self) -> object:
-        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
+        """The pass that the last ``start_forward`` began, for ``undo_forward``; None if it has ended."""
         return self._pass
 
     def undo_forward(self, resume: object = None) -> None:
-        """Forget the pass, and what was put in it; go on with ``resume``, the one before."""
+        """Discard the pass and what was put in it, and continue with ``resume``, the previous pass."""
         self._bound("undo_forward")
         if self._pass is not None:
             check_thread("undo_forward", self._pass.thread)
@@ -192,7 +208,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         self._pass = resume if isinstance(resume, _Pass) else None
 
     def encoder_cached(self, seq: int | None = None) -> bool:
-        """Whether an encoder's output is stored: for ``seq``, or for all sequences of the batch."""
+        """Whether an encoder's output is stored for ``seq``, or (None) for all sequences of the batch."""
         self._bound("encoder_cached")
         if seq is not None:
             check_sequence("encoder_cached", seq, self._max_sequences)
@@ -203,7 +219,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         return seq in self._entries and bool(self._entries[seq].layers)
 
     def lacking(self, seq: int) -> int | None:
-        """The position of an item whose output not all layers were given, as in a pass that failed."""
+        """The position of an item whose output some layers lack, for example after a failed pass."""
         self._check_sequence("lacking", seq)
         entry = self._entries.get(seq)
         return None if entry is None or entry.layers.keys() >= self._layers else entry.position
@@ -213,10 +229,10 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     ) -> None:
         """Store K (total, kv_heads, head_dim) and V of the encoder's output for this layer.
 
-        ``lengths`` says how many rows belong to each receiving sequence, in the order of their first items
-        in ``batch.multimodal``, or in the order of the batch where it lists none; None divides them equally.
-        The rows are copied. OrderError in a pass that only reads, and for a layer that was put in this pass
-        and read behind that.
+        ``lengths`` is the number of rows of each receiving sequence, in the order of their first items in
+        ``batch.multimodal``, or in the order of the batch if there are no items; None divides the rows
+        equally. The rows are copied. Raises OrderError in a read-only pass, and for a layer that has already
+        been put and read in this pass.
         """
         current = self._started("put")
         if current.read_only:
@@ -250,7 +266,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         current.put[self._layer] = False
 
     def _check_lengths(self, current: _Pass, sizes: Sequence[int]) -> None:
-        """Refuse a layer that is longer or shorter than those put before it in this pass."""
+        """Refuse a layer whose length differs from that of the layers put before it in this pass."""
         for (seq, _), size in zip(current.receivers, sizes, strict=True):
             entry = self._fresh(current, seq)
             others = () if entry is None else entry.layers.keys() - {self._layer}
@@ -267,7 +283,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     def _store(
         self, current: _Pass, seq: int, position: int, size: int, tensors: tuple[ml.Tensor, ml.Tensor]
     ) -> None:
-        """Add a layer to the entry that began in this pass, or begin it."""
+        """Add a layer to the entry that this pass began, or begin one."""
         entry = self._fresh(current, seq)
         if entry is None or entry.length != size:
             entry = self._begin(seq, position, size)
@@ -276,11 +292,12 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
             entry.before = None
 
     def get(self, ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor, Mask]:
-        """K (history, kv_heads, head_dim), V likewise, and a mask; None where all rows see all.
+        """K (history, kv_heads, head_dim), V likewise, and a mask, which is None if every token sees all
+        rows.
 
-        With ``permuted_v`` V is (kv_heads, v_dim, history). The mask is None for one sequence whatever
-        ``elide_mask`` says, as there is nothing to hide. OrderError for a sequence that has no output in
-        this layer.
+        With ``permuted_v``, V is (kv_heads, v_dim, history). For one sequence the mask is None whatever
+        ``elide_mask`` says, as there is nothing to hide. Raises OrderError for a sequence that has no output
+        in this layer.
         """
         current = self._started("get")
         check_context("get", ctx, self._bound("get"))
@@ -295,7 +312,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         return key, value, mask
 
     def encoder_output(self, seq: int, layer: int) -> tuple[ml.Tensor, ml.Tensor] | None:
-        """K (length, kv_heads, head_dim) and V of a sequence in a layer; None where nothing is stored."""
+        """K (length, kv_heads, head_dim) and V of a sequence in a layer; None if nothing is stored."""
         return self._entries[seq].layers.get(layer) if self.encoder_cached(seq) else None
 
     def attend(
@@ -303,7 +320,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     ) -> ml.Tensor:
         """Attention of query (tokens, heads, head_dim) over its own sequence's encoder output.
 
-        An output that several sequences share (``copy_prefix``) is read once, by the queries of all of them.
+        An output that several sequences share (``copy_prefix``) is read once for the queries of all of them.
         """
         current = self._started("attend")
         readers: dict[int, list[int]] = {}
@@ -382,7 +399,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
             self._entries[seq] = entry
 
     def resume_point(self, seq: int, position: int) -> int:
-        """``position``: an encoder's output serves every later token."""
+        """``position`` itself, since an encoder's output serves every later token."""
         self.can_resume(seq, position)
         return position
 
@@ -390,7 +407,9 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
 
     @one_thread
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> EncoderSnapshot:
-        """The output that came with a token of ``[begin, end)``; None: with any. It is shared, not copied."""
+        """The output that came with a token of ``[begin, end)`` (``end`` None: to the end), shared and not
+        copied.
+        """
         self._check_sequence("snapshot", seq)
         entry = self._entries.get(seq)
         check_whole("snapshot", "begin", begin)
@@ -428,7 +447,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         return commit
 
     def merge(self, parent: EncoderSnapshot | None, child: EncoderSnapshot) -> EncoderSnapshot:
-        """Join ``[a, b)``, and ``[b, c)`` or ``[a, c)``, to ``[a, c)``; the later output stays."""
+        """Join ``[a, b)``, and ``[b, c)`` or ``[a, c)``, to ``[a, c)``; the later output is kept."""
         check_kind("merge", self, EncoderSnapshot, [child] if parent is None else [parent, child])
         if parent is None or replaces(child, parent):
             return child
@@ -437,12 +456,12 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         return replace(last, begin=parent.begin, end=child.end)
 
     def join(self, parts: Sequence[EncoderSnapshot]) -> EncoderSnapshot:
-        """``merge`` of one or more, in order."""
+        """``merge`` one or more snapshots, in order."""
         check_kind("join", self, EncoderSnapshot, parts)
         return functools.reduce(self.merge, parts)
 
     def split(self, snapshot: EncoderSnapshot, at: int) -> tuple[EncoderSnapshot | None, EncoderSnapshot]:
-        """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; the output goes with its token."""
+        """Split ``[a, c)`` into ``[a, at)`` and ``[at, c)``; the output stays with its token."""
         check_kind("split", self, EncoderSnapshot, [snapshot])
         check_inside(snapshot, at)
         if at == snapshot.begin:
@@ -456,13 +475,13 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
 
     @property
     def outputs(self) -> Mapping[int, _Entry]:
-        """By sequence, the encoder output that it holds: one object for those that share it."""
+        """The encoder output of each sequence; sequences that share one have the same object."""
         self._bound("outputs")
         return self._entries
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is stored; what sequences share counts once."""
+        """Bytes of all stored outputs; a shared output counts once."""
         entries, tensors = list(self._entries.values()), dict[int, int]()
         for entry in entries:
             tensors |= {id(t): t.nbytes for pair in entry.layers.values() for t in pair}
@@ -472,7 +491,9 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
 
 
 def _without(entry: _Entry | None, begin: int, end: int | None = None) -> _Entry | None:
-    """What stays of a sequence's outputs without the tokens ``[begin, end)``; others may share the entry."""
+    """A sequence's outputs without those of the tokens ``[begin, end)``; the entry may be shared and is not
+    changed.
+    """
     if entry is None or entry.position < begin:
         return entry
     before = _without(entry.before, begin, end)
@@ -482,7 +503,7 @@ def _without(entry: _Entry | None, begin: int, end: int | None = None) -> _Entry
 
 
 def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]:
-    """How many of ``total`` rows each of ``count`` sequences gets."""
+    """The number of rows of each of ``count`` sequences, ``total`` together."""
     if lengths is None:
         if total % count:
             raise InvalidRangeError(f"put: {total} rows for {count} sequences; pass lengths=")
@@ -496,9 +517,9 @@ def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]
 
 
 def _receivers(batch: Batch) -> list[tuple[int, int]]:
-    """(sequence, position of its item), in the order of the items; the last of a sequence counts.
+    """(sequence, position of its item), in the order of the items; a sequence's last item counts.
 
-    Without items: all sequences in the order of the batch, and their first positions in it.
+    Without items: all sequences in the order of the batch, with their first positions in it.
     """
     receivers: dict[int, int] = {}
     try:

@@ -1,10 +1,10 @@
-"""One pass, one thread: whose calls a cache takes, and what it tells the others.
+"""One pass, one thread: which thread's calls a cache accepts, and what it tells the others.
 
-A pass belongs to the thread that began it. Another thread's call in it raises OrderError. So does another
-thread's change of a sequence while layers are still to be put or read: behind that the pass is over, and any
-thread may go on. ``start_forward`` may come from any thread at any time: it ends the pass of another one,
-which notices at its next call. Calls that plan or change something are made one at a time: one that comes
-while another thread is in one raises OrderError, and nobody waits.
+A pass belongs to the thread that began it. Calls in it from another thread raise OrderError, and so do
+another thread's changes of sequences while layers are still to be put or read; once the last layer has been
+read, the pass is over and any thread may continue. Any thread may call ``start_forward`` at any time: this
+ends another thread's pass, which finds out at its next call. Calls that plan or change something run one at a
+time: one that arrives while another thread is in one raises OrderError instead of waiting.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ A = ParamSpec("A")
 
 
 class PassOfThread(Protocol):
-    """A pass, as far as threads go."""
+    """The part of a pass that concerns threads."""
 
     thread: int
-    """``threading.get_ident()`` of the thread whose calls it takes."""
+    """``threading.get_ident()`` of the thread that the pass belongs to."""
 
 
 class _Cache(Protocol):
     @property
     def _calls(self) -> Any:
-        """A lock that a thread may take again: held by the thread that plans or changes something."""
+        """A reentrant lock, held by the thread that is planning or making a change."""
 
     def foreign_pass(self) -> bool | None:
         """See PreparedCalls."""
@@ -43,14 +43,16 @@ C = TypeVar("C", bound=_Cache)
 
 
 def is_foreign(current: PassOfThread | None) -> bool:
-    """Whether a pass is another thread's, which has not ended."""
+    """Whether a pass belongs to another thread that is still alive."""
     if current is None or current.thread == get_ident():
         return False
     return any(thread.ident == current.thread for thread in threading.enumerate())
 
 
 def joined(foreign: Iterable[bool | None]) -> bool | None:
-    """``foreign_pass`` of several caches whose passes are one: those that it leaves out do not count."""
+    """``foreign_pass`` of several caches that share one pass; caches that the pass leaves out do not
+    count.
+    """
     answers = set(foreign)
     if True in answers:
         return True
@@ -58,7 +60,7 @@ def joined(foreign: Iterable[bool | None]) -> bool | None:
 
 
 def elsewhere(op: str) -> OrderError:
-    """What a change of a sequence says while another thread's pass is under way."""
+    """The error for a change of a sequence during another thread's pass."""
     return OrderError(
         f"{op}: a pass of another thread is under way, with layers still to be put and read; let it finish, "
         "or begin a pass in this thread with start_forward, which ends that one"
@@ -66,14 +68,14 @@ def elsewhere(op: str) -> OrderError:
 
 
 def busy(op: str) -> OrderError:
-    """What a call says while another thread is in one."""
+    """The error for a call during another thread's call."""
     return OrderError(
         f"{op}: another thread is in a call of this cache; one thread at a time may use it: share a lock"
     )
 
 
 def one_call(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, A], R]:
-    """A call of a cache that plans or changes something; OrderError while another thread is in one."""
+    """Decorates a cache's call that plans or changes something: OrderError while another thread is in one."""
     op = call.__name__.strip("_")
 
     @functools.wraps(call)
@@ -89,9 +91,9 @@ def one_call(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, A]
 
 
 def one_thread(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, A], R]:
-    """A call of a cache that changes what sequences hold, between passes.
+    """Decorates a cache's call that changes sequences between passes.
 
-    OrderError while another thread is in such a call, or in the middle of a pass.
+    It raises OrderError while another thread is in such a call, or in the middle of a pass.
     """
     op = call.__name__.strip("_")
 

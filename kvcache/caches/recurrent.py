@@ -1,4 +1,4 @@
-"""States and attention for hybrid models: a StateCache beside a CausalCache, in one wrapper."""
+"""Caches for hybrid models: a StateCache beside a CausalCache, in one wrapper."""
 
 from __future__ import annotations
 
@@ -16,15 +16,30 @@ from kvcache.storage.state_specs import StateSpec
 class RecurrentCache(WrapperCache):
     """The caches of a hybrid model: ``attention`` for its layers with K and V, ``states`` for the others.
 
-    A wrapper of these two, with the calls of StateCache at hand: what is asked of sequences is asked of both,
-    and a sequence that goes back goes where its states can. A layer may use both. Other kinds of attention
-    are put beside states in the same way: ``WrapperCache(SlidingWindowCache(window), StateCache(states))``.
+    A wrapper of these two that also has the calls of StateCache: calls on sequences apply to both, and a
+    sequence can go back only as far as its states can. A layer may use both. Combine states with other kinds
+    of attention in the same way: ``WrapperCache(SlidingWindowCache(window), StateCache(states))``.
 
-    ``conv_shape`` and ``state_shape`` declare two states for all layers, those of ``conv_state`` and
-    ``recurrent_state``: "conv" (channels, kernel - 1), say, of ``conv_dtype``, and "recurrent" (heads,
-    key_dim, value_dim), always F32. ``checkpoints``, ``checkpoint_interval`` and ``conv_dtype`` (``dtype``
-    there) are those of StateCache, ``shift`` is that of CausalCache. For any other states, and whatever else
-    the two offer, make them yourself and join them with :meth:`of`.
+    ``conv_shape`` and ``state_shape`` declare two states for all layers, which ``conv_state`` and
+    ``recurrent_state`` return: "conv", for example (channels, kernel - 1), of dtype ``conv_dtype``, and
+    "recurrent", for example (heads, key_dim, value_dim), always F32. ``checkpoints``, ``checkpoint_interval``
+    and ``conv_dtype`` (there ``dtype``) are options of StateCache, ``shift`` is that of CausalCache. For
+    other states and options, make the two caches yourself and combine them with ``of``.
+
+    >>> import ml
+    >>> from kvcache import Batch, RecurrentCache
+    >>> cache = RecurrentCache(conv_shape=(6, 3), state_shape=(2, 4, 4))
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=1, capacity=16, max_batch=4)
+    ...     cache.start_forward(ctx, Batch([0, 1], [0, 0]))
+    ...     cache.set_layer(0)                                   # a recurrent layer
+    ...     cache.set_conv_state(ctx, 0, cache.conv_state(ctx, 0))
+    ...     cache.set_recurrent_state(ctx, 0, cache.recurrent_state(ctx, 0))
+    ...     cache.set_layer(1)                                   # a layer with attention
+    ...     cache.put(ctx, ctx.zeros((2, 1, 4), ml.DType.F32), ctx.zeros((2, 1, 4), ml.DType.F32))
+    ...     print(cache.offset(0), cache.computed(0))
+    ...     cache.close()
+    2 2
     """
 
     def __init__(
@@ -43,22 +58,24 @@ class RecurrentCache(WrapperCache):
 
     @classmethod
     def of(cls, states: StateCache, attention: CausalCache | None = None) -> Self:
-        """Of a cache of states and one of attention, neither of them initialized; None: a CausalCache()."""
+        """Combine a cache of states and one of attention (None: a CausalCache()), neither of them
+        initialized.
+        """
         made = cls.__new__(cls)
         made._join(states, CausalCache() if attention is None else attention)
         return made
 
     def _join(self, states: StateCache, attention: CausalCache) -> None:
         self.attention, self.states = attention, states
-        """The cache of the layers with attention, and that of the layers with states."""
+        """The cache of the layers with attention, and the cache of the layers with states."""
         super().__init__(attention, states)
 
     def set_layer_type(self, i: int) -> None:
-        """Nothing to choose: a layer may use both, K and V being those of ``attention`` in any case."""
+        """No effect: a layer may use both caches, and K and V always go to ``attention``."""
         super().set_layer_type(i)
         self._type = 0
 
-    # As StateCache has them.
+    # The calls of StateCache.
 
     def conv_state(self, ctx: ml.Context, layer: int) -> ml.Tensor:
         return self.states.conv_state(ctx, layer)

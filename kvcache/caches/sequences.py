@@ -1,6 +1,6 @@
-"""What is done to the sequences of an attention cache between passes: sharing, removing, moving.
+"""Changes of an attention cache's sequences between passes: sharing, removing and moving tokens.
 
-Cells are shared and given back in the cell table; only what changes its position is read and written.
+The cell table shares and releases cells; data is read and written only for tokens whose position changes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvcache.storage.cell_table import CellTable
 
 
 class SequenceEditor:
-    """Shares, removes and moves tokens of one attention cache. All or nothing, each call.
+    """Shares, removes and moves tokens of one attention cache. Each call does all or nothing.
 
-    It checks what depends on what is stored; arguments that mean nothing the cache has refused, and it ends
-    the pass under way.
+    It makes the checks that depend on stored tokens; the cache has already checked the arguments themselves,
+    and ends the current pass.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SequenceEditor:
         table = self.snapshots.storage.table
         row = table.rows[seq]
         left = begin
-        if stop == len(row):  # where a window let go of what lies before, the sequence stands lower
+        if stop == len(row):  # if a window has evicted what lies before, the sequence ends earlier
             left = min(begin, int(row.positions[start - 1]) + 1 if start else 0)
         self.snapshots.schedule.cut(seq, left)
         if stop == len(row) and stop > start:
@@ -120,14 +120,14 @@ class SequenceEditor:
         row.lost = row.lost and len(row) > 0
 
     def _cut_off(self, positions: np.ndarray, resume: int) -> int:
-        """``resume``, if a window cannot go on from there with these positions; else 0."""
+        """``resume``, if a window cannot continue from there with these positions; else 0."""
         window = self.snapshots.window
-        if window is None or not resume or not (window.size or window.keep):  # it sees nothing that is gone
+        if window is None or not resume or not (window.size or window.keep):  # it sees no evicted token
             return 0
         return 0 if window.reaches(positions, resume) else resume
 
     def _check_shift(self, seq: int, stop: int, distance: int) -> None:
-        """Refuse to move entries ``stop`` and up where their keys cannot be changed."""
+        """Refuse to move the tokens from index ``stop`` on if their keys cannot be re-encoded."""
         table = self.snapshots.storage.table
         row = table.rows[seq]
         if self.shift is None:
@@ -149,7 +149,9 @@ class SequenceEditor:
             )
 
     def _check_window(self, seq: int, stop: int, distance: int, start: int) -> None:
-        """Refuse a removal of entries ``[start, stop)`` that leaves less than a window to go on from."""
+        """Refuse to remove the tokens at indices ``[start, stop)`` if less than a window would remain before
+        the end.
+        """
         window, row = self.snapshots.window, self.snapshots.storage.table.rows[seq]
         left = np.concatenate((row.positions[:start], row.positions[stop:] - distance))
         resume = int(left[-1]) + 1
@@ -160,11 +162,11 @@ class SequenceEditor:
             )
 
     def defrag(self) -> None:
-        """Move cells so that every sequence lies in one run, with room to grow; see ``defragment``."""
+        """Move every sequence into one run of cells, with room to grow; see ``defragment``."""
         moving.defragment(self.snapshots.storage)
 
     def mark_lost(self, seq: int) -> None:
-        """Let a sequence say that it is lost wherever it is used, until it is removed."""
+        """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""
         row = self.snapshots.storage.table.rows[seq]
         row.lost = len(row) > 0
 
@@ -172,7 +174,7 @@ class SequenceEditor:
 def check_groups(
     table: CellTable, groups: Iterable[SequenceTokens], lower: LowerBound | None, read_only: bool
 ) -> None:
-    """Refuse, for a pass, lost sequences, positions that are stored, and queries that would see nothing."""
+    """Refuse lost sequences, positions that are already stored, and queries that would see nothing."""
     for group in groups:
         row = table.rows[group.seq]
         if row.lost:
@@ -187,13 +189,13 @@ def check_groups(
 
 
 class SupportsRemove(Protocol):
-    """A cache that takes tokens out of the middle of a sequence."""
+    """A cache that can remove tokens from the middle of a sequence."""
 
     def remove(self, seq: int, begin: int, end: int | None = None) -> None: ...
 
 
 def drop_middle(cache: SupportsRemove, seq: int, keep: int, length: int) -> int:
-    """Remove half of what follows the first ``keep`` of ``length`` positions; returns how many."""
+    """Remove the older half of what follows the first ``keep`` of ``length`` positions; returns how many."""
     if check_whole("shift_context", "keep", keep) >= length:
         raise InvalidRangeError(
             f"shift_context: keep={keep} of {length} tokens; keep must satisfy 0 <= keep < length"
@@ -204,7 +206,7 @@ def drop_middle(cache: SupportsRemove, seq: int, keep: int, length: int) -> int:
 
 
 def lost_error(op: str, seq: int) -> SequenceLostError:
-    """What a call says of a sequence that a device failure took."""
+    """The error for a sequence that was lost in a device failure."""
     return SequenceLostError(
         f"{op}: moving the data of sequence {seq} failed midway, and it is lost; "
         f"call remove({seq}, 0) and compute it again"

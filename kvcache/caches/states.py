@@ -1,13 +1,13 @@
-"""The cache of recurrent states: what layers with a linear or state-space recurrence keep of a sequence.
+"""The cache of recurrent states, which layers with a linear or state-space recurrence keep per sequence.
 
-After Ollama's kvcache/recurrent.go and its checkpoints, and the single-sequence recurrent cache of its
-MLX runner. Such a layer keeps, per sequence, states of fixed size: the last inputs of a convolution, a delta
-or SSM matrix. It takes no cells, and knows nothing of attention: a WrapperCache puts it beside caches that do
+After Ollama's kvcache/recurrent.go and its checkpoints, and the single-sequence recurrent cache of its MLX
+runner. Such a layer keeps states of fixed size for each sequence: the last inputs of a convolution, a delta
+or SSM matrix. The cache has no cells and no attention: a WrapperCache combines it with caches that do
 (kvcache.caches.recurrent).
 
-A state is whole: it is that of one position and cannot be cut. There are two ways back to an earlier one:
-what the cache keeps itself (checkpoints, and states inside the last pass where they were wanted), and
-snapshots, which the caller holds.
+A state belongs to one position and cannot be cut to an earlier one. Earlier states are available from two
+places: the cache itself keeps checkpoints, and the requested states inside the last pass; and the caller may
+hold snapshots.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from kvcache.storage.state_table import StateTable, shifted, state_lost
 
 
 class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSnapshot]):
-    """Per-sequence states of any number, shapes and dtypes, and checkpoints of them; no keys and values.
+    """Any number of states per sequence, of any shapes and dtypes, and checkpoints of them; no keys and
+    values.
 
-    ``states`` says which: those of a layer by its number, those of all others under None::
+    ``states`` declares them, by layer number, or under None for all other layers::
 
         mamba = {"conv": StateSpec((channels, 3)), "ssm": StateSpec((heads, dim, size), ml.DType.F32)}
         states = StateCache({None: mamba})
@@ -53,32 +54,43 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         ssm = states.state(ctx, "ssm")           # (sequences, heads, dim, size)
         states.update_state(ctx, "ssm", new)
 
-    A state that is declared nowhere has the shape and dtype of what ``update_state`` brings first. ``dtype``
-    is that of the model's activations, and so of states that are declared without one (None: what ``init``
-    is given, F32 where that is not one plain dtype).
+    An undeclared state takes the shape and dtype of its first ``update_state``. ``dtype`` is that of the
+    model's activations, and of states declared without a dtype (None: the dtype given to ``init``, or F32 if
+    that is not a single plain dtype).
 
-    Every pass asks for all states, or gives them: ``states`` must name no layer that has none. One that is
-    first used in a later pass is missing for the tokens before it, and reading it for their sequences raises
-    OrderError. With ``skips=True`` it is zero instead. A pass that leaves out one that was used before
-    counts as one that failed with ``skips`` too: its states can be read, but ``computed(seq)`` stays, and no
-    snapshot is taken, until its tokens are taken back.
+    Every pass must read or update all states, so ``states`` must not name a layer that has none. A state that
+    is first used in a later pass is missing for the tokens before it, and reading it for their sequences
+    raises OrderError; with ``skips=True`` it is zero instead. A pass that leaves out a state used before
+    counts as failed, with ``skips`` too: its states can be read, but ``computed(seq)`` does not advance and
+    no snapshot is taken until its tokens are taken back.
 
-    **States inside a batch.** A recurrence leaves the state of a batch's end alone. A model that can give
-    those of positions inside asks ``wanted_states``, cuts its scan there or computes the states of all
-    tokens, and gives them to ``deliver_states`` (``delivers=True`` says of a cache that its model does). They
-    are wanted for snapshots that are scheduled, and by ``want_states``: for drafted tokens, say. Until its
-    next pass the sequence can go back to them.
+    **States inside a batch.** A recurrence normally leaves only the state at the end of a batch. A model that
+    can also provide states inside it calls ``wanted_states``, splits its scan there or computes the states of
+    all tokens, and passes them to ``deliver_states`` (``delivers=True`` declares that the model does this).
+    They are requested by scheduled snapshots, and by ``want_states``, for example for draft tokens. The
+    sequence can go back to them until its next pass.
 
-    A checkpoint is taken when a pass begins and ``checkpoint_interval`` tokens have gone by since the
-    last one; the latest ``checkpoints`` of each sequence are kept, ``checkpoint(seq)`` takes one now.
+    **Checkpoints.** One is taken when a pass begins at least ``checkpoint_interval`` tokens after the last
+    one. The latest ``checkpoints`` of each sequence are kept. ``checkpoint(seq)`` takes one immediately.
 
-    **Going back.** ``remove(seq, position)`` goes to ``position`` when the state, a checkpoint or one inside
-    the last pass is there, else to the nearest before it, else to 0: ``offset(seq)`` says where, and the next
-    batch has to begin there. After a failed pass, ``remove(seq, position)`` with the batch's first
-    position does the same.
-    ``remove`` from the middle moves checkpoints down with the tokens, and the state stays what it is, having
-    seen what was removed (as a context shift wants it); checkpoints that have seen some of the range and
-    nothing after it are dropped: none of them is the state of a position that is left.
+    **Going back.** ``remove(seq, position)`` goes to ``position`` if a checkpoint or a state inside the last
+    pass exists there, else to the nearest earlier one, else to 0. ``offset(seq)`` is the resulting position,
+    where the next batch must begin. After a failed pass, call ``remove(seq, position)`` with the batch's
+    first position. Removing tokens from the middle moves later checkpoints down and leaves the state
+    unchanged, although it has seen the removed tokens (as a context shift requires). Checkpoints inside the
+    removed range are dropped, since they are not the state of any remaining position.
+
+    >>> import ml
+    >>> from kvcache import Batch, StateCache, StateSpec
+    >>> cache = StateCache({None: {"ssm": StateSpec((2, 4), ml.DType.F32)}})
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=2, capacity=16, max_batch=4)
+    ...     cache.start_forward(ctx, Batch([0, 1, 0], [0, 0, 1]))
+    ...     state = cache.state(ctx, "ssm")
+    ...     cache.update_state(ctx, "ssm", state.add(ctx, ctx.full((1,), 1.0, ml.DType.F32)))
+    ...     print(state.shape, cache.offset(0), cache.offset(1))
+    ...     cache.close()
+    (2, 2, 4) 2 1
     """
 
     def __init__(
@@ -95,11 +107,11 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         check_whole("StateCache", "checkpoints", checkpoints)
         check_whole("StateCache", "checkpoint_interval", checkpoint_interval, least=1)
         self.delivers = delivers
-        """Whether the model gives the states inside a batch that are wanted: it may end anywhere then."""
+        """Whether the model delivers requested states inside a batch, so that a batch may end anywhere."""
         self._specs = StateSpecs(states or {})
         self._wants: dict[int, tuple[int, ...]] = {}
         self.snapshots: StateSnapshots = StateSnapshots()
-        """Takes and restores what sequences hold."""
+        """Takes and restores snapshots of sequences."""
         self._checkpoints, self._interval, self._skips = checkpoints, checkpoint_interval, skips
         self._activations = dtype
         self._states = self.snapshots.states
@@ -109,9 +121,10 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
     def init(
         self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
-        """Bind to ``backend``: a slot per sequence in every layer with states, allocated when first used.
+        """Bind to ``backend``, with a slot for each sequence in every layer with states, allocated on first
+        use.
 
-        A state is of fixed size: ``capacity`` and ``max_batch`` bound nothing here.
+        States have a fixed size, so ``capacity`` and ``max_batch`` have no effect.
         """
         sizes = {"max_sequences": max_sequences, "capacity": capacity, "max_batch": max_batch}
         self._dtype = self._check_init(backend, dtype, **sizes)
@@ -123,18 +136,21 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         self._backend, self._closed = backend, False
 
     def learn_state(self, name: str, spec: StateSpec, layer: int | None = None) -> None:
-        """Say what a state is like, of a layer or (None) of all; one that is known stays.
+        """Declare a state of a layer, or (None) of all layers; a state that is already known is not changed.
 
-        For models whose configuration does not tell: after ``init``, and before its first ``state``.
+        For models whose configuration does not declare it. Call it after ``init`` and before the first
+        ``state``.
         """
         self._specs.declare(name, spec, layer)
 
     def state_spec(self, name: str, layer: int) -> StateSpec | None:
-        """What is known of a state: declared, or found. None: nothing."""
+        """The shape and dtype of a state, declared or taken from its first update; None if they are
+        unknown.
+        """
         return self._specs.get(name, layer)
 
     def prepare_set_config(self, config: ml.CacheConfig) -> Callable[[], None]:
-        """States lie as they are declared, whatever the configuration."""
+        """The configuration does not affect how states are laid out."""
         if self._states.nbytes or self._pass is not None:
             raise OrderError("set_config: states are already stored; call set_config before the first batch")
 
@@ -144,7 +160,7 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         return commit
 
     def close(self) -> None:
-        """As CausalCache.close: what snapshots hold of the states is copied out first."""
+        """As CausalCache.close: states that snapshots still share are copied out first."""
         self.snapshots.close()
         self._states, self._pass, self._wants = self.snapshots.states, None, {}
         self._layer = 0
@@ -156,13 +172,13 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
     ) -> None:
-        """Give the batch's sequences states of their own, side by side; the previous pass ends.
+        """Give the batch's sequences adjacent states of their own. The previous pass ends.
 
-        The tokens of each sequence come in ascending positions and begin at ``offset(seq)``: a
-        recurrence cannot skip a token. InvalidBatchError otherwise, and as CausalCache.
+        The positions of each sequence must be consecutive and begin at ``offset(seq)``, as a recurrence
+        cannot skip a token; InvalidBatchError otherwise. Other errors are those of CausalCache.
 
-        With ``read_only`` positions are free, as in CausalCache; the states, which have seen ``offset(seq)``
-        tokens whatever the positions, are given as copies, and setting them raises OrderError.
+        With ``read_only`` any positions are allowed, as in CausalCache. The states are then copies, which
+        have seen ``offset(seq)`` tokens whatever the positions, and updating them raises OrderError.
         """
         check_context("start_forward", ctx, self._bound("start_forward"))
         check_modes(reserve, read_only)
@@ -185,7 +201,7 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
                 self.snapshots.capture(group.seq)
             self._pass = self._states.start(tokens, self._inside(tokens))
         except BaseException:
-            # States of the pass under way may be among the lost: it does not go on then.
+            # States of the current pass may be among the lost ones: the pass does not continue then.
             self._go_on(before if self._states.lost() == lost else None)
             raise
         if self._wants:
@@ -198,7 +214,9 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         self._pass = None
 
     def _inside(self, tokens: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-        """After how many of its tokens in a pass the state of a sequence is wanted, but that of the end."""
+        """The numbers of tokens of a sequence in this pass after which its state is requested, except the
+        last.
+        """
         schedule, inside_of = self.snapshots.schedule, {}
         for seq, count in tokens.items() if schedule or self._wants else ():
             offset = self._states.rows[seq].offset
@@ -214,14 +232,14 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         return not self._states.is_whole(current) if current.asked else None
 
     def pass_under_way(self) -> StatePass | None:
-        """The pass that the last ``start_forward`` began, for ``undo_forward``; None where it is over."""
+        """The pass that the last ``start_forward`` began, for ``undo_forward``; None if it has ended."""
         return self._pass
 
     def undo_forward(self, resume: object = None) -> None:
-        """Take back the last ``start_forward``, provided that no state was set since.
+        """Undo the last ``start_forward``, provided that no state has been updated since.
 
-        States that it moved go back to where they were, so that the pass ``resume`` goes on with its
-        views. A device that fails in this leaves the sequences that it moved lost, and no pass goes on.
+        States that it moved return to their places, so that the pass ``resume`` continues with its views. If
+        the device fails here, the moved sequences are lost and no pass continues.
         """
         self._bound("undo_forward")
         current, going_on = self._pass, resume if isinstance(resume, StatePass) else None
@@ -238,7 +256,7 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
             self._go_on(going_on)
 
     def _go_on(self, current: StatePass | None) -> None:
-        """A pass goes on after another was refused: the snapshots of its tokens are taken anew."""
+        """Continue a pass after another was refused: snapshots of its tokens are taken again."""
         self._pass = current
         for seq, before in self._states.go_on(current).items():
             self.snapshots.schedule.again(seq, before)
@@ -249,21 +267,21 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         return self._started("sequences").sequences
 
     def state(self, ctx: ml.Context, name: str, layer: int | None = None) -> ml.Tensor:
-        """The states ``name`` (sequences, *shape) of a layer in the pass, zero for new sequences.
+        """The state ``name`` of a layer for the sequences of the pass (sequences, *shape); zero for new
+        sequences.
 
-        ``layer`` None: that of ``set_layer``. A view: it may be updated in place (``copy`` or ``set_rows``
-        into it), or given back changed through ``update_state``. In a pass that only reads, a copy.
-        OrderError for a state that is not declared, and was never stored; and where a pass before this one
-        failed, or did not ask for it.
+        ``layer`` None: the one of ``set_layer``. The result is a view, which may be updated in place (by
+        ``copy`` or ``set_rows``) or through ``update_state``; in a read-only pass it is a copy. Raises
+        OrderError for a state that is neither declared nor stored, and if an earlier pass failed or left it
+        out.
         """
         return self._read(ctx, "state", name, layer)
 
     def update_state(self, ctx: ml.Context, name: str, t: ml.Tensor, layer: int | None = None) -> None:
-        """Store new states ``name`` (sequences, *shape), converted to their dtype.
+        """Store the new state ``name`` (sequences, *shape), converted to its dtype.
 
-        DTypeError for integers where the state is of floats, and for floats where it is of integers.
-        OrderError where it was updated in this pass and read behind that, as by a loop that forgets
-        ``set_layer``.
+        Raises DTypeError for integers if the state holds floats and the reverse, OrderError if the state has
+        already been updated and read in this pass, as happens in a loop that forgets ``set_layer``.
         """
         self._update(ctx, "update_state", name, t, layer)
 
@@ -302,7 +320,7 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         if buffer is None:
             check_context(op, ctx, self._bound(op))
             buffer = self._states.buffer(ctx, key, current, shape, dtype)
-        if current.reserve:  # allocated and touched, but what sequences hold is not at hand
+        if current.reserve:  # allocated and used, but without access to what sequences hold
             return ctx.layer(layer).zeros((count, *shape), dtype)
         if current.read_only:
             return self._states.read(ctx.layer(layer), key, current.sequences, shape, dtype)
@@ -328,10 +346,11 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
     # States inside a pass.
 
     def want_states(self, seq: int, positions: Iterable[int]) -> None:
-        """Have the next pass of a sequence keep its states at ``positions``, to go back to, if the model can.
+        """Request that the next pass of a sequence keep its states at ``positions``, if the model can deliver
+        them.
 
-        In place of those that were wanted before. They are kept until the pass after; ``remove``,
-        ``copy_prefix`` and ``restore`` forget what is wanted of a sequence that they change.
+        This replaces earlier requests. The states are kept until the pass after that one; ``remove``,
+        ``copy_prefix`` and ``restore`` discard the requests of the sequences that they change.
         """
         self.offset(seq)
         wanted = tuple(positions)
@@ -340,9 +359,11 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         self._wants[seq] = wanted
 
     def wanted_states(self) -> Mapping[int, tuple[int, ...]]:
-        """After how many of its tokens in this pass the state of a sequence is wanted, ascending.
+        """For each sequence, the numbers of its tokens in this pass after which its state is requested,
+        ascending.
 
-        For each sequence of which some are: ``{0: (3, 7)}``. That of the end goes by ``update_state``.
+        For example ``{0: (3, 7)}``; sequences without requests are left out. The state at the end of the pass
+        goes to ``update_state``.
         """
         return self._started("wanted_states").wanted
 
@@ -354,11 +375,13 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         at: Sequence[tuple[int, int]],
         layer: int | None = None,
     ) -> None:
-        """Give states ``name`` (len(at), *shape) of a layer inside the pass, in one call or in several.
+        """Deliver the state ``name`` (len(at), *shape) of a layer at points inside the pass, in one call or
+        several.
 
-        ``t[i]`` is the state of sequence ``at[i][0]`` after its first ``at[i][1]`` tokens in this pass; what
-        is not wanted is ignored, so that a model may give those of all tokens. ``t`` is the cache's from then
-        on: nobody writes into it any more. A position counts when all states of all layers have been given.
+        ``t[i]`` is the state of sequence ``at[i][0]`` after its first ``at[i][1]`` tokens in this pass.
+        States that were not requested are ignored, so a model may deliver those of all tokens. The cache
+        takes ownership of ``t``, which must not be written afterwards. A position is available once all
+        states of all layers have been delivered.
         """
         op = "deliver_states"
         current, layer = self._started(op), self._layer if layer is None else layer
@@ -371,7 +394,7 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
             t = t.cast(ctx, spec.dtype)
         self._states.deliver(ctx, (name, layer), current, at, t)
 
-    # What it does not keep.
+    # What it does not store.
 
     def put(self, ctx: ml.Context, key: ml.Tensor, value: ml.Tensor) -> None:
         raise self._no_keys("put")
@@ -394,15 +417,15 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
     # Sequences.
 
     def offset(self, seq: int) -> int:
-        """How many tokens the state has seen: where the next batch of this sequence begins."""
+        """The number of tokens that the state has seen, which is where the sequence's next batch begins."""
         self._check_sequence("offset", seq)
         return self._states.rows[seq].offset
 
     def computed(self, seq: int) -> int:
-        """How many tokens of a sequence all layers have seen: ``offset(seq)`` as a rule.
+        """How many tokens of a sequence all layers have seen: normally ``offset(seq)``.
 
-        Less where a pass was given only some of the states, as one that failed; the tokens of the pass under
-        way count when the last one was.
+        Fewer if a pass updated only some of the states, for example because it failed. The tokens of the
+        current pass count once the last state has been updated.
         """
         end, lacking = self.offset(seq), self.lacking(seq)
         if not self.nbytes:
@@ -410,18 +433,20 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         return end if lacking is None else min(end, lacking)
 
     def lacking(self, seq: int) -> int | None:
-        """The position from which on not all layers have been given states of a sequence; None: all have."""
+        """The position from which some layers lack states of a sequence; None if none does."""
         self.offset(seq)
         return self._states.lacking(seq)
 
     def checkpoints(self, seq: int) -> tuple[int, ...]:
-        """The positions of a sequence's checkpoints, ascending: it can go back to each of them exactly."""
+        """The positions of a sequence's checkpoints, ascending; the sequence can go back to each of them
+        exactly.
+        """
         self._check_sequence("checkpoints", seq)
         return self._states.rows[seq].positions
 
     @one_thread
     def checkpoint(self, seq: int) -> None:
-        """Keep a copy of the state as it is now, when a pass has set the states of all layers."""
+        """Keep a copy of the current state; the last pass must have updated the states of all layers."""
         self._check_sequence("checkpoint", seq)
         row = self._states.rows[seq]
         if row.lost:
@@ -433,17 +458,19 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
             self._states.keep(row, taken)
 
     def prepare_restore(self, seq: int, position: int) -> int | None:
-        """Where ``remove(seq, position)`` would go: at or before ``position``; None: back to nothing."""
+        """Where ``remove(seq, position)`` would go, at or before ``position``; None: to the empty
+        sequence.
+        """
         self._check_sequence("prepare_restore", seq)
         check_whole("prepare_restore", "position", position)
         return self._states.row_before(seq, position).offset or None
 
     def can_resume(self, seq: int, position: int) -> bool:
-        """Whether the state of exactly ``position`` is there, or that of the beginning is meant."""
+        """Whether the state at exactly ``position`` is available, or ``position`` is 0."""
         return (self.prepare_restore(seq, position) or 0) == position or position == 0
 
     def resume_point(self, seq: int, position: int) -> int:
-        """The last position up to ``position`` whose state is there; 0: from nothing."""
+        """The last position up to ``position`` whose state is available; 0 if there is none."""
         return self.prepare_restore(seq, position) or 0
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
@@ -459,7 +486,9 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         return self._changing(dst_seq, change)
 
     def _changing(self, seq: int, change: Callable[[], None]) -> Callable[[], None]:
-        """The change of a sequence, which ends the pass, and forgets what is wanted of it."""
+        """Make the change of a sequence, which ends the pass and discards requests for the sequence's
+        states.
+        """
 
         def commit() -> None:
             self._end_pass()
@@ -493,7 +522,7 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
     # Snapshots.
 
     def next_snapshot(self, seq: int) -> int | None:
-        """Where a batch of this sequence should end for the next one; None: anywhere (``delivers``)."""
+        """Where a batch of this sequence should end for the next snapshot; None: anywhere (``delivers``)."""
         upcoming = self.snapshots.schedule.next(seq, self.offset(seq))
         return None if self.delivers else upcoming
 
@@ -504,14 +533,14 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
 
     @one_thread
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> StateSnapshot:
-        """The state at ``end`` (None: where the sequence is), said to be of ``[begin, end)``.
+        """A snapshot of the state at ``end`` (None: at the sequence's end), labelled ``[begin, end)``.
 
-        Nothing is copied until the state is about to be written over, by a pass of the sequence mostly.
-        Views that ``state`` gave before are not to be written any more: ask for them again.
+        Nothing is copied until the state is about to be overwritten, usually by the sequence's next pass.
+        Views that ``state`` returned before must not be written any more; request them again.
 
-        Raises InvalidRangeError for a range that is not within ``[0, offset(seq)]``, NotSupportedError where
-        no state of ``end`` is there: it is ``offset(seq)``, 0, one of ``checkpoints(seq)``, or was delivered
-        inside the last pass.
+        Raises InvalidRangeError for a range that is not within ``[0, offset(seq)]``, NotSupportedError if
+        there is no state at ``end``: states exist at ``offset(seq)``, 0, each of ``checkpoints(seq)``, and
+        where the last pass delivered one.
         """
         self.offset(seq)  # refuses an unknown sequence
         return self.snapshots.snapshot(seq, begin, end)
@@ -523,17 +552,17 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         put_back = self.snapshots.prepare_restore_snapshot(seq, snapshot, target)
         return None if put_back is None else self._changing(seq, put_back)
 
-    # Looking in.
+    # Inspection.
 
     @property
     def state_table(self) -> StateTable:
-        """Where the state of each sequence lies: to be read, the cache alone changes it."""
+        """Where the state of each sequence lies. Read-only: only the cache changes it."""
         self._bound("state_table")
         return self._states
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states' buffers, and of checkpoints that are copies."""
+        """Bytes of the states' buffers and of the copied checkpoints."""
         return self._states.nbytes
 
     def _told(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A lock for those who let several threads call them: one after another, in the order in which they came."""
+"""A lock for objects that several threads call: it admits them in the order in which they arrived."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ R = TypeVar("R")
 
 
 class Turns:
-    """A lock that a thread may take again while it holds it. Who waits longest is next.
+    """A reentrant lock that admits waiting threads in the order in which they arrived.
 
-    ``threading.RLock`` goes to any thread that asks: one that takes it in a loop keeps it from the others.
-    ``begin`` is called when another thread than the last one has taken it.
+    ``threading.RLock`` is not fair: a thread that takes it in a loop can starve the others. ``begin`` is
+    called whenever a thread other than the last holder has acquired the lock.
     """
 
     def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
         self._begin = begin
         self._state = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
-        """One for each thread that waits, which is released to let it go on."""
+        """One lock for each waiting thread; releasing it lets the thread continue."""
         self._held = False
         self._last, self._depth = get_ident(), 0
 
@@ -55,7 +55,7 @@ class Turns:
     def _wait(self, turn: threading.Lock) -> None:
         try:
             turn.acquire()
-        except BaseException:  # an interruption; the turn may have come meanwhile
+        except BaseException:  # interrupted; the turn may have come in the meantime
             with self._state:
                 waits = turn in self._waiting
                 if waits:
@@ -82,14 +82,16 @@ class Turns:
 class _TakesTurns(Protocol):
     @property
     def lock(self) -> Turns:
-        """Held by the thread whose call is made."""
+        """Held by the thread whose call is running."""
 
 
 S = TypeVar("S", bound=_TakesTurns)
 
 
 def in_turn(call: Callable[Concatenate[S, A], R]) -> Callable[Concatenate[S, A], R]:
-    """A method that waits for the calls of other threads on the same object, by its ``lock``."""
+    """Decorates a method: it waits for other threads' calls on the same object, using the object's
+    ``lock``.
+    """
 
     def waiting(self: S, /, *args: A.args, **options: A.kwargs) -> R:
         with self.lock:

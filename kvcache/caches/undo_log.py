@@ -1,4 +1,4 @@
-"""What a pass changed of a cell table when it began, to be taken back where the pass is."""
+"""The changes that a pass made to a cell table when it began, for undoing the pass."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from kvcache.storage.cell_table import CellTable, SavedRow
 
 
 class UndoLog:
-    """The rows of a pass's sequences as they were, and what of them was evicted to make room."""
+    """The rows of a pass's sequences before the pass, and the cells that were evicted to make room."""
 
     __slots__ = ("_evicted", "rows", "table")
 
     def __init__(self, table: CellTable, groups: Iterable[SequenceTokens]) -> None:
         self.table = table
         self.rows: dict[int, SavedRow] = {group.seq: table.rows[group.seq].save() for group in groups}
-        """By sequence: its row before the pass."""
+        """The row of each sequence before the pass."""
         self._evicted: tuple[np.ndarray, np.ndarray] | None = None
-        """Cells, and the numbers (``CellTable.taken``) of what lay there."""
+        """Cells, and the numbers (``CellTable.taken``) of their previous contents."""
 
     def evict(self, evictions: Sequence[tuple[int, int, int]]) -> None:
-        """Drop positions ``[begin, end)`` of each (sequence, begin, end); there are some."""
+        """Evict positions ``[begin, end)`` of each (sequence, begin, end); at least one of them is stored."""
         table, rows = self.table, self.rows
         heads, middles, parts = {}, [], []
         for seq, begin, end in evictions:
             row = table.rows[seq]
-            # Where not the head goes the row's own buffers may be written: a copy is safe from that.
+            # Evicting anything but the head may write into the row's own buffers, so keep a copy.
             rows[seq] = saved = row.save_copy() if begin else row.save()
             first, stop = row.index(begin) if begin else 0, row.index(end)
             parts.append(saved[1][saved[2] + first : saved[2] + stop])
@@ -47,7 +47,7 @@ class UndoLog:
         return self._evicted is not None
 
     def restore(self) -> None:
-        """Bring the rows, and the numbers of what was evicted, back to what they were."""
+        """Restore the rows, and the numbers of the evicted cells."""
         for seq, row in self.rows.items():
             self.table.restore_row(seq, row)
         if self._evicted is not None:

@@ -1,4 +1,4 @@
-"""Causal caches that see part of the past: a sliding window of it, or the current chunk."""
+"""Causal caches whose queries see part of the past: a sliding window, or the current chunk."""
 
 from __future__ import annotations
 
@@ -19,22 +19,34 @@ log = logging.getLogger("kvcache")
 
 
 class SlidingWindowCache(CausalCache):
-    """A query sees itself and the ``window`` tokens before it; ``memory`` of them stay stored.
+    """A query sees itself and the ``window`` tokens before it; the last ``memory`` tokens stay stored.
 
-    Positions below ``keep`` stay visible and stored beside them, for good: attention sinks (Xiao et al.,
-    "Efficient Streaming Language Models with Attention Sinks", 2023). Positions are not counted anew within
-    the window, and no key is re-encoded. mlx-lm's ``RotatingKVCache(max_size, keep)`` is
-    ``window=max_size - keep - 1`` with ``keep``::
+    Positions below ``keep`` also stay stored and visible, permanently: attention sinks (Xiao et al.,
+    "Efficient Streaming Language Models with Attention Sinks", 2023). Positions are not renumbered within the
+    window, and no key is re-encoded. mlx-lm's ``RotatingKVCache(max_size, keep)`` corresponds to
+    ``window=max_size - keep - 1`` with the same ``keep``::
 
         keep 2, window 3     position  0 1 2 3 4 5 6 7 8
                              x x . . . x x x x            what the query at 8 sees
 
-    What was removed below ``keep`` is not replaced by what has been evicted already.
+    A position below ``keep`` that was removed is not replaced by one that has already been evicted.
 
-    Hugging Face's ``sliding_window`` W is a window of W - 1 here. ``memory`` (at least ``window``,
-    its default) is how far back a sequence can be resumed. Tokens that have left it are evicted by
-    ``start_forward``: for sequences in the batch those below (lowest position) - memory, for others
-    those below (last position + 1) - memory.
+    A ``sliding_window`` of W in Hugging Face's configurations is a window of W - 1 here. ``memory`` (at least
+    ``window``, its default) is how far back a sequence can be resumed. ``start_forward`` evicts older tokens:
+    for sequences in the batch those below (lowest position) - memory, for others those below (last position +
+    1) - memory.
+
+    >>> import ml
+    >>> from kvcache import Batch, SlidingWindowCache
+    >>> cache = SlidingWindowCache(window=2)
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=1, capacity=16, max_batch=4)
+    ...     for position in range(6):
+    ...         cache.start_forward(ctx, Batch([position], [0]))
+    ...         cache.put(ctx, ctx.zeros((1, 1, 4), ml.DType.F32), ctx.zeros((1, 1, 4), ml.DType.F32))
+    ...     print(cache.positions(0).tolist())
+    ...     cache.close()
+    [3, 4, 5]
     """
 
     def __init__(
@@ -57,8 +69,8 @@ class SlidingWindowCache(CausalCache):
         self._lower = LowerBound(partial(_behind, window), keep)
 
     def _cells(self) -> int:
-        """``max_sequences * (keep + memory) + max_batch``; all tokens where that is as many or more."""
-        # With several sequences a stop token that the next turn does not repeat must not cost a resume.
+        """``max_sequences * (keep + memory) + max_batch``, but no more than all tokens need."""
+        # With several sequences, a stop token that the next turn does not repeat must not prevent a resume.
         several = self._max_sequences > 1
         self._kept = max(self.memory, self.window + 1) if several else self.memory
         self._unlimited = self.keep + self._kept >= self._capacity
@@ -106,20 +118,22 @@ class SlidingWindowCache(CausalCache):
         return CacheFullError(tokens, table.unowned, table.held(), remedy=remedy)
 
     def can_resume(self, seq: int, position: int) -> bool:
-        """Whether something is stored, and reaches from the window of ``position`` to right before it."""
+        """Whether the whole window before ``position`` is stored, and at least one token."""
         return super().can_resume(seq, position) and self._window().reaches(
             self._table.rows[seq].positions, position
         )
 
     @property
     def reach(self) -> int | None:
-        """How many of a sequence's last tokens can go, whatever passes came between; None: any number."""
+        """How many of a sequence's last tokens can be taken back, whatever passes came between; None: any
+        number.
+        """
         self._bound("reach")
         return None if self._unlimited else max(0, self._kept - max(self.window, 1))
 
     @property
     def kept(self) -> int | None:
-        """How many of a sequence's last tokens stay stored, beside the first ``keep``; None: all."""
+        """How many of a sequence's last tokens stay stored, in addition to the first ``keep``; None: all."""
         self._bound("kept")
         return None if self._unlimited else self._kept
 
@@ -132,7 +146,19 @@ class SlidingWindowCache(CausalCache):
 
 
 class ChunkedCache(CausalCache):
-    """A query sees its own chunk of ``chunk`` positions, up to itself. Nothing is evicted."""
+    """A query sees its own chunk of ``chunk`` positions, up to itself. Nothing is evicted.
+
+    >>> import ml
+    >>> from kvcache import Batch, ChunkedCache
+    >>> cache = ChunkedCache(chunk=4)
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=1, capacity=16, max_batch=8)
+    ...     cache.start_forward(ctx, Batch(list(range(6)), [0] * 6))
+    ...     cache.put(ctx, ctx.zeros((6, 1, 4), ml.DType.F32), ctx.zeros((6, 1, 4), ml.DType.F32))
+    ...     print(cache.visible(0))                  # position 6 sees 4 and 5, and itself once stored
+    ...     cache.close()
+    2
+    """
 
     def __init__(
         self,

@@ -1,13 +1,13 @@
 """Several caches behind one interface, for models whose layers need different ones.
 
-After Ollama's kvcache/wrapper.go. A model with sliding and full attention wraps one cache of each and
-says before each layer which it is::
+After Ollama's kvcache/wrapper.go. A model with sliding and full attention wraps one cache of each and selects
+one of them before each layer::
 
     cache = WrapperCache(SlidingWindowCache(window), CausalCache())
     cache.set_layer_type(0 if layer_is_sliding else 1)
     cache.set_layer(layer)
 
-What is asked of the sequences is asked of all caches, and done in all or in none.
+Calls on sequences apply to all caches, and succeed in all of them or in none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,22 @@ from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_i
 
 
 class WrapperCache(PreparedCalls[WrapperSnapshot]):
-    """Delegates layers to one of ``caches`` by type, and sequences to all of them."""
+    """Delegates each layer to one of ``caches``, and calls on sequences to all of them.
+
+    >>> import ml
+    >>> from kvcache import Batch, CausalCache, SlidingWindowCache, WrapperCache
+    >>> cache = WrapperCache(SlidingWindowCache(window=2), CausalCache())
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=1, capacity=16, max_batch=8)
+    ...     cache.start_forward(ctx, Batch([0, 1, 2, 3], [0] * 4))
+    ...     for layer, kind in enumerate([0, 1]):                # one sliding layer, one full layer
+    ...         cache.set_layer_type(kind)
+    ...         cache.set_layer(layer)
+    ...         cache.put(ctx, ctx.zeros((4, 1, 4), ml.DType.F32), ctx.zeros((4, 1, 4), ml.DType.F32))
+    ...     print(cache.offset(0), cache.resume_point(0, 3))
+    ...     cache.close()
+    4 3
+    """
 
     def __init__(self, *caches: Cache) -> None:
         super().__init__()
@@ -58,7 +73,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self.caches = caches
         self._type = 0
         self._thread: int | None = None
-        """Which has begun the last pass."""
+        """The thread that began the last pass."""
         self._prepared: list[Any] = [cache for cache in caches if _prepares(cache)]
         self._others = [cache for cache in caches if not _prepares(cache)]
         if len(self._others) > 1:
@@ -67,7 +82,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
                 f"({', '.join(type(cache).__name__ for cache in self._others)}); at most one may lack "
                 "what kvcache.cache.SupportsRollback lists"
             )
-        # What the others offer, by their place in the constructor.
+        # What the wrapped caches offer, by their index in the constructor.
         self._positioned = _having(caches, "offset")
         self._in_cells = _having(caches, "mark_lost")
         self._returning = _having(caches, "prepare_restore")
@@ -86,7 +101,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return self.caches[self._type]
 
     def set_layer_type(self, i: int) -> None:
-        """Which of the wrapped caches the next layers use, by its place in the constructor; 0 at first."""
+        """Select the cache for the following layers by its index in the constructor; initially 0."""
         if isinstance(i, float | bool) or i not in range(len(self.caches)):
             kinds = ", ".join(f"{j}: {type(cache).__name__}" for j, cache in enumerate(self.caches))
             raise InvalidRangeError(f"set_layer_type: {i!r:.40}; it must be the place of a cache ({kinds})")
@@ -126,8 +141,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
     ) -> None:
-        """Start all, or none: where one refuses, those that had started go back to the pass before."""
-        options = {"read_only": True} if read_only else {}  # a cache of someone else's may not know it
+        """Start a pass in all caches or in none: if one refuses, those that had started return to their
+        previous pass.
+        """
+        options = {"read_only": True} if read_only else {}  # third-party caches may not have this parameter
         passes, started = [cache.pass_under_way() for cache in self._prepared], 0
         uploads = self._uploads
         if uploads is None and len(self._uploading) > 1:
@@ -135,7 +152,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         try:
             if uploads is not None:
                 self._together(uploads)
-            # The one that cannot take anything back goes last: if it refuses, the others go back.
+            # The one that cannot undo its start goes last: if it refuses, the others undo theirs.
             for cache in (*self._prepared, *self._others):
                 if read_only and "read_only" not in inspect.signature(cache.start_forward).parameters:
                     raise NotSupportedError(
@@ -177,11 +194,11 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self._thread = get_ident()
 
     def pass_under_way(self) -> tuple[list[object], int, int | None]:
-        """The passes of all caches, for ``undo_forward``, the layer type and the thread."""
+        """The passes of all caches, the layer type and the thread, for ``undo_forward``."""
         return [cache.pass_under_way() for cache in self._prepared], self._type, self._thread
 
     def undo_forward(self, resume: object = None) -> None:
-        """Take back the last ``start_forward`` of all; KVCacheError where one of them cannot."""
+        """Undo the last ``start_forward`` of all caches. Raises KVCacheError if one of them cannot."""
         for cache in self._others:
             raise KVCacheError(f"undo_forward: {type(cache).__name__} cannot undo a started pass")
         if self._thread is not None:
@@ -191,7 +208,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self._take_back(passes)
 
     def _take_back(self, passes: Sequence[object]) -> None:
-        """Undo the starts of the first caches, which go on with ``passes``, whichever of them raises."""
+        """Undo the starts of the first caches, which continue with ``passes``, even if some of them raise."""
         with contextlib.ExitStack() as undo:
             for cache, under_way in zip(self._prepared, passes, strict=False):
                 undo.callback(cache.undo_forward, under_way)
@@ -236,7 +253,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return output
 
     def _with_extras(self, op: str) -> Any:
-        """The current cache, which stores other things than K and V; NotSupportedError where it does not."""
+        """The current cache, which must store extras beside K and V; NotSupportedError otherwise."""
         if not hasattr(self.current, "get_extra"):
             raise NotSupportedError(f"{op}: {type(self.current).__name__} stores keys and values only")
         return self.current
@@ -251,7 +268,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return all(cache.can_resume(seq, position) for cache in self.caches)
 
     def resume_point(self, seq: int, position: int) -> int:
-        """The last position up to ``position`` from which all caches can go on exactly; 0: from nothing."""
+        """The last position up to ``position`` from which all caches can continue exactly; 0: none."""
         keepers = self._keepers("resume_point")
         check_whole("resume_point", "position", position)
         while position > 0:
@@ -281,7 +298,9 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return changes if reached == begin else self._prepare("remove", seq, reached)
 
     def prepare_restore(self, seq: int, position: int) -> int | None:
-        """Where ``remove(seq, position)`` would go: as far as the cache that goes back the farthest."""
+        """Where ``remove(seq, position)`` would go: the earliest position that one of the caches goes back
+        to.
+        """
         check_whole("prepare_restore", "position", position)
         return self._reached(seq, min(position, self.offset(seq))) or None
 
@@ -295,14 +314,14 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     @one_thread
     def evict(self, seq: int, positions: Iterable[int]) -> None:
-        """As CausalCache.evict, in all wrapped caches but those of encoders' outputs.
+        """As CausalCache.evict, in all wrapped caches except those of encoder outputs.
 
-        NotSupportedError where one cannot forget a token alone, as a recurrent state cannot.
+        Raises NotSupportedError if a cache cannot evict single tokens, as a recurrent state cannot.
         """
         self.prepare_evict(seq, positions)()
 
     def prepare_evict(self, seq: int, positions: Iterable[int]) -> Callable[[], None]:
-        """Make all checks of ``evict``; the callable returned does it."""
+        """Make all checks of ``evict``; the returned callable makes the change."""
         wanted, changes = whole_numbers("evict", "position", positions), []
         for cache in self.caches:
             if isinstance(cache, EncoderCache):
@@ -324,21 +343,21 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             cache.defrag()
 
     def shift_context(self, seq: int, keep: int) -> int:
-        """As CausalCache.shift_context, the same range in all caches."""
+        """As CausalCache.shift_context, for the same range in all caches."""
         return drop_middle(self, seq, keep, self.offset(seq))
 
     def offset(self, seq: int) -> int:
-        """Where the next token of a sequence belongs, by the wrapped caches that know."""
+        """The position of the next token of a sequence, according to the wrapped caches that know."""
         return max((cache.offset(seq) for cache in self._positioned), default=0)
 
     def computed(self, seq: int) -> int:
-        """How many tokens of a sequence all wrapped caches have, of those that store anything."""
+        """How many tokens of a sequence all wrapped caches have; caches that store nothing are ignored."""
         stored = (cache for cache in self._positioned if getattr(cache, "nbytes", 1))
         end, lacking = min((computed(cache, seq) for cache in stored), default=0), self.lacking(seq)
         return end if lacking is None else min(end, lacking)
 
     def lacking(self, seq: int) -> int | None:
-        """The position from which on a layer lacks a state, or an encoder's output; None: none does."""
+        """The position from which a layer lacks a state or an encoder's output; None if none does."""
         positions = (cache.lacking(seq) for cache in self._lacking)
         return min((position for position in positions if position is not None), default=None)
 
@@ -370,7 +389,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
             if commit is None:
                 return None
             commits.append((cache in self._in_cells, commit))
-        commits.sort(key=lambda one: not one[0])  # what cannot fail, as an encoder's, comes last
+        commits.sort(key=lambda one: not one[0])  # what cannot fail, such as an encoder's output, comes last
 
         def restore_all() -> None:
             for i, (_, commit) in enumerate(commits):
@@ -384,28 +403,28 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return restore_all
 
     def merge(self, parent: WrapperSnapshot | None, child: WrapperSnapshot) -> WrapperSnapshot:
-        """Join ``[a, b)`` and ``[b, c)`` in all caches; a cache whose content is whole keeps the child's.
+        """Join ``[a, b)`` and ``[b, c)`` in all caches; a cache with indivisible content keeps the child's.
 
-        Where all are whole, ``[a, c)`` replaces ``[a, b)``.
+        If the content of all caches is indivisible, ``[a, c)`` replaces ``[a, b)``.
         """
         keepers = self._takers("merge", [child] if parent is None else [parent, child])
         if parent is None:
             return child
-        if not replaces(child, parent):  # else each cache says whether its content may be replaced
+        if not replaces(child, parent):  # otherwise each cache decides whether its content may be replaced
             check_following(parent, child)
         triples = zip(keepers, parent.parts, child.parts, strict=True)
         parts = tuple(cache.merge(one, other) for cache, one, other in triples)
         return WrapperSnapshot(parent.begin, child.end, parts)
 
     def join(self, parts: Sequence[WrapperSnapshot]) -> WrapperSnapshot:
-        """``merge`` of one or more, in order."""
+        """``merge`` one or more snapshots, in order."""
         keepers = self._takers("join", parts)
         columns = zip(*(part.parts for part in parts), strict=True)
         inner = (cache.join(column) for cache, column in zip(keepers, columns, strict=True))
         return WrapperSnapshot(parts[0].begin, parts[-1].end, tuple(inner))
 
     def split(self, snapshot: WrapperSnapshot, at: int) -> tuple[WrapperSnapshot | None, WrapperSnapshot]:
-        """Cut at a position; (None, snapshot) where the content of one of the caches is whole."""
+        """Split at a position; (None, snapshot) if the content of one of the caches is indivisible."""
         keepers = self._takers("split", [snapshot])
         check_inside(snapshot, at)
         if at == snapshot.begin or not snapshot.divisible:
@@ -417,7 +436,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         )
 
     def schedule_snapshots(self, seq: int, positions: Sequence[int]) -> None:
-        """As CausalCache.schedule_snapshots; a batch has to end where ``next_snapshot`` says."""
+        """As CausalCache.schedule_snapshots; a batch must end where ``next_snapshot`` says."""
         offset, wanted = self.offset(seq), whole_numbers("schedule_snapshots", "position", positions)
         if wanted and wanted[0] <= offset:
             raise InvalidRangeError(
@@ -445,7 +464,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def take_snapshots(self, seq: int, upto: int | None = None) -> list[WrapperSnapshot]:
         """The scheduled snapshots that all wrapped caches have taken since the last call, by position.
 
-        What one of them took where another could not is joined to its next one. Those up to ``upto``.
+        A snapshot that only some of the caches took is joined to their next one. Returns those up to
+        ``upto``.
         """
         taken = [snapshot for snapshot in self.snapshots_taken(seq) if upto is None or snapshot.end <= upto]
         for cache in self._scheduling.values() if taken else ():
@@ -453,12 +473,12 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return taken
 
     def skipped_snapshots(self, seq: int) -> list[int]:
-        """As CausalCache.skipped_snapshots: the positions that one of the wrapped caches did not take."""
+        """As CausalCache.skipped_snapshots: the positions of which a wrapped cache took no snapshot."""
         asked = (cache.skipped_snapshots(seq) for cache in self._scheduling.values())
         return sorted({position for positions in asked for position in positions})
 
     def snapshots_taken(self, seq: int) -> list[WrapperSnapshot]:
-        """What ``take_snapshots`` would hand over, and still has then."""
+        """The snapshots that ``take_snapshots`` would return, without removing them."""
         keepers = self._keepers("take_snapshots")
         taken = {i: cache.snapshots_taken(seq) for i, cache in self._scheduling.items()}
         if not taken:
@@ -475,7 +495,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return [WrapperSnapshot(*each) for each in zip(begins, ends, rows, strict=True)]
 
     def _keepers(self, op: str) -> list[Any]:
-        """The wrapped caches, all of which have to know snapshots."""
+        """The wrapped caches, all of which must support snapshots."""
         for cache, lacking in self._keepless:
             raise NotSupportedError(
                 f"{op}: {type(cache).__name__} does not support snapshots; when it was wrapped, it lacked "
@@ -484,7 +504,9 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return list(self._kept)
 
     def _takers(self, op: str, snapshots: Sequence[WrapperSnapshot]) -> list[Any]:
-        """The wrapped caches; refuses snapshots of another kind of cache, or of as many as there are not."""
+        """The wrapped caches; refuses snapshots of another kind of cache, or of a different number of
+        caches.
+        """
         keepers = self._keepers(op)
         check_kind(op, self, WrapperSnapshot, snapshots)
         for count in {len(snapshot.parts) for snapshot in snapshots} - {len(keepers)}:
@@ -508,19 +530,20 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches that tell."""
+        """Bytes of all wrapped caches that report them."""
         return sum(cache.nbytes for cache in self._kept)
 
     def mark_lost(self, seq: int) -> None:
-        """Mark a sequence lost in all caches that can: some have changed it where others failed to."""
+        """Mark a sequence as lost in all caches that can, after some have changed it and others failed to."""
         for cache in self._in_cells:
             cache.mark_lost(seq)
 
     def _prepare(self, op: str, *arguments: Any) -> Callable[[], None]:
-        """Ask all caches; the callable returned changes them, the one that may yet refuse first.
+        """Make the checks of all caches; the returned callable changes them, first the one that may still
+        refuse.
 
-        An encoder's output goes with its token: also where a window, or what was evicted, leaves a sequence
-        shorter than was asked. What wrappers in this one wrap is asked itself, as they may be shorter still.
+        An encoder's output is removed with its token, even if a window or an eviction leaves a sequence
+        shorter than requested. Caches in nested wrappers are asked directly, since they may be shorter still.
         """
         seq = arguments[0] if op == "remove" else arguments[1]
         parts = [part for cache in self._prepared for part in unwrapped(cache)]
@@ -543,19 +566,21 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
 
 def unwrapped(cache: Any) -> list[Any]:
-    """The caches that hold something: those that a wrapper wraps, or the cache itself."""
+    """The innermost caches: those that a wrapper wraps, or the cache itself."""
     if isinstance(cache, WrapperCache):
         return [part for wrapped in cache.caches for part in unwrapped(wrapped)]
     return [cache]
 
 
 def _having(caches: Iterable[Any], call: str) -> list[Any]:
-    """Those that offer a call; of a wrapper, which has them all itself, one that it wraps has to."""
+    """The caches that offer a call. A wrapper itself has every call, so one of its wrapped caches must offer
+    it.
+    """
     return [cache for cache in caches if any(hasattr(part, call) for part in unwrapped(cache))]
 
 
 def _prepares(cache: Any) -> bool:
-    """Whether it can take changes back: a wrapper can where all that it wraps can."""
+    """Whether a cache can undo changes; a wrapper can if all wrapped caches can."""
     return all(isinstance(part, SupportsRollback) for part in unwrapped(cache))
 
 
@@ -566,7 +591,7 @@ def _lacked(cache: Cache) -> list[str]:
 
 
 def _joined_at(cache: Any, parts: Sequence[Any], ends: Collection[int]) -> list[Any]:
-    """``parts``, which follow one another, joined so that there is one for each of ``ends``."""
+    """Consecutive ``parts``, joined so that there is one part for each of ``ends``."""
     whole, carried = [], None
     for part in parts:
         carried = part if carried is None else cache.merge(carried, part)

@@ -94,7 +94,7 @@ class Contiguous:
 def floors(
     history: int, new: int, heads: int, dim: int, dtype: str, grow: bool = True, window: int = 0
 ) -> dict[str, Contender]:
-    """The two ways by hand; :data:`FLOORS` names them.
+    """The two ways by hand; ``FLOORS`` names them.
 
     Each on its own buffers, as every contender is: who writes where another has just written finds the
     lines in the processor's caches, and looks a third faster than it is.

@@ -198,7 +198,7 @@ class StoreTier:
     """One or more stores: read in order, written to all of them by a thread (``writes``).
 
     A store that fails costs a warning and a later recomputation, no more; one that is out
-    of reach is not asked for a while (:class:`kvcache.prefix.outages.Outages`).
+    of reach is not asked for a while (``kvcache.prefix.outages.Outages``).
     """
 
     def __init__(

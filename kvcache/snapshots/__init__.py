@@ -1,6 +1,7 @@
-"""What a sequence held: taken, scheduled, cut, joined, restored, serialized.
+"""Snapshots of sequences: taken, scheduled, split, joined, restored and serialized.
 
-Others use the snapshot classes of ``snapshot``, the managers ``AttentionSnapshots`` and ``StateSnapshots``,
-``SnapshotSchedule``, ``CellReservation`` and ``IncomingSnapshot`` (cells held for content still to come),
-``serialize`` and ``deserialize``, ``cut_serialized``, ``check_serialized`` and ``check_layers``.
+Used by other packages: the snapshot classes of ``snapshot``, the managers ``AttentionSnapshots`` and
+``StateSnapshots``, ``SnapshotSchedule``, ``CellReservation`` and ``IncomingSnapshot`` (cells reserved for
+content that is still to arrive), ``serialize`` and ``deserialize``, ``cut_serialized``, ``check_serialized``
+and ``check_layers``.
 """

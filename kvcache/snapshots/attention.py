@@ -1,4 +1,4 @@
-"""Taking, restoring, cutting and joining snapshots of attention caches."""
+"""Taking, restoring, splitting and joining snapshots of attention caches."""
 
 from __future__ import annotations
 
@@ -37,25 +37,27 @@ __all__ = ["AttentionSnapshots", "Window", "first_missing"]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A sliding window: what a cache stores of a sequence is that of one position, and has no parts."""
+    """A sliding window: the stored part of a sequence belongs to one position and is indivisible."""
 
     size: int
-    """How many tokens before a query it sees."""
+    """How many tokens before itself a query sees."""
     memory: int
-    """How many tokens before the next one stay stored."""
+    """How many of the last tokens stay stored."""
     keep: int = 0
-    """Positions below this stay stored for good, and every later query sees them."""
+    """Positions below this stay stored permanently, and every later query sees them."""
 
     def held(self, stored: np.ndarray, end: int) -> np.ndarray:
-        """Which entries of ``stored`` (ascending) a snapshot at ``end`` holds: the last one always."""
+        """The entries of ``stored`` (ascending) that a snapshot at ``end`` holds, always including the
+        last.
+        """
         low, kept, stop = np.searchsorted(stored, (end - max(self.memory, 1), self.keep, end))
         return np.concatenate((np.arange(min(kept, stop)), np.arange(max(kept, low), stop)))
 
     def reaches(self, stored: np.ndarray, position: int, kept: int | None = None) -> bool:
-        """Whether a token at ``position`` would find in ``stored`` (ascending) all that it sees.
+        """Whether ``stored`` (ascending) contains everything that a token at ``position`` would see.
 
-        ``kept`` is the ``keep`` of the window that let the others go, if it was not this one. Lost is what
-        lies between its first tokens and the rest, whether this window slides over it or keeps it::
+        ``kept`` is the ``keep`` of the window that evicted the others, if it was another window. The
+        positions between its first tokens and the rest are lost, whether or not this window would keep them::
 
             kept 2                 0 1 . . . 5 6 7      a token at 8 may see back to 5, and may keep 2
         """
@@ -70,9 +72,9 @@ class Window:
 
 
 def first_missing(stored: np.ndarray, window: Window | None) -> int:
-    """The first position that ``stored`` (ascending, not empty) lacks; else the one behind the last.
+    """The first position that ``stored`` (ascending, not empty) lacks; if none, one past the last.
 
-    What a window has let go of is not missing.
+    Positions that a window has evicted are not missing.
     """
     last, at = int(stored[-1]), 0 if window is None else int(stored.searchsorted(window.keep))
     if window is not None and at < min(window.keep, last + 1):
@@ -83,15 +85,16 @@ def first_missing(stored: np.ndarray, window: Window | None) -> int:
 
 
 def _first_gap(positions: np.ndarray, begin: int) -> int:
-    """The first position from ``begin`` on that these (ascending) lack."""
+    """The first position from ``begin`` on that is not among these (ascending)."""
     other = np.flatnonzero(positions != np.arange(begin, begin + positions.size))
     return begin + int(other[0]) if other.size else begin + positions.size
 
 
 class AttentionSnapshots:
-    """The snapshots of one attention cache: taken, restored, joined, split, and copied out for room.
+    """Takes, restores, joins and splits the snapshots of one attention cache, and copies them out to make
+    room.
 
-    It knows the cache's storage and nothing of its passes: who restores a snapshot ends the pass under way.
+    It knows the cache's storage but not its passes: whoever restores a snapshot ends the current pass.
     """
 
     kind = AttentionSnapshot
@@ -105,14 +108,16 @@ class AttentionSnapshots:
         self._storage: CellStorage | None = None
         self._lazy: list[weakref.ref[AttentionSnapshot]] = []
         self._crowded = 64
-        """How long ``_lazy`` may grow before the dead are taken out."""
+        """How long ``_lazy`` may grow before dead references are removed."""
 
     def bind(self, storage: CellStorage, window: Window | None) -> None:
-        """Take snapshots of ``storage``; what was taken of another one before has been copied out."""
+        """Take snapshots of ``storage`` from now on; earlier snapshots of another storage have been copied
+        out.
+        """
         self._storage, self.window = storage, window
 
     def close(self) -> None:
-        """Copy out what still lies in the cache, forget what was scheduled, and let go of the storage."""
+        """Copy out snapshots that still lie in the cache, discard the schedule, and release the storage."""
         self.detach_all()
         self.schedule = SnapshotSchedule()
         self._storage = None
@@ -173,10 +178,10 @@ class AttentionSnapshots:
         return snapshot
 
     def reclaim(self, count: int) -> None:
-        """Make ``count`` cells free where snapshots hold enough of them, else leave all as it is.
+        """Free ``count`` cells if snapshots hold enough of them; otherwise change nothing.
 
-        They are copied out, the oldest first and no more than it takes: those that alone hold a cell,
-        and then those that hold one with other snapshots only.
+        Snapshots are copied out, oldest first and no more than necessary: first those that are the only
+        holders of a cell, then those that share a cell with other snapshots only.
         """
         table = self.storage.table
         table.sweep()
@@ -187,7 +192,7 @@ class AttentionSnapshots:
             if not self.on_pressure(count - table.free):
                 break
             table.sweep()
-            if (-table.free, len(table.pins)) >= before:  # it is asked again only where it did something
+            if (-table.free, len(table.pins)) >= before:  # it is called again only if it did something
                 break
         table.sweep()
         for snapshot, source in self._in_cache():
@@ -203,14 +208,16 @@ class AttentionSnapshots:
                 snapshot.release()
 
     def _in_cache(self) -> Iterator[tuple[AttentionSnapshot, InCache]]:
-        """The snapshots that still lie in the cache, the oldest first."""
+        """The snapshots that still lie in the cache, oldest first."""
         for ref in self._lazy:
             snapshot = ref()
             if snapshot is not None and snapshot.source is not None:
                 yield snapshot, snapshot.source
 
     def detach_all(self) -> None:
-        """Copy out all that snapshots have not copied yet; what the device no longer gives is lost."""
+        """Copy out all snapshots that still lie in the cache; what the device can no longer return is
+        lost.
+        """
         for snapshot, source in self._in_cache():
             try:
                 snapshot.detach()
@@ -231,11 +238,11 @@ class AttentionSnapshots:
                 snapshot.release()
 
     def capture(self, seq: int) -> None:
-        """Take what is due after a batch was placed: its tokens are all still there."""
+        """Take the due snapshots after a batch was placed, while all of its tokens are still stored."""
         for begin, end in self.schedule.due(seq, self.storage.table.rows[seq].last + 1):
             try:
                 self.schedule.taken(seq, self.snapshot(seq, begin, end))
-            except (NotSupportedError, OrderError, SequenceLostError):  # gaps, a pass or a device that failed
+            except (NotSupportedError, OrderError, SequenceLostError):  # gaps, or a failed pass or device
                 self.schedule.skip(seq, end)
 
     # Restoring.
@@ -243,7 +250,9 @@ class AttentionSnapshots:
     def prepare_restore_snapshot(
         self, seq: int, snapshot: AttentionSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
-        """Check all that ``restore`` may refuse; None where it would give False."""
+        """Make all checks of ``restore``; the returned callable makes the change. None if it would return
+        False.
+        """
         end = snapshot.end if target is None else target
         table, row = self.storage.table, self.storage.table.rows[seq]
         count = int(np.searchsorted(snapshot.positions, end))
@@ -267,7 +276,7 @@ class AttentionSnapshots:
             if shares and snapshot.source is not None:
                 self._share(seq, snapshot, some)
             else:
-                if shares:  # copied out since it was prepared, or gone
+                if shares:  # copied out since it was prepared, or dropped
                     self._check(snapshot)
                     self._check_room(seq, snapshot.begin, stored[some].size)
                 self._put_back(seq, snapshot, some)
@@ -299,7 +308,9 @@ class AttentionSnapshots:
         return CellReservation(backend, table, buffers, incoming, cells, keep)
 
     def _check_room(self, seq: int, begin: int, count: int) -> None:
-        """Refuse ``count`` cells that are not there even without what they replace and snapshots hold."""
+        """Refuse ``count`` cells if there are too few, even counting the cells to be replaced and those of
+        snapshots.
+        """
         table, row = self.storage.table, self.storage.table.rows[seq]
         saved = table.save_row(seq)
         table.drop(seq, row.index(begin), len(row))
@@ -311,7 +322,7 @@ class AttentionSnapshots:
             table.restore_row(seq, saved)
 
     def _share(self, seq: int, snapshot: AttentionSnapshot, some: slice | np.ndarray) -> None:
-        """Own the cells of ``some`` of the snapshot's entries too."""
+        """Share the cells of ``some`` of the snapshot's entries."""
         assert snapshot.source is not None
         table, row = self.storage.table, self.storage.table.rows[seq]
         table.drop(seq, row.index(snapshot.begin), len(row))
@@ -321,7 +332,7 @@ class AttentionSnapshots:
             table.adopt(seq, positions, cells, pin.where if cells.size == pin.cells.size else None)
 
     def _put_back(self, seq: int, snapshot: AttentionSnapshot, some: slice | np.ndarray) -> None:
-        """Replace the row's end first, then the data; the row is changed back where the data fails."""
+        """Replace the end of the row first, then copy the data; if that fails, the row is restored."""
         table, row = self.storage.table, self.storage.table.rows[seq]
         saved, cells_before = row.save_copy(), row.cells.copy()
         layers, shapes, positions = snapshot.read(), snapshot.shapes(), snapshot.positions[some]
@@ -358,10 +369,10 @@ class AttentionSnapshots:
             elif layer_buffers.absent is not None:
                 layer_buffers.absent[cells] = 0
 
-    # Cutting and joining.
+    # Splitting and joining.
 
     def merge(self, parent: AttentionSnapshot | None, child: AttentionSnapshot) -> AttentionSnapshot:
-        """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; a window keeps the child."""
+        """Join ``[a, b)`` and ``[b, c)`` to ``[a, c)``; of windows, the child is kept."""
         if parent is None or child.whole:
             return child
         if parent.end != child.begin or parent.dtype != child.dtype or parent.whole:
@@ -390,7 +401,7 @@ class AttentionSnapshots:
         return AttentionSnapshot(parent.begin, child.end, positions, parent.dtype, None, layers)
 
     def join(self, parts: Sequence[AttentionSnapshot]) -> AttentionSnapshot:
-        """``merge`` of one or more, in order; in one step where all of them lie in this cache."""
+        """``merge`` one or more snapshots, in order; in one step if all of them lie in this cache."""
         first, last, table = parts[0], parts[-1], self.storage.table
         sources = [source for part in parts if (source := part.source) is not None and source.table is table]
         follow = [part.end for part in parts[:-1]] == [part.begin for part in parts[1:]]
@@ -400,14 +411,16 @@ class AttentionSnapshots:
         if any([pin.lost for pin in pins]):  # noqa: C419 - a generator takes longer than all of them
             next(source for source in sources if source.pin.lost).check()
         joined = InCache(sources[0].backend, table, sources[0].buffers, in_order(pins))
-        if joined.pin.cells.size == last.end - first.begin:  # no gaps: numbers are made faster than copied
+        if (
+            joined.pin.cells.size == last.end - first.begin
+        ):  # no gaps: generating the numbers is faster than copying them
             positions = np.arange(first.begin, last.end)
         else:
             positions = np.concatenate([part.positions for part in parts])
         return self._remember(first.begin, last.end, positions, joined)
 
     def _spanning(self, snapshot: AttentionSnapshot, begin: int, end: int) -> AttentionSnapshot:
-        """The same content, said to be of ``[begin, end)``."""
+        """The same content, labelled ``[begin, end)``."""
         source, positions = snapshot.source, snapshot.positions
         if source is not None and source.table is self.storage.table:
             return self._remember(begin, end, positions, source.part(0, positions.size))
@@ -416,13 +429,16 @@ class AttentionSnapshots:
     def split(
         self, snapshot: AttentionSnapshot, at: int
     ) -> tuple[AttentionSnapshot | None, AttentionSnapshot]:
-        """Cut ``[a, c)`` into ``[a, at)`` and ``[at, c)``; (None, snapshot) for a window, or at ``a``."""
+        """Split ``[a, c)`` into ``[a, at)`` and ``[at, c)``; (None, snapshot) for a window, or at ``a``."""
         check_inside(snapshot, at)
         if snapshot.whole or at == snapshot.begin:
             return None, snapshot
         positions = snapshot.positions
         count, size = int(np.searchsorted(positions, at)), positions.size
-        before, after = positions[:count].copy(), positions[count:].copy()  # so that each can go alone
+        before, after = (
+            positions[:count].copy(),
+            positions[count:].copy(),
+        )  # so that each can be released alone
         source = snapshot.source
         if source is not None and source.table is self.storage.table:
             return (
@@ -439,7 +455,7 @@ class AttentionSnapshots:
         )
 
     def _check(self, snapshot: AttentionSnapshot) -> None:
-        """Refuse a snapshot that was dropped, or was taken of another kind of cache."""
+        """Refuse a snapshot that was dropped, or that was taken from another kind of cache."""
         if snapshot.dropped:
             raise SequenceLostError(
                 f"restore: the snapshot of [{snapshot.begin}, {snapshot.end}) was dropped, and its cells are "
@@ -463,5 +479,5 @@ class AttentionSnapshots:
 
 
 def _next(stored: np.ndarray, begin: int) -> int:
-    """Where a sequence goes on that holds ``[0, begin)`` and, behind that, ``stored`` (ascending)."""
+    """The next position of a sequence that holds ``[0, begin)`` and then ``stored`` (ascending)."""
     return int(stored[-1]) + 1 if stored.size else begin

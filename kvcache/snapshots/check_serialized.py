@@ -1,17 +1,17 @@
-"""What a serialized snapshot says of itself, checked once: every field, its type, and the arrays.
+"""The metadata of a serialized snapshot, checked once: every field, its type, and the arrays.
 
-Whoever reads one that was checked needs no checks of its own. All say their kind, "begin" and "end"::
+Code that reads a checked snapshot needs no checks of its own. Every snapshot has "kind", "begin", "end" and::
 
     attention   "dtype", "whole", "layers": [[layer, activations, [tensor, ...]], ...]
     states      "states": [[name, layer, tensor], ...]
     encoder     "position", "length", "layers": [[layer, [tensor, tensor]], ...]
     wrapper     "parts": [{...}, ...]
 
-A tensor is [name of an array, axes]. "dtype" names the format of K and V, or both: "Q8_0", "F16/Q4_0"; a
-layer has K's parts in it, then V's, then one tensor (positions, 1, numbers) for each extra. Where values are
-the first numbers of keys there are no parts of V, and attention says "latent": [[layer, v_dim], ...]; of
-extras it says "extra": [[layer, [[name, shape of one token], ...]], ...]. A window ("whole") that keeps
-its first tokens says how many: "keep".
+A tensor is [name of an array, axes]. "dtype" names the format of K and V, or one for each: "Q8_0",
+"F16/Q4_0". A layer consists of the parts of K, those of V, and one tensor (positions, 1, numbers) for each
+extra. If the values are the first numbers of the keys, there are no parts of V, and the snapshot has
+"latent": [[layer, v_dim], ...]. Extras are described by "extra": [[layer, [[name, shape of one token], ...]],
+...]. A window ("whole") that keeps its first tokens has their number as "keep".
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvcache.stores.serialized_snapshot import SerializedSnapshot
 __all__ = ["StoredArray", "check_meta", "check_serialized"]
 
 DEEPEST = 16
-"""Wrappers inside wrappers."""
+"""How deeply wrappers may be nested."""
 
 
 class StoredArray(Protocol):
-    """An array of a serialized snapshot, whether it was read already or not."""
+    """An array of a serialized snapshot, which may not have been read yet."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -45,10 +45,10 @@ class StoredArray(Protocol):
 
 
 def check_serialized(op: str, serialized: SerializedSnapshot, complete: bool = False) -> tuple[int, int]:
-    """[begin, end) of a serialized snapshot; raises SnapshotCorruptError unless it is one.
+    """[begin, end) of a serialized snapshot. Raises SnapshotCorruptError if it is invalid.
 
-    ``complete``, as those of conversations are: attention layers have something of every position, and
-    each array is a part of the snapshot.
+    ``complete`` requires, as for saved conversations, that attention layers store every position and that
+    every array belongs to the snapshot.
     """
     return check_meta(op, serialized.meta, serialized.arrays, serialized.arrays.__getitem__, complete)
 
@@ -60,7 +60,7 @@ def check_meta(
     positions: Callable[[str], np.ndarray],
     complete: bool = False,
 ) -> tuple[int, int]:
-    """As ``check_serialized``, of one whose arrays are still to be read, but for ``positions``."""
+    """As ``check_serialized``, for a snapshot of which only the array ``positions`` has been read."""
     try:
         return _Check(arrays, positions, complete).serialized(meta)
     except (KeyError, ValueError) as error:
@@ -69,7 +69,7 @@ def check_meta(
 
 
 class _Check:
-    """Each method raises ValueError, or KeyError for an array that is not there."""
+    """Each method raises ValueError, or KeyError for a missing array."""
 
     def __init__(
         self, arrays: Mapping[str, StoredArray], positions: Callable[[str], np.ndarray], complete: bool
@@ -100,7 +100,7 @@ class _Check:
         elif kind == "wrapper" and depth:
             for i, part in enumerate(_typed(meta.get("parts"), list, "parts")):
                 first, last = self._snapshot(part, f"{at}{i}/", depth - 1)
-                if first > begin or last != end:  # a window's own begins at 0
+                if first > begin or last != end:  # a window's positions begin at 0
                     raise ValueError(f"part {i} is of [{first}, {last}), the whole of [{begin}, {end})")
         else:
             raise ValueError(f"kind {kind!r:.40}")
@@ -139,7 +139,9 @@ class _Check:
         self, parts: list[Part], stored: CacheFormat, activations: ml.DType, count: int, what: str,
         v_dim: int | None, extra: list[tuple[str, tuple[int, ...]]],
     ) -> None:  # fmt: skip
-        """The parts of K, of V unless K has the values, and of extras, (count, heads, width) each."""
+        """Check the parts of K, of V unless K contains the values, and of extras, (count, heads, width)
+        each.
+        """
         for shape, dtype in parts:
             if len(shape) != 3 or shape[0] != count or not all(shape[1:]):
                 raise ValueError(f"{what}: {dtype.name} {shape} of {count} positions")
@@ -179,7 +181,9 @@ class _Check:
                     raise ValueError(f"layer {number}: {shape} of an encoder's output of {length}")
 
     def _tensor(self, entry: object) -> tuple[tuple[int, ...], ml.DType]:
-        """Shape, its axes in the snapshot's order, and dtype of [name, axes]: an array that is named once."""
+        """The shape, with axes in the snapshot's order, and dtype of [name, axes]; each array may be named
+        once.
+        """
         name, axes = _items(entry, 2, "a tensor")
         _new(self._named, _typed(name, str, "an array's name"))
         array = self._arrays[name]
@@ -191,7 +195,7 @@ class _Check:
 
 
 def _latent(value: object) -> dict[int, int]:
-    """By layer how many numbers of K are its values."""
+    """For each layer, how many numbers of K are its values."""
     latent: dict[int, int] = {}
     for entry in _typed(value, list, "latent"):
         number, v_dim = (_count(one, "a latent layer") for one in _items(entry, 2, "a latent layer"))
@@ -201,7 +205,7 @@ def _latent(value: object) -> dict[int, int]:
 
 
 def _extra(value: object) -> dict[int, list[tuple[str, tuple[int, ...]]]]:
-    """By layer the names and shapes of its extras."""
+    """For each layer, the names and shapes of its extras."""
     extra: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for entry in _typed(value, list, "extra"):
         number, specs = _items(entry, 2, "the extras of a layer")
@@ -244,7 +248,7 @@ def _dtype(value: object) -> ml.DType:
 
 
 def _format(value: object) -> CacheFormat:
-    """The formats of that name, as snapshots write it."""
+    """The formats of that name, as written in snapshots."""
     try:
         stored = CacheFormat.of(value) if type(value) is str else None
     except (ml.DTypeError, ml.NotSupportedError, ml.PluginError) as error:

@@ -1,6 +1,6 @@
-"""Serialized snapshots cut in two, and joined, where they lie, in host memory: no device is asked.
+"""Cutting and joining serialized snapshots in host memory, without using a device.
 
-Only what is divisible can be cut: attention over all of the past, encoders' outputs, wrappers of these.
+Only divisible snapshots can be cut: attention over all of the past, encoder outputs, and wrappers of these.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def cut_serialized(
 ) -> tuple[SerializedSnapshot, SerializedSnapshot]:
     """The serialized snapshots of ``[begin, at)`` and ``[at, end)``, with ``at`` inside.
 
-    Their arrays are views where that can be; with ``own`` they have memory of their own,
-    so that one half is freed when it goes.
+    Their arrays are views if possible. With ``own`` they have memory of their own, so that one half can be
+    freed while the other is kept.
 
-    Raises SnapshotCorruptError for what is no serialized snapshot, or one that cannot be cut.
+    Raises SnapshotCorruptError for an invalid or indivisible snapshot.
     """
     cut, first, second = _cut(
         "cut_serialized", serialized, at, np.ndarray.copy if own else np.ascontiguousarray
@@ -39,18 +39,18 @@ def cut_serialized(
 
 
 def part_before(serialized: SerializedSnapshot, at: int) -> tuple[Meta, Arrays]:
-    """What a serialized snapshot of ``[begin, at)`` would say, and its arrays as views, gaps and all.
+    """The metadata of a serialized snapshot of ``[begin, at)``, and its arrays as views, which may have gaps.
 
-    Raises SnapshotCorruptError as :func:`cut_serialized`.
+    Raises SnapshotCorruptError as ``cut_serialized`` does.
     """
     cut, first, _ = _cut("part_before", serialized, at, np.asarray)
     return first, cut.first
 
 
 def join_serialized(parts: Sequence[SerializedSnapshot]) -> SerializedSnapshot:
-    """Serialized snapshots that follow one another as one: of a window or a state it has that of the last.
+    """Join consecutive serialized snapshots; the result keeps the window or state of the last one.
 
-    Raises SnapshotCorruptError for what cannot be joined.
+    Raises SnapshotCorruptError for snapshots that cannot be joined.
     """
     try:
         join = _Join([part.arrays for part in parts])
@@ -63,7 +63,7 @@ def join_serialized(parts: Sequence[SerializedSnapshot]) -> SerializedSnapshot:
 def _cut(
     op: str, serialized: SerializedSnapshot, at: int, taken: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[_Cut, Meta, Meta]:
-    """``taken`` makes an array of a view of half of one."""
+    """``taken`` turns the view of half an array into an array."""
     try:
         cut = _Cut(serialized.arrays, at, taken)
         return cut, *cut.meta(serialized.meta["snapshot"], "")
@@ -115,7 +115,7 @@ class _Cut:
                     arrays[array] = self.taken(self.arrays[array][where])
 
     def _encoder(self, meta: Mapping[str, Any], halves: tuple[Meta, Meta]) -> None:
-        """The output goes with the token that it came with."""
+        """The output stays with the token that it came with."""
         position = meta["position"]
         if position is None:
             return
@@ -177,6 +177,8 @@ class _Join:
 
 
 def _without_axes(meta: Mapping[str, Any]) -> Meta:
-    """What all parts of one attention snapshot have to say alike; in a single token, axes may lie anyhow."""
+    """The metadata that all parts of one attention snapshot must share; the axes of a single token may be in
+    any order.
+    """
     layers = [[*layer, [array for array, _ in tensors]] for *layer, tensors in meta["layers"]]
     return {**meta, "begin": 0, "end": 0, "layers": layers}

@@ -1,4 +1,4 @@
-"""Which layers a cache or a serialized snapshot has, and their shapes: it is good for its own model only."""
+"""The layers of a cache or a serialized snapshot and their shapes: a snapshot fits only its own model."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = [
 ]  # fmt: skip
 
 Layers = Mapping[int, LayerShape]
-"""By layer: those of attention over what the model itself has written."""
+"""The shape of each layer with attention over the model's own tokens."""
 
 
 def layers_of_cache(cache: Any) -> Layers:
-    """The layers that were put so far, or restored; of all caches of a wrapper."""
+    """The layers that have been put or restored so far, of all caches of a wrapper."""
     return _of_snapshot(cache.snapshot(0, 0, 0))
 
 
 def layers_of_serialized(serialized: SerializedSnapshot) -> Layers:
-    """Those that a serialized snapshot, which was checked, has something of."""
+    """The layers that a checked serialized snapshot has data of."""
     return _of_meta(serialized, serialized.meta["snapshot"])
 
 
 def check_layers(serialized: SerializedSnapshot, expected: Layers) -> None:
-    """Raise SnapshotCorruptError unless what was checked has exactly these layers, as wide; {}: any."""
+    """Raise SnapshotCorruptError unless a checked snapshot has exactly these layers and widths; {}: any."""
     stored = layers_of_serialized(serialized)
     positions = (array.size for name, array in serialized.arrays.items() if name.endswith("positions"))
     if not expected or not (stored or any(positions)):
@@ -64,7 +64,7 @@ def _of_meta(serialized: SerializedSnapshot, meta: Mapping[str, Any]) -> Layers:
 
 
 def shapes_of(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[int, LayerShape]:
-    """The layers of a serialized snapshot of attention, which was checked."""
+    """The layers of a checked serialized snapshot of attention."""
     stored, latent, extra = CacheFormat.of(meta["dtype"]), dict(meta.get("latent", ())), meta.get("extra", ())
     named = {i: [(name, tuple(shape)) for name, shape in specs] for i, specs in extra}
     return {
@@ -77,7 +77,7 @@ def shapes_of(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict
 
 
 def described(shapes: Layers) -> dict[str, Any]:
-    """Latent layers and extras as ``shapes_of`` reads them, for a snapshot's meta; {}: there are none."""
+    """Metadata of latent layers and extras in the form that ``shapes_of`` reads; {} if there are none."""
     latent = [[i, shape.value[1]] for i, shape in shapes.items() if shape.is_latent]
     extra = [
         [i, [[one.name, [*one.shape]] for one in shape.extra]] for i, shape in shapes.items() if shape.extra

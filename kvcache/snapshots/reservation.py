@@ -1,7 +1,7 @@
-"""Memory of a cache for what is about to be put there: free cells, held until they are filled.
+"""Reserved memory of a cache: free cells that are held until data is read into them.
 
-The snapshot that comes of it shares its cells with the sequence that restores it, so that every byte is
-read to where it will lie, and copied no further (see kvcache.prefix.loading).
+The resulting snapshot shares its cells with the sequence that restores it, so that every byte is read
+directly to its final place (see kvcache.prefix.loading).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["CellReservation", "IncomingSnapshot", "StoredTensor", "bits_of"]
 
 
 Places = dict[int, list[np.ndarray]]
-"""Per layer the memory of its tensors, (count, heads, ...) each."""
+"""For each layer, the memory of its tensors, (count, heads, ...) each."""
 
 
 class StoredTensor(NamedTuple):
-    """What is to come: shape, as (count, heads, ...), and dtype."""
+    """A tensor still to arrive: its shape (count, heads, ...) and dtype."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -34,7 +34,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IncomingSnapshot:
-    """An attention snapshot whose content is still to come; as :class:`AttentionSnapshot`."""
+    """An attention snapshot whose content is still to arrive; otherwise as ``AttentionSnapshot``."""
 
     begin: int
     end: int
@@ -46,10 +46,10 @@ class IncomingSnapshot:
 
 
 class CellReservation:
-    """A run of free cells, held for a snapshot: to be opened, filled at once, and kept or discarded.
+    """A run of free cells reserved for a snapshot: open it, fill it at once, and keep or discard it.
 
-    ``buffers``, which are the cache's, must have the incoming layers, shapes and dtypes: a cache that
-    has none yet does not know what it should have.
+    The cache's ``buffers`` must have the incoming layers, shapes and dtypes: a cache without buffers does not
+    know them yet.
     """
 
     __slots__ = ("_backend", "_buffers", "_cells", "_incoming", "_keep", "_pin", "_places", "_table")
@@ -63,7 +63,7 @@ class CellReservation:
         cells: np.ndarray,
         keep: Callable[[np.ndarray, int], AttentionSnapshot],
     ) -> None:
-        """``keep`` makes the snapshot of the first of the cells, wherever they are by then."""
+        """``keep`` makes a snapshot of the first cells, wherever they have been moved to by then."""
         self._backend, self._table, self._buffers = backend, table, buffers
         self._incoming, self._cells, self._keep = incoming, cells, keep
         self._pin = table.hold(cells)
@@ -71,13 +71,13 @@ class CellReservation:
 
     @staticmethod
     def is_known(backend: ml.Backend) -> bool:
-        """Whether a backend may have a way to its tensors' memory from outside."""
+        """Whether a backend may give access to its tensors' memory from outside."""
         return isinstance(backend, (ml.SupportsHostMemory, ml.SupportsTransfers))
 
     def open(self) -> Places | None:
-        """The cells' memory, per layer in the order of the incoming tensors; None where it is not to be had.
+        """The cells' memory, per layer in the order of the incoming tensors; None if it is not accessible.
 
-        To be let go of before ``keep``, and before the backend is used for anything else.
+        Release it before ``keep``, and before the backend is used for anything else.
         """
         backend = self._backend
         if not isinstance(backend, ml.SupportsHostMemory):
@@ -96,10 +96,10 @@ class CellReservation:
     def page_in(
         self, arrays: Mapping[int, Sequence[tuple[np.ndarray, Sequence[int]]]]
     ) -> ml.PageTransfer | None:
-        """In place of ``open``: begin to copy arrays into the cells; None where the backend does not do this.
+        """Begin to copy arrays into the cells, instead of ``open``; None if the backend does not support it.
 
-        Each comes with its axes: the tensor (count, heads, ...) permuted by them has the array's shape. Who
-        uses the cells comes after it.
+        Each array comes with its axes: the tensor (count, heads, ...), permuted by them, has the array's
+        shape. Later uses of the cells are ordered after the copy.
         """
         backend = self._backend
         if not isinstance(backend, ml.SupportsTransfers):
@@ -119,25 +119,25 @@ class CellReservation:
         return transfer
 
     def keep(self, count: int, end: int) -> AttentionSnapshot:
-        """The first ``count`` cells as a snapshot up to ``end``, which lies in the cache."""
+        """A snapshot up to ``end`` of the first ``count`` cells, which stay in the cache."""
         self._clear(count)
         snapshot = self._keep(self._pin.cells[:count], end)
         self._table.unpin(self._pin)
         return snapshot
 
     def discard(self) -> None:
-        """Let go of the cells."""
+        """Release the cells."""
         self._clear(0)
         self._table.unpin(self._pin)
 
     def _clear(self, start: int) -> None:
-        """Leave zeros behind: a masked cell meets a weight of 0, and what was put there may be NaN."""
+        """Zero the cells from ``start`` on: a masked cell has a weight of 0, which does not cancel NaN."""
         places, self._places = self._places, {}
         for place in (place for layer in places.values() for place in layer):
             bits_of(place)[start:] = 0
 
     def _views(self, ctx: ml.Context) -> dict[int, tuple[ml.Tensor, ...]] | None:
-        """The cells as tensors, by layer; None where they are not of the incoming kind."""
+        """The cells as tensors, by layer; None if their shapes or dtypes are not the incoming ones."""
         layers, count = self._incoming.layers, int(self._incoming.positions.size)
         if self._buffers.keys() != layers.keys():
             return None
@@ -147,5 +147,5 @@ class CellReservation:
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned integers: NumPy copies those fastest, and every bit as it is."""
+    """The same memory as unsigned integers, which NumPy copies fastest and without changing a bit."""
     return array.view(f"u{array.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""Snapshots that are asked for ahead, at positions that a sequence has not reached yet."""
+"""Snapshots requested in advance, at positions that a sequence has not reached yet."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["REPLACED", "SnapshotSchedule"]
 
 S = TypeVar("S", bound=Snapshot)
 REPLACED = -1
-"""What ``lowest_cut`` says where ``copy_prefix`` replaced all that a sequence held."""
+"""What ``lowest_cut`` returns if ``copy_prefix`` replaced the whole sequence."""
 
 
 class SnapshotSchedule(Generic[S]):
-    """For each sequence the positions where a snapshot is due, and those that were taken or skipped."""
+    """For each sequence, the positions where snapshots are due, and those that were taken or skipped."""
 
     def __init__(self) -> None:
         self._due: dict[int, list[int]] = {}  # none of them empty
@@ -29,7 +29,7 @@ class SnapshotSchedule(Generic[S]):
         return bool(self._due)
 
     def add(self, seq: int, positions: Iterable[int], offset: int) -> None:
-        """Have snapshots taken at ``positions``, all after ``offset``, where the sequence stands."""
+        """Schedule snapshots at ``positions``, all of which must lie after ``offset``, the sequence's end."""
         wanted = whole_numbers("schedule_snapshots", "position", positions)
         if wanted and wanted[0] <= offset:
             raise InvalidRangeError(
@@ -48,11 +48,11 @@ class SnapshotSchedule(Generic[S]):
             yield self._from[seq], position
 
     def positions(self, seq: int) -> Sequence[int]:
-        """All that are due, ascending."""
+        """All scheduled positions, ascending."""
         return self._due.get(seq, ())
 
     def next(self, seq: int, offset: int) -> int | None:
-        """The lowest position that is due and that a sequence of ``offset`` tokens has not reached."""
+        """The lowest scheduled position that a sequence of ``offset`` tokens has not reached."""
         return min((position for position in self._due.get(seq, ()) if position > offset), default=None)
 
     def taken(self, seq: int, snapshot: S) -> None:
@@ -61,7 +61,7 @@ class SnapshotSchedule(Generic[S]):
         self._from[seq] = snapshot.end
 
     def skip(self, seq: int, position: int) -> None:
-        """Nothing can be taken at ``position``."""
+        """Record that no snapshot can be taken at ``position``."""
         self._skipped.setdefault(seq, []).append(position)
         self._over(seq, position)
 
@@ -72,15 +72,15 @@ class SnapshotSchedule(Generic[S]):
             del self._due[seq]
 
     def skipped(self, seq: int) -> list[int]:
-        """Hand over the positions that were skipped."""
+        """Return the skipped positions and forget them."""
         return self._skipped.pop(seq, [])
 
     def waiting(self, seq: int) -> list[S]:
-        """What was taken and not handed over."""
+        """The snapshots that were taken and not returned yet."""
         return [*self._taken.get(seq, ())]
 
     def take(self, seq: int, upto: int | None = None) -> list[S]:
-        """Hand over what was taken, those that end at ``upto`` or before."""
+        """Return the snapshots that end at ``upto`` or before, and forget them."""
         taken = self._taken.pop(seq, [])
         if upto is None:
             return taken
@@ -89,18 +89,20 @@ class SnapshotSchedule(Generic[S]):
         return [snapshot for snapshot in taken if snapshot.end <= upto]
 
     def cut(self, seq: int, position: int) -> None:
-        """The sequence lost what lies at ``position`` and after: snapshots of it are due again."""
+        """The sequence was cut at ``position``: snapshots of later positions are due again."""
         self._cuts[seq] = min(position, self._cuts.get(seq, position))
         self.undone(seq, position)
 
     def undone(self, seq: int, position: int) -> None:
-        """As ``cut``, of a pass that is undone: what lies there never was, so nobody is told."""
+        """As ``cut``, when a pass is undone: its tokens were never visible, so ``lowest_cut`` does not
+        change.
+        """
         self.again(seq, position)
         if self._from.get(seq, 0) > position:
             self._from[seq] = position
 
     def again(self, seq: int, position: int) -> None:
-        """Have those that end behind ``position``, and were not handed over, taken anew."""
+        """Take snapshots that end after ``position``, and were not returned yet, again."""
         taken, skipped = self._taken.get(seq, []), self._skipped.get(seq, [])
         gone = [snapshot for snapshot in taken if snapshot.end > position]
         again = [end for end in skipped if end > position]
@@ -113,12 +115,12 @@ class SnapshotSchedule(Generic[S]):
             self._due[seq] = sorted({*self._due.get(seq, ()), *again, *(snapshot.end for snapshot in gone)})
 
     def replace(self, seq: int) -> None:
-        """The sequence holds the beginning of another one now."""
+        """The sequence has been replaced by the prefix of another one."""
         self.drop(seq)
         self._cuts[seq] = REPLACED
 
     def lowest_cut(self, seq: int) -> int | None:
-        """The lowest position of a ``cut`` since this was last asked, or REPLACED; None: there was none."""
+        """The lowest position of a ``cut`` since the last call, or REPLACED; None if there was none."""
         return self._cuts.pop(seq, None)
 
     def drop(self, seq: int) -> None:

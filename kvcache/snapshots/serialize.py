@@ -1,9 +1,9 @@
-"""Snapshots in host memory: the arrays of a snapshot and what they are, and back.
+"""Serialized snapshots: the arrays of a snapshot in host memory, with a description of them, and back.
 
-It is what goes to host memory, to disk or over a wire (see kvcache.stores). It names no backend and no
-layout: what is written on one backend is restored on any other that has its dtypes. Arrays keep the order
-of axes in which the cache stores them, so that they are put back by plain copies; ``axes`` says which
-(0 cells, 1 heads, 2 dims, from the outermost in).
+This is the form that goes to host memory, to disk or over the network (see kvcache.stores). It is independent
+of the backend and the layout: a snapshot written on one backend can be restored on any other that has its
+dtypes. Arrays keep the axis order in which the cache stores them, so that restoring is a plain copy; ``axes``
+records it (0 cells, 1 heads, 2 dims, outermost first).
 """
 
 from __future__ import annotations
@@ -36,7 +36,22 @@ _TO_COME = np.empty(0, np.uint8)
 
 
 def serialize(backend: ml.Backend, snapshot: Snapshot) -> SerializedSnapshot:
-    """Copy a snapshot of a cache on ``backend`` to host memory, byte for byte; it stays as it is."""
+    """Copy a snapshot of a cache on ``backend`` to host memory, byte for byte; the snapshot is not
+    changed.
+
+    >>> import ml
+    >>> from kvcache import Batch, CausalCache, deserialize, serialize
+    >>> cache = CausalCache()
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=2, capacity=16, max_batch=4)
+    ...     cache.start_forward(ctx, Batch([0, 1, 2], [0, 0, 0]))
+    ...     cache.put(ctx, ctx.zeros((3, 1, 4), ml.DType.F32), ctx.zeros((3, 1, 4), ml.DType.F32))
+    ...     stored = serialize(backend, cache.snapshot(0))       # to host memory: pack() gives its bytes
+    ...     restored = cache.restore(1, deserialize(backend, stored))
+    ...     print(stored.meta["snapshot"]["kind"], restored, cache.offset(1))
+    ...     cache.close()
+    attention True 3
+    """
     begun = _copied(backend, snapshot, functools.partial(page_out, backend))
     assert begun is not None
     begun[1].wait()
@@ -46,9 +61,10 @@ def serialize(backend: ml.Backend, snapshot: Snapshot) -> SerializedSnapshot:
 def begin_serialize(
     backend: ml.SupportsTransfers, snapshot: Snapshot
 ) -> tuple[SerializedSnapshot, ml.PageTransfer] | None:
-    """As ``serialize``; the arrays are good when the transfer is done. None where the backend copies at once.
+    """As ``serialize``, but the arrays are valid only when the transfer has finished. None if the backend
+    copies synchronously.
 
-    What the snapshot has copied out of the cache is to be kept until then.
+    Keep the snapshot's copied-out tensors until then.
     """
     return _copied(cast("ml.Backend", backend), snapshot, backend.page_out)
 
@@ -80,9 +96,10 @@ def serialized_nbytes(snapshot: Snapshot) -> int:
 
 
 def deserialize(backend: ml.Backend, serialized: SerializedSnapshot) -> Snapshot:
-    """A snapshot over these arrays, for a cache on ``backend``; SnapshotCorruptError for what is none.
+    """A snapshot with the content of these arrays, for a cache on ``backend``.
 
-    Where the backend lives in host memory the arrays are used in place: leave them as they are.
+    A backend in host memory uses the arrays in place, so do not change them afterwards. Raises
+    SnapshotCorruptError if ``serialized`` is invalid.
     """
     check_serialized("deserialize", serialized)
     with backend.new_context() as ctx:
@@ -93,7 +110,7 @@ class _Writer:
     def __init__(self, ctx: ml.Context) -> None:
         self.ctx = ctx
         self.arrays: dict[str, np.ndarray] = {}
-        """All in their order; those of ``tensors`` are still to come."""
+        """All arrays in order; those of ``tensors`` are still to be copied."""
         self.tensors: dict[str, ml.Tensor] = {}
 
     def encode(self, snapshot: Snapshot, at: str = "") -> dict[str, Any]:
@@ -177,9 +194,10 @@ class _Reader:
         return self._tensor(ctx, key), self._tensor(ctx, value)
 
     def _tensor(self, ctx: ml.Context, entry: Sequence[Any], borrow: bool = False) -> ml.Tensor:
-        """On the device of ``ctx``. ``borrow``: the cache copies it on.
+        """The tensor on the device of ``ctx``. ``borrow``: it may alias the array, as the cache copies it
+        further.
 
-        A state or an encoder's output stays in use, and is copied.
+        A state or an encoder's output stays in use, and is always copied.
         """
         name, axes = entry
         array = self.arrays[name]
@@ -191,7 +209,7 @@ class _Reader:
 
 
 def _axes(tensor: ml.Tensor) -> list[int]:
-    """The axes from the outermost in memory on; those of size 1, which lie nowhere, stay in their place."""
+    """The axes, outermost in memory first; axes of size 1 keep their place."""
     shape, strides = tensor.shape, tensor.strides
     if not all(shape):
         return [*range(len(shape))]

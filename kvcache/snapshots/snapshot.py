@@ -1,16 +1,16 @@
-"""What a sequence held, to be put back later: into the same cache or one made like it.
+"""Snapshots: the content of a sequence, to be restored later in the same cache or in an equal one.
 
-After the snapshots of Ollama's x/mlxrunner caches. Attention over all of the past is sliceable: a
-snapshot of ``[begin, end)`` may be cut at any position, joined to its neighbour, and restored up to any
-position inside. A window's content is whole: it is what a token at ``end`` sees::
+After the snapshots of Ollama's x/mlxrunner caches. Attention over all of the past is divisible: a snapshot of
+``[begin, end)`` can be split at any position, joined to its neighbour, and restored up to any position
+inside. The content of a window is indivisible: it is what a token at ``end`` sees::
 
     causal     [0 ........ 6)  split at 4  ->  [0 .... 4)  and  [4 . 6)      merge joins them again
     window     [    3 .. 6)    split at 4  ->  None        and  [    3 .. 6)  merge keeps the later one
 
-A snapshot is lazy. One of attention names the cells and keeps them from being given to others, and copies
-nothing. Only when the cache needs those cells, moves on to another backend or closes are they copied
-out; restoring before that shares them. A recurrent state stays in its slot until that is about to be
-written (kvcache.storage.state_slots).
+A snapshot is lazy. An attention snapshot refers to cells of the cache and keeps them from being reused,
+without copying anything. The cells are copied out only when the cache needs them, moves to another backend or
+closes; restoring before that shares them. A recurrent state stays in its slot until the slot is about to be
+overwritten (kvcache.storage.state_slots).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class Snapshot(Protocol):
-    """What all snapshots tell of themselves."""
+    """The members that all snapshots have."""
 
     @property
     def begin(self) -> int: ...
@@ -60,11 +60,11 @@ class Snapshot(Protocol):
     def end(self) -> int: ...
     @property
     def nbytes(self) -> int:
-        """Bytes of its content, whether they lie in the cache or were copied out."""
+        """Bytes of its content, whether it lies in the cache or has been copied out."""
 
     @property
     def in_cache(self) -> bool:
-        """Whether some of it still lies in the cache itself: in its cells, or in the slot of a state."""
+        """Whether some of it still lies in the cache itself: in its cells, or in a state's slot."""
 
     @property
     def holds_cells(self) -> bool:
@@ -72,21 +72,23 @@ class Snapshot(Protocol):
 
     @property
     def frees_cells(self) -> bool:
-        """Whether a cell would be free if this snapshot let go of it."""
+        """Whether releasing this snapshot would free a cell."""
 
     @property
     def divisible(self) -> bool:
-        """Whether it may be cut at any position inside, and restored up to any."""
+        """Whether it can be split at any position inside, and restored up to any."""
 
     @property
     def joins_in_place(self) -> bool:
-        """Whether it is joined with its neighbours without a copy: in cells, or of the last one alone."""
+        """Whether joining it with its neighbours copies nothing: it lies in cells, or only the last one is
+        kept.
+        """
 
     def detach(self) -> None:
-        """Copy out what still lies in the cache, and let go of the cells and slots."""
+        """Copy out what still lies in the cache, and release the cells and slots."""
 
     def drop(self) -> None:
-        """Let go of the cells: nobody asks any more for what lies there."""
+        """Release the cells without copying; the snapshot cannot be used afterwards."""
 
 
 def _shown(snapshot: Snapshot) -> str:
@@ -97,10 +99,10 @@ def _shown(snapshot: Snapshot) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LayerSnapshot:
-    """K, V and extras of one layer as they are stored.
+    """The stored K, V and extras of one layer.
 
-    ``tensors`` holds the parts of K in its format, those of V unless ``shape`` says that K has them, and the
-    extras, (count, heads, width) each; what is not plain is read back as ``activations``.
+    ``tensors`` are the parts of K in its format, those of V unless K contains the values (see ``shape``), and
+    the extras, (count, heads, width) each. Quantized parts are decoded to ``activations``.
     """
 
     tensors: tuple[ml.Tensor, ...]
@@ -112,10 +114,10 @@ Layers = Mapping[int, LayerSnapshot]
 
 
 class InCache:
-    """The cells that a snapshot names, in the buffers of the cache that it was taken of.
+    """The cells that a snapshot refers to, in the buffers of its cache.
 
-    ``buffers`` are the cache's own, by layer: a snapshot taken before the first ``put`` of a layer has it
-    all the same.
+    ``buffers`` is the cache's own dictionary, by layer: a snapshot that was taken before the first ``put`` of
+    a layer includes that layer too.
     """
 
     __slots__ = ("backend", "buffers", "pin", "table")
@@ -127,12 +129,12 @@ class InCache:
         buffers: Mapping[int, LayerBuffers],
         cells: np.ndarray | slice,
     ) -> None:
-        """``cells``, or a run of them."""
+        """``cells``: an array of cells, or a run of them."""
         self.backend, self.table, self.buffers = backend, table, buffers
         self.pin: Pin = table.pin(cells)
 
     def __del__(self) -> None:
-        if hasattr(self, "pin"):  # an interrupt may come before __init__ is done
+        if hasattr(self, "pin"):  # an interrupt may come before __init__ has finished
             self.table.drop_pin(self.pin)
 
     @property
@@ -142,17 +144,17 @@ class InCache:
 
     @property
     def frees(self) -> bool:
-        """Whether letting go would free a cell."""
+        """Whether releasing them would free a cell."""
         return bool((self.table.references[self.pin.cells] == 1).any())
 
     @property
     def awaited(self) -> list[int]:
-        """The layers that the pass under way has still to give some of its tokens."""
+        """The layers for which the current pass has not put all tokens yet."""
         table, cells = self.table, self.pin.cells
         return [i for i, layer in self.buffers.items() if table.awaited(layer.stamp, cells)]
 
     def check(self) -> None:
-        """Raise SequenceLostError where a device failure took what lies there."""
+        """Raise SequenceLostError if the data was lost in a device failure."""
         if self.pin.lost:
             raise SequenceLostError(
                 "snapshot: the device failed while its cells were being moved; compute the sequence again"
@@ -163,9 +165,9 @@ class InCache:
         return InCache(self.backend, self.table, self.buffers, self.pin.cells[start:stop].copy())
 
     def read(self) -> dict[int, LayerSnapshot]:
-        """Copies of what lies there, in layers that have all of it.
+        """Copies of the data, in the layers that have all of it.
 
-        Raises OrderError where the pass under way has still to put some of it.
+        Raises OrderError if the current pass has not put some of it yet.
         """
         self.check()
         if self.awaited:
@@ -180,11 +182,11 @@ class InCache:
 
 
 class AttentionSnapshot:
-    """What an attention cache held of one sequence at ``positions``, all within ``[begin, end)``.
+    """Keys and values of one sequence at ``positions``, all of which lie within ``[begin, end)``.
 
-    ``layers`` are copies in the backend's memory, in the order of ``positions``; asking for them
-    detaches the snapshot. ``keep`` is how many first tokens the cache keeps beside a window, and None of a
-    cache without one.
+    ``layers`` are copies in the backend's memory, in the order of ``positions``; reading this attribute
+    detaches the snapshot. ``keep`` is the number of first tokens that the cache keeps beside a window; None
+    for a cache without a window.
     """
 
     __slots__ = ("__weakref__", "_layers", "begin", "dropped", "dtype", "end", "keep", "positions", "source")
@@ -202,7 +204,7 @@ class AttentionSnapshot:
         self.dtype, self.keep = dtype, keep
         self.source = content if isinstance(content, InCache) else None
         self.dropped = False
-        """Whether it let go of its cells uncopied: there is nothing left of it."""
+        """Whether it has released its cells without a copy, so that nothing is left."""
         self._layers: Layers = {} if isinstance(content, InCache) else content
 
     __repr__ = _shown
@@ -224,14 +226,14 @@ class AttentionSnapshot:
 
     @property
     def backend(self) -> ml.Backend | None:
-        """Whose memory it lies in; None where it has nothing, or what it has does not tell."""
+        """The backend whose memory it lies in; None if it is empty, or if its tensors do not tell."""
         if not self.positions.size:
             return None
         return _owner(tensors_of(self._layers)) if self.source is None else self.source.backend
 
     @property
     def whole(self) -> bool:
-        """Whether it is the window of ``end``, and has no parts."""
+        """Whether it is the window at ``end``, which is indivisible."""
         return self.keep is not None
 
     @property
@@ -262,32 +264,33 @@ class AttentionSnapshot:
             self.source, self.dropped = None, True
 
     def release(self) -> None:
-        """Detach it; where its content is lost, just let go of the cells."""
+        """Detach it; if its content is lost, only release the cells."""
         if self.source is not None and self.source.pin.lost:
             self.source.table.unpin(self.source.pin)
         else:
             self.detach()
 
     def read(self) -> Layers:
-        """Its layers, copied where they lie in the cache; what lies there stays."""
+        """Its layers, copied if they lie in the cache; the snapshot itself stays there."""
         return self._layers if self.source is None else self.source.read()
 
     def shapes(self) -> dict[int, LayerShape]:
-        """What each layer stores of a token."""
+        """The shape that each layer stores for a token."""
         layers = self._layers if self.source is None else self.source.buffers
         return {i: layer.shape for i, layer in layers.items()}
 
 
 class StateSnapshot:
-    """The states of one sequence at ``end``, all tokens before ``begin`` being the sequence's own.
+    """The states of one sequence at ``end``; to restore it, the sequence must hold all tokens before
+    ``begin``.
 
-    ``state`` may still lie in the slot that the sequence had, whatever becomes of the slot later.
+    The states may still lie in the sequence's slot; they are copied before the slot is overwritten.
     """
 
     __slots__ = ("__weakref__", "begin", "end", "state")
 
     def __init__(self, begin: int, end: int, states: HeldStates | States) -> None:
-        """``states``, if they are tensors (1, *shape), are the snapshot's from then on."""
+        """The snapshot takes ownership of ``states`` that are tensors (1, *shape)."""
         self.begin, self.end = begin, end
         self.state = states if isinstance(states, HeldStates) else HeldStates(states)
 
@@ -295,7 +298,7 @@ class StateSnapshot:
 
     @property
     def states(self) -> States:
-        """(kind, layer) -> (1, *shape), copies; asking for them detaches the states."""
+        """(kind, layer) -> a copy (1, *shape); reading this attribute detaches the states."""
         return self.state.tensors
 
     @property
@@ -330,7 +333,7 @@ class StateSnapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderSnapshot:
-    """The encoder's output that came with a token of ``[begin, end)``, or none.
+    """The encoder's output that came with a token of ``[begin, end)``, if any.
 
     ``layers`` maps a layer to K and V (length, kv_heads, dim), which are never written again and are
     shared with the cache.
@@ -369,11 +372,11 @@ class EncoderSnapshot:
         """Nothing to do: what it holds lies in no cell."""
 
     def drop(self) -> None:
-        """Nothing to do, either."""
+        """No effect either."""
 
 
 class _Together:
-    """What several snapshots say of themselves as one."""
+    """The members of several snapshots taken together."""
 
     __slots__ = ()
     parts: tuple[Snapshot, ...]
@@ -427,9 +430,9 @@ class WrapperSnapshot(_Together):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SnapshotChain(_Together):
-    """Snapshots of one sequence that follow one another, each of which may be restored behind those before.
+    """Consecutive snapshots of one sequence, each of which can be restored after those before it.
 
-    Nothing is joined or copied: what it says of itself is what they say together.
+    Nothing is joined or copied: its members are those of the parts taken together.
     """
 
     parts: tuple[Snapshot, ...]
@@ -453,7 +456,7 @@ def unwrapped_snapshot(snapshot: Snapshot) -> list[Snapshot]:
 
 
 def check_kind(op: str, cache: object, kind: type, snapshots: Sequence[object]) -> None:
-    """Refuse snapshots of a cache that keeps something else, and none at all."""
+    """Refuse snapshots of another kind of cache, and an empty list."""
     if not snapshots:
         raise InvalidRangeError(f"{op}: no snapshots; at least one must be given")
     if {*map(type, snapshots)} == {kind}:
@@ -466,14 +469,16 @@ def check_kind(op: str, cache: object, kind: type, snapshots: Sequence[object]) 
 
 
 def check_inside(snapshot: Snapshot, at: int) -> None:
-    """Raise InvalidRangeError unless ``at`` is a position of the snapshot, its ends included."""
+    """Raise InvalidRangeError unless ``at`` lies within the snapshot or at one of its ends."""
     check_whole("split", "at", at)
     if not snapshot.begin <= at <= snapshot.end:
         raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
 
 
 def replaces(child: Snapshot, parent: Snapshot) -> bool:
-    """Whether ``child`` begins where ``parent`` does and ends no earlier, as a later one of a window."""
+    """Whether ``child`` begins where ``parent`` does and ends no earlier, as a later snapshot of a window
+    does.
+    """
     return child.begin == parent.begin and child.end >= parent.end
 
 
@@ -487,7 +492,7 @@ def check_following(parent: Snapshot, child: Snapshot) -> None:
 def read_layers(
     backend: ml.Backend, buffers: Mapping[int, LayerBuffers], cells: np.ndarray
 ) -> dict[int, LayerSnapshot]:
-    """Copies of ``cells`` in all layers; none where there are no cells."""
+    """Copies of ``cells`` in all layers; no layers if there are no cells."""
     if not cells.size:
         return {}
     is_run = bool((np.diff(cells) == 1).all())
@@ -510,7 +515,7 @@ def _owner(tensors: Iterable[ml.Tensor]) -> ml.Backend | None:
 
 
 def sliced(ctx: ml.Context, layers: Layers, start: int, stop: int) -> dict[int, LayerSnapshot]:
-    """Copies of entries ``[start, stop)``; no layers where there are none."""
+    """Copies of the entries ``[start, stop)``; no layers if the range is empty."""
     cut: dict[int, LayerSnapshot] = {}
     for i, layer in layers.items() if stop > start else ():
         place = ctx.layer(i)
@@ -520,7 +525,9 @@ def sliced(ctx: ml.Context, layers: Layers, start: int, stop: int) -> dict[int, 
 
 
 def entries(ctx: ml.Context, tensor: ml.Tensor, some: slice | np.ndarray) -> ml.Tensor:
-    """Those of ``some`` (ascending, or the first; at least one) along axis 0: a view of a range."""
+    """The entries ``some`` (ascending indices or a slice; at least one) along axis 0; a view if they are a
+    range.
+    """
     if isinstance(some, slice):
         return tensor if some.stop == tensor.shape[0] else tensor.slice(ctx, 0, 0, some.stop)
     first, stop = int(some[0]), int(some[-1]) + 1
@@ -530,7 +537,7 @@ def entries(ctx: ml.Context, tensor: ml.Tensor, some: slice | np.ndarray) -> ml.
 
 
 def compact(ctx: ml.Context, tensor: ml.Tensor) -> ml.Tensor:
-    """A copy without gaps whose axes lie in memory in the order in which the tensor's do."""
+    """A contiguous copy whose axes have the same order in memory as those of the tensor."""
     axes = sorted(range(len(tensor.shape)), key=lambda axis: -tensor.strides[axis])
     return tensor.permute(ctx, *axes).contiguous(ctx).permute(ctx, *(axes.index(i) for i in range(len(axes))))
 

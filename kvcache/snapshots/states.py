@@ -1,4 +1,4 @@
-"""Taking, restoring and joining snapshots of recurrent states, which are whole."""
+"""Taking, restoring and joining snapshots of recurrent states, which are indivisible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["StateSnapshots"]
 class StateSnapshots:
     """The snapshots of a cache of states.
 
-    It knows nothing of passes: who restores a snapshot ends the pass under way.
+    It does not know passes: whoever restores a snapshot ends the current pass.
     """
 
     kind = StateSnapshot
@@ -28,16 +28,18 @@ class StateSnapshots:
         self._specs = StateSpecs({})
 
     def bind(self, states: StateTable, specs: StateSpecs) -> None:
-        """Take snapshots of ``states``, which are what ``specs`` says."""
+        """Take snapshots of ``states``, which ``specs`` describes."""
         self.states, self._specs = states, specs
 
     def close(self) -> None:
-        """Copy out what still lies in slots, and forget what was scheduled."""
+        """Copy out what still lies in slots, and discard the schedule."""
         self.states.buffers.release_all()
         self.states, self.schedule = StateTable(0), SnapshotSchedule()
 
     def capture(self, seq: int) -> None:
-        """Take what is due; that of the end stays due while the pass under way may still set states."""
+        """Take the due snapshots; the one at the end stays due while the current pass may still update
+        states.
+        """
         row = self.states.rows[seq]
         offset, inside = row.offset, self.states.inside(row)
         for begin, end in self.schedule.due(seq, offset):
@@ -45,7 +47,7 @@ class StateSnapshots:
                 continue
             try:
                 snapshot = self.snapshot(seq, begin, end) if end == offset or end in inside else None
-            except OrderError:  # tokens of a pass that failed
+            except OrderError:  # tokens of a failed pass
                 snapshot = None
             if snapshot is None:
                 self.schedule.skip(seq, end)
@@ -90,9 +92,10 @@ class StateSnapshots:
     def prepare_restore_snapshot(
         self, seq: int, snapshot: StateSnapshot, target: int | None = None
     ) -> Callable[[], None] | None:
-        """Check all that ``restore`` may refuse; None where it would give False.
+        """Make all checks of ``restore``; the returned callable makes the change. None if it would return
+        False.
 
-        What is restored becomes a checkpoint, unless it adds no token to what the sequence had.
+        The restored state becomes a checkpoint, unless the sequence already had as many tokens.
         """
         if target not in (None, snapshot.end) or snapshot.begin > self.states.rows[seq].offset:
             return None
@@ -112,7 +115,7 @@ class StateSnapshots:
         return commit
 
     def _check_states(self, end: int, states: States) -> States:
-        """Those that this cache does not know yet; refuses others than it has."""
+        """The states that this cache does not know yet. Refuses states other than those that it has."""
         known = self.states.buffers.tensors.keys()
         if end and known and known != states.keys() and not self.states.skips:
             raise InvalidRangeError(
@@ -130,17 +133,17 @@ class StateSnapshots:
                 )
         return new
 
-    # Cutting and joining.
+    # Splitting and joining.
 
     def merge(self, parent: StateSnapshot | None, child: StateSnapshot) -> StateSnapshot:
-        """The child's state: it has seen what the parent's has."""
+        """The child's state, which has seen everything that the parent's has."""
         return child if parent is None else self.join([parent, child])
 
     def join(self, parts: Sequence[StateSnapshot]) -> StateSnapshot:
-        """``merge`` of one or more, in order."""
+        """``merge`` one or more snapshots, in order."""
         return StateSnapshot(parts[0].begin, parts[-1].end, parts[-1].state)
 
     def split(self, snapshot: StateSnapshot, at: int) -> tuple[StateSnapshot | None, StateSnapshot]:
-        """(None, snapshot): there is no state of ``at`` in it."""
+        """(None, snapshot), as the snapshot has no state at ``at``."""
         check_inside(snapshot, at)
         return None, snapshot

@@ -1,7 +1,7 @@
-"""Where bytes lie and who owns them.
+"""Storage: where bytes lie, and who owns them.
 
-Others use ``CellTable`` (which sequence and position lies in which cell: metadata alone), ``CellStorage``
-and ``LayerBuffers`` (K and V of the layers), ``Buffer`` and ``QuantizedBuffer``, ``States`` and
-``StateTable`` (recurrent states in slots), ``HostArrays`` (uploads), and ``relocation`` (moving what is
-stored: shifts, defragmentation).
+Used by other packages: ``CellTable`` (which cell holds which position of which sequence; metadata only),
+``CellStorage`` and ``LayerBuffers`` (K and V of the layers), ``Buffer`` and ``QuantizedBuffer``, ``States``
+and ``StateTable`` (recurrent states in slots), ``HostArrays`` (uploads), and ``relocation`` (moving stored
+data: shifts and defragmentation).
 """

@@ -1,4 +1,4 @@
-"""A preallocated buffer of cells: how they lie in memory, and how they are read and written.
+"""A preallocated buffer of cells: their memory layout, and how they are read and written.
 
 =============  ======================================  =============================
 layout         buffer of cells C, heads H, dims D       one cell's strides (head, dim)
@@ -26,12 +26,12 @@ class Buffer:
 
     __slots__ = ("axis", "cells", "dim", "heads", "order", "strides", "tensor")
     part_count = 1
-    """Of tensors that ``read_stored`` gives."""
+    """The number of tensors that ``read_stored`` returns."""
 
     def __init__(
         self, ctx: ml.Context, dtype: ml.DType, cells: int, heads: int, dim: int, order: tuple[int, int, int]
     ) -> None:
-        """``order`` lists the axes (0 cells, 1 heads, 2 dims) from the outermost in."""
+        """``order`` lists the axes (0 cells, 1 heads, 2 dims), outermost first."""
         self.cells, self.heads, self.dim = cells, heads, dim
         self.order = order
         self.axis = order.index(0)
@@ -44,7 +44,7 @@ class Buffer:
         self.strides = tuple(steps)
 
     def narrowed(self, dim: int) -> Buffer:
-        """The first ``dim`` numbers of each head, to be read where they lie."""
+        """A view of the first ``dim`` numbers of each head."""
         narrow = copy.copy(self)
         narrow.dim = dim
         return narrow
@@ -68,7 +68,7 @@ class Buffer:
     def read_batch(
         self, ctx: ml.Context, start: int, step: int, batch: int, count: int, heads_first: bool = False
     ) -> ml.Tensor:
-        """A view (batch, count, heads, dim) of runs, of which number i begins at ``start + i * step``.
+        """A view (batch, count, heads, dim) of runs; run i begins at ``start + i * step``.
 
         (batch, heads, count, dim) with ``heads_first``.
         """
@@ -81,8 +81,8 @@ class Buffer:
     def gather_batch(
         self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int, heads_first: bool = False
     ) -> ml.Tensor:
-        """Scattered cells in the shapes of :meth:`read_batch`."""
-        gathered = self.gather(ctx, cells)  # not reshaped: permuted values would be copied
+        """Scattered cells in the shapes of ``read_batch``."""
+        gathered = self.gather(ctx, cells)  # not reshaped, which would copy permuted values
         cell, head, dim = gathered.strides
         shape, strides = (batch, count, self.heads, self.dim), (count * cell, cell, head, dim)
         if heads_first:
@@ -102,9 +102,9 @@ class Buffer:
         return self.tensor.set_rows(ctx, source.permute(ctx, *self.order), cells, axis=self.axis)
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
-        """Copies (count, heads, dim) of cells, for :meth:`write_stored` of any layout.
+        """Copies (count, heads, dim) of cells, for ``write_stored`` of any layout.
 
-        They lie in memory in this buffer's own order of axes.
+        In memory they have this buffer's axis order.
         """
         if not isinstance(cells, int):
             return (self.gather(ctx, cells),)
@@ -115,7 +115,7 @@ class Buffer:
         ctx.forward(self.write(ctx, cells, parts[0]))
 
     def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
-        """Cells ``[start, start + count)`` as ``read_stored`` shows them, where they lie."""
+        """Views of the cells ``[start, start + count)``, in the shape of ``read_stored``."""
         return (self.read(ctx, start, count),)
 
     @property

@@ -1,4 +1,4 @@
-"""What an attention cache stores, and where: who holds which cell, and the tensors of every layer."""
+"""The storage of an attention cache: which sequence holds which cell, and the tensors of every layer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ class CellStorage:
     config: ml.CacheConfig
     table: CellTable
     max_batch: int
-    """Tokens that are handled at a time where data is re-encoded."""
+    """How many tokens are handled at a time when data is re-encoded."""
     buffers: dict[int, LayerBuffers] = field(default_factory=dict)
-    """By layer, from its first ``put`` on."""
+    """The buffers of each layer, from its first ``put`` on."""
 
     def allocate(self, ctx: ml.Context, layer: int, shape: LayerShape, activations: ml.DType) -> LayerBuffers:
-        """Buffers for what is put as ``activations``, not yet in ``buffers``; no stored token is in them."""
+        """New buffers for K and V put as ``activations``, not yet in ``buffers``; they contain no stored
+        token.
+        """
         cells, taken = self.table.cells, self.table.taken
         made = LayerBuffers(ctx.layer(layer), self.dtype, self.config, cells, shape, activations)
         owned = np.flatnonzero(self.table.references)
@@ -38,7 +40,9 @@ class CellStorage:
         return made
 
     def readable(self, op: str, layer: int, rows: Iterable[Row], begin: int = 0) -> LayerBuffers:
-        """What a layer stores; OrderError where it lacks a token of ``rows`` from position ``begin`` on."""
+        """A layer's buffers. Raises OrderError if they lack a token of ``rows`` from position ``begin``
+        on.
+        """
         buffers = self.buffers.get(layer)
         if buffers is None:
             raise OrderError(f"{op}: layer {layer} stores nothing yet; call put first")
@@ -55,7 +59,7 @@ class CellStorage:
         return buffers
 
     def missing(self, cells: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """By layer which of the tokens in ``cells`` it lacks, of layers that lack any."""
+        """For each layer that lacks any of the tokens in ``cells``, which of them it lacks."""
         for layer, buffers in self.buffers.items():
             lacking = None if buffers.absent is None else buffers.lacks(self.table.taken, cells)
             if lacking is not None:

@@ -1,14 +1,14 @@
-"""The cell table: which sequence and position lies in which cell. No tensors here.
+"""The cell table: which cell holds which position of which sequence. It contains no tensors.
 
-A cell is one token's place in the buffers of every layer. Sequences own cells through a row each:
-positions in ascending order, and beside each the cell that holds it. Two sequences that share a
-prefix name the same cells; ``references`` counts the owners of every cell, 0 where it is free::
+A cell is one token's place in the buffers of every layer. A sequence owns cells through its row, which lists
+positions in ascending order, each with the cell that holds it. Two sequences that share a prefix list the
+same cells; ``references`` counts the owners of every cell, 0 if it is free::
 
     sequence 0   positions 0 1 2 3      cells 0 1 2 3
     sequence 1   positions 0 1 2        cells 0 1 6        (shares two, then went its own way)
     references   2 2 1 1 0 0 1 0
 
-A snapshot that has copied nothing yet owns cells too, through a pin: no sequence writes there.
+A snapshot that has not been copied out also owns cells, through a pin: no sequence writes there.
 
 All work is on whole arrays or on a batch's tokens, never a Python loop over cells.
 """
@@ -25,16 +25,18 @@ import ml
 
 Array = np.ndarray
 SavedRow = tuple[np.ndarray, np.ndarray, int, int, bool, bool]
-"""What ``Row.save`` gives: buffers, head, tail, whether the cells are a run, and whether buffers are lent."""
+"""The result of ``Row.save``: buffers, head, tail, whether the cells are a run, and whether the buffers are
+lent.
+"""
 _EMPTY = np.zeros(0, dtype=np.int64)
 
 
 class Row:
-    """The cells of one sequence, ordered by position, growing at the tail and evicted at the head.
+    """The cells of one sequence, ordered by position; it grows at the tail and is evicted at the head.
 
-    ``positions`` and ``cells`` are views of buffers with room to grow; a change that is not an
-    append or a cut makes new buffers, so a saved (buffers, head, tail) brings a row back exactly.
-    A row that holds what a snapshot does shares its arrays, until it appends.
+    ``positions`` and ``cells`` are views of buffers with room to grow. Any change other than an append or a
+    cut makes new buffers, so that a saved (buffers, head, tail) restores a row exactly. A row that equals a
+    snapshot shares its arrays until it appends.
     """
 
     __slots__ = ("_cells", "_head", "_lent", "_positions", "_tail", "contiguous", "cut_off", "lost")
@@ -45,11 +47,11 @@ class Row:
         self._head = 0
         self._tail = 0
         self._lent = False
-        """The buffers are a snapshot's, and end where the row does: to append makes new ones."""
+        """The buffers belong to a snapshot and end where the row does: an append makes new ones."""
         self.contiguous = True
         """The cells are c, c+1, c+2, ... in the order of positions."""
         self.cut_off = 0
-        """Where the sequence stands, if what a window sees there is no longer stored; 0: it is."""
+        """The sequence's end, if what a window sees there is no longer stored; 0 otherwise."""
         self.lost = False
         """The device failed while this sequence's data was being moved."""
 
@@ -66,12 +68,12 @@ class Row:
 
     @property
     def first(self) -> int:
-        """Lowest position; the row is not empty."""
+        """The lowest position; the row must not be empty."""
         return int(self._positions[self._head])
 
     @property
     def last(self) -> int:
-        """Highest position, -1 when empty."""
+        """The highest position; -1 if the row is empty."""
         return int(self._positions[self._tail - 1]) if self._tail > self._head else -1
 
     @property
@@ -83,12 +85,12 @@ class Row:
         return int(self._cells[self._tail - 1])
 
     def end(self) -> tuple[int, int]:
-        """The highest position, and its cell; (-1, -1) when empty."""
+        """The highest position and its cell; (-1, -1) if the row is empty."""
         at = self._tail - 1
         return (int(self._positions[at]), int(self._cells[at])) if at >= self._head else (-1, -1)
 
     def span(self) -> tuple[int, int]:
-        """[lowest, highest + 1) of the cells; (0, 0) when empty."""
+        """[lowest, highest + 1) of the cells; (0, 0) if the row is empty."""
         if self._tail == self._head:
             return 0, 0
         if self.contiguous:
@@ -103,7 +105,7 @@ class Row:
         return int(self.positions.searchsorted(position))
 
     def first_held(self, positions: Array) -> int | None:
-        """The first of these ascending positions that is stored; None: none is."""
+        """The first of these ascending positions that is stored; None if none is."""
         if not len(self) or positions[0] > self.last:
             return None
         stored = self.positions
@@ -116,20 +118,20 @@ class Row:
         return self._positions, self._cells, self._head, self._tail, self.contiguous, self._lent
 
     def save_copy(self) -> SavedRow:
-        """What ``save`` gives, safe from any change of the row."""
+        """As ``save``, but unaffected by any later change of the row."""
         return self.positions.copy(), self.cells.copy(), 0, len(self), self.contiguous, False
 
     def load(self, saved: SavedRow) -> None:
         self._positions, self._cells, self._head, self._tail, self.contiguous, self._lent = saved
 
     def assign(self, positions: Array, cells: Array, contiguous: bool | None = None) -> None:
-        """``contiguous``: whether the cells are a run, where that is known."""
+        """``contiguous``: whether the cells are a run, if known."""
         self._positions, self._cells = positions, cells
         self._head, self._tail, self._lent = 0, positions.size, False
         self.contiguous = is_run(cells) if contiguous is None else contiguous
 
     def borrow(self, positions: Array, cells: Array, contiguous: bool) -> None:
-        """As ``assign``, of arrays that others read too."""
+        """As ``assign``, for arrays that are shared with others."""
         self.assign(positions, cells, contiguous)
         self._lent = True
 
@@ -147,7 +149,7 @@ class Row:
         self._tail = tail + count
 
     def append_behind(self, position: int, cell: int) -> None:
-        """``append_run`` of one, in the cell behind the last one."""
+        """Append one position in the cell after the last one."""
         tail = self._tail
         if tail == self._positions.size:
             self._grow(1)
@@ -177,7 +179,7 @@ class Row:
         self.contiguous = self.contiguous or is_run(self.cells)
 
     def _grow(self, count: int) -> None:
-        """Make room at the tail: copies O(1) entries per token over time."""
+        """Make room at the tail; amortized, this copies O(1) entries per token."""
         if self._tail + count <= self._positions.size:
             return
         size = max(64, 2 * (len(self) + count))
@@ -189,7 +191,7 @@ class Row:
 
 
 class Pin:
-    """Cells that a snapshot reads where they lie; they follow a defragmentation."""
+    """Cells that a snapshot reads in place; it follows them through a defragmentation."""
 
     __slots__ = ("cells", "lost", "where")
 
@@ -202,11 +204,11 @@ class Pin:
         """``cells``, or a run of them."""
         self.cells: Array = np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
         self.where: Array | slice = cells if isinstance(cells, slice) else indices(cells)
-        """What takes them out of an array."""
+        """The index that selects them from an array."""
 
 
 class Arrivals:
-    """Transfers from host memory into the cells of one table, until somebody needs them."""
+    """Transfers from host memory into the cells of one table that nothing has waited for yet."""
 
     def __init__(self) -> None:
         self._under_way: list[tuple[np.ndarray, ml.PageTransfer]] = []
@@ -215,13 +217,13 @@ class Arrivals:
         return bool(self._under_way)
 
     def add(self, cells: np.ndarray, transfer: ml.PageTransfer) -> None:
-        """Copies into ``cells`` have begun."""
+        """Record that copies into ``cells`` have begun."""
         self._under_way.append((cells, transfer))
 
     def join(self, wanted: np.ndarray) -> list[tuple[np.ndarray, ml.DeviceError]]:
-        """Have what follows come after the copies into cells where ``wanted`` is true.
+        """Order subsequent work after the copies into the cells for which ``wanted`` is true.
 
-        Returns the cells of copies that failed. What has ended is forgotten, wanted or not.
+        Returns the cells of failed copies. Finished copies are forgotten, wanted or not.
         """
         waiting, self._under_way = self._under_way, []
         failed: list[tuple[np.ndarray, ml.DeviceError]] = []
@@ -237,9 +239,9 @@ class Arrivals:
 
 
 class CellTable:
-    """Rows of all sequences over ``cells`` cells, and who shares what.
+    """The rows of all sequences over ``cells`` cells, and who shares which cells.
 
-    ``blank`` says of free cells whether they hold zeros still or again.
+    ``blank`` marks the free cells that are known to contain zeros.
     """
 
     def __init__(self, cells: int, max_sequences: int) -> None:
@@ -247,24 +249,26 @@ class CellTable:
         self.blank: Array = np.ones(cells, dtype=bool)
         self.references = np.zeros(cells, dtype=np.int32)
         self.taken = np.zeros(cells, dtype=np.int64)
-        """A number for what each cell was last given to, by which to tell one token there from the next."""
+        """A number for each cell that changes whenever the cell is reused, so that its tokens can be told
+        apart.
+        """
         self.free = cells
         self.changes = 0
-        """Counts all that is done to rows and pins but the growing of a row into the cell behind it."""
+        """Counts all changes of rows and pins except the growth of a row into the cell after it."""
         self.appended = 0
-        """Counts the tokens of such growing."""
+        """Counts the tokens of such growth."""
         self.rows = [Row() for _ in range(max_sequences)]
         self._home = max(1, cells // max_sequences)
         self.pins: dict[int, Pin] = {}
         self._dropped: deque[Pin] = deque()
         self._numbers = itertools.count(1)
         self.placed: tuple[int, int | Array, int] | None = None
-        """The pass under way, whose tokens layers are given one after another: stamp, cells, how many.
+        """The current pass, whose tokens the layers are given in turn: its stamp, its cells and their number.
 
-        The cells as the first of a run, or each.
+        The cells are given as the first of a run, or individually.
         """
         self.arrivals = Arrivals()
-        """What is being copied into cells; see ``join_arrivals``."""
+        """The copies into cells that are under way; see ``join_arrivals``."""
 
     def held(self) -> dict[int, int]:
         return {seq: len(row) for seq, row in self.occupied()}
@@ -275,10 +279,7 @@ class CellTable:
     # Pins.
 
     def pin(self, cells: Array | slice) -> Pin:
-        """Keep ``cells`` (distinct, each in use), or a run of them, from being given to others.
-
-        Until ``unpin``.
-        """
+        """Keep ``cells`` (distinct, each in use), or a run of them, from being reused until ``unpin``."""
         pin = Pin(cells)
         self.changes += 1
         self.references[pin.where] += 1
@@ -286,7 +287,7 @@ class CellTable:
         return pin
 
     def hold(self, cells: Array) -> Pin:
-        """Pin free cells, for what is about to be put there."""
+        """Pin free cells into which data is about to be written."""
         self.free -= cells.size
         pin = self.pin(cells)
         self._number(pin.where)
@@ -297,7 +298,7 @@ class CellTable:
             self._release(pin.cells, where=pin.where)
 
     def drop_pin(self, pin: Pin) -> None:
-        """Have ``pin`` taken out at the next ``sweep``: safe wherever a garbage collector runs."""
+        """Remove ``pin`` at the next ``sweep``; safe to call from a garbage collector."""
         self._dropped.append(pin)
 
     def sweep(self) -> None:
@@ -305,20 +306,22 @@ class CellTable:
             self.unpin(self._dropped.popleft())
 
     def live_pins(self) -> list[Pin]:
-        """The pins whose snapshots are still there; unlike ``sweep``, nothing changes."""
-        gone = {id(self._dropped[i]) for i in range(len(self._dropped))}  # a collection may add to it now
+        """The pins whose snapshots still exist; unlike ``sweep``, this changes nothing."""
+        gone = {
+            id(self._dropped[i]) for i in range(len(self._dropped))
+        }  # a garbage collection may add to it now
         return [pin for key, pin in list(self.pins.items()) if key not in gone]
 
     @property
     def unowned(self) -> int:
-        """Cells that no sequence holds: free ones, and those that only pins keep."""
+        """The number of cells that no sequence holds: free cells, and those held only by pins."""
         if not self.pins:
             return self.free
         self.sweep()
         return self.cells - int(self.owned().sum())
 
     def owned(self, besides: int | None = None) -> Array:
-        """For every cell whether a sequence holds it, one other than ``besides``."""
+        """For every cell, whether a sequence other than ``besides`` holds it."""
         owned = np.zeros(self.cells, dtype=bool)
         for seq, row in self.occupied():
             if seq != besides:
@@ -326,13 +329,15 @@ class CellTable:
         return owned
 
     def shared(self, seq: int, cells: Array) -> bool:
-        """Whether a sequence other than ``seq``, which holds ``cells``, holds one of them too."""
+        """Whether another sequence also holds one of ``cells``, which ``seq`` holds."""
         if not (self.references[cells] > 1).any():
             return False
         return bool(self.owned(besides=seq)[cells].any())
 
     def awaited(self, stamp: int, cells: Array) -> bool:
-        """Whether a layer whose last ``put`` was in pass ``stamp`` has yet to get one of ``cells`` now."""
+        """Whether a layer whose last ``put`` was in pass ``stamp`` still lacks one of ``cells`` in the
+        current pass.
+        """
         if self.placed is None or stamp >= self.placed[0]:
             return False
         _, where, count = self.placed
@@ -341,7 +346,9 @@ class CellTable:
         return bool(np.isin(cells, where).any())
 
     def mark_lost(self, *touched: Array) -> bool:
-        """Mark every sequence and pin that owns one of these cells, which a device failure took: if any."""
+        """Mark every sequence and pin that owns one of these cells as lost after a device failure; returns
+        whether any does.
+        """
         cells = np.zeros(self.cells, dtype=bool)
         for some in touched:
             cells[some] = True
@@ -352,10 +359,11 @@ class CellTable:
         return bool(hit)
 
     def join_arrivals(self, cells: Array | None = None) -> None:
-        """Before ``cells`` or free ones are read, written or moved: what follows comes after copies to them.
+        """Order subsequent work after copies to ``cells`` and to free cells; call it before these are read,
+        written or moved.
 
-        None: after all copies. Who reads others as masked cells need not wait. Raises DeviceError where
-        copies failed into cells that somebody owns, who is marked lost.
+        ``cells`` None: after all copies. Cells that are read only as masked cells need no waiting. Raises
+        DeviceError if copies failed into cells that have owners, which are marked as lost.
         """
         if not self.arrivals:
             return
@@ -368,12 +376,12 @@ class CellTable:
     # Choosing cells.
 
     def choose(self, seq: int, count: int) -> int | Array:
-        """Free cells for ``count`` further tokens: the first of a run, or scattered ones.
+        """Free cells for ``count`` further tokens: the first of a run, or scattered cells.
 
-        The caller has checked that ``count`` cells are free. A run right behind the sequence's last cell
-        comes first. Then one in its home (its equal share of the table): right before its first cell where a
-        window has let go of what lay there, so that the next tokens follow in the cells that it lets go of
-        next, with no free cell between those in use. Then a hole.
+        The caller has checked that ``count`` cells are free. The first choice is a run directly after the
+        sequence's last cell. The second is a run in its home (its equal share of the table): directly before
+        its first cell if a window has evicted what lay there, so that the following tokens go into the cells
+        evicted next, with no free cell between those in use. The last choice is a hole.
         """
         row, home = self.rows[seq], seq * self._home
         start = row.last_cell + 1 if len(row) else home
@@ -392,10 +400,10 @@ class CellTable:
         return references.size == count and not references.any()
 
     def _largest_hole(self, seq: int, count: int) -> int | None:
-        """Where a run of ``count`` goes in the largest hole, if it fits there.
+        """Where in the largest hole to put a run of ``count`` cells, if it fits.
 
-        A hole that begins where another sequence ends is entered in its middle, so that both have
-        room to grow.
+        A hole that begins where another sequence ends is used from its middle, so that both have room to
+        grow.
         """
         taken = np.flatnonzero(self.references)
         edges = np.concatenate(([-1], taken, [self.cells]))
@@ -407,10 +415,10 @@ class CellTable:
         grows_here = any(row.last_cell + 1 == start for other, row in self.occupied() if other != seq)
         return start + (room - count) // 2 if grows_here else start
 
-    # Changing rows. Each keeps ``references`` and ``free`` true.
+    # Changes of rows. Each keeps ``references`` and ``free`` up to date.
 
     def take_run(self, seq: int, position: int, cell: int, count: int) -> None:
-        """Store positions that count up from ``position``, behind the last one, in a run of cells."""
+        """Append consecutive positions from ``position``, after the last one, in a run of cells."""
         row = self.rows[seq]
         if len(row) and row.last_cell + 1 == cell:
             self.appended += count
@@ -426,7 +434,7 @@ class CellTable:
         self.free -= count
 
     def append(self, seq: int, position: int) -> int | None:
-        """Store one token behind the last one of its sequence, in the cell behind; None if that is taken."""
+        """Append one token to its sequence in the cell after the last one; None if that cell is taken."""
         row = self.rows[seq]
         last, cell = row.end()
         cell += 1
@@ -440,7 +448,7 @@ class CellTable:
         return cell
 
     def append_each(self, seqs: Sequence[int], positions: Array) -> Array:
-        """``append`` of one token to each of several sequences: their cells, -1 where one is taken."""
+        """``append`` one token to each of several sequences; returns their cells, -1 if a cell is taken."""
         rows = [self.rows[seq] for seq in seqs]
         last, cells = np.array([row.end() for row in rows], dtype=np.int64).T
         cells = cells + 1
@@ -448,7 +456,7 @@ class CellTable:
         able &= self.references[np.where(able, cells, 0)] == 0
         chosen = np.flatnonzero(able)
         ordered = np.sort(cells[chosen])
-        if (ordered[1:] == ordered[:-1]).any():  # of two for one cell it is the first
+        if (ordered[1:] == ordered[:-1]).any():  # if two want the same cell, the first gets it
             chosen = chosen[np.sort(np.unique(cells[chosen], return_index=True)[1])]
         new: Array = cells[chosen]
         for number, position, cell in zip(
@@ -483,10 +491,10 @@ class CellTable:
         self.references[cells] += 1
 
     def adopt(self, seq: int, positions: Array, cells: Array, where: slice | Array | None = None) -> None:
-        """Append positions to a row in cells that a pin or another row owns already.
+        """Append positions to a row, in cells that a pin or another row already owns.
 
-        ``where``: what ``indices`` gives for the cells, if it is known. An empty row shares both arrays,
-        which nobody is to write to any more.
+        ``where``: the result of ``indices`` for the cells, if known. An empty row shares both arrays, which
+        must not be written afterwards.
         """
         self.changes += 1
         row, where = self.rows[seq], indices(cells) if where is None else where
@@ -497,7 +505,7 @@ class CellTable:
         self.references[where] += 1
 
     def drop(self, seq: int, start: int, stop: int) -> None:
-        """Forget entries ``[start, stop)`` of a row (indices, not positions)."""
+        """Remove the entries ``[start, stop)`` of a row (indices, not positions)."""
         if start >= stop:
             return
         row = self.rows[seq]
@@ -513,7 +521,7 @@ class CellTable:
             )
 
     def drop_heads(self, counts: Mapping[int, int]) -> None:
-        """Forget the first entries of several rows, as many of each as ``counts`` says of its sequence."""
+        """Remove the first entries of several rows; ``counts`` is their number by sequence."""
         rows = [(self.rows[seq], count) for seq, count in counts.items() if count]
         if len(rows) == 1:
             self._release(rows[0][0].cells[: rows[0][1]])
@@ -523,13 +531,13 @@ class CellTable:
             row.cut_head(count)
 
     def drop_some(self, seq: int, gone: Array) -> None:
-        """Forget those entries of a row of which ``gone`` (BOOL, one per entry) says so."""
+        """Remove the entries of a row for which ``gone`` (BOOL, one per entry) is true."""
         row = self.rows[seq]
         self._release(row.cells[gone])
         row.assign(row.positions[~gone], row.cells[~gone])
 
     def stale(self, start: int, stop: int) -> Array:
-        """The free cells of ``[start, stop)`` that may hold what was once put there."""
+        """The free cells of ``[start, stop)`` that may still contain old data."""
         free = self.references[start:stop] == 0
         return start + np.flatnonzero(free & ~self.blank[start:stop])
 
@@ -559,7 +567,7 @@ class CellTable:
         return self.rows[seq].save()
 
     def restore_row(self, seq: int, saved: SavedRow) -> None:
-        """Bring a row back to what ``save_row`` gave (only appends and head cuts between), or a copy."""
+        """Restore a row from ``save_row`` (after appends and head cuts only) or from a saved copy."""
         row = self.rows[seq]
         self._release(row.cells)
         row.load(saved)
@@ -570,11 +578,11 @@ class CellTable:
     # Moving cells.
 
     def spread(self) -> Array:
-        """For every cell where it should lie so that rows are runs with room to grow; -1 if free.
+        """For every cell, its target so that rows become runs with room to grow; -1 if the cell is free.
 
-        Each row goes to its home, so that rows lie at even distances. Where one is longer, or pins keep
-        cells that no row has, they follow one another, the free cells dealt out evenly behind the rows.
-        A shared cell is in its first owner's row. What only pins keep comes last.
+        Each row goes to its home, so that rows lie at even distances. If a row is longer than its home, or
+        pins hold cells that no row has, rows are placed one after another, with the free cells distributed
+        evenly after them. A shared cell goes with its first owner's row. Cells held only by pins come last.
         """
         owners: list[Row | Pin] = [*(row for _, row in self.occupied()), *self.pins.values()]
         homes = [seq * self._home for seq, _ in self.occupied()]
@@ -595,7 +603,7 @@ class CellTable:
         return target
 
     def move(self, target: Array) -> None:
-        """Rename cells as ``spread`` said."""
+        """Rename cells to the targets of ``spread``."""
         self.changes += 1
         used = np.flatnonzero(self.references)
         self.blank[used] = False
@@ -616,12 +624,12 @@ def is_run(cells: Array) -> bool:
 
 
 def indices(cells: Array) -> slice | Array:
-    """What takes these cells out of an array: a slice where they are a run, for which that is much faster."""
+    """The index that selects these cells from an array: a slice if they are a run, which is much faster."""
     return slice(int(cells[0]), int(cells[-1]) + 1) if cells.size and is_run(cells) else cells
 
 
 def in_order(pins: Sequence[Pin]) -> Array | slice:
-    """The cells of one pin after another; a slice where all of them are a run."""
+    """The cells of one pin after another; a slice if together they are a run."""
     start = stop = -1
     for pin in pins:
         where = pin.where

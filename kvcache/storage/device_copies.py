@@ -1,7 +1,7 @@
-"""What all layers of a pass read, such as indices and masks, on each device that a layer lies on.
+"""Data that all layers of a pass read, such as indices and masks, on each device that has a layer.
 
-What the host makes is gathered, and goes to each device in one transfer. What is filled on a device is made
-on each that asks for it: nothing is copied from one to another.
+Arrays made by the host are collected and uploaded to each device in one transfer. Tensors filled on a device
+are made on each device that needs them: nothing is copied between devices.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 def device_of(ctx: ml.Context) -> int:
-    """The number of the device that a context makes tensors on; 0 where it does not tell."""
+    """The number of the device on which a context makes tensors; 0 if it does not tell."""
     index: int = getattr(ctx, "device_index", 0)
     return index
 
 
 class HostArrays:
-    """Arrays of the host, which go to a device together when the first of them is asked for there."""
+    """Host arrays that are uploaded together when the first of them is needed on a device."""
 
     __slots__ = ("_arrays", "_near")
 
@@ -34,17 +34,17 @@ class HostArrays:
         self._near: dict[int, list[ml.Tensor]] = {}
 
     def add(self, array: np.ndarray, dtype: ml.DType = ml.DType.I32) -> HostArray:
-        """What ``near`` takes; the array is not to be changed."""
+        """A source for ``near``; the array must not be changed afterwards."""
         self._arrays.append((array, dtype))
         return HostArray(self, len(self._arrays) - 1)
 
     def pending(self, ctx: ml.Context) -> bool:
-        """Whether a transfer to the device of ``ctx`` has a price, and was not made yet."""
+        """Whether a transfer to the device of ``ctx`` is costly and has not been made yet."""
         priced = nn.offers(getattr(ctx, "backend", None), ml.SupportsTransfers)
         return priced and not self._near.get(device_of(ctx))
 
     def gather(self) -> None:
-        """Called before arrays go to a device: what it adds goes with them."""
+        """Called before arrays are uploaded, so that it can add more of them."""
 
     def on(self, ctx: ml.Context, place: int) -> ml.Tensor:
         tensors = self._near.setdefault(device_of(ctx), [])
@@ -73,7 +73,7 @@ class HostArray:
 
 
 class OnDevices:
-    """A tensor that ``make`` makes on each device where it is asked for, once."""
+    """A tensor that ``make`` makes once on each device that needs it."""
 
     __slots__ = ("_make", "_near")
 
@@ -89,5 +89,5 @@ class OnDevices:
 
 
 def near(ctx: ml.Context, source: T | OnDevices | HostArray) -> T:
-    """The tensor on the device of ``ctx``, not to be written; what is not of a device as it is."""
+    """The tensor on the device of ``ctx``, not to be written; any other source is returned unchanged."""
     return source.on(ctx) if isinstance(source, (OnDevices, HostArray)) else source  # type: ignore[return-value]

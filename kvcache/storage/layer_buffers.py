@@ -19,8 +19,8 @@ from kvcache.storage.quantized import QuantizedBuffer
 class LayerBuffers:
     """K and V of one layer, each in its format, and extras, allocated at the first ``put`` for all cells.
 
-    Where values are the first numbers of the keys, ``value`` reads them there. Extras lie in plain buffers of
-    one head, each in its own dtype.
+    If values are the first numbers of the keys, ``value`` reads them there. Extras are stored in plain
+    buffers with one head, each in its own dtype.
     """
 
     __slots__ = (
@@ -38,7 +38,7 @@ class LayerBuffers:
         shape: LayerShape,
         activations: ml.DType,
     ) -> None:
-        """Where K and V are not plain numbers of one dtype, both are read back as ``activations``."""
+        """Unless K and V are plain numbers of one dtype, both are read back as ``activations``."""
         self.permuted_v = config.permuted_v
         self.activations, self.cells = activations, cells
         self.shape = shape
@@ -47,45 +47,50 @@ class LayerBuffers:
         self._allocate(ctx, stored, config)
         key, value, plain = shape.key, shape.value, stored.plain
         self.extra = {one.name: Buffer(ctx, one.dtype, cells, 1, one.size, (0, 1, 2)) for one in shape.extra}
-        """By name, one head of all numbers of a token."""
+        """The extras by name, each with one head that has all numbers of a token."""
         self.stored = (self.key, *(() if shape.is_latent else (self.value,)), *self.extra.values())
-        """All that is written: K, V where it is of its own, extras."""
+        """Everything that is written: K, V if it is stored separately, and the extras."""
         self.nbytes: int = sum(buffer.nbytes for buffer in self.stored)
         self.read_dtype = activations if plain is None else plain
-        """Of what ``read`` gives."""
+        """The dtype of what ``read`` returns."""
         numbers = key[0] * key[1] + (0 if shape.is_latent else value[0] * value[1])
         self.bytes_per_cell = max(1, numbers * self.read_dtype.itemsize)
-        """Of what ``read`` gives, K and V together."""
+        """Bytes per cell of what ``read`` returns, K and V together."""
         self.stamp = 0
-        """``ForwardPass.stamp`` of the pass that was last put here; odd, one more: it was read since.
+        """``ForwardPass.stamp`` of the last pass that was put here, plus 1 (odd) if it has been read since.
 
-        0: what is here was restored.
+        0: the content was restored.
         """
         self.doubted = False
-        """Whether what was refused would have been the first to be put here."""
+        """Whether a refused ``put`` would have been the first into these buffers."""
         self.absent: np.ndarray | None = None
-        """Per cell the number (``CellTable.taken``) of a token that other layers store and this one does not.
+        """For each cell, the number (``CellTable.taken``) of a token that other layers store and this one
+        lacks.
 
         None: there is no such token.
         """
         self.whole = _whole_of(ctx, self.key, self.value)
-        """Where all of K lies, and all of V, in parts (cells, heads, ...)."""
+        """Views of all of K and all of V, in parts (cells, heads, ...)."""
         self.places = frozenset(id(_storage_of(part)) for half in self.whole for part in half)
         """The storages of K and V."""
         self.rotated = self._as_rotated(ctx)
-        """These buffers as ``attend`` reads them where a format rotates: without turning back. Else None."""
+        """These buffers as ``attend`` reads them if a format rotates heads: without rotating back. Else
+        None.
+        """
         self.store = self._find_store(ctx)
-        """The backend's own way for a run of cells, asked first; None where it has none."""
+        """The backend's own store for a run of cells, which is tried first; None if it has none."""
         self.row_store = self.store if isinstance(self.store, ml.KVRowStore) else None
-        """The same for cells that lie apart."""
+        """The same store, if it also writes scattered cells."""
 
     def _allocate(self, ctx: ml.Context, stored: CacheFormat, config: ml.CacheConfig) -> None:
-        """K, and V where it is of its own."""
+        """K, and V if it is stored separately."""
         order = (1, 0, 2) if config.layout == ml.Layout.HEAD_MAJOR else (0, 1, 2)
         (key, value), cells = (self.shape.key, self.shape.value), self.cells
         plain, latent = stored.plain, self.shape.is_latent
         if plain is None:
-            stored.check(key[1], None if latent else value[1], self.activations)  # before any is allocated
+            stored.check(
+                key[1], None if latent else value[1], self.activations
+            )  # before anything is allocated
             self.key = QuantizedBuffer(ctx, stored.key, cells, *key, order, self.activations)
         else:
             self.key = Buffer(ctx, plain, cells, *key, order)
@@ -121,9 +126,9 @@ class LayerBuffers:
         return backend.kv_store(key.read(ctx, 0, key.cells), value.read(ctx, 0, value.cells))
 
     def touch(self, ctx: ml.Context) -> None:
-        """Write the zeros that new buffers hold, so that the system gives them their memory now.
+        """Write zeros into new buffers, so that the operating system commits their memory now.
 
-        Otherwise the first write to each page of memory would pay for it, while decoding.
+        Otherwise the first write to each memory page would pay for it during decoding.
         """
         for buffer in self.stored:
             if isinstance(buffer, Buffer):
@@ -141,12 +146,12 @@ class LayerBuffers:
             buffer.blank(ctx, cells, count)
 
     def note_read(self) -> None:
-        """What was put last has been read: it is not to be replaced in the same pass."""
+        """Record that the last ``put`` has been read, so that it may not be replaced in the same pass."""
         if self.stamp:
             self.stamp |= 1
 
     def fits(self, tokens: int, key: tuple[int, ...], value: tuple[int, ...]) -> bool:
-        """Whether K and V of these shapes are all that the layer stores of ``tokens``."""
+        """Whether K and V of these shapes are everything that the layer stores of ``tokens`` tokens."""
         own = self.shape
         return (
             not own.is_latent
@@ -156,30 +161,32 @@ class LayerBuffers:
         )
 
     def check(self, layer: int, shape: LayerShape, tokens: int) -> None:
-        """Raise InvalidRangeError unless this, of ``tokens``, is what the layer stores."""
+        """Raise InvalidRangeError unless ``shape``, of ``tokens`` tokens, is that of the layer."""
         if shape != self.shape:
             self.doubted = not self.stamp
             raise InvalidRangeError(f"put: {shape.told(tokens)} in layer {layer}, which stores {self.shape}")
 
     def lack(self, taken: np.ndarray, cells: slice | np.ndarray) -> None:
-        """Note that the tokens in ``cells``, numbered as ``taken`` says, were not put here."""
+        """Record that the tokens in ``cells``, with the numbers ``taken``, were not put here."""
         if self.absent is None:
             self.absent = np.zeros_like(taken)
         self.absent[cells] = taken[cells]
 
     def lacks(self, taken: np.ndarray, cells: np.ndarray) -> np.ndarray | None:
-        """Which of the tokens in ``cells`` were not put here; None: all were."""
+        """Which of the tokens in ``cells`` were not put here; None if all were."""
         if self.absent is None:
             return None
         lacking = self.absent[cells] == taken[cells]
         return lacking if lacking.any() else None
 
     def apart(self, ctx: ml.Context, new: Sequence[ml.Tensor]) -> list[ml.Tensor]:
-        """``new``, with copies of what lies in K or V, and would change while they are written."""
+        """``new``, with copies of tensors that alias K or V and would change during the write."""
         return [one.contiguous(ctx) if id(_storage_of(one)) in self.places else one for one in new]
 
     def write(self, ctx: ml.Context, cells: Cells, new: Sequence[ml.Tensor]) -> None:
-        """Store (count, heads, dim) each, in the order of ``stored``; what comes after these stays."""
+        """Store tensors (count, heads, dim) in the order of ``stored``; further stored tensors are
+        unchanged.
+        """
         rows = self.row_store if len(new) == 2 else None
         if rows is not None and not isinstance(cells, int) and rows.write_rows(ctx, cells, *new):
             return
@@ -210,12 +217,12 @@ class LayerBuffers:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether reading decodes what is stored, into new tensors."""
+        """Whether reading decodes into new tensors."""
         return isinstance(self.key, QuantizedBuffer)
 
     @property
     def formats(self) -> tuple[str, str]:
-        """The names of K's and V's."""
+        """The names of the formats of K and V."""
         key, value = (part.format.name if isinstance(part, QuantizedBuffer) else part.tensor.dtype.name
                       for part in (self.key, self.value))  # fmt: skip
         return key, value
@@ -223,7 +230,7 @@ class LayerBuffers:
     def read_batch(
         self, ctx: ml.Context, start: int, step: int, batch: int, count: int, heads_first: bool = False
     ) -> tuple[ml.Tensor, ml.Tensor]:
-        """K and V of runs at even distances, (batch, count, heads, dim): see :meth:`Buffer.read_batch`."""
+        """K and V of runs at even distances, (batch, count, heads, dim): see ``Buffer.read_batch``."""
         key = self.key.read_batch(ctx, start, step, batch, count, heads_first)
         if self.shape.is_latent:
             return key, self._part(ctx, key)
@@ -232,14 +239,14 @@ class LayerBuffers:
     def gather_batch(
         self, ctx: ml.Context, cells: ml.Tensor, batch: int, count: int, heads_first: bool = False
     ) -> tuple[ml.Tensor, ml.Tensor]:
-        """K and V of scattered cells, in the shapes of :meth:`Buffer.read_batch`."""
+        """K and V of scattered cells, in the shapes of ``Buffer.read_batch``."""
         key = self.key.gather_batch(ctx, cells, batch, count, heads_first)
         if self.shape.is_latent:
             return key, self._part(ctx, key)
         return key, self.value.gather_batch(ctx, cells, batch, count, heads_first)
 
     def read_as_configured(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ml.Tensor]:
-        """The same, with values as (heads, dim, count) where ``permuted_v`` asks for it."""
+        """As ``read``, with values as (heads, dim, count) if the configuration has ``permuted_v``."""
         if not self.permuted_v:
             return self.read(ctx, cells, count)
         if isinstance(cells, int):
@@ -251,18 +258,18 @@ class LayerBuffers:
         return tuple(part for one in self.stored for part in one.read_stored(ctx, cells, count))
 
     def write_stored(self, ctx: ml.Context, cells: Cells, parts: tuple[ml.Tensor, ...]) -> None:
-        """Write what ``read_stored`` gave, into other cells or another cache's."""
+        """Write the result of ``read_stored`` into other cells, or into those of another cache."""
         rest = iter(parts)
         for one in self.stored:
             one.write_stored(ctx, cells, tuple(itertools.islice(rest, one.part_count)))
 
     def stored_views(self, ctx: ml.Context, start: int, count: int) -> tuple[ml.Tensor, ...]:
-        """Where a run of cells lies, in the parts of ``read_stored``."""
+        """Views of a run of cells, in the parts of ``read_stored``."""
         return tuple(part for one in self.stored for part in one.stored_views(ctx, start, count))
 
 
 def _storage_of(tensor: ml.Tensor) -> object:
-    """What views of the same memory share, where a backend tells."""
+    """An object that all views of the same memory share, if the backend has one."""
     return getattr(tensor, "storage", tensor)
 
 

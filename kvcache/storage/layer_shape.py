@@ -1,4 +1,4 @@
-"""What a layer stores of a token: keys, values or the part of the keys that stands for them, and extras."""
+"""What a layer stores for a token: keys, values or the part of the keys that contains them, and extras."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Part = tuple[tuple[int, ...], ml.DType]
 
 
 class ExtraSpec(NamedTuple):
-    """A tensor that is stored for each token beside K and V, as it is put."""
+    """The shape and dtype of an extra: a tensor stored for each token beside K and V."""
 
     name: str
     shape: tuple[int, ...]
-    """Of one token's."""
+    """The shape of one token's tensor."""
     dtype: ml.DType
 
     @property
@@ -28,14 +28,21 @@ class ExtraSpec(NamedTuple):
 
 
 class LayerShape(NamedTuple):
-    """What a layer stores of each token; (heads, dim) of keys and of values."""
+    """What a layer stores for each token: (heads, dim) of keys and of values, and extras.
+
+    >>> import ml
+    >>> from kvcache import LayerShape
+    >>> from kvcache import CacheFormat
+    >>> LayerShape((8, 64), (8, 64)).nbytes(CacheFormat.of("F16"), ml.DType.F32)
+    2048
+    """
 
     key: tuple[int, int]
     value: tuple[int, int]
     is_latent: bool = False
     """Whether the values are the first numbers of the keys, which are stored once."""
     extra: tuple[ExtraSpec, ...] = ()
-    """By name."""
+    """The extras by name."""
 
     def __str__(self) -> str:
         return self.told("tokens")
@@ -53,7 +60,7 @@ class LayerShape(NamedTuple):
     def nbytes(self, stored: CacheFormat, activations: ml.DType) -> int:
         """Bytes of one token, put as ``activations`` and stored as ``stored``.
 
-        Raises InvalidRangeError for a format that does not take keys or values of this size.
+        Raises InvalidRangeError if a format does not support keys or values of this size.
         """
         heads, dim = self.key
         extra = sum(one.size * one.dtype.itemsize for one in self.extra)
@@ -68,9 +75,10 @@ class LayerShape(NamedTuple):
         v_dim: int | None = None,
         extra: Sequence[tuple[str, tuple[int, ...]]] = (),
     ) -> LayerShape:
-        """Of stored parts: those of K, of V unless ``v_dim`` says how much of K the values are, of extras.
+        """The shape that corresponds to stored parts: those of K, of V (unless ``v_dim`` is given) and of
+        extras.
 
-        Raises InvalidRangeError for parts that ``stored`` does not make of ``activations``.
+        Raises InvalidRangeError for parts that ``stored`` does not produce from ``activations``.
         """
         tokens, heads = (*parts[0][0], 0, 0)[:2] if parts else (0, 0)
         count = len(parts) - len(extra)
@@ -109,7 +117,9 @@ def _extra_part(
 
 
 def latent_dim(dim: int, v_dim: int | None) -> int:
-    """How many numbers of a key are its value; None: all of ``dim``. InvalidRangeError for more, or none."""
+    """How many numbers of a key are its value; None: all ``dim``. Raises InvalidRangeError outside 1 to
+    ``dim``.
+    """
     values = dim if v_dim is None else v_dim
     if type(values) is not int or not 1 <= values <= dim:
         raise InvalidRangeError(f"put: v_dim={v_dim!r:.40} of keys of {dim}; it must be 1 to {dim}")

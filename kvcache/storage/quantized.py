@@ -1,8 +1,8 @@
-"""Buffers of what a format makes of numbers: encoded on ``put`` and read back on ``get``.
+"""Quantized buffers: encoded on ``put`` and decoded on ``get``.
 
-A part of the format lies in a plain buffer of its own (see :class:`kvcache.StorageFormat`). Encoding and
-decoding are the format's: by the backend where it can (:class:`ml.SupportsKVStorage`), else with
-protocol operations alone, so that every backend with compute has them, for every attention cache.
+Each part of the format has a plain buffer of its own (see ``kvcache.StorageFormat``). The format encodes and
+decodes: through the backend if that supports it (``ml.SupportsKVStorage``), else with protocol operations
+only, so that every backend with compute supports it, in every attention cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcache.storage.formats import Rotated
 
 
 class QuantizedBuffer:
-    """What :class:`kvcache.storage.buffer.Buffer` is, stored in the parts of a format."""
+    """As ``kvcache.storage.buffer.Buffer``, stored in the parts of a format."""
 
     __slots__ = ("activations", "cells", "coded_dim", "dim", "format", "heads", "parts")
 
@@ -32,25 +32,25 @@ class QuantizedBuffer:
     ) -> None:
         self.cells, self.heads, self.dim = cells, heads, dim
         self.coded_dim = dim
-        """Numbers of a head that are stored together, of which the first ``dim`` are read."""
+        """The numbers of a head that are stored together, of which the first ``dim`` are read."""
         self.format, self.activations = stored, activations
         widths = stored.parts(dim, activations)
         self.parts = [Buffer(ctx, dtype, cells, heads, width, order) for width, dtype in widths]
 
     @property
     def part_count(self) -> int:
-        """Of tensors that ``read_stored`` gives."""
+        """The number of tensors that ``read_stored`` returns."""
         return len(self.parts)
 
     def narrowed(self, dim: int) -> QuantizedBuffer:
-        """The first ``dim`` numbers of each head, of the same parts."""
+        """The first ``dim`` numbers of each head, over the same parts."""
         narrow = copy.copy(self)
         narrow.dim = dim
         return narrow
 
     @property
     def as_stored(self) -> QuantizedBuffer:
-        """All numbers as they are turned where the format rotates; itself where it does not."""
+        """A view without rotating back, if the format rotates heads; otherwise itself."""
         if not isinstance(self.format, Rotated):
             return self
         codes = copy.copy(self)
@@ -58,7 +58,7 @@ class QuantizedBuffer:
         return codes
 
     def turn(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
-        """x (..., dim) as what ``as_stored`` reads is turned, or back."""
+        """Rotate x (..., dim) as the stored heads are rotated, or back."""
         return self.format.turn(ctx, x) if isinstance(self.format, Rotated) else x
 
     @property
@@ -70,7 +70,7 @@ class QuantizedBuffer:
             part.blank(ctx, cells, count)
 
     def read(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
-        """Cells ``[start, start + count)``, read back: (count, heads, dim)."""
+        """Cells ``[start, start + count)``, decoded: (count, heads, dim)."""
         return self._decode(ctx, [part.read(ctx, start, count) for part in self.parts])
 
     def read_permuted(self, ctx: ml.Context, start: int, count: int) -> ml.Tensor:
@@ -92,7 +92,7 @@ class QuantizedBuffer:
         return self._decode(ctx, [part.gather(ctx, cells) for part in self.parts])
 
     def decode(self, ctx: ml.Context, parts: list[ml.Tensor]) -> ml.Tensor:
-        """What parts (..., width) stand for, as it was put: (..., dim)."""
+        """The numbers (..., dim) that parts (..., width) encode."""
         values = self.format.decode(ctx, parts, self.coded_dim)
         if self.dim != self.coded_dim:
             values = values.slice(ctx, len(values.shape) - 1, 0, self.dim)
@@ -105,7 +105,7 @@ class QuantizedBuffer:
         return first[0].write(ctx, cells, first[1])
 
     def read_stored(self, ctx: ml.Context, cells: Cells, count: int) -> tuple[ml.Tensor, ...]:
-        """Copies of the parts (count, heads, width), for :meth:`write_stored`."""
+        """Copies of the parts (count, heads, width), for ``write_stored``."""
         return tuple(tensor for part in self.parts for tensor in part.read_stored(ctx, cells, count))
 
     def write_stored(self, ctx: ml.Context, cells: Cells, tensors: tuple[ml.Tensor, ...]) -> None:
@@ -116,7 +116,7 @@ class QuantizedBuffer:
         return tuple(part.read(ctx, start, count) for part in self.parts)
 
     def _decode(self, ctx: ml.Context, parts: list[ml.Tensor], heads_first: bool = False) -> ml.Tensor:
-        """Of parts (..., cells, heads, width), or heads first, in the order of axes they have in memory."""
+        """Decode parts (..., cells, heads, width), or heads first, keeping their axis order in memory."""
         if (self.parts[0].order[0] == 1) == heads_first:
             return self.decode(ctx, parts)
         axes = [*range(len(parts[0].shape))]

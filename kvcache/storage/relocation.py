@@ -1,7 +1,7 @@
-"""Moving what is stored: re-encoding keys for new positions, and defragmentation; in pieces both.
+"""Moving stored data, piece by piece: re-encoding keys for new positions, and defragmentation.
 
-A failure while data is being written leaves it half moved: the sequences whose cells were touched are
-then marked lost. Everything that can be refused is refused before the first write.
+If a write fails, the data is half moved and the sequences whose cells were touched are marked as lost.
+Everything that can be refused is refused before the first write.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.layer_buffers import LayerBuffers
 
 LEAST = 32
-"""Tokens whose keys are re-encoded at a time, at least: fewer would cost more calls than they save memory."""
+"""The fewest tokens that are re-encoded at a time: fewer would cost more in calls than they save in
+memory.
+"""
 
 Fresh = dict[int, tuple[ml.Tensor, dict[str, ml.Tensor]]]
-"""By layer the shifted keys of some cells, and their shifted extras by name."""
+"""For each layer, the shifted keys of some cells, and their shifted extras by name."""
 
 
 def prepare_shift(
@@ -32,10 +34,10 @@ def prepare_shift(
 ) -> Callable[[], None]:
     """Re-encode keys and extras of entries ``start`` and up of a row for positions moved by ``offset``.
 
-    ``storage.max_batch`` tokens at a time (``LEAST`` at least), so that no more is held beside the cache than
-    their keys in all layers; as Ollama's kvcache/causal.go shifts. The first piece is computed here: a shift
-    function that raises then, or gives another shape, leaves the cache as it was. The callable returned
-    writes it, and computes and writes the others; where that fails, the sequence is marked lost.
+    max(``storage.max_batch``, ``LEAST``) tokens are handled at a time, so that only their keys in all layers
+    need extra memory, as in Ollama's kvcache/causal.go. The first piece is computed here: if the shift
+    function raises, or returns another shape, the cache is unchanged. The returned callable writes it, and
+    computes and writes the others; if that fails, the sequence is marked as lost.
     """
     if shift is None or not storage.buffers:
         return lambda: None
@@ -58,7 +60,7 @@ def prepare_shift(
 
 
 class _Piece:
-    """Some cells whose keys and extras are re-encoded together."""
+    """Cells whose keys and extras are re-encoded together."""
 
     def __init__(self, storage: CellStorage, cells: np.ndarray) -> None:
         self._storage, self._cells = storage, cells
@@ -70,7 +72,7 @@ class _Piece:
         return int(self._cells[0]) if self._is_run else ctx.from_numpy(self._cells, ml.DType.I32)
 
     def computed(self, offset: int, shift: ShiftFunction, shift_extra: ExtraShiftFunction | None) -> Fresh:
-        """What is to be written, in storage of its own."""
+        """The data to be written, in storage of its own."""
         fresh: Fresh = {}
         with self._storage.backend.new_context() as ctx:
             where, offsets = self._where(ctx), ctx.full((self._cells.size,), offset, ml.DType.I32)
@@ -140,8 +142,8 @@ def _shifted_extra(
 def defragment(storage: CellStorage) -> None:
     """Move the cells of every sequence together, data and metadata alike; pinned cells too.
 
-    One buffer of one layer after the other, so that no more is held beside the cache than what moves of K, or
-    of V, in one layer, and no graph grows with the number of layers.
+    One buffer of one layer is moved at a time, so that extra memory is needed only for the moved part of K or
+    V of one layer, and no graph grows with the number of layers.
     """
     table = storage.table
     table.sweep()

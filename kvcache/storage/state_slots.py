@@ -1,15 +1,14 @@
-"""Per-sequence states of fixed size: slots, who shares them, and checkpoints of them.
+"""Per-sequence states of fixed size: slots, the sequences that share them, and checkpoints.
 
-Every layer of a recurrent model keeps one state per sequence, in buffers (slots, *shape). Two
-sequences may share a slot until one of them is about to be written; the sequences of a pass then get
-slots of their own, side by side and in the batch's order, so that a pass reads and writes them as one
-view::
+Every layer of a recurrent model keeps one state per sequence, in buffers (slots, *shape). Two sequences may
+share a slot until one of them is about to be written. The sequences of a pass get slots of their own,
+adjacent and in the batch's order, so that a pass reads and writes them as one view::
 
     before   sequence 0 -> slot 0    sequence 1 -> slot 0 (shared)    sequence 2 -> slot 1
     pass over 2, 1:      slots [1, 2] hold the states of 2 and 1; slot 0 stays sequence 0's
 
-A snapshot or a checkpoint holds a state that lies in a slot, and copies nothing until that slot is about
-to be written (HeldStates); a sequence that is restored before that takes the slot itself.
+A snapshot or a checkpoint refers to the state in a slot and copies nothing until that slot is about to be
+written (HeldStates); a sequence that is restored before that shares the slot.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ States = Mapping[tuple[str, int], ml.Tensor]
 
 
 class HeldStates:
-    """The states of one sequence after some tokens: still in a slot of a cache, or copies of their own.
+    """The states of one sequence at some position: still in a slot of a cache, or copies.
 
-    In a slot they cost nothing. They are copied out right before the slot is written, and when somebody
-    asks for ``tensors``.
+    In a slot they cost nothing. They are copied out just before the slot is written, and when ``tensors`` is
+    read.
     """
 
     __slots__ = ("__weakref__", "_buffers", "_nbytes", "_tensors", "lost", "slot")
@@ -44,15 +43,15 @@ class HeldStates:
         self._tensors: States = tensors or {}
         self._buffers = buffers
         self._nbytes: int | None = None
-        """Of copies, once somebody has asked."""
+        """The bytes of copies, once computed."""
         self.slot = slot
-        """Where they lie; None when they are copies."""
+        """The slot in which they lie; None if they are copies."""
         self.lost = False
-        """The device failed when they had to be copied out, or they lack a layer."""
+        """The device failed while they were copied out, or they lack a layer."""
 
     @property
     def tensors(self) -> States:
-        """Copies, never written again; lets go of the slot."""
+        """Copies, which are never written again; releases the slot."""
         self.detach()
         return self._tensors
 
@@ -71,7 +70,7 @@ class HeldStates:
 
     @property
     def copied(self) -> States:
-        """The copies, as far as there are any."""
+        """The copies that exist so far."""
         return self._tensors
 
     def slot_in(self, buffers: StateBuffers) -> int | None:
@@ -79,7 +78,7 @@ class HeldStates:
         return self.slot if self._buffers is buffers else None
 
     def check(self) -> None:
-        """Raise SequenceLostError where a device failure took them."""
+        """Raise SequenceLostError if they were lost in a device failure."""
         if self.lost:
             raise SequenceLostError(
                 "snapshot: the device failed while its states were copied out, or they lack a layer that was "
@@ -87,27 +86,27 @@ class HeldStates:
             )
 
     def detach(self) -> None:
-        """Copy them out, and let go of the slot."""
+        """Copy them out, and release the slot."""
         self.check()
         if self._buffers is not None and self.slot is not None:
             self._buffers.copy_out([self.slot])
 
     def read(self, ctx: ml.Context) -> States:
-        """Where they lie in a slot, views that hold until it is written; else the copies."""
+        """Views of the slot, which are valid until it is written, or the copies."""
         self.check()
         if self._buffers is None or self.slot is None:
             return self._tensors
         return self._buffers.views(ctx, self.slot)
 
     def copies(self) -> HeldStates:
-        """The same in copies of their own; these stay where they are."""
+        """As ``read``, in copies; the states themselves stay where they are."""
         self.check()
         if self._buffers is None or self.slot is None:
             return self
         return HeldStates(self._buffers.copied(self.slot))
 
     def lose(self) -> None:
-        """Let go of the slot without copies."""
+        """Release the slot without making copies."""
         self.lost = True
         self.moved_out({})
 
@@ -124,18 +123,18 @@ class Checkpoint:
 
     @property
     def tensors(self) -> States:
-        """Copies of its own: it lets go of the slot."""
+        """Copies of its own; releases the slot."""
         return self.state.tensors
 
 
 @dataclass(slots=True)
 class StateRow:
-    """What is known of one sequence's state.
+    """The state of one sequence.
 
-    ``offset`` counts the tokens it has seen. The state lies in ``slot``, or is still in ``pending``,
-    a checkpoint to be loaded by the next pass; with neither it is zero. Sequences may share a slot.
-    ``inside`` has the states at positions inside its last pass, as far as they were delivered.
-    ``computed``: a pass from there on was over before the states of all layers had been asked for; None: no.
+    ``offset`` is the number of tokens that it has seen. The state lies in ``slot``, or is still in
+    ``pending``, a checkpoint that the next pass loads; with neither it is zero. Sequences may share a slot.
+    ``inside`` has the delivered states at positions inside the last pass. ``computed`` is the position of a
+    pass that ended before all layers had their states; None if there is none.
     """
 
     offset: int = 0
@@ -160,9 +159,8 @@ class StateRow:
 class Arrangement:
     """Where the states of a pass lie, and how they get there.
 
-    ``slots`` gives every sequence's slot afterwards; ``moves`` are (from, to) of states that change
-    place; ``loads`` are (checkpoint or None for zeros, to). The pass will write ``count`` slots from
-    ``start``.
+    ``slots`` maps every sequence to its new slot; ``moves`` are (from, to) of states that move; ``loads`` are
+    (checkpoint or None for zeros, to). The pass will write ``count`` slots from ``start``.
     """
 
     start: int
@@ -173,7 +171,7 @@ class Arrangement:
 
     @property
     def written(self) -> set[int]:
-        """The slots whose states are about to be written over, now or by the pass."""
+        """The slots whose states are about to be overwritten, now or by the pass."""
         return {*range(self.start, self.start + self.count), *(slot for _, slot in self.moves)}
 
 
@@ -183,10 +181,10 @@ def arrange(
     in_use: Collection[int] = frozenset(),
     start: int | None = None,
 ) -> Arrangement:
-    """Give ``sequences`` slots of their own, side by side in this order, moving as little as it can.
+    """Give ``sequences`` slots of their own, adjacent and in this order, moving as few states as possible.
 
-    Slots that are ``in_use`` by snapshots are written only where no others will do. ``start``: the first
-    slot, None for the best.
+    Slots ``in_use`` by snapshots are overwritten only if no others are available. ``start``: the first slot;
+    None: the best one.
     """
     count = len(sequences)
     slots = {seq: row.slot for seq, row in enumerate(rows) if row.slot is not None}
@@ -216,9 +214,9 @@ def arrange(
 def _window(
     size: int, sequences: Sequence[int], slots: Mapping[int, int], outside: set[int], in_use: Collection[int]
 ) -> int:
-    """The first slot of the run that the sequences get: where fewest states have to move or be copied out.
+    """The first slot of the run for which the fewest states must move or be copied out.
 
-    A copy out of a slot is one copy, a move two (a gather and a scatter).
+    Copying a state out takes one copy, moving it takes two (a gather and a scatter).
     """
     count, starts = len(sequences), size - len(sequences) + 1
     now = [slots.get(seq) for seq in sequences]
@@ -228,7 +226,7 @@ def _window(
             return stay.start
 
     def within(some: Collection[int]) -> np.ndarray:
-        """How many of ``some`` slots lie in the run from each start."""
+        """For each start, how many of the slots ``some`` lie in the run."""
         marks = np.zeros(size + 1, dtype=np.int64)
         marks[1:][list(some)] = 1
         ends = marks.cumsum()
@@ -250,7 +248,7 @@ class StateBuffers:
         self.slots = slots
         self.tensors: dict[tuple[str, int], ml.Tensor] = {}
         self.reserved: dict[tuple[str, int], ml.Tensor] = {}
-        """Those that only passes which reserve asked for: nothing is stored in them."""
+        """Buffers that only reserve passes have used: nothing is stored in them."""
         self._backend = backend
         self._held: dict[int, weakref.ref[HeldStates]] = {}
 
@@ -261,7 +259,7 @@ class StateBuffers:
     def ensure(
         self, ctx: ml.Context, kind: str, layer: int, shape: tuple[int, ...], dtype: ml.DType
     ) -> ml.Tensor:
-        """The buffer of a layer, made of zeros when first asked for."""
+        """The buffer of a layer, allocated with zeros on first use."""
         tensor = self.tensors.get((kind, layer))
         if tensor is None:
             tensor = self.reserve(ctx, kind, layer, shape, dtype)
@@ -271,16 +269,16 @@ class StateBuffers:
     def reserve(
         self, ctx: ml.Context, kind: str, layer: int, shape: tuple[int, ...], dtype: ml.DType
     ) -> ml.Tensor:
-        """The memory of a layer's buffer, which no sequence has a state in before ``ensure``."""
+        """Allocate a layer's buffer; no sequence has a state in it before ``ensure``."""
         tensor = self.tensors.get((kind, layer), self.reserved.get((kind, layer)))
         if tensor is None:
             tensor = self.reserved[kind, layer] = ctx.layer(layer).zeros((self.slots, *shape), dtype)
         return tensor
 
-    # What snapshots and checkpoints hold.
+    # States that snapshots and checkpoints refer to.
 
     def hold(self, slot: int) -> HeldStates:
-        """The states in a slot as they are now, whatever becomes of the slot."""
+        """Refer to the states in a slot as they are now, whatever happens to the slot later."""
         ref = self._held.get(slot)
         state = None if ref is None else ref()
         if state is None:
@@ -289,7 +287,7 @@ class StateBuffers:
         return state
 
     def held(self, slots: Iterable[int] | None = None) -> dict[int, HeldStates]:
-        """What still lies in ``slots`` (None: in any) and somebody refers to."""
+        """The states that still lie in ``slots`` (None: in any slot) and are referred to."""
         if not self._held:
             return {}
         wanted = [*self._held] if slots is None else [slot for slot in slots if slot in self._held]
@@ -303,7 +301,7 @@ class StateBuffers:
         return states
 
     def copy_out(self, slots: Iterable[int]) -> None:
-        """Copy out what is held in ``slots``, which are about to be written; all of it or nothing."""
+        """Copy out the states referred to in ``slots``, which are about to be written; all or nothing."""
         waiting = self.held(slots)
         if not waiting:
             return
@@ -311,7 +309,7 @@ class StateBuffers:
             self.release(ctx, waiting)
 
     def release(self, ctx: ml.Context, slots: Iterable[int]) -> None:
-        """As ``copy_out``, with the help of ``ctx``."""
+        """As ``copy_out``, in the context ``ctx``."""
         waiting = self.held(slots)
         copies = [self.capture(ctx, slot) for slot in waiting]
         ctx.compute(*(tensor for states in copies for tensor in states.values()))
@@ -320,7 +318,7 @@ class StateBuffers:
             del self._held[slot]
 
     def release_all(self) -> None:
-        """Copy out all that is held; what the device no longer gives is lost."""
+        """Copy out all states that are referred to; what the device can no longer return is lost."""
         for slot, state in self.held().items():
             try:
                 self.copy_out([slot])
@@ -329,13 +327,13 @@ class StateBuffers:
         self._held = {}
 
     def lose_all(self) -> None:
-        """Lose all states in slots: a layer that is used from now on has none for them."""
+        """Mark all states in slots as lost: a layer that is used from now on lacks them."""
         for state in self.held().values():
             state.lose()
         self._held = {}
 
     def copied(self, slot: int) -> States:
-        """Copies of the states in a slot, which stays held."""
+        """Copies of the states in a slot, which stay referred to."""
         with self._open() as ctx:
             copies = self.capture(ctx, slot)
             ctx.compute(*copies.values())
@@ -355,7 +353,7 @@ class StateBuffers:
     # Moving.
 
     def prepare(self, ctx: ml.Context, plan: Arrangement) -> Callable[[], None]:
-        """Read what ``plan`` moves and loads; the callable returned writes it."""
+        """Read what ``plan`` moves and loads; the returned callable writes it."""
         if not plan.moves and not plan.loads:
             return lambda: None
         for point, _ in plan.loads:  # restored before this cache had any states
@@ -388,8 +386,8 @@ class StateBuffers:
 class StatePass:
     """The states of one forward pass: sequences in the batch's order, in slots from ``start``.
 
-    ``tokens`` says how many each brings, and ``wanted`` after how many of them its state is asked for.
-    ``wants`` is what ``want_states`` had asked for before it began.
+    ``tokens`` is the number of tokens of each sequence, and ``wanted`` lists after how many of them its state
+    is requested. ``wants`` are the requests of ``want_states`` from before the pass.
     """
 
     tokens: Mapping[int, int]
@@ -400,13 +398,13 @@ class StatePass:
     read_only: bool = False
     wants: Mapping[int, tuple[int, ...]] | None = None
     asked: set[tuple[str, int]] = field(default_factory=set)
-    """The states, by name and layer, that were given or updated."""
+    """The states, by name and layer, that have been read or updated."""
     updated: dict[tuple[str, int], bool] = field(default_factory=dict)
-    """Those that were updated, and whether they were read behind that."""
+    """The states that have been updated, and whether they have been read since."""
     thread: int = field(default_factory=get_ident)
-    """Whose calls it takes."""
+    """The thread that the pass belongs to."""
     behind: list[int] = field(default_factory=list)
-    """Sequences some of whose states are not those of where the pass begins."""
+    """Sequences of which some states are not those at the beginning of the pass."""
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -423,9 +421,10 @@ class StatePass:
 
 
 def lost_in(rows: Sequence[StateRow], plan: Arrangement) -> None:
-    """Mark every sequence whose state a failed arrangement may have overwritten.
+    """Mark every sequence whose state a failed arrangement may have overwritten as lost.
 
-    Slots are renamed only after all is written: a state that was merely read is still in its place.
+    Slots are renamed only after everything has been written: a state that was merely read is still in its
+    place.
     """
     written = {slot for _, slot in plan.moves} | {slot for _, slot in plan.loads}
     for row in rows:

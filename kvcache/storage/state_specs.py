@@ -1,4 +1,6 @@
-"""Which states the layers of a cache keep: their names, shapes and dtypes, declared or found."""
+"""The states that the layers of a cache keep: their names, shapes and dtypes, declared or taken from first
+use.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ Declared = Mapping[int | None, Mapping[str, "StateSpec"]]
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """A state of fixed size: the shape of one sequence's, and its dtype.
+    """A state of fixed size: its shape for one sequence, and its dtype.
 
-    ``dtype`` None: that of the model's activations, as StateCache has it in ``dtype``.
+    ``dtype`` None: that of the model's activations, which is the ``dtype`` of StateCache.
+
+    >>> from kvcache import StateSpec
+    >>> StateSpec((64, 3)).shape                     # 64 channels, the last 3 inputs of a convolution
+    (64, 3)
     """
 
     shape: tuple[int, ...]
@@ -41,21 +47,21 @@ class StateSpec:
 
 
 def is_state_name(name: object) -> bool:
-    """Whether a state may have this name, in a snapshot that comes from elsewhere too."""
+    """Whether a state may have this name; also checked for snapshots from elsewhere."""
     return isinstance(name, str) and len(name) <= _LONGEST_NAME and name.isidentifier()
 
 
 class StateSpecs:
     """The states of a cache by name and layer.
 
-    ``declared`` gives those of a layer; those under None hold for every layer that it does not name. What is
-    declared nowhere is known from the first that is stored.
+    ``declared`` lists the states of each layer; those under None apply to every other layer. An undeclared
+    state becomes known when it is first stored.
     """
 
     def __init__(self, declared: Declared) -> None:
         self.declared = {layer: dict(states) for layer, states in declared.items()}
         self._found: dict[tuple[str, int], StateSpec] = {}
-        """All that were asked for or brought, with their dtypes."""
+        """All states that have been read or stored, with their dtypes."""
         self._activations = ml.DType.F32
         layers: list[object] = [*self.declared]
         for layer in layers:
@@ -66,21 +72,23 @@ class StateSpecs:
                 check_state_name("StateCache", name)
 
     def bind(self, activations: ml.DType) -> None:
-        """Forget what was found; ``activations`` is the dtype of states that are declared without one."""
+        """Forget states known from use; ``activations`` is the dtype of states declared without one."""
         self._found, self._activations = {}, activations
 
     def default(self, name: str) -> StateSpec | None:
-        """What is declared for every layer that is not named."""
+        """The declaration for every layer that is not listed."""
         return self.declared.get(None, {}).get(name)
 
     @property
     def by_layer(self) -> list[tuple[str, int]]:
-        """The name and the layer of those that are declared of a layer."""
+        """The name and layer of the states that are declared for a specific layer."""
         layers = self.declared.items()
         return [(name, layer) for layer, states in layers if layer is not None for name in states]
 
     def declare(self, name: str, spec: StateSpec, layer: int | None) -> None:
-        """Say it of a layer, or of every layer that is not named (None); what is known already stays."""
+        """Declare a state of a layer, or (None) of every layer that is not listed; a known state is not
+        changed.
+        """
         check_state_name("learn_state", name)
         if layer is None:
             self.declared.setdefault(None, {}).setdefault(name, spec)
@@ -88,7 +96,7 @@ class StateSpecs:
             self._found[name, layer] = StateSpec(spec.shape, self._dtype(spec))
 
     def get(self, name: str, layer: int) -> StateSpec | None:
-        """What is known of a state, with its dtype; None for an unknown one."""
+        """The specification of a state, with its dtype; None if it is unknown."""
         resolved = self._found.get((name, layer))
         if resolved is None:
             spec = self.declared.get(layer, self.declared.get(None, {})).get(name)
@@ -97,7 +105,9 @@ class StateSpecs:
         return resolved
 
     def fitting(self, op: str, name: str, layer: int, states: ml.Tensor, count: int) -> StateSpec:
-        """What is known of a state, if need be from ``states``, which must be ``count`` of them."""
+        """The specification of a state, taken from ``states`` if it is unknown; ``states`` must be ``count``
+        of them.
+        """
         check_whole(op, "layer", layer)
         known = self.get(name, layer)
         shape = states.shape[1:] if known is None else known.shape
@@ -117,7 +127,7 @@ class StateSpecs:
         return known
 
     def known(self, op: str, name: str, layer: int) -> StateSpec:
-        """What is known of a state; OrderError for nothing."""
+        """The specification of a state. Raises OrderError if it is unknown."""
         check_whole(op, "layer", layer)
         spec = self.get(name, layer)
         if spec is None:
@@ -128,7 +138,7 @@ class StateSpecs:
         return spec
 
     def settings(self) -> dict[str, object]:
-        """What is declared, JSON-able; "states" has [layer or None, name, shape, dtype] each."""
+        """The declarations, JSON-able: "states" is a list of [layer or None, name, shape, dtype]."""
         conv, recurrent = self.default("conv"), self.default("recurrent")
         settings: dict[str, object] = {
             "conv": [*(conv.shape if conv else ()), self._dtype(conv).name],

@@ -1,6 +1,6 @@
-"""Where each sequence's recurrent state lies, in which slot or checkpoint, and how a pass gets it into place.
+"""The slot or checkpoint of each sequence's recurrent state, and how a pass moves states into place.
 
-What CellTable is for K and V, for states: the rows of all sequences, over the slots of state_slots.py.
+It is to states what CellTable is to K and V: the rows of all sequences, over the slots of state_slots.py.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvcache.storage.state_slots import (
 class StateTable:
     """The rows of ``sequences`` sequences, with a slot each in every recurrent layer.
 
-    A checkpoint is taken when a pass begins and ``interval`` tokens have gone by since the last one; the
-    latest ``checkpoints`` of each sequence are kept. ``backend`` may be None where there are no sequences.
-    ``declared``: states, by name and layer, that every pass asks for before it is whole; None: one that is
-    first used later is zero before.
+    A checkpoint is taken when a pass begins at least ``interval`` tokens after the last one; the latest
+    ``checkpoints`` of each sequence are kept. ``backend`` may be None if there are no sequences.
+    ``declared``: the states, by name and layer, that every pass must use to be complete; None: a state that
+    is first used later is zero before.
     """
 
     def __init__(
@@ -46,26 +46,26 @@ class StateTable:
         self.rows = [StateRow() for _ in range(sequences)]
         self.buffers = StateBuffers(sequences, backend)
         self.under_way: StatePass | None = None
-        """The pass whose states are being given and updated."""
+        """The pass whose states are being read and updated."""
         self._taken_back: tuple[tuple[int, ...], int | None] = (), None
-        """The sequences of a pass that was taken back, and the first of their slots."""
+        """The sequences of an undone pass, and the first of their slots."""
         self._backend = backend
         self._checkpoints, self._interval = checkpoints, interval
         self._declared, self.skips = frozenset(declared or ()), declared is None
 
     def lost(self) -> list[bool]:
-        """Which sequences' states a device failure took."""
+        """The sequences whose states were lost in a device failure."""
         return [row.lost for row in self.rows]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, and of checkpoints and states inside a pass that are copies."""
+        """Bytes of the buffers, and of copied checkpoints and states inside a pass."""
         copies = [point.state.copied for row in self.rows for point in row.checkpoints]
         copies += [states for row in self.rows for states in row.inside.values()]
         shared = {id(tensor): tensor.nbytes for states in copies for tensor in states.values()}
         return self.buffers.nbytes + sum(shared.values())
 
-    # What there is of a state.
+    # Available states.
 
     def buffer(
         self,
@@ -75,9 +75,9 @@ class StateTable:
         shape: tuple[int, ...],
         dtype: ml.DType,
     ) -> ml.Tensor:
-        """The slots of a layer's state. Where they are new, all tokens from before this pass lack it.
+        """The slots of a layer's state. If they are new, all tokens before this pass lack it.
 
-        A pass that reserves stores nothing: the next one finds them new.
+        A reserve pass stores nothing: the next pass still finds the slots new.
         """
         if current.reserve and not self.skips:
             return self.buffers.reserve(ctx, *key, shape, dtype)
@@ -94,7 +94,7 @@ class StateTable:
         return tensor
 
     def point(self, row: StateRow) -> Checkpoint:
-        """The state of a row as it is now; nothing is copied."""
+        """A reference to the current state of a row; nothing is copied."""
         if row.slot is None:
             return replace(row.pending or Checkpoint(0, HeldStates()), offset=row.offset)
         return Checkpoint(row.offset, self.buffers.hold(row.slot))
@@ -107,21 +107,23 @@ class StateTable:
         shape: tuple[int, ...],
         dtype: ml.DType,
     ) -> ml.Tensor:
-        """Copies (sequences, *shape) of a layer's states, wherever they lie; zeros where there is none."""
+        """Copies (sequences, *shape) of a layer's states, wherever they lie; zeros for sequences without
+        one.
+        """
         parts = [self.point(self.rows[seq]).state.read(ctx).get(key) for seq in sequences]
         whole = [ctx.zeros((1, *shape), dtype) if part is None else part for part in parts]
         joined = functools.reduce(lambda one, other: one.concat(ctx, other, 0), whole)
         return joined.contiguous(ctx)
 
     def inside(self, row: StateRow) -> dict[int, States]:
-        """By position, the states inside the row's last pass that were delivered for every layer."""
+        """The states inside the row's last pass, by position, that were delivered for every layer."""
         known = self.buffers.tensors.keys() | self._declared
         return {
             position: states for position, states in row.inside.items() if states and states.keys() >= known
         }
 
     def nearest(self, row: StateRow, position: int) -> Checkpoint | None:
-        """The latest state that is kept at or before ``position``: a checkpoint, or inside the last pass."""
+        """The latest available state at or before ``position``: a checkpoint, or one inside the last pass."""
         inside = (Checkpoint(at, HeldStates(states)) for at, states in self.inside(row).items())
         points = (point for point in (*row.checkpoints, *inside) if point.offset <= position)
         return max(points, key=lambda point: point.offset, default=None)
@@ -134,7 +136,9 @@ class StateTable:
         at: Sequence[tuple[int, int]],
         states: ml.Tensor,
     ) -> None:
-        """Keep of ``states`` (len(at), *shape), each after (sequence, tokens), what ``current`` wants."""
+        """Keep those of ``states`` (len(at), *shape), each after (sequence, tokens), that ``current`` has
+        requested.
+        """
         rows = [i for i, (seq, count) in enumerate(at) if count in current.wanted.get(seq, ())]
         if not rows:
             return
@@ -148,14 +152,14 @@ class StateTable:
             row.inside[row.offset - current.tokens[seq] + count][key] = part
 
     def copied(self, states: States) -> HeldStates:
-        """Copies that lie in memory of their own."""
+        """Copies in memory of their own."""
         with self._open() as ctx:
             copies = {key: tensor.contiguous(ctx.layer(key[1])) for key, tensor in states.items()}
             ctx.compute(*copies.values())
         return HeldStates(copies)
 
     def _row_at(self, point: Checkpoint, kept: tuple[Checkpoint, ...]) -> StateRow:
-        """A row that goes on from ``point``: in its slot where it still lies in one."""
+        """A row that continues from ``point``, in the slot of ``point`` if it still lies in one."""
         slot = point.state.slot_in(self.buffers)
         if slot is not None:
             return StateRow(point.offset, slot, None, kept)
@@ -163,9 +167,10 @@ class StateTable:
         return StateRow(point.offset, None, point, kept, computed=0 if lacks else None)
 
     def row_before(self, seq: int, length: int) -> StateRow:
-        """A row with a sequence's state of ``length`` tokens, or of the nearest checkpoint before, or empty.
+        """A row with a sequence's state after ``length`` tokens, or that of the nearest earlier checkpoint,
+        or empty.
 
-        One that is kept whole says what the pass under way has yet to give.
+        A row that is kept whole records what the current pass has still to update.
         """
         row = self.rows[seq]
         if row.offset <= length and not row.lost:
@@ -178,12 +183,12 @@ class StateTable:
         return replace(self._row_at(point, kept), inside=inside)
 
     def resume(self, seq: int, point: Checkpoint, kept: int) -> None:
-        """Let a sequence go on from ``point``, with its checkpoints up to the position ``kept``."""
+        """Make a sequence continue from ``point``, with its checkpoints up to the position ``kept``."""
         others = tuple(other for other in self.rows[seq].checkpoints if other.offset <= kept)
         self.rows[seq] = self._row_at(point, others) if point.offset else StateRow(checkpoints=others)
 
     def keep(self, row: StateRow, checkpoint: Checkpoint) -> None:
-        """Make ``checkpoint`` one of the row's, in place of the one at its position or of the oldest."""
+        """Add ``checkpoint`` to the row, replacing the one at its position or the oldest."""
         others = [point for point in row.checkpoints if point.offset != checkpoint.offset]
         row.checkpoints = (*others, checkpoint)[-self._checkpoints :] if self._checkpoints else ()
 
@@ -196,13 +201,14 @@ class StateTable:
     # One pass.
 
     def start(self, tokens: Mapping[int, int], wanted: Mapping[int, tuple[int, ...]]) -> StatePass:
-        """Take due checkpoints, then move the sequences' states side by side; only the last step writes.
+        """Take due checkpoints, then move the sequences' states into adjacent slots; only the last step
+        writes.
 
-        ``tokens`` says how many each sequence of the pass brings, in the order that the states get, and
-        ``wanted`` after how many of them its state is to be kept, if the model delivers it.
+        ``tokens`` is the number of tokens of each sequence of the pass, in the order of the slots, and
+        ``wanted`` lists after how many of them its state is to be kept if the model delivers it.
 
-        After ``take_back`` the same sequences get the same slots: who has a view of their states keeps it.
-        A device that fails in the last step leaves the sequences lost whose states were written over.
+        After ``take_back`` the same sequences get the same slots, so that views of their states stay valid.
+        If the device fails in the last step, the sequences whose states were overwritten are lost.
         """
         order, (others, first) = tuple(tokens), self._taken_back
         plan = arrange(self.rows, order, self.buffers.held().keys(), first if order == others else None)
@@ -223,9 +229,9 @@ class StateTable:
         return self.under_way
 
     def _carry_out(self, order: tuple[int, ...], plan: Arrangement) -> dict[int, Checkpoint]:
-        """The checkpoints that were due; the states are where ``plan`` wants them.
+        """Move the states to where ``plan`` puts them; returns the checkpoints that were due.
 
-        What is held in slots that are written now, or by the pass, is copied out before.
+        States referred to in slots that are overwritten now, or by the pass, are copied out first.
         """
         taken = {seq: self.point(self.rows[seq]) for seq in order if self._is_due(self.rows[seq])}
         if not plan.moves and not plan.loads and not self.buffers.held(plan.written):
@@ -238,25 +244,25 @@ class StateTable:
                 writing = True
                 write()
                 ctx.compute()
-        except BaseException:  # closing the context may fail too, when all is written
+        except BaseException:  # closing the context may also fail, after everything was written
             if writing:
                 lost_in(self.rows, plan)
             raise
         return taken
 
     def is_whole(self, current: StatePass) -> bool:
-        """Whether a pass was asked for, or given, the states of all layers that have any."""
+        """Whether a pass has read or updated the states of all layers that have any."""
         if current.reserve or current.read_only:
             return True
         return current.asked >= self.buffers.tensors.keys() and current.asked >= self._declared
 
     def check_readable(self, op: str, current: StatePass) -> None:
-        """Raise OrderError where states are not those of where the pass begins."""
+        """Raise OrderError if states are not those at the beginning of the pass."""
         if current.reserve or not current.behind:
             return
         seq, unused = current.behind[0], ""
         for name, layer in sorted(self._declared - self.buffers.tensors.keys())[:1]:
-            # Every pass leaves out the states that are declared of layers which have none.
+            # Every pass leaves out states that are declared for layers without any.
             unused = (
                 f". No pass has used state {name!r:.40} of layer {layer}: if the layer has none, leave it "
                 "out of states=, which names only layers that have the state"
@@ -267,7 +273,7 @@ class StateTable:
         )
 
     def check_start(self, seq: int, positions: np.ndarray, follow: bool) -> None:
-        """Refuse, for a pass, a sequence that is lost, and positions that do not ``follow`` its state."""
+        """Refuse a lost sequence, and positions that do not ``follow`` its state."""
         row = self.rows[seq]
         if row.lost:
             raise state_lost("start_forward", seq)
@@ -278,10 +284,10 @@ class StateTable:
             )
 
     def is_open(self, seq: int) -> bool:
-        """Whether the pass under way has yet to be asked for states of a sequence.
+        """Whether the current pass has still to use states of a sequence.
 
-        Where none are declared, nobody knows in a cache's first pass which layers have states: it is whole
-        once one was asked for.
+        If none are declared, it is unknown during a cache's first pass which layers have states: the pass
+        counts as complete once one was used.
         """
         current = self.under_way
         if current is None or seq not in current.tokens or current.reserve or current.read_only:
@@ -289,12 +295,12 @@ class StateTable:
         return not (current.asked and self.is_whole(current))
 
     def behind(self, sequences: Iterable[int]) -> list[int]:
-        """Those of which not all layers have the states of where they are: a pass failed."""
+        """The sequences of which some layers lack the current state because a pass failed."""
         rows = ((seq, self.rows[seq]) for seq in sequences)
         return [seq for seq, row in rows if row.computed is not None and row.computed < row.offset]
 
     def lacking(self, seq: int) -> int | None:
-        """The position from which on not all layers have been given states of a sequence; None: all have."""
+        """The position from which some layers lack states of a sequence; None if none does."""
         row, current = self.rows[seq], self.under_way
         if current is None or not self.is_open(seq):
             return row.computed
@@ -302,11 +308,11 @@ class StateTable:
         return begin if row.computed is None else min(begin, row.computed)
 
     def to_refuse(self, sequences: Iterable[int]) -> list[int]:
-        """Those whose states are not to be read in a pass that begins now."""
+        """The sequences whose states may not be read in a pass that begins now."""
         return [] if self.skips else self.behind(sequences)
 
     def check_whole(self, op: str, seq: int) -> None:
-        """Raise OrderError where the layers' states of a sequence are of different positions."""
+        """Raise OrderError if the layers' states of a sequence belong to different positions."""
         row = self.rows[seq]
         if self.is_open(seq) or self.behind([seq]):
             raise OrderError(
@@ -315,7 +321,7 @@ class StateTable:
             )
 
     def end(self, current: StatePass) -> None:
-        """The pass is over: note which sequences did not get all of their states."""
+        """End the pass: record which sequences did not get all of their states."""
         self.under_way = None
         if not self.is_whole(current):
             for seq, count in current.tokens.items():
@@ -324,9 +330,9 @@ class StateTable:
                 row.computed = known if row.computed is None else min(row.computed, known)
 
     def go_on(self, current: StatePass | None) -> dict[int, int]:
-        """A pass goes on after ``end``: its layers may still be given their states. None: none does.
+        """Continue a pass after ``end``: its layers may still be updated. None: no pass continues.
 
-        The sequences of the pass, and where each stood before it.
+        Returns the sequences of the pass, and the position of each before it.
         """
         self.under_way = current
         if current is None:
@@ -337,9 +343,9 @@ class StateTable:
         return {seq: row.offset for seq, row in stood.items()}
 
     def take_back(self, current: StatePass) -> None:
-        """Make the rows what they were before ``current``, and move the states that it moved back.
+        """Restore the rows from before ``current``, and move back the states that it moved.
 
-        A device that fails in this leaves the sequences lost that it was to move.
+        If the device fails here, the sequences that were to be moved are lost.
         """
         before = current.before
         now = {seq: self.rows[seq].slot for seq in before}
@@ -378,10 +384,10 @@ class StateTable:
 
 
 def shifted(row: StateRow, begin: int, end: int) -> StateRow:
-    """The row after ``[begin, end)`` was taken out of the middle."""
+    """The row after removing ``[begin, end)`` from the middle."""
     distance = end - begin
     points = [point for point in row.checkpoints if point.offset <= begin]
-    # The one at ``end`` would be at ``begin`` then, and the state of ``begin`` has seen none of it.
+    # The one at ``end`` would move to ``begin``, but the state at ``begin`` must not have seen the range.
     points += [
         replace(point, offset=point.offset - distance) for point in row.checkpoints if point.offset > end
     ]
@@ -398,7 +404,7 @@ def shifted(row: StateRow, begin: int, end: int) -> StateRow:
 
 
 def state_lost(op: str, seq: int) -> SequenceLostError:
-    """What a call says of a sequence whose state a device failure took."""
+    """The error for a sequence whose state was lost in a device failure."""
     return SequenceLostError(
         f"{op}: the device failed while the state of sequence {seq} was being moved; "
         f"call remove({seq}, 0) and compute it again"

@@ -1,7 +1,7 @@
-"""Stores: where offloaded snapshots go, and how what they hold is named and laid out.
+"""Stores for offloaded snapshots, the keys of their entries, and the format of serialized snapshots.
 
-``FileStore``, ``MooncakeStore`` and ``ValkeyStore`` load when they are first asked for; they need the
-extras ``[disk]``, ``[mooncake]`` and ``[valkey]``.
+``FileStore``, ``MooncakeStore`` and ``ValkeyStore`` are imported on first use; they need the extras
+``[disk]``, ``[mooncake]`` and ``[valkey]``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What stores take as bytes."""
+"""The buffers that stores accept as bytes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from kvcache.stores.errors import StoreValueError
 __all__ = ["Buffer", "WritableBuffer", "as_bytes", "as_parts", "as_writable", "check_size"]
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap | np.ndarray
-"""Anything with the buffer interface whose bytes lie in one contiguous piece."""
+"""Any object with the buffer interface whose bytes are contiguous."""
 WritableBuffer = bytearray | memoryview | mmap.mmap | np.ndarray
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
-    """The buffer's bytes as a flat memoryview, not copied. StoreValueError for what is not contiguous."""
+    """The buffer's bytes as a flat memoryview, without a copy. Raises StoreValueError if they are not
+    contiguous.
+    """
     if type(buffer) is memoryview and buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous:
         return buffer
     try:
-        # NumPy's own buffers do not know bfloat16: its bytes are asked for first.
+        # NumPy's buffer interface does not support bfloat16, so view it as bytes first.
         if isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
             buffer = buffer.reshape(-1).view(np.uint8).data
         view = memoryview(buffer)  # type: ignore[arg-type]
@@ -33,13 +35,13 @@ def as_bytes(buffer: Buffer) -> memoryview:
 
 
 def as_parts(buffers: Sequence[Buffer]) -> tuple[list[memoryview], int]:
-    """The bytes of each, and how many they are together."""
+    """The bytes of each buffer, and their total number."""
     views = [as_bytes(buffer) for buffer in buffers]
     return views, sum(map(len, views))
 
 
 def as_writable(buffer: WritableBuffer, op: str) -> memoryview:
-    """The same, and StoreValueError where it is read-only."""
+    """As ``as_bytes``; raises StoreValueError for a read-only buffer."""
     view = as_bytes(buffer)
     if view.readonly:
         raise StoreValueError(f"{op}: the buffer is read-only")

@@ -1,4 +1,4 @@
-"""The records of the stores that this package brings."""
+"""The plugin records of the built-in stores."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["BuiltinStore", "path_of", "specs"]
 log = logging.getLogger("kvcache")
 
 _SHARE = "10%"
-"""Of the file system: the budget of a folder for which none is given."""
+"""The share of its file system that a folder without a given budget may use."""
 _VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
-"""The second and the fourth are over TLS."""
+"""The second and the fourth use TLS."""
 
 
 class BuiltinStore:
@@ -129,7 +129,7 @@ def _file_arguments(
     digest: str = XXH3,
     secret: str | None = None,
 ) -> dict[str, Any]:
-    """What FileStore is made with."""
+    """The arguments for FileStore."""
     where = path_of(url) if url is not None else path
     if where is None or (url is not None and path is not None):
         raise StoreValueError(f"open_store: a file store has one path; the URL is {url!r}, path={path!r}")
@@ -151,7 +151,7 @@ def _open_file(url: str | None = None, **options: Any) -> SnapshotStore:
 
 
 def _share_of_disk(folder: Path) -> int:
-    """What a folder may take whose limit nobody has given: a tenth of its file system, and 1 GiB at least."""
+    """The budget of a folder for which none was given: a tenth of its file system, and at least 1 GiB."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     disk = os.statvfs(folder)

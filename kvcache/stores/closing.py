@@ -1,4 +1,6 @@
-"""What is closed when a ``with`` block ends, and stores, which are closed when calls under way have ended."""
+"""Context managers that close at the end of a block, and stores, which close when calls in flight have
+ended.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ __all__ = ["Address", "Closing", "InFlightCalls", "RemoteStore"]
 
 
 class Closing(abc.ABC):
-    """Gives ``close`` the form of a context manager, whatever ends the block."""
+    """A context manager that calls ``close``, whatever ends the block."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of what is held open."""
+        """Release everything that is held open."""
 
     def __enter__(self) -> Self:
         return self
@@ -31,13 +33,15 @@ class Closing(abc.ABC):
         self.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be pickled or copied: files, connections, threads and secrets have no copy elsewhere."""
+        """Refuse to be pickled or copied, as files, connections, threads and secrets cannot be."""
         name = type(self).__name__
         raise NotSupportedError(f"pickle: {name} cannot be pickled or copied; open one in each process")
 
 
 class InFlightCalls:
-    """Counts calls, so that no file descriptor is closed beneath one; after :meth:`close` none begins."""
+    """Counts calls in flight, so that no file descriptor is closed during one; after ``close`` none can
+    begin.
+    """
 
     def __init__(self) -> None:
         self._under_way = 0
@@ -58,7 +62,7 @@ class InFlightCalls:
                 self._changed.notify_all()
 
     def close(self) -> bool:
-        """Wait for the calls under way. True for the first caller, who then lets go of everything."""
+        """Wait for the calls in flight. True for the first caller, which then releases everything."""
         with self._changed:
             first = not self._closed
             self._closed = True
@@ -75,11 +79,11 @@ class Address(Protocol):
 
     @property
     def prefix(self) -> str:
-        """What the names of all its entries begin with."""
+        """The prefix of the names of all its entries."""
 
 
 class RemoteStore(Closing):
-    """Says where it is, and lets go of its connections when the calls under way have ended."""
+    """A store with an address, which releases its connections when the calls in flight have ended."""
 
     def __init__(self, where: Address) -> None:
         self._where = where

@@ -1,7 +1,8 @@
-"""What keeps content apart, put together so that nothing can imitate something else.
+"""Unambiguous encoding of everything that must keep cached content apart.
 
-A salt, an adapter, an image, a rank: what is computed for one of them is not given to another. Where a name
-is made of several, they are not joined by a border that one may contain: each says its kind and length.
+K and V computed for one salt, adapter, image or rank must never be used for another. A name made of several
+such parts therefore does not join them with a separator, which a part could contain: each part is preceded by
+its kind and length.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from kvcache.stores.errors import StoreValueError
 __all__ = ["Part", "compose", "digest_of", "framed"]
 
 Part = None | bool | int | float | str | bytes | Sequence["Part"] | Mapping[Any, "Part"]
-"""What can be put together; lists and tuples are alike, and mappings in any order."""
+"""The types that can be composed; lists and tuples are equivalent, and so are mappings in any order."""
 
 
 def framed(kind: bytes, content: bytes) -> bytes:
-    """Content behind its kind (one byte) and its length, whatever it contains."""
+    """Content preceded by its kind (one byte) and its length."""
     return kind + len(content).to_bytes(8, "little") + content
 
 
 def compose(*parts: Part) -> bytes:
-    """Bytes that are the same only for the same parts: equal, in this order, and of the same types.
+    """Bytes that are equal only for equal parts, in the same order and of the same types.
 
-    Raises StoreValueError for a part of another type, and for what contains itself.
+    Raises StoreValueError for a part of another type, and for one that contains itself.
+
+    >>> from kvcache.stores import compose
+    >>> compose("ab", "c") == compose("a", "bc")
+    False
     """
     try:
         return b"".join(map(_of, parts))

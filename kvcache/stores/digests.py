@@ -1,4 +1,4 @@
-"""Digests of entries: xxh3_128 against accidents, keyed blake3 against who may write where they lie."""
+"""Digests of entries: xxh3_128 detects damage, keyed blake3 also detects forgery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAMILY = re.compile(r"blake3(-[0-9a-f]{16})?")
 
 
 class Digest(Protocol):
-    """What both packages give."""
+    """The interface that both packages share."""
 
     def update(self, data: Any, /) -> Any: ...
     def digest(self) -> bytes: ...
@@ -26,11 +26,11 @@ class Digest(Protocol):
 
 
 class Digests:
-    """Digests as one store makes them: ``name`` is XXH3 or BLAKE3, which takes a ``secret`` as its key.
+    """The digests of one store: ``name`` is XXH3, or BLAKE3 with an optional ``secret`` as its key.
 
-    ``family`` is part of the names of entries: stores that digest otherwise, or with another secret, do not
-    see one another's entries, and so never take them for damage. Raises StoreUnavailableError where the
-    package is missing; the message says that ``owner`` needs it and which ``extra`` brings it.
+    ``family`` is part of the names of entries: stores with another digest or secret do not see one another's
+    entries, and so never take them for damaged. Raises StoreUnavailableError if the package is missing; the
+    message names the ``owner`` that needs it and the ``extra`` that installs it.
     """
 
     def __init__(self, owner: str, extra: str, name: str = XXH3, secret: str | None = None) -> None:
@@ -49,14 +49,18 @@ class Digests:
             self.family = f"{BLAKE3}-{blake3(b'family', key=key).hexdigest()[:16]}"
 
     def start(self, *of: object) -> Digest:
-        """A digest that knows whose it is, by a line for each of ``of``: data of one key are no other's."""
+        """A digest that includes a line for each of ``of``, so that the data of one key do not pass for
+        another's.
+        """
         digest = self._new()
         digest.update("".join(f"{word}\n" for word in of).encode("ascii"))
         return digest
 
 
 def check_digest(owner: str, name: object, secret: object) -> None:
-    """StoreValueError for a digest that does not exist or takes no secret; no secret is shown."""
+    """Raise StoreValueError for an unknown digest, or a secret that it does not take; secrets are never
+    shown.
+    """
     if name not in (XXH3, BLAKE3):
         raise StoreValueError(f"{owner}: digest={name!r}; it must be {XXH3!r} or {BLAKE3!r}")
     if secret is None:
@@ -68,12 +72,12 @@ def check_digest(owner: str, name: object, secret: object) -> None:
 
 
 def is_family(text: str) -> bool:
-    """Whether this is the family of a digest other than XXH3."""
+    """Whether this is the family name of a digest other than XXH3."""
     return _FAMILY.fullmatch(text) is not None
 
 
 def load(owner: str, extra: str, package: str) -> Any:
-    """The package that makes digests. StoreUnavailableError, naming the extra, where it is not installed."""
+    """The digest package. Raises StoreUnavailableError, naming the extra, if it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

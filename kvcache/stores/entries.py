@@ -1,4 +1,4 @@
-"""Entries as files of a folder: looked at and read without a lock, so that what is found may not hold."""
+"""Entries as files of a folder. They are read without a lock, so that a result may be outdated."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Entries"]
 
 _WRONG_FILE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EMLINK}
 _POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux, which ``mmap`` has no name for."""
+"""Linux's MADV_POPULATE_READ, which ``mmap`` does not define."""
 REMEMBERED = 1 << 16
-"""Entries; then all are forgotten, and parsed again when they are next asked for."""
+"""The number of remembered manifests; beyond it all are forgotten, and parsed again when needed."""
 
 
 class Entries:
-    """The entries of a folder, of which other processes' user may have some to himself: those are misses.
+    """The entries of a folder. Entries that only another user may read count as misses.
 
-    So is what claims more bytes than the ``budget``: whoever writes next evicts it.
+    So do entries that claim more bytes than the ``budget``: the next writer evicts them.
     """
 
     def __init__(self, folder: Folder, naming: Naming, budget: int | None = None) -> None:
@@ -35,10 +35,9 @@ class Entries:
         self._seen: dict[str, tuple[int, int]] = {}  # stem -> (inode, size) of a file whose manifest fits
 
     def stat(self, key: str) -> Stat | None:
-        """None: not there. BrokenEntryError when the manifest does not fit.
+        """None if there is no such entry. Raises BrokenEntryError if the manifest does not fit.
 
-        A manifest that was parsed once is not parsed again: a file that somebody has changed in place is
-        noticed when it is read.
+        A manifest is parsed only once: a file that was changed in place is detected when it is read.
         """
         stem = self._naming.stem(key)
         try:
@@ -59,7 +58,9 @@ class Entries:
         return Stat(status.st_size - MANIFEST_BYTES, status.st_mtime)
 
     def open(self, key: str) -> tuple[int, Manifest] | None:
-        """The entry's file, to be closed, and its manifest. None, or an error, as ``stat``."""
+        """The entry's file, which the caller must close, and its manifest. None and errors as for
+        ``stat``.
+        """
         stem = self._naming.stem(key)
         try:
             if stem in self._refused and self._refused[stem] == self._folder.stat(stem).st_ino:
@@ -68,7 +69,7 @@ class Entries:
         except (FileNotFoundError, PermissionError):
             return None
         except OSError as error:
-            # Only what says that the file is the wrong one; a failing device is no damage.
+            # Only errors that show that the file is wrong; a failing device is not damage.
             if error.errno not in _WRONG_FILE:
                 raise
             raise BrokenEntryError(error.strerror or str(error)) from error
@@ -81,7 +82,7 @@ class Entries:
         return None if manifest is None else (fd, manifest)
 
     def map(self, key: str) -> memoryview | None:
-        """The data as the system's page cache has it, verified. None, or an error, as ``open``."""
+        """The verified data, mapped from the system's page cache. None and errors as for ``open``."""
         opened = self.open(key)
         if opened is None:
             return None
@@ -96,13 +97,13 @@ class Entries:
         return view
 
     def refuse(self, key: str) -> None:
-        """Act as if this entry were not there, where it may not be removed, until it is another one."""
+        """Ignore this entry, which may not be removed, until it is replaced."""
         stem = self._naming.stem(key)
         with contextlib.suppress(FileNotFoundError):
             self._refused[stem] = self._folder.stat(stem).st_ino
 
     def _manifest(self, fd: int, size: int, stem: str) -> Manifest | None:
-        """None for an entry of more bytes than the budget."""
+        """None for an entry larger than the budget."""
         nbytes = size - MANIFEST_BYTES
         try:
             manifest = self._naming.parse(os.pread(fd, MANIFEST_BYTES, max(0, nbytes)), stem)
@@ -118,7 +119,7 @@ def _mapped(fd: int, size: int) -> memoryview:
         return memoryview(bytearray())
     mapping = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     try:
-        # Have all pages at hand: a device that fails says so here, and not by a signal later.
+        # Load all pages now, so that a failing device raises here and not by a signal later.
         mapping.madvise(_POPULATE_READ)
     except OSError as error:
         if error.errno != errno.EINVAL:  # before Linux 5.14 there is no such advice

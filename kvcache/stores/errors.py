@@ -1,4 +1,4 @@
-"""What a store may raise, and what the system's errors mean to it."""
+"""The errors that stores raise, and how system errors are translated to them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StoreUnavailableError(StoreError, RuntimeError):
 
 
 class StoreReadOnlyError(StoreUnavailableError):
-    """What the store holds is served, and it takes nothing: its folder or device may only be read."""
+    """The store can be read but not written: its folder or device is read-only."""
 
 
 class StoreFullError(StoreError, RuntimeError):
@@ -41,18 +41,18 @@ class StoreFullError(StoreError, RuntimeError):
 
 
 class SnapshotCorruptError(StoreError, ValueError):
-    """What is stored is not what was put: a digest, a size, a manifest or a header does not hold.
+    """The stored data is not what was put: a digest, a size, a manifest or a header is wrong.
 
-    The store has dropped the entry: compute it again.
+    The store has dropped the entry; compute its content again.
     """
 
 
 class StoreValueError(StoreError, ValueError):
-    """A key, a buffer, a budget or an address that a store does not take."""
+    """A key, a buffer, a budget or an address that a store does not accept."""
 
 
 class UnknownModelError(KVCacheError, ValueError):
-    """Nothing tells which weights computed K and V, so that entries could be taken for another model's."""
+    """It is unknown which weights computed K and V, so that entries could be mistaken for another model's."""
 
 
 class StoreClosedError(StoreError, ClosedError):
@@ -64,13 +64,13 @@ _READ_ONLY: Final = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def is_read_only(error: OSError) -> bool:
-    """Whether the system only refuses to change something."""
+    """Whether the error only means that something may not be changed."""
     return error.errno in _READ_ONLY
 
 
 @contextlib.contextmanager
 def translated(op: str, path: Path) -> Iterator[None]:
-    """The system's errors as a store's: StoreFullError, StoreReadOnlyError, else StoreUnavailableError."""
+    """Translates system errors: StoreFullError, StoreReadOnlyError, otherwise StoreUnavailableError."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,10 @@
-"""A store in a folder on disk, shared safely by processes, whole after any crash.
+"""A store in a folder on disk, which processes share safely and which is consistent after any crash.
 
-``put`` goes: with the folder's lock held, eviction, and a file that says how much room the entry takes; its
-bytes and their manifest into that; then, with the lock held again: a row of the index, and the rename that
-makes the entry exist. Reading takes no lock: an entry's file never changes. When what was read does not hold,
-it is read once more with the lock held, so that an entry that was put anew meanwhile is not dropped.
+``put`` works in three steps. With the folder's lock held, it evicts entries and creates a file of the entry's
+size. It then writes the bytes and their manifest into that file. With the lock held again, it adds a row to
+the index and renames the file, which makes the entry exist. Reading takes no lock, as an entry's file never
+changes. If an entry fails verification, it is read once more with the lock held, so that an entry that has
+just been replaced is not dropped.
 """
 
 from __future__ import annotations
@@ -39,32 +40,43 @@ from kvcache.stores.streams import BrokenEntryError, BytesReader, FileReader, wr
 __all__ = ["FileStore"]
 
 _PAUSE = 0.002
-"""Seconds between two looks for room that other writers take. Nobody waits at their files: what is evicted
-while it is open takes its room."""
+"""Seconds between two attempts to get room that other writers occupy. Writers do not wait for one another's
+files, since a file that is evicted while it is open still takes up room.
+"""
 
 T = TypeVar("T")
 
 
 class FileStore(Closing):
-    """Entries as files of the folder ``path``, which is made where it is not there, for its user alone.
+    """Entries as files in the folder ``path``, which is created if necessary, accessible to its user only.
 
-    ``budget``: bytes of entries (``Stat.nbytes``; their manifests of 512 bytes each are not counted) that
-    all processes together keep, those that are being written included; the least recently used go first.
-    None: no limit. An entry that is larger is refused, and not read where one is there. Give all stores of a
-    folder the same budget: one that finds more than its own there evicts the rest, and the log says so once.
-    With ``durable`` a put returns when its bytes are on the device; without, a crash of the machine (not of
-    the process) may cost entries, which are then found corrupt and dropped.
+    ``budget`` limits the bytes of entries (``Stat.nbytes``; their manifests of 512 bytes each are not
+    counted) that all processes together keep, including those being written. The least recently used entries
+    are evicted first. None: no limit. Larger entries are neither written nor read. Give all stores of a
+    folder the same budget: a store that finds more than its own budget evicts the excess, and logs this once.
+    With ``durable``, ``put`` returns when its bytes are on the device; without it, a crash of the machine
+    (not of the process) may damage entries, which are then detected and dropped.
 
-    ``digest``: "xxh3_128" finds damage. Where others may write to the folder, "blake3" with a ``secret``
-    that they do not know: they can forge no entry. Stores that digest otherwise, or with another secret, do
-    not see one another's entries, and share the budget.
+    ``digest``: "xxh3_128" detects damage. If others may write to the folder, use "blake3" with a ``secret``
+    that they do not know, so that they cannot forge entries. Stores with different digests or secrets do not
+    see one another's entries, but share the budget.
 
-    A folder that is read-only is served as it is: ``put`` and ``delete`` raise StoreReadOnlyError.
-    After a fork the child may go on with the store; fork while no other thread is in a call. Needs the
-    package ``xxhash`` or ``blake3``, and a POSIX system.
+    A read-only folder can be read: ``put`` and ``delete`` raise StoreReadOnlyError. After a fork the child
+    may use the store; fork while no other thread is in a call. Needs the package ``xxhash`` or ``blake3``,
+    and a POSIX system.
 
-    Raises StoreValueError for a budget, digest or secret that makes no sense; StoreUnavailableError: no
-    permission, a folder that holds something else, a missing package.
+    Raises StoreValueError for an invalid budget, digest or secret; StoreUnavailableError for missing
+    permissions, a folder with other content, or a missing package.
+
+    >>> import tempfile
+    >>> from kvcache.stores import FileStore
+    >>> with tempfile.TemporaryDirectory() as folder, FileStore(folder, budget=1 << 30) as store:
+    ...     store.put("a-key", [b"bytes"])
+    ...     store.put("a-key", [b"others"])          # written once: nothing happens
+    ...     store.stat(["a-key"])[0].nbytes
+    True
+    False
+    5
     """
 
     def __init__(
@@ -123,12 +135,13 @@ class FileStore(Closing):
             return self._attempt("get_into", key, lambda: self._read_into(key, view))
 
     def view(self, key: str) -> memoryview | None:
-        """The entry's bytes where they lie in the system's page cache, not copied; None: not there.
+        """The entry's bytes mapped from the system's page cache, without a copy; None if there is no such
+        entry.
 
-        For a reader that copies them on at once: what it saves is one copy. Verified as in ``get_into``,
-        and a hit as there. The view is good after the entry is evicted, and may be written to without
-        effect on the file. Whoever truncates the file meanwhile ends this process by a signal: nobody who
-        uses a FileStore does. With a ``secret`` it is a copy.
+        For readers that copy the bytes on at once, this saves one copy. The bytes are verified, and count as
+        a hit, as in ``get_into``. The view stays valid after the entry is evicted, and writing to it does not
+        affect the file. If another program truncates the file meanwhile, the process is killed by a signal; a
+        FileStore never does this. With a ``secret`` the result is a copy.
         """
         check_key(key)
         with self._call("view"):
@@ -140,9 +153,9 @@ class FileStore(Closing):
             return view
 
     def reader(self, key: str) -> Reader | None:
-        """See :class:`kvcache.stores.protocol.ReadingStore`.
+        """See ``kvcache.stores.protocol.ReadingStore``.
 
-        With a ``secret`` all is read into memory, and verified, before the first byte is handed out.
+        With a ``secret``, the whole entry is read into memory and verified before the first byte is returned.
         """
         check_key(key)
         with self._call("reader"):
@@ -153,13 +166,13 @@ class FileStore(Closing):
         return _verified(reader) if reader is not None and self._naming.keyed else reader
 
     def advise(self, keys: Sequence[str]) -> None:
-        """See :class:`kvcache.stores.protocol.AdvisedStore`: the system reads into its page cache."""
+        """See ``kvcache.stores.protocol.AdvisedStore``: the system reads into its page cache."""
         check_keys(keys)
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         with self._call("advise"):
             for key in keys:
-                with contextlib.suppress(BrokenEntryError):  # who reads it finds out
+                with contextlib.suppress(BrokenEntryError):  # the reader will find out
                     if (entry := self._entries.open(key)) is not None:
                         with os.fdopen(entry[0], "rb") as data:
                             os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -179,9 +192,9 @@ class FileStore(Closing):
                 return self._index.remove(self._naming.stem(key))
 
     def usage(self) -> Usage:
-        """What is there now, of all processes; the counts of events are those of this object.
+        """What all processes store now; event counts are those of this object.
 
-        In a folder that is read-only: the entries of this store's digest.
+        In a read-only folder: the entries with this store's digest.
         """
         with self._call("usage"), self._settled() as locked:
             entries, nbytes = self._index.totals() if locked else self._counted()
@@ -196,7 +209,7 @@ class FileStore(Closing):
     # Reading.
 
     def _used(self, keys: Sequence[str]) -> None:
-        """They become the most recently used, the first most of all."""
+        """Mark entries as the most recently used, the first one most of all."""
         if not keys:
             return
         for key, moment in zip(reversed(keys), self._folder.lock.times(len(keys)), strict=True):
@@ -231,7 +244,9 @@ class FileStore(Closing):
         return None if reader is None else _loaded(reader).data
 
     def _attempt(self, op: str, key: str, read: Callable[[], T]) -> T:
-        """Read, and once more with the lock, with which nobody changes anything: what does not hold goes."""
+        """Read without the lock, and if that fails once more with it: an entry that is still invalid is
+        dropped.
+        """
         try:
             return read()
         except BrokenEntryError:
@@ -244,7 +259,7 @@ class FileStore(Closing):
                 raise BrokenEntryError(f"{op}: {key} in {self.path}: {error}; it was dropped") from error
 
     def _drop(self, key: str, locked: bool) -> None:
-        """Remove what does not hold, or go by it no more where nothing may be removed."""
+        """Remove an invalid entry, or ignore it from now on if it may not be removed."""
         if locked:
             try:
                 self._index.remove(self._naming.stem(key))
@@ -260,7 +275,7 @@ class FileStore(Closing):
 
     @contextlib.contextmanager
     def _temporary(self, key: str, nbytes: int) -> Iterator[_Temporary]:
-        """A file for the entry, for which there is room; removed in the end where it was not published."""
+        """A file for the entry, once there is room for it; removed at the end if it was not published."""
         stem, temporary = self._naming.stem(key), None
         while temporary is None:
             with self._index.locked():
@@ -290,18 +305,18 @@ class FileStore(Closing):
             try:
                 self._index.add(stem, nbytes, used)
                 self._folder.publish(temporary.name, stem)
-                temporary.close()  # with the lock held: what is evicted while it is open takes its room
+                temporary.close()  # with the lock held: an evicted entry still takes up room while open
                 if self.durable:
                     self._folder.sync()
             except BaseException:
-                temporary.left_to_others = True  # while it is there, whoever comes next looks at this entry
+                temporary.left_to_others = True  # as long as it exists, the next process checks this entry
                 with contextlib.suppress(OSError):
                     self._index.remove(stem)
                     temporary.left_to_others = False
                 raise
             return True
 
-    # The rest.
+    # Housekeeping.
 
     @contextlib.contextmanager
     def _call(self, op: str) -> Iterator[None]:
@@ -311,7 +326,7 @@ class FileStore(Closing):
             yield
 
     def _tidy(self) -> None:
-        """Clear away what the dead have left, and evict what exceeds the budget, in turn with others."""
+        """Remove the files of dead writers and evict what exceeds the budget, letting others in between."""
         with self._index.locked(opening=True):
             pass
         more = True
@@ -321,7 +336,7 @@ class FileStore(Closing):
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[bool]:
-        """The folder's lock; False where this process may not take it, or not any more."""
+        """The folder's lock; False if this process may not take it, or no longer may."""
         with contextlib.ExitStack() as stack:
             locked = False
             if self._folder.writable:
@@ -338,7 +353,7 @@ class FileStore(Closing):
             raise StoreReadOnlyError(f"{op}: the folder {self.path} is read-only")
 
     def _counted(self) -> tuple[int, int]:
-        """How many entries there are, and their bytes, one by one."""
+        """The number of entries and their bytes, counted one by one."""
         keys = [self._naming.key(stem) for stem, _ in self._folder.entries()]
         stats = [stat for key in keys if key is not None and (stat := self._stat(key)) is not None]
         return len(stats), sum(stat.nbytes for stat in stats)
@@ -349,7 +364,7 @@ class _Temporary:
     name: str
     fd: int
     left_to_others: bool = False
-    """Whether it stays when the put is over: it failed, and so did putting the index in order."""
+    """Whether the file stays after the put, because both the put and the repair of the index failed."""
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1
@@ -366,5 +381,5 @@ def _loaded(reader: FileReader) -> np.ndarray:
 
 
 def _verified(reader: FileReader) -> Reader:
-    """Its bytes, of which nothing is handed out before all of them were verified."""
+    """Its bytes, none of which are returned before all have been verified."""
     return BytesReader(reader.left, lambda: _loaded(reader))

@@ -7,12 +7,12 @@
     changing/        <stem>.<random>.tmp: entries that are being written or removed
     index/           what all processes know of the entries together (see index.py); may be deleted
 
-An entry comes to ``pages`` from ``changing``, and goes by way of it: each time by one rename, so that it is
-whole or not there. A file in ``changing`` whose writer has let go of it tells whoever has the lock next of
-which entry somebody died before the index was in order.
+An entry is moved from ``changing`` to ``pages`` when it is written, and back when it is removed, each time by
+one rename, so that it exists completely or not at all. If a file in ``changing`` is no longer locked by its
+writer, the writer died before it updated the index: the next process with the lock then checks that entry.
 
-Names are always relative to an open directory and links are never followed, so that nothing placed in
-the folder leads out of it.
+Names are always relative to an open directory, and links are never followed, so that nothing placed in the
+folder can lead out of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXE
 
 
 class Folder:
-    """An open folder. ``writable`` is False where its files may be read and not changed."""
+    """An open folder. ``writable`` is False if its files may only be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,27 +69,29 @@ class Folder:
 
     @property
     def vanished(self) -> bool:
-        """Whether the folder was deleted behind the open directory."""
+        """Whether the folder has been deleted while it was open."""
         return os.fstat(self._entries).st_nlink == 0 or os.fstat(self._root).st_nlink == 0
 
     # Entries.
 
     def open_entry(self, stem: str) -> int:
-        """To be read. OSError where it is not there, is a link, or is not a regular file."""
+        """Open an entry for reading. Raises OSError if it does not exist, is a link, or is not a regular
+        file.
+        """
         return _open_regular(stem + ENTRY, self._entries)
 
     def stat(self, stem: str) -> os.stat_result:
-        """Of the name itself, not of what a link points to."""
+        """The status of the name itself; links are not followed."""
         return os.stat(stem + ENTRY, dir_fd=self._entries, follow_symlinks=False)
 
     def touch(self, stem: str, nanoseconds: int) -> None:
-        """Set when it was last used; nothing where it is gone or may not be changed."""
+        """Set the time of last use; no effect if the entry is gone or may not be changed."""
         times = (nanoseconds, nanoseconds)
         with contextlib.suppress(OSError):
             os.utime(stem + ENTRY, ns=times, dir_fd=self._entries, follow_symlinks=False)
 
     def publish(self, temporary: str, stem: str) -> None:
-        """Make what was written the entry. A folder of its name is moved aside."""
+        """Turn the written file into the entry. A folder of the same name is moved aside."""
         try:
             os.rename(temporary, stem + ENTRY, src_dir_fd=self._changing, dst_dir_fd=self._entries)
         except OSError:
@@ -99,9 +101,9 @@ class Folder:
             os.rename(temporary, stem + ENTRY, src_dir_fd=self._changing, dst_dir_fd=self._entries)
 
     def withdraw(self, stem: str) -> str | None:
-        """Take an entry out; what it is called until it is discarded. None: there was none.
+        """Remove an entry from ``pages``; returns its name until it is discarded, None if there was none.
 
-        Of a link this is the link itself; a folder is moved aside.
+        A link is removed itself; a folder is moved aside.
         """
         if self._is_folder(stem):
             self._move_aside(stem)
@@ -114,11 +116,11 @@ class Folder:
         return name
 
     def sync(self) -> None:
-        """Wait until the names of entries are on the device."""
+        """Wait until the entries' names are on the device."""
         os.fsync(self._entries)
 
     def entries(self) -> Iterator[tuple[str, os.stat_result]]:
-        """The stem of every entry, and what its name is of (links not followed)."""
+        """The stem of every entry, and the status of its file (links are not followed)."""
         with os.scandir(self._entries) as items:
             for item in items:
                 stem = item.name.removesuffix(ENTRY)
@@ -128,7 +130,7 @@ class Folder:
 
     @property
     def changed(self) -> int:
-        """When the system last saw a name of an entry come or go, by its clock, in nanoseconds."""
+        """When an entry was last added or removed, by the system's clock, in nanoseconds."""
         return os.fstat(self._entries).st_mtime_ns
 
     def _is_folder(self, stem: str) -> bool:
@@ -141,12 +143,12 @@ class Folder:
         aside = f"{stem}{ENTRY}.{secrets.token_hex(4)}.foreign"
         os.rename(stem + ENTRY, aside, src_dir_fd=self._entries, dst_dir_fd=self._entries)
 
-    # What comes or goes.
+    # Files being written or removed.
 
     def create(self, stem: str, nbytes: int) -> tuple[str, int]:
-        """A file to write an entry of so many bytes, locked: as long as it is open it is a living writer's.
+        """A locked file for an entry of ``nbytes`` bytes: as long as it is open, its writer is alive.
 
-        It has its size from the start, for others to see. Call it with the lock held.
+        It has its full size from the start, so that others count it. Call this with the folder's lock held.
         """
         name = _temporary(stem)
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self._changing)
@@ -160,9 +162,9 @@ class Folder:
         return name, fd
 
     def changing(self) -> Iterator[tuple[str, str, int | None]]:
-        """What comes or goes: name, stem, and the bytes of the entry that somebody is writing.
+        """The files being written or removed: name, stem, and bytes of an entry being written.
 
-        None instead of them: whoever wrote or removed it has died. Call it with the lock held.
+        Bytes None: the process that wrote or removed it has died. Call this with the folder's lock held.
         """
         for name in os.listdir(self._changing):  # noqa: PTH208
             stem, _, token = name.removesuffix(TEMPORARY).rpartition(".")
@@ -176,7 +178,9 @@ class Folder:
             yield name, stem, max(0, status.st_size - MANIFEST_BYTES) if alive else None
 
     def discard(self, name: str | None) -> bool:
-        """Remove what has not come, or is to go. What the system does not remove, others try to later."""
+        """Delete a file that was not published, or was withdrawn. If the system refuses, others try again
+        later.
+        """
         if name is None:
             return False
         try:
@@ -186,7 +190,7 @@ class Folder:
         return True
 
     def _is_locked(self, name: str) -> bool:
-        """Also where this process cannot tell, as the file is another user's."""
+        """True also if this process cannot tell, because the file belongs to another user."""
         try:
             fd = _open_regular(name, self._changing)
         except PermissionError:
@@ -202,9 +206,9 @@ class Folder:
     # The index.
 
     def index_path(self, name: str) -> Path | None:
-        """Where the index may lie; None where its folder is not this user's alone, or has been moved.
+        """The path of the index; None if its folder is accessible to other users, or has been moved.
 
-        Whoever opens it goes by this path, and follows links: nobody else may place any.
+        SQLite opens this path and follows links, so nobody else may be able to place any.
         """
         path = self.path / INDEX
         try:
@@ -230,7 +234,9 @@ class Folder:
         return os.open(name, _DIRECTORY | SAFE, dir_fd=self._root)
 
     def _open_entries(self) -> int:
-        """The folder of entries; where there is none and none can be made, the store's own, without any."""
+        """The folder of entries; if it does not exist and cannot be created, the store's own folder, without
+        entries.
+        """
         try:
             return self._open_folder(PAGES)
         except OSError as error:
@@ -265,12 +271,12 @@ def _open_regular(name: str, where: int) -> int:
 
 
 def _make(path: Path, mode: int = 0o777) -> None:
-    """Make the folder and those above it that are not there, and have their names on the device."""
+    """Create the folder and its missing parents, and sync their names to the device."""
     if path.is_dir():
         return
     if path.parent != path:
         _make(path.parent)
-    # It may be there by now, made by another; or be a file, which is refused when it is opened.
+    # Another process may have created it; if it is a file, opening it will fail.
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode)
         with contextlib.suppress(PermissionError):  # a folder that one may write to and not list

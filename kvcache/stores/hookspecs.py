@@ -7,8 +7,8 @@ A plugin is any module (or object) named by an entry point of the group ``kvcach
     @hookimpl
     def kvcache_store() -> StoreSpec: ...
 
-The module imports without the client library of its store: ``probe`` and ``open`` import it, ``check``
-does not.
+The module must be importable without the client library of its store: ``probe`` and ``open`` import it,
+``check`` does not.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 class StoreSpec:
     """A plugin's record. Making one imports no client library; ``probe`` and ``open`` may.
 
-    ``name`` is also the scheme of the store's URLs. ``open(url, **options)`` gets the URL without its
-    query, None where the store was asked for by name alone; fields of the query are options, as text.
-    ``check``, given the same, raises StoreValueError for an address or an option that makes no sense; it is
-    called before ``probe``, so that they are refused where the client library is missing too.
+    ``name`` is also the scheme of the store's URLs. ``open(url, **options)`` receives the URL without its
+    query, or None if the store was requested by name; the fields of the query are options, as text. ``check``
+    takes the same arguments and raises StoreValueError for an invalid address or option. It is called before
+    ``probe``, so that these are refused even if the client library is missing.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Which model computed K and V: what entries that outlive the process are named by."""
+"""Which model computed K and V: the identity in the names of entries that outlive the process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _INDEX = "model.safetensors.index.json"
 
 
 def identity_of(path: Path | str, dtype: ml.DType | str) -> dict[str, str]:
-    """The ``identity=`` of a model that was loaded from files: a digest of them, and what it computes in.
+    """The ``identity=`` of a model loaded from files: a digest of the files, and the dtype it computes in.
 
-    ``path`` is a folder with config.json and weights, or a .gguf file; ``dtype``, or its name, is F32, F16 or
-    BF16. Two models agree in it exactly where config.json says the same and the weight files are equal byte
-    for byte; where they lie and which backend runs them does not matter. Reads all weights once.
+    ``path`` is a folder with config.json and weights, or a .gguf file; ``dtype`` (or its name) is F32, F16 or
+    BF16. Two models have the same identity exactly if their config.json files are equivalent and their weight
+    files are equal byte for byte; their location and the backend do not matter. All weights are read once.
 
     >>> from kvcache.stores import identity_of
     >>> identity_of("model", "BF16")  # doctest: +SKIP
     {'files': '5f0c...', 'dtype': 'BF16'}
 
-    Raises UnknownModelError where there is no model, DTypeError for another dtype.
+    Raises UnknownModelError if there is no model, DTypeError for another dtype.
     """
     path, name = Path(path), dtype if isinstance(dtype, str) else getattr(dtype, "name", "")
     if name not in ("F32", "F16", "BF16"):
@@ -54,7 +54,7 @@ def files_digest(path: Path) -> str:
 
 
 def _parts(path: Path) -> Iterator[bytes | Path]:
-    """What the digest is over, in order; the config without the blanks and the order of its JSON."""
+    """The digested data in order; config.json in canonical form."""
     if path.is_file():
         yield path
         return

@@ -1,17 +1,17 @@
-"""What all processes know of a folder's entries together: their sizes, and which was used least recently.
+"""The index of a folder's entries, shared by all processes: sizes, and times of last use.
 
-One table in SQLite, in the folder itself: the truth about what counts against the budget and what goes next.
-Each row is an entry's stem, its bytes, and when it was last known to be used. The entries' files have what
-is needed to make it anew (name, size, time of use), which is done where it is missing, damaged or of another
-version, after a restart of the machine, and after other programs changed files; they also say by themselves
-what they hold, so that whatever became of the index, nothing wrong is read.
+It is one SQLite table in the folder itself, and decides what counts against the budget and what is evicted
+next. Each row has an entry's stem, its bytes, and its last known time of use. The entries' files contain
+everything needed to rebuild the index (name, size, time of use). It is rebuilt if it is missing, damaged or
+of another version, after a restart of the machine, and after other programs have changed files. The files
+also describe their own content, so that no wrong data is read whatever happens to the index.
 
-It is only read and written with the folder's lock held. It has a rollback journal and not a write-ahead log,
-which hosts that share a folder could not use together; and never waits for the device.
+The index is read and written only with the folder's lock held. It has a rollback journal instead of a
+write-ahead log, which hosts sharing a folder could not use together, and never waits for the device.
 
-A file's modification time is when its entry was last used. A hit moves it without telling the index, but
-only forward: the oldest entry that the index knows is looked at once more before it is evicted, and goes
-back into the queue when it was used since.
+A file's modification time is its entry's time of last use. A hit updates it without the index, but only
+forward: before the oldest entry in the index is evicted, its file is checked once more, and the entry goes
+back into the queue if it has been used since.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = ["Index"]
 VERSION: Final = 3
 NAME: Final = "entries.sqlite"
 LOOKED: Final = 1024
-"""Entries used since the index last saw them, which one eviction looks at in search of an older one."""
+"""How many recently used entries one eviction checks in search of an older one."""
 UNTOLD: Final = 1 << 32
-"""Changes that one who died may have made without telling the lock file."""
+"""How many changes a process that died may have made without recording them in the lock file."""
 AT_ONCE: Final = 512
-"""Entries that are evicted with the lock held, where opening finds more than the budget allows."""
+"""How many entries are evicted per hold of the lock if opening finds more than the budget allows."""
 
 _SCHEMA: Final = (
     "CREATE TABLE entries (stem TEXT PRIMARY KEY, nbytes INTEGER, used INTEGER) WITHOUT ROWID",
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class IndexDamagedError(Exception):
-    """The index is not there, not of this version, does not hold together, or SQLite fails at it."""
+    """The index is missing, of another version or inconsistent, or SQLite fails to read it."""
 
 
 class Row(NamedTuple):
@@ -79,9 +79,9 @@ class Row(NamedTuple):
 
 
 class Index:
-    """The index of a folder; in this process's memory where it cannot have a file there.
+    """The index of a folder; kept in this process's memory if it cannot have a file there.
 
-    All but ``locked`` and ``close`` is called within ``locked``.
+    All methods except ``locked`` and ``close`` must be called within ``locked``.
     """
 
     def __init__(self, folder: Folder, budget: int | None) -> None:
@@ -92,7 +92,7 @@ class Index:
         self._file: tuple[int, ...] = ()
         self._in_memory = self._all_known = self._warned = False
         self._changes: int | None = None
-        """How many the index has seen, where the lock file has yet to know."""
+        """How many changes the index has seen, if the lock file does not know yet."""
         self.pending: list[int] = []
         """The bytes of each entry that somebody is writing."""
 
@@ -107,7 +107,7 @@ class Index:
 
     @contextlib.contextmanager
     def locked(self, *, opening: bool = False) -> Iterator[None]:
-        """The folder's lock, and the index in step with the files. Not to be nested."""
+        """Hold the folder's lock, with the index consistent with the files. Must not be nested."""
         lock, folder = self._folder.lock, self._folder
         with lock.held():
             known = lock.known
@@ -123,7 +123,8 @@ class Index:
                 if self._changes is not None:
                     with contextlib.suppress(OSError):
                         lock.changes, self._changes = self._changes, None
-                # Names that other programs have changed stay unknown: who opens the folder looks at all.
+                # Changes by other programs stay unknown: the next process that opens the folder checks
+                # everything.
                 if self._in_memory or self._all_known:
                     with contextlib.suppress(OSError):
                         lock.known = 0 if self._in_memory else folder.changed
@@ -138,13 +139,15 @@ class Index:
         return _totals(self._db)
 
     def make_room(self, nbytes: int = 0) -> None:
-        """Evict until there is room for ``nbytes`` beside all entries and those that are being written."""
+        """Evict until there is room for ``nbytes`` in addition to all entries, including those being
+        written.
+        """
         self._evict(nbytes + sum(self.pending))
 
     def trim(self) -> bool:
-        """Evict what exceeds the budget, or part of it. False: that was all.
+        """Evict some of what exceeds the budget. False if nothing is left to evict.
 
-        First what is larger than the budget itself, which nobody reads: nothing else has to go for it.
+        Entries larger than the budget itself, which are never read, go first.
         """
         if self.budget is None or self.totals()[1] <= self.budget:
             return False
@@ -162,7 +165,9 @@ class Index:
         return True
 
     def add(self, stem: str, nbytes: int, used: int) -> None:
-        """Count an entry that is published next: who dies before leaves what tells the next one to look."""
+        """Count an entry that is about to be published. If this process dies first, the file it leaves tells
+        the next one to check.
+        """
         self._run(lambda db: _insert(db, Row(stem, nbytes, used)))
 
     def remove(self, stem: str) -> bool:
@@ -170,7 +175,7 @@ class Index:
         withdrawn = self._folder.withdraw(stem)
         counted = self._run(lambda db: _delete(db, stem))
         self._folder.discard(withdrawn)
-        if withdrawn is not None and not counted:  # of a damaged page SQLite may only not find it
+        if withdrawn is not None and not counted:  # a damaged page may only make SQLite miss it
             self._make_anew()
         return withdrawn is not None
 
@@ -183,14 +188,14 @@ class Index:
 
         def evict(db: sqlite3.Connection) -> list[str]:
             _, nbytes = _totals(db)
-            # Others, whose budget is larger, may be writing more than ours: then all entries go, and no more.
+            # Writers with a larger budget may exceed ours: then all entries are evicted, and nothing else.
             victims, used_since = self._oldest(db, min(nbytes, nbytes + room - budget), most)
             for row in used_since:
                 db.execute("UPDATE entries SET used = ? WHERE stem = ?", [row.used, row.stem])
             return self._withdraw(db, victims)
 
         stored = self.totals()[1]
-        if stored > budget and most is None and not self._warned:  # what opening finds is no surprise
+        if stored > budget and most is None and not self._warned:  # an excess found at opening is expected
             self._warned = True
             log.warning(
                 "FileStore: %s holds %d bytes, and the budget is %d: another store writes to it with "
@@ -201,7 +206,7 @@ class Index:
             self._discard_evicted(self._run(evict))
 
     def _oldest(self, db: sqlite3.Connection, excess: int, most: int | None) -> tuple[list[Row], list[Row]]:
-        """What to evict; and what was looked at and stays, with its time of use."""
+        """The entries to evict, and those that were checked and stay, with their times of use."""
         victims: list[Row] = []
         later: list[tuple[int, str, int]] = []  # a heap: when it was used, stem, bytes
         with contextlib.closing(db.cursor()) as cursor:
@@ -225,21 +230,21 @@ class Index:
         return victims, [Row(stem, nbytes, used) for used, stem, nbytes in later]
 
     def _last_used(self, row: Row) -> int:
-        """0 where its file is gone, or is no entry's."""
+        """The time of last use; 0 if the file is gone or not an entry."""
         now = self._look(row.stem)
         if now is not None and now.nbytes != row.nbytes:
             raise IndexDamagedError(f"it says that {row.stem} has {row.nbytes} bytes")
         return 0 if now is None else now.used
 
     def _look(self, stem: str) -> Row | None:
-        """What an entry's file says; None where it is gone, or is no entry's."""
+        """The row according to an entry's file; None if it is gone or not an entry."""
         try:
             return _entry(stem, self._folder.stat(stem))
         except FileNotFoundError:
             return None
 
     def _withdraw(self, db: sqlite3.Connection, rows: Sequence[Row]) -> list[str]:
-        """What the files are called until the index has forgotten them."""
+        """Withdraw the entries' files; returns their names until the index has removed them."""
         withdrawn = [self._folder.withdraw(row.stem) for row in rows]
         for row in rows:
             if not _delete(db, row.stem):
@@ -251,10 +256,10 @@ class Index:
             self._folder.discard(name)
         self.evicted += len(withdrawn)
 
-    # In step with the files.
+    # Consistency with the files.
 
     def _usable(self, opening: bool) -> bool:
-        """Whether there is an index; of who opens the folder, one since this start of this machine."""
+        """Whether there is a usable index; when the folder is being opened, one from the current boot."""
         try:
             db = self._connected()
             if not 0 <= _changes(db) - self._folder.lock.changes < UNTOLD:
@@ -264,7 +269,7 @@ class Index:
             return False
 
     def _settle(self) -> None:
-        """Look again at the entries of those who died before the index was in order."""
+        """Check the entries of writers that died before they updated the index."""
         dead = self._look_for_writers()
         if not dead:
             return
@@ -281,7 +286,7 @@ class Index:
         self.swept += sum(map(self._folder.discard, dead))
 
     def _look_for_writers(self) -> dict[str, str]:
-        """Note what is being written; names and stems of what those who died left behind."""
+        """Record what is being written; returns names and stems of files that dead writers left behind."""
         dead = {}
         self.pending = []
         for name, stem, nbytes in self._folder.changing():
@@ -292,7 +297,7 @@ class Index:
         return dead
 
     def _make_anew(self) -> None:
-        """The index, of what the files say; what is no entry is cleared away."""
+        """Rebuild the index from the files; anything that is not an entry is removed."""
         self.close()
         folder = self._folder
         self.swept += sum(map(folder.discard, self._look_for_writers()))
@@ -309,7 +314,7 @@ class Index:
         changes = secrets.randbits(62)
         self._db = self._made_anew(rows, changes)
         self._changes = changes
-        # What others changed meanwhile is not known, and what was cleared away looks the same.
+        # Changes by others in the meantime are unknown, and look the same as our own removals.
         self._all_known = folder.changed == before
         with contextlib.suppress(OSError):
             folder.lock.known = 0 if self._in_memory else before
@@ -325,7 +330,7 @@ class Index:
     # The database.
 
     def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """``work`` in one transaction; once more on an index made anew where it does not hold together."""
+        """Run ``work`` in one transaction, and again on a rebuilt index if the index is inconsistent."""
         try:
             return self._transact(work)
         except IndexDamagedError:
@@ -343,7 +348,7 @@ class Index:
             db.execute("COMMIT")
         except BaseException as error:
             self.close()
-            # A damaged name, which is no text, is quoted in an error: Python cannot decode that.
+            # An error that quotes a damaged, non-text name cannot be decoded by Python.
             if isinstance(error, (sqlite3.Error, UnicodeDecodeError)):
                 raise IndexDamagedError(str(error)) from error
             raise
@@ -351,7 +356,7 @@ class Index:
         return result
 
     def _connected(self) -> sqlite3.Connection:
-        """The connection; a new one in a forked child, and where another process has made the index anew."""
+        """The connection; a new one in a forked child, and after another process has rebuilt the index."""
         file = self._identity()
         if self._db is None or file != self._file:
             self.close()
@@ -362,7 +367,7 @@ class Index:
         return self._db
 
     def _identity(self) -> tuple[int, ...]:
-        """What a connection is good for: this process, and this file."""
+        """What a connection is valid for: this process and this file."""
         try:
             status = self._folder.stat_index(NAME)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -379,7 +384,7 @@ class Index:
                 _remove(anew)
                 os.close(os.open(anew, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
                 _made(os.fspath(anew), rows, changes).close()
-                _remove(path)  # with its journal, which a database of its name would take for its own
+                _remove(path)  # together with its journal, which a new database of the same name would use
                 anew.rename(path)
                 return self._connected()
             except (OSError, sqlite3.Error, IndexDamagedError):  # no room, no locks
@@ -400,7 +405,7 @@ def _connect(path: str | Path) -> sqlite3.Connection:
 
 
 def _checked(db: sqlite3.Connection) -> sqlite3.Connection:
-    """The same, if it is an index of this version."""
+    """``db``, if it is an index of this version."""
     try:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         schema = {sql for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
@@ -414,7 +419,7 @@ def _checked(db: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def _made(path: str, rows: Sequence[Row], changes: int) -> sqlite3.Connection:
-    """A new database. Who dies on the way leaves a file that nobody takes for one."""
+    """A new database. If the process dies while making it, the remaining file is not mistaken for one."""
     db = _connect(path)
     try:
         if path != ":memory:":
@@ -453,7 +458,7 @@ def _changes(db: sqlite3.Connection) -> int:
 
 
 def _insert(db: sqlite3.Connection, row: Row) -> None:
-    _delete(db, row.stem)  # a row without a file, where another program has removed that
+    _delete(db, row.stem)  # a row without a file, which another program has removed
     db.execute("INSERT INTO entries VALUES (?, ?, ?)", row)
 
 
@@ -462,7 +467,7 @@ def _delete(db: sqlite3.Connection, stem: str) -> bool:
 
 
 def _row(columns: tuple[object, ...]) -> Row:
-    """Of a row of the table. Its stem names a file that is removed: it must be a valid one."""
+    """Parse a row of the table. Its stem must be valid, since it names a file that may be removed."""
     stem, nbytes, used = columns
     if type(nbytes) is int and type(used) is int and isinstance(stem, str) and is_stem(stem):
         return Row(stem, nbytes, used)
@@ -470,13 +475,13 @@ def _row(columns: tuple[object, ...]) -> Row:
 
 
 def _entry(stem: str, status: os.stat_result) -> Row | None:
-    """Of an entry's file; None where it is none, or has not even the size of one."""
+    """The row for an entry's file; None if it is not an entry, or too small to be one."""
     nbytes = status.st_size - MANIFEST_BYTES
     return Row(stem, nbytes, _used(status)) if stat.S_ISREG(status.st_mode) and nbytes >= 0 else None
 
 
 def _used(status: os.stat_result) -> int:
-    """When the entry was last used; of a date that no use has given it nothing is known: it is the oldest."""
+    """When the entry was last used; an entry with an implausible date counts as the oldest."""
     return status.st_mtime_ns if 0 <= status.st_mtime_ns < LAST_TIME else 0
 
 
@@ -486,7 +491,7 @@ def _remove(path: Path) -> None:
 
 
 def boot_id() -> str:
-    """Which start of which machine this is: files that were not written to the device are of the same."""
+    """Identifies the current boot of this machine: data that never reached the device is lost with it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,6 +1,6 @@
-"""Names of prefixes: a sha256 chain over blocks of B tokens, rooted in who computed them.
+"""Keys of prefixes: a sha256 chain over blocks of B tokens, whose root identifies the model and its settings.
 
-Two prefixes have one key exactly when model, settings and all tokens up to there are the same::
+Two prefixes have the same key exactly if model, settings and all tokens are the same::
 
     root = sha256(JSON of format, block_size and identity)
     key 0 = sha256(root  | block 0)          names tokens [0, B)
@@ -26,15 +26,15 @@ from kvcache.stores.serialized_snapshot import SNAPSHOT_FORMAT
 __all__ = ["Chain", "Keys", "SaltedToken"]
 
 _INTEGERS, _MIXED, _SALTED, _VARIANT = b"i", b"m", b"s", b"v"
-"""What is hashed of a block: 8 bytes per token, or items that each say their kind and length."""
+"""How a block is encoded for hashing: 8 bytes per token, or items preceded by their kind and length."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaltedToken:
-    """A token of conversations that share nothing from here on with those of another salt, or variant.
+    """A token from which on a conversation shares nothing with conversations of another salt or variant.
 
-    ``variant``: the bytes that ``compose`` makes of what else K and V depend on, such as an adapter. An empty
-    salt is everyone's.
+    ``variant``: the bytes that ``compose`` returns for everything else that K and V depend on, such as an
+    adapter. An empty salt is common to everyone.
     """
 
     salt: str
@@ -43,14 +43,22 @@ class SaltedToken:
 
 
 class Keys:
-    """Keys for the prefixes that one model computes under one set of settings.
+    """Keys for prefixes that one model computes with one set of settings.
 
-    ``identity`` is JSON-able and holds everything that changes K and V: model and weights, dtype, layout,
-    rope and window settings, tensor-parallel rank, a salt. The snapshot format's version is added here, so
-    that a new format never reads the old one. ``block_size`` is how many tokens an aligned key covers more
-    than the one before it.
+    ``identity`` is JSON-able and contains everything that affects K and V: model and weights, dtype, layout,
+    rope and window settings, tensor-parallel rank, a salt. The version of the snapshot format is added here,
+    so that entries of another version are never read. ``block_size`` is the number of tokens between two
+    consecutive aligned keys.
 
-    Raises StoreValueError for an identity that is not JSON-able and a block size < 1.
+    Raises StoreValueError if ``identity`` is not JSON-able or ``block_size`` is less than 1.
+
+    >>> from kvcache.stores import Keys
+    >>> keys = Keys({"model": "my-model", "dtype": "F16"}, block_size=4)
+    >>> chain = keys.chain([3, 1, 4, 1, 5, 9])
+    >>> len(chain), len(chain.aligned)
+    (6, 1)
+    >>> chain.at(4) == keys.chain([3, 1, 4, 1, 2, 6]).at(4)      # the first four tokens are the same
+    True
     """
 
     def __init__(self, identity: Mapping[str, Any], block_size: int = 128) -> None:
@@ -79,12 +87,12 @@ class Keys:
         like: Chain | None = None,
         shared: int = 0,
     ) -> Chain:
-        """The keys of all prefixes of ``tokens``: ids (int64), and bytes that name multimodal items.
+        """The keys of all prefixes of ``tokens``: ids (int64), and bytes that identify multimodal items.
 
-        ``after``: an aligned key of what comes before them (None: nothing does). ``others``: with an array of
-        ids, by place what stands there; a SaltedToken of an id has that of the array. ``like``: a chain whose
-        first ``shared`` tokens are the same, whose blocks are not hashed again. Raises StoreValueError for
-        other tokens.
+        ``after``: the aligned key of the preceding tokens (None: there are none). ``others``: for an array of
+        ids, the items that stand at some indices instead; a SaltedToken keeps the id of the array. ``like``:
+        a chain with the same first ``shared`` tokens, whose blocks are not hashed again. Raises
+        StoreValueError for tokens of other types.
         """
         root = self._root if after is None else bytes.fromhex(after)
         return Chain(root, self.block_size, _items(tokens, others), like, shared)
@@ -109,11 +117,13 @@ class Chain:
 
     @property
     def aligned(self) -> list[str]:
-        """Key k covers tokens ``[0, (k + 1) * block_size)``; the full blocks only."""
+        """Key k covers tokens ``[0, (k + 1) * block_size)``; only full blocks have keys here."""
         return [digest.hex() for digest in self._digests[1:]]
 
     def at(self, position: int) -> str:
-        """The key of tokens ``[0, position)``; 0 is the root. StoreValueError outside [0, len(chain)]."""
+        """The key of tokens ``[0, position)``; 0 is the root. Raises StoreValueError outside [0,
+        len(chain)].
+        """
         if not 0 <= position <= len(self):
             raise StoreValueError(f"Chain.at: position {position}; the chain has [0, {len(self)}]")
         full, rest = divmod(position, self.block_size)
@@ -123,7 +133,7 @@ class Chain:
 
 
 class _Items:
-    """Tokens as int64, and the bytes keys that lie at some places between them."""
+    """Tokens as int64, and the bytes items at some indices among them."""
 
     def __init__(self, tokens: np.ndarray, others: Mapping[int, bytes | SaltedToken] | None = None) -> None:
         self._tokens = np.ascontiguousarray(tokens, "<i8")
@@ -134,7 +144,7 @@ class _Items:
         return int(self._tokens.size)
 
     def encoded(self, start: int, stop: int) -> list[bytes | memoryview]:
-        """What is hashed of ``[start, stop)``; different items never give the same bytes."""
+        """The bytes hashed for ``[start, stop)``; different items never have the same bytes."""
         first = bisect.bisect_left(self._places, start)
         if first == bisect.bisect_left(self._places, stop):
             return [_INTEGERS, self._tokens[start:stop].data]
@@ -179,7 +189,7 @@ def _items(
 
 
 def _id(item: Any) -> Any:
-    """The token's id; of bytes 0."""
+    """The token's id; 0 for bytes."""
     token = item.token if isinstance(item, SaltedToken) else item
     return 0 if isinstance(token, bytes) else token
 

@@ -7,7 +7,7 @@
                       8 bytes   ``Folder.changed`` as the index knows it; 0: the index is to be made anew
                       8 bytes   how many changes the index has seen, counted from a random number
 
-Numbers are little-endian. The lock is ``flock``: the system lets go of it when a process dies.
+Numbers are little-endian. The lock is ``flock``, which the system releases when a process dies.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["LAST_TIME", "LOCK", "SAFE", "STORE_FORMAT", "LockFile"]
 STORE_FORMAT: Final = b"kvcache.store/2\n"
 LOCK: Final = "kvcache.lock"
 SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-"""Flags for every file that is opened: no link is followed, no pipe waited for."""
+"""Flags for every file that is opened: links are not followed, and pipes do not block."""
 
 LAST_TIME: Final = 1 << 62
-"""Nanoseconds; the year 2116. A later time is damage."""
+"""Nanoseconds; the year 2116. A later time is treated as damage."""
 
 _LATEST: Final = len(STORE_FORMAT)
 _KNOWN: Final = _LATEST + 8
@@ -42,7 +42,7 @@ _END: Final = _CHANGES + 8
 
 
 class LockFile:
-    """The lock of the folder that is open as ``root``. ``writable`` is False where it may only be read.
+    """The lock of the folder that is open as ``root``. ``writable`` is False if it may only be read.
 
     Raises StoreUnavailableError for a folder that holds something else or a store of another version.
     """
@@ -63,9 +63,9 @@ class LockFile:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep all other processes and threads from changing entries. Not to be nested."""
+        """Keep all other processes and threads from changing entries. Must not be nested."""
         with self._mutex:
-            # Opened anew each time: a lock belongs to the open file, which a fork would share.
+            # Opened each time: a lock belongs to the open file, which a fork would share.
             fd = os.open(LOCK, os.O_RDWR | SAFE, dir_fd=self._root)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
@@ -96,10 +96,10 @@ class LockFile:
         self._write(count, _CHANGES)
 
     def times(self, count: int = 1) -> range:
-        """Times of use in nanoseconds, each later than all that any process was given.
+        """Times of use in nanoseconds, each later than any time given to any process before.
 
-        They go on from the latest one where a clock was set back, or is behind that of another host. Where
-        the file may only be read, or cannot be, they are later than this object's own.
+        They continue from the latest one if a clock was set back, or is behind that of another host. If the
+        file is read-only or unreadable, they are only later than this object's own.
         """
         with self._timing:
             with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ class LockFile:
         return range(first, first + count)
 
     def used_until(self, latest: int) -> None:
-        """Entries were used until then, as their files say: what is used from now on was used later."""
+        """Record the latest time of use found in entries' files, so that further times are later."""
         with self._timing:
             before = self._latest
             self._learn(latest)
@@ -134,9 +134,9 @@ class LockFile:
     # Opening.
 
     def _claim(self) -> int:
-        """Make an empty folder a store; refuse one that is in use for something else.
+        """Turn an empty folder into a store; refuse one that is used for something else.
 
-        -1 where the folder is empty and stays so, as nothing may be made in it.
+        -1 if the folder is empty and nothing may be created in it.
         """
         try:
             fd = self._open_or_make()
@@ -189,9 +189,9 @@ class LockFile:
 
 
 def _unlock(fd: int) -> None:
-    """Before the file is closed, which is not enough while a forked child has it open too.
+    """Unlock before closing the file, since closing is not enough while a forked child also has it open.
 
-    What was done with the lock held has happened: where this fails, closing lets go of it all the same.
+    The work under the lock is done: if unlocking fails, closing releases the lock anyway.
     """
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)

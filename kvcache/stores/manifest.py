@@ -1,4 +1,4 @@
-"""The manifest of an entry on disk: the last 512 bytes of its file, which say what those before must be."""
+"""The manifest of an entry on disk: the last 512 bytes of its file, which describe the bytes before them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ __all__ = [
 
 ENTRY_FORMAT: Final = "kvcache.entry/2"
 ENTRY, TEMPORARY = ".entry", ".tmp"
-"""What the names of entries' files, and of those that come or go, end in."""
+"""The suffixes of the files of entries, and of files being written or removed."""
 MANIFEST_BYTES: Final = 512
-"""The longest manifest, of a key of 128 characters under a sealed digest, takes some 350."""
+"""The longest manifest, for a key of 128 characters and a sealed digest, takes about 350 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the file of ``key`` begins with: ``nbytes`` bytes of this digest (hex) of an ``algorithm``.
+    """Describes the file of ``key``: its first ``nbytes`` bytes have this digest (hex) by ``algorithm``.
 
-    Where that is keyed, ``seal`` is the keyed digest of the manifest itself: nobody else can claim a size.
+    If the digest is keyed, ``seal`` is the keyed digest of the manifest itself, so that nobody else can claim
+    a size.
     """
 
     key: str
@@ -53,7 +54,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, stem: str) -> Manifest:
-        """Raises ValueError for anything but the manifest of the entry whose file's name has this stem."""
+        """Parse a manifest. Raises ValueError unless it belongs to the entry with this stem."""
         key, _, family = stem.partition(".")
         algorithm, sealed = BLAKE3 if family else XXH3, {"seal"} if family not in ("", BLAKE3) else set()
         if len(data) != MANIFEST_BYTES:
@@ -75,7 +76,7 @@ class Manifest:
 
 
 class Naming:
-    """The files of one store's entries: what their names begin with, and how they are digested."""
+    """The names and digests of one store's files."""
 
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
@@ -83,16 +84,16 @@ class Naming:
         self._suffix = "" if digests.name == XXH3 else f".{digests.family}"
 
     def stem(self, key: str) -> str:
-        """``<key>``, or ``<key>.<family>`` where the digest is not XXH3."""
+        """``<key>``, or ``<key>.<family>`` if the digest is not XXH3."""
         return key + self._suffix
 
     def key(self, stem: str) -> str | None:
-        """The key of a stem; None where the entry is of a store that digests otherwise."""
+        """The key of a stem; None if the entry belongs to a store with another digest."""
         key = stem.removesuffix(self._suffix)
         return key if is_key(key) and key + self._suffix == stem else None
 
     def start(self, key: str, nbytes: int) -> Digest:
-        """A digest of the data alone for XXH3, else one that knows whose they are."""
+        """A digest of the data alone for XXH3, otherwise one that includes the key."""
         if self._suffix:
             return self._digests.start(ENTRY_FORMAT, key, nbytes)
         return self._digests.start()
@@ -101,7 +102,7 @@ class Naming:
         return Manifest(key, nbytes, digest, self._digests.name, self._seal(key, nbytes, digest))
 
     def parse(self, data: bytes, stem: str) -> Manifest:
-        """As ``Manifest.parse``, and ValueError where the seal is not of this store's secret."""
+        """As ``Manifest.parse``; also raises ValueError if the seal was not made with this store's secret."""
         manifest = Manifest.parse(data, stem)
         seal = self._seal(manifest.key, manifest.nbytes, manifest.digest)
         if seal is not None and not hmac.compare_digest(seal.encode(), (manifest.seal or "").encode()):
@@ -109,19 +110,19 @@ class Naming:
         return manifest
 
     def _seal(self, key: str, nbytes: int, digest: str) -> str | None:
-        """None where digests are not keyed."""
+        """The seal; None if digests are not keyed."""
         words = "seal", ENTRY_FORMAT, key, nbytes, digest
         return self._digests.start(*words).hexdigest() if self.keyed else None
 
 
 def is_stem(text: str) -> bool:
-    """Whether the name of an entry's file may begin so."""
+    """Whether ``text`` may be the stem of an entry's file."""
     key, dot, family = text.partition(".")
     return is_key(key) and (not dot or is_family(family))
 
 
 def unkeyed_digest(stem: str, nbytes: int) -> Digest | None:
-    """A digest to check the data of an entry with; None where that takes a secret."""
+    """A digest for checking the data of an entry; None if that requires a secret."""
     key, _, family = stem.partition(".")
     if family not in ("", BLAKE3):
         return None

@@ -26,14 +26,25 @@ class _Entry:
 
 
 class MemoryStore(Closing):
-    """Copies in host memory; the least recently used go first when ``budget`` bytes are reached."""
+    """Entries in host memory. Beyond ``budget`` bytes, the least recently used are evicted.
+
+    >>> from kvcache.stores import MemoryStore
+    >>> with MemoryStore(budget=1 << 20) as store:
+    ...     store.put("greeting", [b"hello ", b"world"])
+    ...     buffer = bytearray(store.stat(["greeting"])[0].nbytes)
+    ...     store.get_into("greeting", buffer)
+    ...     bytes(buffer)
+    True
+    True
+    b'hello world'
+    """
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget = check_budget(budget)
         self._entries: OrderedDict[str, _Entry] | None = OrderedDict()  # least recently used first
         self._nbytes = 0
         self._pending = 0
-        """Bytes that are being copied, for which there is room."""
+        """Bytes being copied, for which room has been made."""
         self._evicted = 0
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
@@ -86,15 +97,15 @@ class MemoryStore(Closing):
         return True
 
     def view(self, key: str) -> memoryview | None:
-        """The entry's bytes, read-only and not copied; None: not there. A hit, as ``get_into`` is.
+        """The entry's bytes, read-only and without a copy; None if there is no such entry. Counts as a hit.
 
-        The view stays good after the entry is evicted, and keeps its memory from being freed.
+        The view stays valid after the entry is evicted, and keeps its memory from being freed.
         """
         data = self._hit(key, "view")
         return None if data is None else data.data
 
     def reader(self, key: str) -> Reader | None:
-        """See :class:`kvcache.stores.protocol.ReadingStore`."""
+        """See ``kvcache.stores.protocol.ReadingStore``."""
         data = self._hit(key, "reader")
         return None if data is None else BytesReader(data.nbytes, lambda: data)
 
@@ -143,7 +154,7 @@ class MemoryStore(Closing):
         entries[key].last_used = time.time()
 
     def _make_room(self, nbytes: int) -> None:
-        """Evict for ``nbytes`` beside what others are copying, of which some may have to end first."""
+        """Evict entries for ``nbytes`` more; if necessary, wait for copies of other threads to end."""
         if self.budget is None:
             return
         self._written.wait_for(lambda: self._pending + nbytes <= (self.budget or 0))

@@ -1,4 +1,4 @@
-"""Options of stores, as arguments or as the text of a URL. ``owner`` begins the message of an error."""
+"""Options of stores, as arguments or as text in a URL. Error messages begin with ``owner``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def check_options(owner: str, names: Iterable[str], known: Collection[str]) -> N
 
 
 def read_prefix(owner: str, name: str, value: Any) -> str:
-    """What the names of all entries in a shared place begin with."""
+    """The prefix of the names of all entries in a shared place."""
     if not isinstance(value, str) or not _PREFIX.fullmatch(value):
         raise StoreValueError(f"{owner}: {name}={value!r}; it must be 1 to 64 of 0-9 A-Z a-z . _ : -")
     return value
 
 
 def read_truth(owner: str, name: str, value: Any) -> bool:
-    """Of True, "yes", "on", "1", "true" and their opposites."""
+    """A bool from True, "yes", "on", "1", "true" and their opposites."""
     truth = value if isinstance(value, bool) else _TRUTH.get(str(value).lower())
     if truth is None:
         raise StoreValueError(f"{owner}: {name}={value!r}; it must be yes or no")
@@ -44,9 +44,10 @@ def parse_bytes(size: int | str, what: str = "size") -> int: ...
 @overload
 def parse_bytes(size: int | str | None, what: str = "size") -> int | None: ...
 def parse_bytes(size: int | str | None, what: str = "size") -> int | None:
-    """Bytes of 4096, "4096", "1.5GB" (powers of 1000), "10GiB" or "10G" (powers of 1024); None stays None.
+    """The number of bytes of 4096, "4096", "1.5GB" (powers of 1000), "10GiB" or "10G" (powers of 1024); None
+    stays None.
 
-    Raises StoreValueError for anything else, of which the message says ``what`` it is.
+    Raises StoreValueError for anything else; the message begins with ``what``.
     """
     try:
         return None if size is None else read_bytes(size, what)
@@ -55,5 +56,7 @@ def parse_bytes(size: int | str | None, what: str = "size") -> int | None:
 
 
 def without_secrets(url: str) -> str:
-    """The URL with *** for what may be a user, a password or a secret; too much rather than too little."""
+    """The URL with *** in place of anything that may be a user, a password or a secret, erring on the side of
+    hiding.
+    """
     return _USER.sub("//***@", _FIELD.sub(r"\1=***", url))

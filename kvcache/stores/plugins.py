@@ -1,4 +1,4 @@
-"""Finding stores by name or URL: the host of backends' plugins, with the group ``kvcache.stores``."""
+"""Finding stores by name or URL, with the plugin host of backends and the group ``kvcache.stores``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _HOOK = Hook(
 
 
 class StoreRegistry(PluginHost[StoreSpec]):
-    """The built-in stores and those of plugins. :func:`registry` gives the process's own."""
+    """The built-in stores and those of plugins. ``registry()`` returns that of the process."""
 
     def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
         super().__init__(_HOOK, entry_points)
@@ -56,7 +56,7 @@ class StoreRegistry(PluginHost[StoreSpec]):
         return opened
 
     def _check(self, spec: StoreSpec, url: str | None, options: dict[str, Any]) -> None:
-        """Refuse an address that makes no sense before the probe, which loads the store's client library."""
+        """Refuse an invalid address before the probe, which loads the store's client library."""
         check = spec.check
         for takes in filter(None, (spec.open, check)):
             if wrong := misfit(takes, url, **options):
@@ -107,15 +107,20 @@ def registry() -> StoreRegistry:
 def open_store(store: str | PathLike[str], **options: Any) -> SnapshotStore:
     """Open a store by name ("file", with ``path=``), URL ("file:///var/cache/kv?budget=10GiB") or folder.
 
-    A folder is a ``pathlib.Path``, or a string with a slash in it ("./kept"): "kept" would be a store's name.
+    A folder is a ``pathlib.Path``, or a string that contains a slash ("./kept"); "kept" would be the name of
+    a store.
 
-    Raises StoreUnavailableError for an unknown name (the message lists those that exist) and where the store
-    cannot be used here, StoreValueError for an option that it does not have, given twice or out of its
-    range.
+    Raises StoreUnavailableError for an unknown name (the message lists the known ones) and for a store that
+    cannot be used here, StoreValueError for an option that is unknown, given twice or out of range.
+
+    >>> from kvcache.stores import open_store
+    >>> with open_store("memory:?budget=2GiB") as store:
+    ...     store.budget
+    2147483648
     """
     return registry().open(store, options)
 
 
 def store_schemes() -> tuple[str, ...]:
-    """The schemes of the URLs that ``open_store`` takes, ascending: of the built-in stores and of plugins."""
+    """The URL schemes that ``open_store`` accepts, of built-in stores and plugins, in alphabetical order."""
     return tuple(sorted(registry().specs()))

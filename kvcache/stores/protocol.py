@@ -1,4 +1,4 @@
-"""The protocol of a store, which is one tier of offloaded snapshots, and what all stores check alike."""
+"""The protocol of stores, each of which is one tier of offloaded snapshots, and checks common to all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KEY = re.compile(r"[0-9a-z][0-9a-z_-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """One entry: the bytes that ``get_into`` will write, and when it was last used (Unix seconds)."""
+    """One entry: the number of bytes that ``get_into`` writes, and the time of last use (Unix seconds)."""
 
     nbytes: int
     last_used: float = 0.0
@@ -37,10 +37,10 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a store holds now, and what this object has seen happen.
+    """What a store contains now, and the events that this object has seen.
 
-    ``nbytes`` is the sum of the entries' ``Stat.nbytes``. ``evicted`` entries made room for others;
-    ``dropped`` ones were corrupt, truncated or foreign; ``swept`` counts files left by writers that died.
+    ``nbytes`` is the sum of the entries' ``Stat.nbytes``. ``evicted`` counts entries removed to make room,
+    ``dropped`` those that were corrupt, truncated or foreign, and ``swept`` files left by dead writers.
     """
 
     entries: int
@@ -53,98 +53,99 @@ class Usage:
 
 @runtime_checkable
 class SnapshotStore(Protocol):
-    """Bytes by key, written once. Every call may come from any thread.
+    """Bytes by key, written once. All calls are thread-safe.
 
-    A key is 1 to 128 of the characters ``0-9 a-z _ -`` and does not begin with one of the last two; any
-    other is a StoreValueError. Any call raises StoreUnavailableError where the store cannot be reached,
+    A key consists of 1 to 128 characters ``0-9 a-z _ -`` and does not begin with ``_`` or ``-``; any other
+    key raises StoreValueError. Every call raises StoreUnavailableError if the store cannot be reached, and
     StoreClosedError after ``close``.
     """
 
     def put(self, key: str, parts: Sequence[Buffer]) -> bool:
-        """Store the parts' bytes, one after another, as one entry.
+        """Store the concatenated bytes of ``parts`` as one entry.
 
-        False when the key is there already: nothing is written. The entry appears whole or not at
+        Returns False, without writing anything, if the key exists. The entry appears completely or not at
         all. Least recently used entries are evicted to make room.
 
-        Raises StoreFullError when it does not fit even then.
+        Raises StoreFullError if it does not fit even then.
         """
 
     def stat(self, keys: Sequence[str]) -> list[Stat | None]:
-        """What is known of each key, in order; None: not there. Refreshes nothing."""
+        """The Stat of each key, in order; None for a missing key. Does not count as use."""
 
     def get_into(self, key: str, buffer: WritableBuffer) -> bool:
-        """Fill ``buffer``, of exactly ``Stat.nbytes`` bytes. False: not there (any more).
+        """Fill ``buffer``, of exactly ``Stat.nbytes`` bytes. Returns False if the entry does not exist (any
+        more).
 
-        A hit makes the entry the most recently used. After False or an exception the buffer's content
+        A hit makes the entry the most recently used. After False or an exception, the content of the buffer
         is unspecified.
 
-        Raises SnapshotCorruptError when what is stored is not what was put, and drops it: the next ``stat``
-        is a miss. Raises StoreValueError for a buffer of another size, or a read-only one.
+        Raises SnapshotCorruptError if the stored data is not what was put, and drops the entry, so that the
+        next ``stat`` is a miss. Raises StoreValueError for a buffer of another size, or a read-only one.
         """
 
     def prefix(self, keys: Sequence[str]) -> int:
-        """How many leading keys of this chain are there, up to the first that is not.
+        """The number of leading keys of this chain that exist, up to the first missing one.
 
-        They become the most recently used, the first key most of all: of one chain the deepest entry
-        is evicted first.
+        They become the most recently used, the first key most of all, so that the deepest entry of a chain is
+        evicted first.
         """
 
     def delete(self, key: str) -> bool:
-        """Forget an entry. False: it was not there."""
+        """Delete an entry. Returns False if it did not exist."""
 
     def close(self) -> None:
-        """Let go of what the store holds open, after the calls under way. A second close does nothing."""
+        """Release resources after the calls in flight have ended. A second call has no effect."""
 
 
 class Reader(Protocol):
-    """The bytes of one entry, from the first on; to be closed."""
+    """Sequential access to the bytes of one entry; the caller must close it."""
 
     left: int
-    """Bytes that were not read yet."""
+    """The number of bytes that have not been read yet."""
 
     def fill(self, buffers: Sequence[WritableBuffer]) -> None:
-        """Fill the buffers, one after another, with the bytes that follow.
+        """Fill the buffers, one after another, with the next bytes.
 
-        With the last byte of the entry all of them are verified, and it is a hit: what was filled before
-        that may be damaged. Raises SnapshotCorruptError where they do not hold (``get_into`` tells whether
-        they were damaged or have changed on the way, and drops them), StoreUnavailableError where they
-        cannot be read, StoreValueError for buffers of more than ``left`` bytes.
+        Reading the last byte verifies the whole entry and counts as a hit; bytes returned before that may be
+        damaged. Raises SnapshotCorruptError if verification fails (``get_into`` finds out whether the entry
+        is damaged or has merely changed during the read, and drops a damaged one), StoreUnavailableError if
+        the bytes cannot be read, StoreValueError for buffers of more than ``left`` bytes.
         """
 
     def close(self) -> None:
-        """Let go of the entry. A second close does nothing."""
+        """Release the entry. A second call has no effect."""
 
 
 @runtime_checkable
 class ReadingStore(Protocol):
-    """What a store may offer besides: bytes straight to where they belong, with no copy in between."""
+    """Optional for a store: reading bytes directly to their destination, without an intermediate copy."""
 
     def reader(self, key: str) -> Reader | None:
-        """The entry's bytes, to be read on the way; None: not there, or no longer whole.
+        """A Reader of the entry's bytes; None if the entry does not exist, or is damaged.
 
-        They stay what they are when the entry is evicted meanwhile.
+        The bytes do not change if the entry is evicted meanwhile.
         """
 
 
 @runtime_checkable
 class MappedStore(Protocol):
-    """What a store may offer besides: an entry's bytes in place."""
+    """Optional for a store: an entry's bytes in place."""
 
     def view(self, key: str) -> memoryview | None:
-        """The entry's bytes, read-only and not copied; None: not there. A hit, as ``get_into`` is.
+        """The entry's bytes, read-only and without a copy; None if there is no such entry. Counts as a hit.
 
-        The view stays good when the entry is evicted. Raises SnapshotCorruptError as ``get_into``.
+        The view stays valid if the entry is evicted. Raises SnapshotCorruptError as ``get_into`` does.
         """
 
 
 @runtime_checkable
 class AdvisedStore(Protocol):
-    """What a store may offer besides: entries brought nearer before they are read."""
+    """Optional for a store: loading entries in advance."""
 
     def advise(self, keys: Sequence[str]) -> None:
-        """These entries are read soon, in this order: have them brought to memory, and wait for nothing.
+        """Announce that these entries will be read soon, in this order; loads them to memory without waiting.
 
-        It uses none of them. Keys that are not there are passed over.
+        This does not count as use. Missing keys are ignored.
         """
 
 
@@ -153,7 +154,7 @@ def is_key(key: object) -> bool:
 
 
 def check_key(key: str) -> str:
-    """The key, if it is one. Keys become names of files and of remote values: nothing else is let in."""
+    """The key, if it is valid; StoreValueError otherwise. Keys become names of files and remote values."""
     if not is_key(key):
         shown = repr(key) if len(repr(key)) < 200 else f"{repr(key)[:200]}..."
         raise StoreValueError(

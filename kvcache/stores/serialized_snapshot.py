@@ -1,4 +1,4 @@
-"""A snapshot in host memory, and its bytes in the safetensors layout.
+"""Serialized snapshots, and their bytes in the safetensors format.
 
 ::
 
@@ -7,7 +7,7 @@
                  {"__metadata__": {"format": ..., "meta": JSON text}, name: {dtype, shape, data_offsets}, ...}
     the rest     the arrays, wide elements first, with no gap and no overlap
 
-Source: https://huggingface.co/docs/safetensors (format). ``safetensors`` reads what :func:`pack` writes.
+Source: https://huggingface.co/docs/safetensors (format). ``safetensors`` reads what ``pack`` writes.
 """
 
 from __future__ import annotations
@@ -48,31 +48,39 @@ __all__ = [
 
 SNAPSHOT_FORMAT = "kvcache.page/1"
 SNAPSHOT_DIGEST = "sha256"
-"""Where the meta of a snapshot in a file of its own has the digest of all the rest."""
+"""The key in ``meta`` under which a snapshot saved as a file has the digest of everything else."""
 ALIGNMENT = 64
 MAX_HEADER = 1 << 24
-"""Bytes: a hundred thousand arrays and more; parsing foreign bytes must end soon."""
+"""The largest header in bytes, enough for over a hundred thousand arrays; it bounds the parsing of foreign
+data.
+"""
 MAX_NDIM = 32
 MAX_VALUES = 1 << 20
-"""JSON values of a header, and of its meta: as many as a hundred thousand arrays take."""
+"""The most JSON values in a header and in its meta, enough for a hundred thousand arrays."""
 REMEMBERED = 1 << 16
-"""Bytes of the longest header whose arrays are remembered, so that the next snapshot's need not be parsed."""
+"""The longest header, in bytes, that is remembered, so that an equal one need not be parsed again."""
 
 _METADATA = "__metadata__"
 _FRONT = re.compile(rb'(\{"__metadata__":\{"format":"[^"\\]*","meta":"(?:[^"\\]|\\.)*"\}),')
-"""What :func:`pack` writes before the first array."""
+"""The bytes that ``pack`` writes before the first array."""
 _DTYPES = {dtype.name: dtype.numpy for dtype in STORAGE_DTYPES}
 
 
 @dataclass(frozen=True, eq=False)
 class SerializedSnapshot:
-    """A snapshot in host memory: named arrays, and JSON-able ``meta`` that says what they are.
+    """A snapshot in host memory: named arrays, and JSON-able ``meta`` that describes them.
 
-    Arrays are C-contiguous, of the dtypes of :class:`ml.DType` (bfloat16 is ``ml_dtypes.bfloat16``);
+    Arrays are C-contiguous, of the dtypes of ``ml.DType`` (bfloat16 is ``ml_dtypes.bfloat16``);
     they are referenced, not copied.
 
     Raises ShapeError for an array that is not contiguous, DTypeError for another dtype, ValueError for
     the name ``__metadata__``.
+
+    >>> import numpy as np
+    >>> from kvcache.stores import SerializedSnapshot, pack, unpack
+    >>> snapshot = SerializedSnapshot({"note": "anything"}, {"x": np.arange(3, dtype=np.float32)})
+    >>> unpack(b"".join(pack(snapshot))).arrays["x"].tolist()
+    [0.0, 1.0, 2.0]
     """
 
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -96,9 +104,9 @@ class SerializedSnapshot:
 
 
 def pack(snapshot: SerializedSnapshot) -> list[memoryview]:
-    """The bytes of a snapshot, in order: a header, then views of the arrays; no array is copied.
+    """The bytes of a snapshot in order: a header, then views of the arrays, which are not copied.
 
-    Raises ValueError where ``meta`` is not JSON-able or a name is not Unicode text.
+    Raises ValueError if ``meta`` is not JSON-able or a name is not Unicode text.
     """
     ordered = sorted(snapshot.arrays.items(), key=lambda item: -item[1].dtype.itemsize)
     places: dict[str, tuple[int, int]] = {}
@@ -121,10 +129,10 @@ def pack(snapshot: SerializedSnapshot) -> list[memoryview]:
 
 
 def unpack(buffer: Buffer) -> SerializedSnapshot:
-    """The snapshot whose bytes these are; its arrays are views of ``buffer`` (read-only where it is).
+    """The snapshot with these bytes; its arrays are views of ``buffer`` (read-only if it is).
 
-    Raises SnapshotCorruptError for anything but a well-formed snapshot. Flipped bits in the arrays' data are
-    not noticed here: a store's digest is for that.
+    Raises SnapshotCorruptError for anything but a well-formed snapshot. Damage in the arrays' data is not
+    detected here but by a store's digest.
     """
     data = as_bytes(buffer)
     try:
@@ -139,7 +147,9 @@ def unpack(buffer: Buffer) -> SerializedSnapshot:
 
 
 def digest_of_snapshot(snapshot: SerializedSnapshot) -> str:
-    """sha256 (hex) of the meta, but for ``SNAPSHOT_DIGEST``, and each array's name, dtype, shape, bytes."""
+    """sha256 (hex) of the meta (without ``SNAPSHOT_DIGEST``) and of each array's name, dtype, shape and
+    bytes.
+    """
     meta = {name: value for name, value in snapshot.meta.items() if name != SNAPSHOT_DIGEST}
     digest = hashlib.sha256(strict_json.encode(meta, canonical=True).encode())
     for name in sorted(snapshot.arrays):
@@ -150,10 +160,10 @@ def digest_of_snapshot(snapshot: SerializedSnapshot) -> str:
 
 
 def snapshots_of(serialized: SerializedSnapshot) -> list[SerializedSnapshot]:
-    """The snapshots of a file: itself, or those that its meta lists as ``snapshots``, from the first on.
+    """The snapshots of a file: the snapshot itself, or those that its meta lists as ``snapshots``, in order.
 
-    The arrays of the i-th of these are named "i:" and its own name. Raises ValueError or another error of a
-    lookup where they are not.
+    The arrays of the i-th snapshot are named "i:" followed by their own name. Raises ValueError or
+    LookupError if they are missing.
     """
     if "snapshots" not in serialized.meta:
         return [serialized]
@@ -166,14 +176,14 @@ def snapshots_of(serialized: SerializedSnapshot) -> list[SerializedSnapshot]:
 
 
 def put_snapshot(store: SnapshotStore, key: str, snapshot: SerializedSnapshot) -> bool:
-    """``store.put`` of the snapshot's bytes; the arrays are not copied before the store does."""
+    """``store.put`` the snapshot's bytes, without copying the arrays first."""
     return store.put(key, pack(snapshot))
 
 
 def get_snapshot(store: SnapshotStore, key: str) -> SerializedSnapshot | None:
-    """The snapshot of ``key``, in memory of its own; None: a miss.
+    """The snapshot of ``key``, in memory of its own; None for a miss.
 
-    The first array is aligned to 64 bytes. Raises SnapshotCorruptError where the entry is damaged or is no
+    The first array is aligned to 64 bytes. Raises SnapshotCorruptError if the entry is damaged or is not a
     serialized snapshot; the entry is then dropped.
     """
     (stat,) = store.stat([key])
@@ -184,7 +194,7 @@ def get_snapshot(store: SnapshotStore, key: str) -> SerializedSnapshot | None:
         if not store.get_into(key, buffer):
             return None
     except StoreValueError:
-        return None  # another entry of another size has taken its place in between
+        return None  # an entry of another size has replaced it in between
     try:
         return unpack(buffer)
     except SnapshotCorruptError:
@@ -200,7 +210,7 @@ def _aligned(nbytes: int) -> np.ndarray:
 
 
 class Place(NamedTuple):
-    """An array that is not read yet: ``[begin, end)`` are its bytes, from the first array's on."""
+    """An array that has not been read yet: its bytes are ``[begin, end)``, counted from the first array."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -210,18 +220,18 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a header says: its meta, and where which array lies."""
+    """The content of a header: the meta, and the place of each array."""
 
     meta: Mapping[str, Any]
     places: Mapping[str, Place]
-    """In the header's order."""
+    """The places of the arrays, in the header's order."""
 
 
 def read_outline(reader: Reader) -> Outline:
-    """The header of a serialized snapshot; the reader stands at the first array then.
+    """Read the header of a serialized snapshot; the reader is then at the first array.
 
-    Raises SnapshotCorruptError as :func:`unpack`. The digest has not been checked yet: what the header says
-    is well-formed, and may be wrong.
+    Raises SnapshotCorruptError as ``unpack`` does. The digest has not been checked yet: the header is
+    well-formed, but may be wrong.
     """
     size = reader.left
     try:
@@ -237,7 +247,7 @@ def read_outline(reader: Reader) -> Outline:
 
 
 def _header_length(start: Buffer, size: int) -> int:
-    """Bytes of the header of a snapshot of ``size`` bytes, of which ``start`` are the first eight."""
+    """The length of the header of a snapshot of ``size`` bytes, whose first eight bytes are ``start``."""
     if size < 8:
         raise ValueError("shorter than the length of its header")
     length = int.from_bytes(start, "little")

@@ -16,8 +16,7 @@ _SIZE = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,18}))?\s*(?:([kmgt])(i?))?(b?)\s*",
 def parse_bytes(size: object, what: str) -> int:
     """Bytes from a number, or from '1.5GB' (powers of 1000), '1.5 GiB' or '1.5G' (powers of 1024).
 
-    Upper and lower case are the same. Raises InvalidRangeError for anything else, whose message begins with
-    ``what``.
+    Case does not matter. Raises InvalidRangeError for anything else; the message begins with ``what``.
     """
     if isinstance(size, str):
         if (match := _SIZE.fullmatch(size)) is not None:

@@ -1,4 +1,4 @@
-"""Bytes moved and digested in one pass: each block is hashed while the processor's cache holds it."""
+"""Bytes moved and digested in one pass: each block is hashed while it is in the processor's cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIECES = 512
 
 
 def write_digested(fd: int, parts: Sequence[memoryview], digest: Digest) -> None:
-    """Write the parts one after another from where the file stands, and digest what is written."""
+    """Write the parts one after another at the file's current position, and digest them."""
     for batch in _batches(parts):
         for piece in batch:
             digest.update(piece)
@@ -30,7 +30,7 @@ def write_digested(fd: int, parts: Sequence[memoryview], digest: Digest) -> None
 
 
 def read_digested(fd: int, views: Sequence[memoryview], digest: Digest) -> bool:
-    """Fill the views one after another from where the file stands; False where it ended before."""
+    """Fill the views one after another from the file's current position; False if the file ends too early."""
     for batch in _batches(views):
         if not _read_all(fd, batch):
             return False
@@ -40,7 +40,7 @@ def read_digested(fd: int, views: Sequence[memoryview], digest: Digest) -> bool:
 
 
 def _batches(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The parts' bytes in order, some BLOCK of them at a time, in pieces of at most one."""
+    """The parts' bytes in order, in batches of about BLOCK bytes, made of pieces of at most BLOCK bytes."""
     batch: list[memoryview] = []
     size = 0
     for part in parts:
@@ -85,14 +85,14 @@ def write_all(fd: int, batch: list[memoryview]) -> None:
 
 
 class BrokenEntryError(SnapshotCorruptError):
-    """An entry's file is not what was put."""
+    """An entry's file does not contain what was put."""
 
 
 class FileReader:
-    """An entry's bytes from its file: see :class:`kvcache.stores.protocol.Reader`.
+    """An entry's bytes from its file: see ``kvcache.stores.protocol.Reader``.
 
-    ``entry`` is the open file and its manifest, ``digest`` one that has seen no data yet; ``guard(op)`` makes
-    the system's errors a store's; ``hit()`` is called for the last byte.
+    ``entry`` is the open file and its manifest, ``digest`` a fresh digest; ``guard(op)`` translates system
+    errors; ``hit()`` is called after the last byte.
     """
 
     __slots__ = ("_digest", "_fd", "_guard", "_hit", "_manifest", "left")
@@ -129,9 +129,9 @@ class FileReader:
 
 
 class BytesReader:
-    """Bytes in memory, which nobody changes: see :class:`kvcache.stores.protocol.Reader`.
+    """Constant bytes in memory: see ``kvcache.stores.protocol.Reader``.
 
-    ``load`` is called for them when the first are to be handed out.
+    ``load`` is called for them before the first are returned.
     """
 
     __slots__ = ("_data", "_load", "left")
@@ -146,7 +146,7 @@ class BytesReader:
             self._data = self._load()
         start = self._data.nbytes - self.left
         for view in views:
-            if len(view):  # copied by NumPy, which lets go of the interpreter's lock
+            if len(view):  # copied by NumPy, which releases the GIL
                 np.copyto(np.frombuffer(view, np.uint8), self._data[start : start + len(view)])
             start += len(view)
         self.left -= wanted
@@ -161,7 +161,7 @@ def check_digest(manifest: Manifest, digest: Digest) -> None:
 
 
 def writable_bytes(buffers: Sequence[WritableBuffer], left: int) -> tuple[list[memoryview], int]:
-    """The buffers as flat views, and how many bytes they are: StoreValueError for more than ``left``."""
+    """The buffers as flat views, and their total bytes. Raises StoreValueError for more than ``left``."""
     views = [as_writable(buffer, "fill") for buffer in buffers]
     wanted = sum(map(len, views))
     if wanted > left:

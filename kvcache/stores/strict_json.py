@@ -1,7 +1,7 @@
-"""JSON without its loose ends: keys must be strings, each given once, numbers are finite, text is Unicode.
+"""Strict JSON: keys are strings and unique, numbers are finite, and text is Unicode.
 
-It is nested no deeper than ``DEEPEST``, on every version of Python: the newer ones parse as deep as the
-stack reaches, and whoever looks at the value then does not.
+Nesting is limited to ``DEEPEST`` on every version of Python: newer versions parse as deep as the stack
+allows, but code that walks the value may not.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PART = 1 << 16
 def encode(value: object, *, canonical: bool = False) -> str:
     """JSON text of ``value``; ``canonical``: keys sorted, ASCII only, so that equal values give equal text.
 
-    Raises ValueError for what JSON cannot say: keys that are no strings, NaN, infinities, lone
-    surrogates, other types, cycles; and for what is nested too deep.
+    Raises ValueError for anything that JSON cannot express (keys that are not strings, NaN, infinities, lone
+    surrogates, other types, cycles) and for values nested too deeply.
     """
     try:
         _check_keys(value)
@@ -41,8 +41,8 @@ def encode(value: object, *, canonical: bool = False) -> str:
 def decode(data: bytes | str, most: int | None = None) -> Any:
     """The value of strict JSON text. Raises ValueError for anything else.
 
-    ``most``: of foreign text, how many values it may have, at any depth, by the commas and brackets before
-    them (those inside strings count): each takes many times its text in memory.
+    ``most`` limits the number of values in foreign text, at any depth, counted by commas and brackets
+    (including those in strings): each value takes many times its text in memory.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
@@ -60,7 +60,7 @@ def decode(data: bytes | str, most: int | None = None) -> Any:
 
 
 def _check_depth(text: str) -> None:
-    """In parts of ``_PART`` characters: what is looked at takes no memory in proportion to the text."""
+    """Checks parts of ``_PART`` characters at a time, so that memory does not grow with the text."""
     if text.count("[") + text.count("{") <= DEEPEST:
         return
     depth = deepest = 0
@@ -81,7 +81,7 @@ def _check_depth(text: str) -> None:
 
 
 def _check_keys(value: object) -> None:
-    """JSON would quietly turn the key 1 into "1"."""
+    """Refuse keys that are not strings: JSON would silently turn the key 1 into "1"."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

@@ -11,12 +11,12 @@ or as a test file of the backend's own repository, which is ten lines::
     class TestMine(CacheTests):
         backend_name = "mine"
 
-The fixtures are those of :class:`ml.testing.BackendTests`. A backend that only stores (its
+The fixtures are those of ``ml.testing.BackendTests``. A backend that only stores (its
 ``Features`` declare ``"compute"`` absent) runs all of it but the arithmetic, and its ``attend`` has to
 raise NotSupportedError. ``python -m kvcache.testing.traces`` runs many more random traces.
 
-:class:`StoreTests` is the suite of a place for snapshots. :class:`DrivenTests` tests a cache that is not
-ours, whatever it runs on, through a :class:`CacheDriver`: see :mod:`kvcache.testing.driven`.
+``StoreTests`` is the suite of a place for snapshots. ``DrivenTests`` tests a cache that is not
+ours, whatever it runs on, through a ``CacheDriver``: see ``kvcache.testing.driven``.
 
 Importing this package is light: the suite, pytest and hypothesis load with the first test class.
 

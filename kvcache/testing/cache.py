@@ -30,7 +30,7 @@ class CacheTests(
     EncoderTests,
     RecurrentTests,
 ):
-    """Everything that depends on the backend. Subclass it; see :mod:`kvcache.testing`.
+    """Everything that depends on the backend. Subclass it; see ``kvcache.testing``.
 
     ``traces``, ``quantized_traces``, ``state_traces``, ``encoder_traces`` and ``long_run`` say how much of
     what is random or long is run.

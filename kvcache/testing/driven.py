@@ -1,7 +1,7 @@
 """The suite for a cache that is not ours, which a driver of some thirty lines connects to it.
 
 A driver feeds tokens to the cache and says which of them each query attends to. Tokens are numbers:
-:func:`keys_and_values` makes rows of them that survive quantization, and :func:`attended` reads what a query
+``keys_and_values`` makes rows of them that survive quantization, and ``attended`` reads what a query
 sees off the rows and the mask that the cache hands to attention::
 
     from kvcache.testing import CacheDriver, DrivenTests, attended, keys_and_values
@@ -25,7 +25,7 @@ sees off the rows and the mask that the cache hands to attention::
 
 Each area is checked by random traces against plain lists of tokens. An operation may refuse, by raising, what
 the cache cannot do: the cache must then be as it was. A wrong answer fails, and the trace is shrunk to the
-fewest calls that still go wrong. :func:`check` returns the outcomes, where a test would fail.
+fewest calls that still go wrong. ``check`` returns the outcomes, where a test would fail.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CacheDriver:
     """One cache of some sequences, empty when it is made."""
 
     absent: ClassVar[frozenset[str]] = frozenset()
-    """The areas of :data:`AREAS` that the cache does not claim; their methods need not be there."""
+    """The areas of ``AREAS`` that the cache does not claim; their methods need not be there."""
 
     def __init__(self, span: Span, sequences: int) -> None:
         self.span, self.sequences = span, sequences
@@ -371,7 +371,7 @@ def _shrunk(make: Make, span: Span, rows: int, ops: list[Op]) -> str:
 
 
 def check(driver: type[CacheDriver], span: Span, traces: int = TRACES) -> list[Outcome]:
-    """The outcome of every area of :data:`AREAS`."""
+    """The outcome of every area of ``AREAS``."""
     return [check_area(driver, span, area, traces) for area in AREAS]
 
 

@@ -50,7 +50,7 @@ every_arrangement = pytest.mark.parametrize("arranged", list(ARRANGEMENTS.values
 
 
 class CacheCase(BackendCase):
-    """Fixtures of the cache suite; the backend is chosen as in :class:`ml.testing.BackendTests`."""
+    """Fixtures of the cache suite; the backend is chosen as in ``ml.testing.BackendTests``."""
 
     fault_stride: ClassVar[int] = 1
     """Of the calls to the backend that could fail, one in this many does (see failing.py)."""

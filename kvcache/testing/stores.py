@@ -114,7 +114,7 @@ def fill(store: SnapshotStore, keys: Sequence[str], size: int = UNIT) -> int:
 
 
 class StoreTests:
-    """Subclass it, write :meth:`make`, and declare what the store offers."""
+    """Subclass it, write ``make``, and declare what the store offers."""
 
     persistent: ClassVar[bool] = False
     """Whether a store made again for the same folder has what the closed one had."""
@@ -150,7 +150,7 @@ class StoreTests:
 
     @pytest.fixture
     def small(self, open_store: Open) -> SnapshotStore:
-        """A store with room for four entries of :data:`UNIT` bytes."""
+        """A store with room for four entries of ``UNIT`` bytes."""
         if not self.budgeted:
             pytest.skip("this store declares that it has no budget")
         return open_store(4 * UNIT)

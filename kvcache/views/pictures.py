@@ -458,6 +458,10 @@ class EntryView:
     problem: str = ""
     note: str = ""
 
+    @property
+    def short_key(self) -> str:
+        return self.key[:16] + ("…" if len(self.key) > 16 else "")
+
 
 @dataclass(frozen=True)
 class StorePicture(Picture):
@@ -485,15 +489,18 @@ class StorePicture(Picture):
         yield Heading(self.name, self.summary())
         rows = [
             (
-                entry.key[:16] + ("…" if len(entry.key) > 16 else ""),
+                entry.short_key,
                 f"[{entry.begin}, {entry.end})" if entry.kind else "-",
                 entry.kind or "-",
                 bytes_text(entry.nbytes),
                 age_text(entry.age),
-                entry.problem or entry.note,
+                "broken" if entry.problem else entry.note,
             )
             for entry in self.entries
         ]
         styles = ["tier:none" if entry.problem else "tier:store" for entry in self.entries]
         head = ("key", "positions", "kind", "bytes", "last used", "")
         yield tabled("", head, rows, styles, self.total - len(rows))
+        if broken := tuple((entry.short_key, entry.problem) for entry in self.entries if entry.problem):
+            yield Heading("Broken", "what is wrong with these entries")
+            yield Facts(broken)

@@ -56,9 +56,14 @@ def _heading(block: Heading, width: int) -> Iterator[Line]:
         yield from _wrapped(block.sentence, 2, width, "")
 
 
-def _facts(block: Facts, _: int) -> Iterator[Line]:
+def _facts(block: Facts, width: int) -> Iterator[Line]:
+    """The value beside its name if there is room, else below it: a reason that is cut off helps nobody."""
     for name, value in block.rows:
-        yield [(f"  {name}  ", "dim"), (value, "")]
+        if 4 + cells_wide(name) + cells_wide(value) <= width:
+            yield [(f"  {name}  ", "dim"), (value, "")]
+        else:
+            yield [(f"  {name}", "dim")]
+            yield from _wrapped(value, 4, width, "")
 
 
 def _tiers(block: Tiers, _: int) -> Iterator[Line]:

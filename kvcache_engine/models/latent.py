@@ -50,7 +50,7 @@ class LatentAttention:
 
     ``down``: hidden_size -> what queries are made of, then latent and rotated numbers, in one product.
     ``query_norm`` and ``query_up`` make queries of ``query_rank`` numbers, where there are any. ``up_key``
-    and ``up_value`` are those of :func:`ml.nn.latent_attention`. An ``indexer``, which needs
+    and ``up_value`` are those of ``ml.nn.latent_attention``. An ``indexer``, which needs
     ``query_rank``, chooses what each query attends to.
     """
 

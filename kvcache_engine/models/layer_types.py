@@ -26,7 +26,7 @@ __all__ = [
 SLIDING_ATTENTION, FULL_ATTENTION = "sliding_attention", "full_attention"
 """Types of layers, as config.json names them."""
 SLIDING, FULL = 0, 1
-"""Layer types of :func:`sliding_cache`."""
+"""Layer types of ``sliding_cache``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class SlidingConfig(ModelConfig):
     local_rope: nn.RopeSpec
 
     def cache_kind(self, i: int) -> int:
-        """What layer i is to :func:`sliding_cache`."""
+        """What layer i is to ``sliding_cache``."""
         return SLIDING if self.kinds[i] == SLIDING_ATTENTION else FULL
 
     def cached_tokens(self, layer: int, max_sequences: int, capacity: int, max_batch: int) -> int:

@@ -244,8 +244,10 @@ async def _body(request: Request, most: int, pause: float) -> bytes:
             raise ApiError(413, f"the body has more than {most} bytes")
 
 
-async def _failed(_: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
+async def _failed(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = ApiError(404, f"{request.url.path} is not served; there are {', '.join(PATHS)}")
+    elif isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers)
     elif not isinstance(error, ApiError):
         error = api_error(error)

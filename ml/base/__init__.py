@@ -1,10 +1,10 @@
-"""Base classes for backends: every check lives here once, a backend only translates.
+"""Base classes for backends: all checks are made here, so that a backend only translates.
 
-A backend subclasses :class:`BaseBackend`, :class:`BaseContext` and :class:`StridedTensor` (or
-:class:`BaseTensor`, where the framework keeps the geometry itself) and fills in the methods that
-start with one underscore. Those receive checked arguments: axes counted from the front, tensors of
-this backend, dtypes and shapes that agree. What a backend leaves out of the compute part raises
-NotSupportedError. docs/writing-a-backend.md walks through a whole one.
+A backend subclasses ``BaseBackend``, ``BaseContext`` and ``StridedTensor`` (or ``BaseTensor`` if the
+framework keeps the geometry itself) and implements the methods that start with one underscore. These receive
+checked arguments: axes counted from the front, tensors of this backend, matching dtypes and shapes. Compute
+methods that a backend does not implement raise NotSupportedError. docs/writing-a-backend.md builds a complete
+backend.
 """
 
 from ml.base.backend import BaseBackend, Storage

@@ -1,4 +1,4 @@
-"""Storage and the open-and-close part of a backend."""
+"""Storage, and opening and closing a backend."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DEFAULT_GRAPH_NODES = 8192
 class Storage:
     """One allocation: the framework's array of ``size`` elements, shared by all views of it.
 
-    ``array`` is whatever the backend makes of it, flat or not. ``owned`` storage of ``nbytes`` is counted in
-    ``Backend.memory()`` for ``device`` until it is dropped; what came in through ``from_native`` is not.
-    Functional frameworks replace ``array`` on every write.
+    ``array`` may have any form that the backend chooses, flat or not. ``owned`` storage of ``nbytes`` is
+    counted in ``Backend.memory()`` for ``device`` until it is dropped; arrays from ``from_native`` are not
+    counted. Functional frameworks replace ``array`` on every write.
     """
 
     __slots__ = ("__weakref__", "array", "backend", "device", "owned", "size")
@@ -44,10 +44,12 @@ class Storage:
 
 
 class BaseBackend(ABC):
-    """Name, devices, open and close, and the count of bytes; subclasses add contexts and options."""
+    """The name, devices, opening and closing of a backend, and its count of bytes; subclasses add contexts
+    and options.
+    """
 
     features: ClassVar[Features] = Features()
-    """What the record declares: a dtype that is not in it is refused wherever a tensor is made."""
+    """The features declared in the record: other dtypes are refused wherever a tensor is created."""
 
     def __init__(self, name: str, devices: Sequence[DeviceInfo], dtype: DType = DType.F32) -> None:
         if not dtype.is_float:
@@ -56,9 +58,9 @@ class BaseBackend(ABC):
         self._devices = tuple(devices)
         self._dtype = dtype
         self.closed = False
-        """Whether ``close`` was called. Read it; :meth:`close` sets it."""
+        """Whether ``close`` was called. Read it; ``close`` sets it."""
         self.allocations: dict[int, tuple[int, int]] = {}  # dict operations are atomic: no lock in __del__
-        """(index of the device, bytes) by ``id`` of each storage that is counted; storages keep it."""
+        """(device index, bytes) by ``id`` of each counted storage; maintained by the storages."""
 
     @property
     def name(self) -> str:
@@ -70,7 +72,7 @@ class BaseBackend(ABC):
 
     @property
     def dtype(self) -> DType:
-        """The float dtype that ``from_numpy`` gives float64 and Python floats."""
+        """The float dtype to which ``from_numpy`` converts float64 and Python floats."""
         return self._dtype
 
     def new_context(self, max_graph_nodes: int | None = None) -> Context:
@@ -95,11 +97,13 @@ class BaseBackend(ABC):
         )
 
     def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
-        """What is known of ``devices[index]``: add free and total bytes where the framework can tell."""
+        """The memory of ``devices[index]``; overridden to add free and total bytes if the framework reports
+        them.
+        """
         return DeviceMemory(device.name, allocated)
 
     def close(self) -> None:
-        """Refuse everything from now on. A backend calls it first, then frees what tensors still hold."""
+        """Refuse all further operations. A backend calls this first, then frees what tensors still hold."""
         self.closed = True
 
     def check(self, op: str) -> None:
@@ -108,7 +112,7 @@ class BaseBackend(ABC):
             raise ClosedError(f"{op}: backend {self._name!r} is closed; open it again with ml.open_backend")
 
     def check_dtype(self, op: str, dtype: DType) -> None:
-        """Raise DTypeError for what no tensor has, NotSupportedError for what this backend lacks."""
+        """Raise DTypeError for an invalid dtype, NotSupportedError for one that this backend lacks."""
         if not isinstance(dtype, DType):
             raise DTypeError(f"{op}: dtype {dtype!r} is not an ml.DType")
         if dtype not in self.features.dtypes:

@@ -21,11 +21,11 @@ _BOUNDS: dict[DType, tuple[int, int]] = {
 
 
 def number(op: str, name: str, value: Any) -> int | float:
-    """``value`` as a number of Python: one of NumPy computes in its own dtype, where integers wrap."""
+    """``value`` as a Python number; a NumPy scalar would compute in its own dtype, in which integers wrap."""
     try:
         if getattr(value, "ndim", 0):
             raise TypeError("an array")
-        math.isfinite(value)  # also what float() would read from text is refused
+        math.isfinite(value)  # text is refused, even if float() could parse it
         if isinstance(value, float):
             return float(value)
         try:
@@ -37,9 +37,10 @@ def number(op: str, name: str, value: Any) -> int | float:
 
 
 def element(op: str, name: str, value: Any, dtype: DType, signed: bool = False) -> int | float:
-    """``value`` as an element of ``dtype``: rounded to a float, and refused where an integer has no such.
+    """``value`` as an element of ``dtype``: rounded to a float, or refused if an integer dtype cannot
+    represent it.
 
-    ``signed``: one below 0 too, of a dtype without.
+    ``signed`` allows negative values even for unsigned dtypes.
     """
     scalar = number(op, name, value)
     if dtype.is_float:
@@ -55,7 +56,7 @@ def element(op: str, name: str, value: Any, dtype: DType, signed: bool = False) 
 
 
 def truth(op: str, name: str, value: Any) -> bool:
-    """``value`` as a bool; ShapeError for what is neither true nor false, as an array is."""
+    """``value`` as a bool; ShapeError for anything else, such as an array."""
     try:
         return bool(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -68,7 +69,7 @@ def as_host(op: str, array: Any) -> np.ndarray:
         host = np.asarray(array)
     except ValueError as error:  # rows of different lengths
         raise ShapeError(f"{op}: cannot make an array from {type(array).__name__}: {error}") from error
-    except (TypeError, RuntimeError) as error:  # of a framework, whose tensor NumPy cannot read
+    except (TypeError, RuntimeError) as error:  # a framework's tensor that NumPy cannot read
         kind = f"{type(array).__module__}.{type(array).__name__}"
         raise DTypeError(
             f"{op}: NumPy cannot read a {kind}: {error}; pass an array of NumPy, or call ctx.from_native for "
@@ -88,10 +89,10 @@ def as_raw(op: str, data: Any) -> np.ndarray:
 
 
 def cast_host(host: np.ndarray, dtype: DType) -> np.ndarray:
-    """NumPy's cast, by way of float32 between integers and the narrow floats.
+    """NumPy's cast, through float32 between integers and narrow floats.
 
-    ml_dtypes rounds float64 to float32 first. So that rounding that to bfloat16 comes to the same as rounding
-    once, what lies between two numbers of float32 goes to the one whose last bit is 1 (Boldo & Melquiond,
+    ml_dtypes rounds float64 to float32 first. So that rounding the result to bfloat16 equals rounding once,
+    values between two float32 numbers are rounded to the one whose last bit is 1 (Boldo & Melquiond,
     "Emulation of FMA and correctly rounded sums", IEEE Trans. Computers 57, 2008).
     """
     if dtype in (DType.F16, DType.BF16) and host.dtype.kind in "iu":
@@ -104,7 +105,7 @@ def cast_host(host: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def flat(values: tuple[Any, ...]) -> tuple[int, ...]:
-    """Axes or sizes given one by one, or as one sequence."""
+    """Axes or sizes, given one by one or as one sequence."""
     return tuple(values[0]) if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
 
 
@@ -130,12 +131,12 @@ def check_attention(
     *,
     batched: bool = False,
 ) -> None:
-    """What a backend's own attention has to check first, whoever calls it.
+    """The checks that a backend's own attention must make first.
 
-    Raises DeviceError for tensors of other backends, ShapeError or DTypeError unless the others are of one
-    dtype and fit each other as :class:`ml.SupportsAttention` says; ``batched``: as
-    :class:`ml.SupportsPartialAttention`. ``backend`` None, for :func:`ml.nn.attention`: they may be of any
-    backend, and queries of any float dtype.
+    Raises DeviceError for tensors of other backends, ShapeError or DTypeError unless the operands have one
+    dtype and match as ``ml.SupportsAttention`` requires; ``batched``: as ``ml.SupportsPartialAttention``
+    requires. With ``backend`` None, for ``ml.nn.attention``, they may belong to any backend, and the query
+    may have any float dtype.
     """
     if backend is not None:
         check_peers(op, backend, query, key, value, None if mask is CAUSAL else mask, sinks)
@@ -175,7 +176,7 @@ def check_attention(
 def check_mask(
     op: str, mask: Tensor | CausalMask, tokens: int, history: int, batch: int | None = None
 ) -> None:
-    """Raise ShapeError or DTypeError unless ``mask`` is one for so many queries and keys, of each batch."""
+    """Raise ShapeError or DTypeError unless ``mask`` fits the numbers of queries, keys and batches."""
     if mask is CAUSAL:
         if history < tokens:
             raise ShapeError(
@@ -192,7 +193,7 @@ def check_mask(
 
 
 def check_peers(op: str, backend: Backend, *tensors: object) -> None:
-    """Raise DeviceError or DTypeError unless all but None are tensors of ``backend``."""
+    """Raise DeviceError or DTypeError unless all arguments are None or tensors of ``backend``."""
     for tensor in tensors:
         if tensor is not None and getattr(tensor, "backend", None) is not backend:
             raise foreign(op, tensor, backend)

@@ -29,22 +29,24 @@ class BaseContext(ABC):
         self.backend = backend
         self.max_graph_nodes = max_graph_nodes
         self.device_index = device
-        """Index into ``backend.devices`` of where results lie."""
+        """The index in ``backend.devices`` of the device of results."""
         self.active_backend: BaseBackend | None = backend
         """``backend`` while this context is open, then None: one comparison tells both."""
 
-    # What a backend fills in.
+    # To be implemented by a backend.
 
     @abstractmethod
     def _from_array(self, array: np.ndarray, dtype: DType) -> BaseTensor:
-        """A copy of a host array of exactly this dtype, whose caller may change it at once. Any strides."""
+        """A copy of a host array of exactly this dtype and any strides; the caller may change the array
+        immediately.
+        """
 
     def _empty(self, shape: Shape, dtype: DType) -> BaseTensor:
-        """New storage, of which nothing need be written; overridden where the framework can do that."""
+        """New, uninitialized storage; override it if the framework supports that."""
         return self._full(shape, 0, dtype)
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> BaseTensor:
-        """New storage of one value, which the dtype holds exactly; -0.0 keeps its sign."""
+        """New storage filled with a value that the dtype represents exactly; -0.0 keeps its sign."""
         try:
             with np.errstate(all="ignore"):
                 host = np.full(shape, value, dtype.numpy)
@@ -53,14 +55,14 @@ class BaseContext(ABC):
         return self._from_array(host, dtype)
 
     def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
-        """``start + i * step`` for i in ``range(count)``, each by itself, not summed up, and rounded once.
+        """``start + i * step`` for i in ``range(count)``, each computed individually and rounded once.
 
-        Of an integer dtype both are ints that it holds, but for the sign of ``step``.
+        For an integer dtype, both are ints that it can represent, apart from the sign of ``step``.
         """
         try:
             places = np.arange(count, dtype=np.int64)
             if dtype.is_float:
-                # Counted from the element nearest to 0: no digits go where start and i * step cancel out.
+                # Counted from the element nearest to 0: no digits are lost if start and i * step cancel.
                 first, by = Fraction(start), Fraction(step)
                 nearest = min(max(round(-first / by), 0), max(count - 1, 0))
                 with np.errstate(over="ignore"):
@@ -73,23 +75,25 @@ class BaseContext(ABC):
         return self._from_array(values, dtype)
 
     def _from_native(self, array: Any) -> BaseTensor:
-        """A tensor over a framework's own array without a copy, its Storage made with ``owned=False``.
+        """A tensor over a framework's own array without a copy, whose Storage is created with
+        ``owned=False``.
 
-        Strides are kept where the array shows them: ``storage.array`` is then what it is a view of, from its
-        first element on. ShapeError for strides that are negative or no whole elements. Of a lazy array the
-        work is started, so that its arguments can go, and its result is the storage; an error of that work
-        may come as late as ``compute`` or ``to_numpy``.
-        DTypeError for anything but an array of the framework, and for a dtype without a DType; DeviceError
-        for one of a device that is not the backend's.
+        If the array has strides, they are kept, and ``storage.array`` is the array that it is a view of, from
+        its first element on. Evaluation of a lazy array is started, so that its arguments can be freed, and
+        its result is the storage; errors of this work may be raised as late as ``compute`` or ``to_numpy``.
+
+        Raises ShapeError for strides that are negative or not whole elements, DTypeError for anything but an
+        array of the framework and for a dtype without a DType, DeviceError for an array on a device that the
+        backend does not have.
         """
         raise NotSupportedError(f"from_native: backend {self.backend.name!r} has no native arrays")
 
     def _on_device(self, device: int) -> BaseContext:
-        """A context like this one on another device; overridden where there are several."""
+        """A context like this one on another device; override it if there are several devices."""
         return self
 
     def _device_of_layer(self, i: int) -> int:
-        """Index into ``backend.devices`` of where layer ``i`` >= 0 of a model lies."""
+        """The index in ``backend.devices`` of the device of layer ``i`` >= 0 of a model."""
         return self.device_index
 
     def __repr__(self) -> str:
@@ -190,12 +194,12 @@ class BaseContext(ABC):
     def reserve(self) -> None:
         self.check("reserve")
 
-    # Eager frameworks have nothing to remember or to run.
+    # Eager frameworks have nothing to record or run.
     def _forward(self, tensors: tuple[BaseTensor, ...]) -> None:  # noqa: B027
-        """Remember what the next ``_compute`` evaluates."""
+        """Record tensors for the next ``_compute``."""
 
     def _compute(self, tensors: tuple[BaseTensor, ...]) -> None:  # noqa: B027
-        """Evaluate what was forwarded, and ``tensors``."""
+        """Evaluate the recorded tensors and ``tensors``."""
 
     def input(self) -> BaseContext:
         self.check("input")

@@ -1,4 +1,4 @@
-"""The Group contract: what is checked before, and told after, a framework joins several processes."""
+"""The Group contract: checks before, and errors after, a framework's communication between processes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ SUMMED = (DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64)
 
 
 class BaseGroup(ABC):
-    """Every check, once; a backend fills in the methods with an underscore.
+    """All checks; a backend implements the methods with an underscore.
 
-    They receive tensors of the backend that are not empty, and call ``broken`` for what the framework
-    raises.
+    These receive non-empty tensors of the backend, and call ``broken`` for errors of the framework.
     """
 
     def __init__(self, backend: BaseBackend, rank: int, size: int, timeout: float) -> None:
@@ -34,7 +33,7 @@ class BaseGroup(ABC):
         self._failure: str | None = None
         self._late = False
 
-    # What a backend fills in.
+    # To be implemented by a backend.
 
     @abstractmethod
     def _all_reduce(self, ctx: Any, tensor: Any) -> BaseTensor:
@@ -49,11 +48,11 @@ class BaseGroup(ABC):
         """Return when every rank has come."""
 
     def _close(self) -> None:
-        """Let go of the framework's group."""
+        """Release the framework's group."""
         return
 
     def _abandon(self) -> None:
-        """Have what the other ranks wait for fail at once; ``_close`` may follow."""
+        """Make the operations that other ranks are waiting for fail immediately; ``_close`` may follow."""
         self._close()
 
     # The contract.
@@ -115,7 +114,7 @@ class BaseGroup(ABC):
     # For backends.
 
     def broken(self, op: str, reason: object, late: bool) -> GroupError:
-        """The error for a wait that took too long (``late``) or ended otherwise; the group is done for."""
+        """The error for a wait that timed out (``late``) or failed; the group cannot be used afterwards."""
         if self._failure is None:
             self._failure, self._late = self._explain(op, str(reason).strip(), late), late
         return self._error(self._failure)
@@ -169,7 +168,7 @@ class BaseGroup(ABC):
 
 
 class SoloGroup(BaseGroup):
-    """One rank alone: what there is without a launcher. No framework takes part."""
+    """A single rank, used without a launcher. No framework is involved."""
 
     def __init__(self, backend: BaseBackend, timeout: float) -> None:
         super().__init__(backend, 0, 1, timeout)

@@ -11,10 +11,10 @@ from ml.strided import Shape, contiguous_strides
 
 
 class StorageView:
-    """A dtype, an offset, a shape and strides over a :class:`Storage`; ``native`` is built on demand.
+    """A dtype, an offset, a shape and strides over a ``Storage``; ``native`` is built on demand.
 
-    ``offset`` and ``strides`` count elements of ``storage.array``. Views are made without a call of the
-    framework, so a backend must not keep what it read of a storage that it replaces on a write.
+    ``offset`` and ``strides`` count elements of ``storage.array``. Views are created without calling the
+    framework, so a backend must not cache data of a storage that it replaces on a write.
     """
 
     __slots__ = ("_native", "backend", "dtype", "offset", "shape", "storage", "strides")
@@ -32,7 +32,7 @@ class StorageView:
 
     @classmethod
     def whole(cls, storage: Storage, dtype: DType, shape: Shape) -> Self:
-        """The C-contiguous tensor that shows all of a storage."""
+        """The C-contiguous tensor over a whole storage."""
         return cls(storage, dtype, 0, shape, contiguous_strides(shape))
 
     def _storage_size(self) -> int:
@@ -46,6 +46,6 @@ class StorageView:
 
 
 class StridedTensor(StorageView, BaseTensor):
-    """The tensor of a framework without strides of its own: a :class:`StorageView` keeps them."""
+    """The tensor of a framework without strides of its own: a ``StorageView`` keeps them."""
 
     __slots__ = ()

@@ -45,21 +45,22 @@ _GELUS = ("none", "tanh")
 
 
 def _is_one_of(name: object, names: Container[str]) -> bool:
-    """Whatever is asked for: it may have no hash, and an array answers no comparison."""
+    """Whether ``name`` is one of ``names``, for any object: it may be unhashable, or an array without a plain
+    comparison.
+    """
     return isinstance(name, str) and name in names
 
 
 class BaseTensor(ABC):
     """The Tensor contract over a handful of underscored methods.
 
-    A backend must fill in ``_storage_size``, ``_first``, ``_alias``, ``write_from``, ``_gather`` and
-    ``_scatter``; concat, repeat, cast and contiguous then work, and may be overridden to be faster.
+    A backend must implement ``_storage_size``, ``_first``, ``_alias``, ``write_from``, ``_gather`` and
+    ``_scatter``; concat, repeat, cast and contiguous then work, and may be overridden with faster versions.
 
-    Arguments of these methods are checked: axes count from the front, tensors are of this class and backend
-    and dtypes are those that the operation takes. A tensor that is returned has new, C-contiguous storage,
-    which shares nothing with an argument, also where the operation changes nothing. Any size may be 0.
-    Integers wrap. F16 and BF16 are computed in F32 and rounded once; infinities and NaN are values, and no
-    warnings.
+    Arguments of these methods have been checked: axes count from the front, tensors have this class and
+    backend, and dtypes are supported by the operation. A returned tensor has new, C-contiguous storage that
+    shares nothing with an argument, even if the operation changes nothing. Any size may be 0. Integers wrap.
+    F16 and BF16 are computed in F32 and rounded once; infinities and NaN are values and cause no warnings.
     """
 
     __slots__ = ()
@@ -70,91 +71,101 @@ class BaseTensor(ABC):
     strides: Any
     native: Any
 
-    # What a backend fills in: storage.
+    # To be implemented by a backend: storage.
 
     @abstractmethod
     def _storage_size(self) -> int:
-        """Elements of the whole storage."""
+        """The number of elements of the whole storage."""
 
     @abstractmethod
     def _first(self) -> int:
-        """Offset of this tensor's first element in the storage, in elements."""
+        """The offset of this tensor's first element in the storage, in elements."""
 
     @abstractmethod
     def _alias(self, offset: int, shape: Shape, strides: Shape) -> Self:
-        """A view of the same storage at an absolute offset, in elements. It lies inside, and may be empty."""
+        """A view of the same storage at an absolute offset, in elements. It lies inside the storage, and may
+        be empty.
+        """
 
     @abstractmethod
     def write_from(self, src: Self) -> None:
-        """Write ``src`` over the elements that this view shows, converted as :meth:`cast` does.
+        """Write ``src`` to the elements of this view, converted as by ``cast``.
 
-        ``src`` has the same shape, any dtype and strides, and may overlap this view in one storage: the
-        result is as if all of it were read first. No two elements of this view share memory.
+        ``src`` has the same shape, any dtype and strides, and may overlap this view: the result must be as if
+        it were read completely first. No two elements of this view share memory.
         """
 
     @abstractmethod
     def _gather(self, ctx: Any, indices: Any, axis: int) -> Self:
-        """The slices at ``indices`` along ``axis``, in that order, of this dtype; an index may come twice.
+        """The slices at ``indices`` along ``axis``, in that order and of this dtype; indices may repeat.
 
-        ``indices``: a NumPy intp array of one axis, each in ``[0, size)``, or an I32 tensor of one axis, of
-        which the range is not known and the caller answers for.
+        ``indices``: a NumPy intp array of one axis with values in ``[0, size)``, or an I32 tensor of one
+        axis, whose range the caller guarantees.
         """
 
     @abstractmethod
     def _scatter(self, src: Self, indices: Any, axis: int) -> None:
-        """Write slice i of ``src`` along ``axis`` over the slice ``indices[i]`` of this view.
+        """Write slice i of ``src`` along ``axis`` to slice ``indices[i]`` of this view.
 
-        ``indices`` as in :meth:`_gather`, but distinct; ``src`` as in :meth:`write_from`.
+        ``indices`` as in ``_gather``, but distinct; ``src`` as in ``write_from``.
         """
 
     @abstractmethod
     def to_numpy(self) -> np.ndarray:
-        """A copy on the host, in C order, of what the storage holds now: pending work is done first.
+        """A host copy in C order of the current content: pending work is completed first.
 
-        It calls ``self.backend.check("to_numpy")``, which refuses after ``close``.
+        It must call ``self.backend.check("to_numpy")``, which raises after ``close``.
         """
 
-    # What a backend fills in: compute.
+    # To be implemented by a backend: compute.
 
     def _binary(self, ctx: Any, op: str, other: Self) -> Self:
         """``op``: add, sub, mul, or div (floats). This dtype, broadcast as in NumPy."""
         raise self._unsupported(op)
 
     def _unary(self, ctx: Any, op: str) -> Self:
-        """``op``: exp log sqrt sin cos tanh sigmoid silu of floats; neg abs relu round of integers too.
+        """``op``: exp log sqrt sin cos tanh sigmoid silu for floats; neg abs relu round also for integers.
 
-        This dtype. round takes halves to the even one, silu(x) is x * sigmoid(x).
+        The result has this dtype. round rounds halves to even, silu(x) is x * sigmoid(x).
         """
         raise self._unsupported(op)
 
     def _scale(self, ctx: Any, x: float) -> Self:
-        """Times ``x``, an int that the dtype holds where it is an integer; this dtype."""
+        """Multiply by ``x``, which is an int within the range of an integer dtype; the result has this
+        dtype.
+        """
         raise self._unsupported("scale")
 
     def _gelu(self, ctx: Any, tanh: bool) -> Self:
-        """x * Phi(x), by the error function; ``tanh``: by its approximation. Floats, this dtype."""
+        """x * Phi(x), with the error function, or ``tanh``, with its approximation. Floats; the result has
+        this dtype.
+        """
         raise self._unsupported("gelu")
 
     def _clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
-        """Into ``[lo, hi]``, which the dtype holds, None being no bound; both None is a copy.
+        """Clamp to ``[lo, hi]``, which the dtype can represent; None is no bound, and two of them make a
+        copy.
 
-        NaN stays; this dtype.
+        NaN stays NaN; the result has this dtype.
         """
         raise self._unsupported("clamp")
 
     def _matmul(self, ctx: Any, other: Self) -> Self:
-        """As ``numpy.matmul``, of floats with one axis or more each, accumulated in F32; this dtype."""
+        """As ``numpy.matmul``, for floats with at least one axis, accumulated in F32; the result has this
+        dtype.
+        """
         raise self._unsupported("matmul")
 
     def _softmax(self, ctx: Any, axis: int) -> Self:
-        """exp(x - max) / sum along ``axis``, which may be empty; floats, this dtype."""
+        """exp(x - max) / sum along ``axis``, which may be empty; floats; the result has this dtype."""
         raise self._unsupported("softmax")
 
     def _reduce(self, ctx: Any, op: str, axis: int, keepdims: bool) -> Self:
-        """``op``: sum, mean (floats), max, argmax, along ``axis``, which is empty for a sum alone.
+        """``op``: sum, mean (floats), max, argmax along ``axis``, which may be empty only for a sum.
 
-        This dtype; a sum of integers or BOOL is I64, argmax I32 and the first of equals. The max of NaN is
-        NaN, its argmax is left open. ``keepdims`` leaves the axis with size 1.
+        The result has this dtype, except that a sum of integers or BOOL is I64, and argmax, the first
+        maximum, is I32. The max with NaN is NaN; its argmax is unspecified. ``keepdims`` keeps the axis with
+        size 1.
         """
         raise self._unsupported(op)
 
@@ -163,21 +174,24 @@ class BaseTensor(ABC):
         raise self._unsupported("argsort")
 
     def _top_k(self, ctx: Any, k: int) -> tuple[Self, Self]:
-        """The k largest of the last axis, 1 <= k <= its size, descending, the first of equals first.
+        """The k largest of the last axis, 1 <= k <= its size, descending; ties are in index order.
 
-        NaN comes before all numbers. (values of this dtype, I32 indices).
+        NaN comes before all numbers. Returns (values of this dtype, I32 indices).
         """
         raise self._unsupported("top_k")
 
     def _rms_norm(self, ctx: Any, weight: Self | None, eps: float) -> Self:
-        """x / sqrt(mean(x * x) + eps) * weight along the last axis, in F32; floats, this dtype.
+        """x / sqrt(mean(x * x) + eps) * weight along the last axis, in F32; floats; the result has this
+        dtype.
 
         ``weight`` is of this dtype, (size of the last axis,), or None for 1.
         """
         raise self._unsupported("rms_norm")
 
     def _compare(self, ctx: Any, op: str, other: Self) -> Self:
-        """``op``: eq ne lt le gt ge, on two of one dtype, broadcast; BOOL. NaN is ``ne`` alone."""
+        """``op``: eq ne lt le gt ge, on operands of one dtype, broadcast; BOOL. For NaN only ``ne`` is
+        true.
+        """
         raise self._unsupported("compare")
 
     def _where(self, ctx: Any, a: Self, b: Self) -> Self:
@@ -203,7 +217,7 @@ class BaseTensor(ABC):
         stride = strides[axis]
         shown = (*shape[:axis], size, *shape[axis + 1 :])
         offset = self._first() + (0 if 0 in shown else start * stride)  # an empty view stays inside
-        if size > 1:  # else it takes no step, however long
+        if size > 1:  # otherwise its stride does not matter
             stride *= step
         return self._alias(offset, shown, (*strides[:axis], stride, *strides[axis + 1 :]))
 
@@ -238,7 +252,7 @@ class BaseTensor(ABC):
         return self._cast(ctx, dtype)
 
     def _cast(self, ctx: Any, dtype: DType) -> Self:
-        """A copy in ``dtype``, also where it is this one: ``contiguous`` asks for that."""
+        """A copy in ``dtype``, even if it is this tensor's, as for ``contiguous``."""
         result = cast("Self", ctx.empty(self.shape, dtype))
         result.write_from(self)
         return result
@@ -259,7 +273,7 @@ class BaseTensor(ABC):
         return self._concat(ctx, peer, axis)
 
     def _concat(self, ctx: Any, other: Self, axis: int) -> Self:
-        """This and then ``other``, of the same dtype, along ``axis``; all other sizes agree."""
+        """This tensor followed by ``other``, of the same dtype, along ``axis``; all other sizes are equal."""
         first, second = self.shape[axis], other.shape[axis]
         result = ctx.empty((*self.shape[:axis], first + second, *self.shape[axis + 1 :]), self.dtype)
         result.slice(ctx, axis, 0, first).write_from(self)
@@ -477,9 +491,10 @@ class BaseTensor(ABC):
     # Interchange.
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """A new array of the elements, as ``to_numpy`` makes it: from a GPU this is a download, and waits.
+        """A new array of the elements, as from ``to_numpy``: from a GPU this is a blocking download.
 
-        Raises ExportError for ``copy=False``: no tensor lends its memory to NumPy like this; see ``native``.
+        Raises ExportError for ``copy=False``: tensors do not share their memory with NumPy this way; see
+        ``native``.
         """
         if copy is False:
             raise ExportError("array: copy=False, and a tensor is always copied; leave copy out")
@@ -518,7 +533,7 @@ class BaseTensor(ABC):
         return other
 
     def _operand(self, op: str, other: object, dtype: DType | None = None) -> Self:
-        """``other`` as an operand of ``dtype``, this tensor's where None."""
+        """``other`` as an operand of ``dtype`` (None: this tensor's)."""
         peer, wanted = self.check_peer(op, other), self.dtype if dtype is None else dtype
         if peer.dtype is not wanted:
             raise DTypeError(f"{op}: operands are {wanted!r} and {peer.dtype!r}; cast one of them")
@@ -568,7 +583,7 @@ class BaseTensor(ABC):
         return host.astype(np.intp, copy=False)
 
     def check_writable(self, op: str) -> None:
-        """Raise ReadOnlyError where this view cannot be written; backends add reasons of their own."""
+        """Raise ReadOnlyError if this view cannot be written; backends add reasons of their own."""
         if overlaps_itself(self.shape, self.strides):
             raise ReadOnlyError(
                 f"{op}: the destination {self.shape} with strides {self.strides} shows an element "

@@ -12,7 +12,9 @@ from ml.dtypes import DType
 from ml.protocols import Backend, Context, Tensor
 
 SCORES_LIMIT = 1 << 24
-"""Scores that the generic body holds at once (64 MiB of F32): longer prompts go in blocks of queries."""
+"""The most scores that the generic implementation holds at once (64 MiB of F32); longer prompts are split
+into blocks of queries.
+"""
 
 
 def attention(
@@ -24,22 +26,22 @@ def attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale * query @ key.T + mask) @ value, per head, by the backend's kernel where it has one.
+    """softmax(scale * query @ key.T + mask) @ value, per head, with the backend's kernel if it has one.
 
     query (tokens, heads, head_dim), key (history, kv_heads, head_dim), value (history, kv_heads,
     v_dim); heads is a multiple of kv_heads, and heads g*n..g*n+n-1 share KV head g (grouped
     queries: Ainslie et al., 2023). Key and value may be strided views: they are not copied.
 
-    mask: additive, (rows >= tokens, history), of any float dtype, rows beyond tokens ignored;
-    ``ml.CAUSAL``: the last query sees all, the one before all but one key, ...; None: all see all.
-    A query that sees no key gives an unspecified row. scale None means 1 / sqrt(head_dim).
+    mask: additive, (rows >= tokens, history), of any float dtype, rows beyond tokens are ignored;
+    ``ml.CAUSAL``: the last query sees all keys, the one before it all but one, ...; None: every query sees
+    all keys. The output of a query that sees no key is unspecified. scale None means 1 / sqrt(head_dim).
     sinks (heads,): a logit per head that takes part in the softmax and is dropped (Xiao et al., 2023).
 
-    Returns (tokens, heads, v_dim) in the query's dtype. Where the cache stores another float dtype
-    than the query's, the query is converted to it: the history is the larger.
+    Returns (tokens, heads, v_dim) in the query's dtype. If the cache stores another float dtype, the query is
+    converted to it, since the history is larger.
     """
     wanted, stored = query.dtype, key.dtype
-    if wanted is not stored or scale is None or mask is CAUSAL:  # else the body's own check comes first
+    if wanted is not stored or scale is None or mask is CAUSAL:  # otherwise the implementation checks first
         check_attention("attention", None, query, key, value, mask, sinks)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[2])
@@ -58,9 +60,9 @@ def has_attention(backend: Backend | None) -> TypeGuard[SupportsAttention]:
 
 
 def offers(backend: object, protocol: type) -> bool:
-    """isinstance, remembered per class: a protocol check takes longer than a small product.
+    """isinstance, cached per class, since a protocol check takes longer than a small product.
 
-    What an object has of its own, and not by its class, counts only where that has ``__getattr__``.
+    Attributes of the instance itself count only if its class has ``__getattr__``.
     """
     kind: type = type(backend)
     by_class, delegates = _is_kind_of(kind, protocol)
@@ -81,7 +83,7 @@ def generic_attention(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """:func:`attention` on the required core only, for tensors of one dtype.
+    """``attention`` using only required operations, for tensors of one dtype.
 
     Products in that dtype (accumulated in F32 by contract), the softmax in F32.
     """
@@ -114,7 +116,7 @@ def _attend(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One block of queries; those of a KV head are stacked, (kv_heads, tokens * group, head_dim)."""
+    """One block of queries; the queries of a KV head are stacked, (kv_heads, tokens * group, head_dim)."""
     tokens, heads, head_dim = query.shape
     kv_heads, v_dim = value.shape[1:]
     group = heads // kv_heads
@@ -169,7 +171,9 @@ def causal_scores(ctx: Context, scores: Tensor) -> Tensor:
 
 
 def _softmax_with_sinks(ctx: Context, scores: Tensor, sinks: Tensor) -> Tensor:
-    """Of scores (kv_heads, tokens, group, history); the sinks' share is left out, so rows sum to < 1."""
+    """Softmax of scores (kv_heads, tokens, group, history) without the sinks' part, so that rows sum to <
+    1.
+    """
     kv_heads, tokens, group, history = scores.shape
     logits = widened(ctx, sinks.contiguous(ctx)).view(ctx, 0, (kv_heads, tokens, group, 1), (group, 0, 1, 1))
     return scores.concat(ctx, logits, 3).softmax(ctx).slice(ctx, 3, 0, history)

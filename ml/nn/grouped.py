@@ -1,4 +1,4 @@
-"""Products of rows with matrices of their own: what a mixture of experts comes down to."""
+"""Products of rows with individual matrices, as a mixture of experts needs them."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from ml.nn.attention import offers
 from ml.protocols import Context, Tensor
 
 _DENSE_ROWS = 256
-"""Up to here a product with a matrix costs a device what reading the matrix does."""
+"""Up to this many rows, a product costs a device as much as reading the matrix."""
 _SIZES = (16, 32, 64, 128, 256, 512, 1024)
-"""Rows of a block."""
+"""The possible numbers of rows of a block."""
 _PIECE_BYTES = 128 << 20
-"""Of the matrices that are copied for a piece of the product, where one is not larger."""
+"""The most bytes of matrices copied for a piece of the product, unless a single one is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Rows laid out in blocks of ``size``, each of one matrix: how many is known without asking the device.
+    """Rows laid out in blocks of ``size``, each for one matrix; their number is known without reading from
+    the device.
 
     With rows of matrices 0, 2 and 3 in blocks of 4::
 
         rows     0 1 2 | 3 4 5 6 7 | 8
         blocks   0 1 2 . | 3 4 5 6 | 7 . . . | 8 . . . | . . . .
 
-    A matrix with n rows has n / size blocks, rounded up; there is room for all, however rows are divided.
+    A matrix with n rows has n / size blocks, rounded up; there is room however the rows are distributed.
     """
 
     size: int
     matrices: Tensor
-    """I32 (blocks,): whose rows a block has; any where it has none."""
+    """I32 (blocks,): the matrix of each block; arbitrary for an empty block."""
     sources: Tensor
-    """I32 (blocks, size): which row stands at each place; any where there is none."""
+    """I32 (blocks, size): the row at each place; arbitrary for an empty place."""
     places: Tensor
-    """I32 (rows,): where each row stands, counted through all blocks."""
+    """I32 (rows,): the place of each row, counted over all blocks."""
 
 
 class Groups:
-    """Which matrix each row is for: ``tensor`` I32 (rows,), ascending. The caller answers for its range."""
+    """The matrix of each row: ``tensor`` I32 (rows,), ascending. The caller guarantees its range."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -51,7 +52,7 @@ class Groups:
         self._blocks: dict[tuple[int, int], Blocks] = {}
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """(matrix, start, stop) of each matrix that has rows. The device is asked, once."""
+        """(matrix, start, stop) of each matrix that has rows; read from the device once."""
         if self._runs is None:
             self._runs = runs(self.tensor.to_numpy())
         return self._runs
@@ -66,7 +67,7 @@ class Groups:
 def grouped_matmul(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     """x (rows, in), weight (matrices, in, out) -> (rows, out): row i is ``x[i] @ weight[groups[i]]``.
 
-    Raises ShapeError or DTypeError for operands that do not go together.
+    Raises ShapeError or DTypeError for incompatible operands.
     """
     if len(x.shape) != 2 or len(weight.shape) != 3 or x.shape[1] != weight.shape[1]:
         raise ShapeError(
@@ -92,8 +93,8 @@ def grouped_matmul(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> T
 def generic_grouped_matmul(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     """``grouped_matmul`` on Tensor.
 
-    Nothing asks the device which matrices rows are for, unless the device is the host, which has not to wait.
-    Few rows are multiplied each by a copy of its matrix, some by all matrices, and more in blocks.
+    The matrices of rows are not read from the device, unless the device is the host, where that needs no
+    waiting. A few rows are multiplied by copies of their matrices, more by all matrices, and many in blocks.
     """
     rows, (count, _, size) = x.shape[0], weight.shape
     device = ctx.backend.devices[getattr(ctx, "device_index", 0)]
@@ -126,15 +127,17 @@ def _by_blocks(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> Tenso
 
 
 def block_count(rows: int, matrices: int, size: int) -> int:
-    """How many blocks of ``size`` hold the rows, however they are divided among the matrices."""
+    """The number of blocks of ``size`` that hold the rows, however they are distributed among the
+    matrices.
+    """
     used = min(rows, matrices)
     return (rows - used) // size + used
 
 
 def block_size(rows: int, weight: tuple[int, ...]) -> int:
-    """The size of blocks that is likely to take the least time, for ``weight`` (matrices, in, out).
+    """The block size that is likely to be fastest for ``weight`` (matrices, in, out).
 
-    In times of what reading a matrix takes: a block copies it, multiplies, and moves its rows in and out.
+    In units of reading a matrix: a block copies it, multiplies, and moves its rows in and out.
     """
     count, inner, outer = weight
 
@@ -146,7 +149,7 @@ def block_size(rows: int, weight: tuple[int, ...]) -> int:
 
 
 def _lay_out(ctx: Context, groups: Tensor, matrices: int, size: int) -> Blocks:
-    """See :class:`Blocks`; integers on the device alone."""
+    """See ``Blocks``; integers on the device alone."""
     (rows,) = groups.shape
     blocks = block_count(rows, matrices, size)
     before = _count_below(ctx, groups, _numbers(ctx, matrices + 1))  # rows of matrices before each
@@ -154,7 +157,7 @@ def _lay_out(ctx: Context, groups: Tensor, matrices: int, size: int) -> Blocks:
     taken = _count_below(ctx, ctx.arange(0, rows, size, DType.I32), end.sub(ctx, start))
     upto = _numbers(ctx, matrices).reshape(ctx, matrices, 1).compare(ctx, "le", _numbers(ctx, matrices))
     last = upto.cast(ctx, DType.I32).mul(ctx, taken.reshape(ctx, matrices, 1)).sum(ctx, 0)
-    last = last.cast(ctx, DType.I32)  # one past the last block of each
+    last = last.cast(ctx, DType.I32)  # one past the last block of each matrix
     ahead = last.sub(ctx, taken).scale(ctx, size).sub(ctx, start)  # places before it, less rows before it
     numbers = _numbers(ctx, blocks)
     whose = _count_below(ctx, last, numbers.add(ctx, ctx.full((1,), 1, DType.I32)))
@@ -175,7 +178,7 @@ def _count_below(ctx: Context, values: Tensor, bounds: Tensor) -> Tensor:
 
 
 def _matrices(ctx: Context, weight: Tensor, indices: Tensor) -> Tensor:
-    """Copies of matrices, in the order of axes that they have in memory."""
+    """Copies of matrices that keep their axis order in memory."""
     if weight.strides[1] >= weight.strides[2]:
         return weight.rows(ctx, indices)
     return weight.permute(ctx, 0, 2, 1).rows(ctx, indices).permute(ctx, 0, 2, 1)

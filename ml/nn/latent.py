@@ -1,13 +1,13 @@
 """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, arXiv 2405.04434).
 
-A token's keys and values of all heads are made of one vector of ``rank`` numbers, its latent, which alone is
-stored, beside ``rope_dim`` rotated numbers that all heads have in common::
+A token's keys and values of all heads are computed from one vector of ``rank`` numbers, its latent. Only the
+latent is stored, with ``rope_dim`` rotated numbers that all heads share::
 
     key of head h      [ up_key[h] @ latent, rotated ]
     value of head h      latent @ up_value[h]
 
-A score is linear in the key and an answer in the values, so both products can be moved to the tokens of the
-pass and taken out of the history, which is attended to as it is stored (the absorbed form)::
+Scores are linear in the key and outputs in the values, so both products can be applied to the tokens of the
+pass instead of the history, which is attended to as it is stored (the absorbed form)::
 
     query . key = (query_nope @ up_key[h]) . latent + query_rope . rotated
     answer      = (sum of weight * latent) @ up_value[h]
@@ -29,18 +29,19 @@ def latent_attention(
     up_value: Tensor,
     attend: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The answers (tokens, heads, v_dim) of latent attention in the absorbed form.
+    """Latent attention in the absorbed form; returns (tokens, heads, v_dim).
 
-    query_nope (tokens, heads, nope_dim), query_rope (tokens, heads, rope_dim), rotated already;
-    up_key (heads, nope_dim, rank), up_value (heads, rank, v_dim). ``attend`` is given the queries
-    (tokens, heads, rank + rope_dim) and gives (tokens, heads, rank): attention over one KV head, whose keys
-    are a token's latent and its rotated numbers, and whose values are the latent. Scores are scaled there, by
-    ``(nope_dim + rope_dim) ** -0.5`` in the paper, whatever ``rank`` is.
+    query_nope (tokens, heads, nope_dim); query_rope (tokens, heads, rope_dim), already rotated; up_key
+    (heads, nope_dim, rank); up_value (heads, rank, v_dim). ``attend`` receives the queries (tokens, heads,
+    rank + rope_dim) and returns (tokens, heads, rank): attention over one KV head, whose keys are a token's
+    latent and its rotated numbers, and whose values are the latent. It scales scores, by ``(nope_dim +
+    rope_dim) ** -0.5`` in the paper, whatever ``rank`` is.
 
-    A pair of query and key costs ``2 * rank + rope_dim`` products, and no key or value of a head is made.
+    Each pair of query and key costs ``2 * rank + rope_dim`` products, and no keys or values of heads are
+    computed.
 
-    Raises ShapeError or DTypeError for operands that do not go together, before ``attend`` is called, and
-    ShapeError for what it gives.
+    Raises ShapeError or DTypeError for incompatible operands before ``attend`` is called, and ShapeError for
+    a result of ``attend`` with the wrong shape.
     """
     _check(query_nope, query_rope, up_key, up_value)
     (tokens, heads, _), rank = query_nope.shape, up_key.shape[2]

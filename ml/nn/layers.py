@@ -47,8 +47,8 @@ def rms_norm(ctx: Context, x: Tensor, weight: Tensor | None, eps: float) -> Tens
 def layer_norm(ctx: Context, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` (Ba et al., 2016); weight and bias (size,).
 
-    Computed in F32 and rounded once to x's dtype. With the mean taken off, the variance is the
-    mean square: what is left is an RMSNorm.
+    Computed in F32 and rounded once to x's dtype. After subtracting the mean, the variance is the mean
+    square, so the rest is an RMSNorm.
     """
     wide = widened(ctx, x)
     centred = wide.sub(ctx, wide.mean(ctx, -1, keepdims=True))

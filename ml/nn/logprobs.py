@@ -1,6 +1,6 @@
 """Log probabilities of tokens under logits: on the device, or from an array on the host.
 
-The two say the same, the host in float64.
+Both compute the same, the host in float64.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from ml.selection import largest
 
 
 def logprobs(ctx: Context, logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """log softmax of logits F32 (rows, vocabulary): F32 (rows, 1 + 2 * most), nothing is read back.
+    """log softmax of logits F32 (rows, vocabulary): F32 (rows, 1 + 2 * most); nothing is read back to the
+    host.
 
-    Of each row: that of its token in I32 (rows,); those of its ``most`` likeliest tokens, descending, the
-    lower id first among equals; and their ids, exact up to 2**24. Raises ShapeError where shapes do not fit.
+    For each row: the log probability of its token in ``tokens`` I32 (rows,); those of its ``most`` likeliest
+    tokens, descending, ties by lower id; and their ids, exact up to 2**24. Raises ShapeError for incompatible
+    shapes.
     """
     rows, vocabulary = _checked(logits.shape, tokens.shape, most)
     peak = logits.max(ctx, 1, keepdims=True)
@@ -32,7 +34,7 @@ def logprobs(ctx: Context, logits: Tensor, tokens: Tensor, most: int) -> Tensor:
 
 
 def logprobs_on_host(logits: np.ndarray, tokens: np.ndarray, most: int) -> np.ndarray:
-    """What ``logprobs`` says, of logits (rows, vocabulary) of any float dtype: float64."""
+    """As ``logprobs``, for host logits (rows, vocabulary) of any float dtype; float64."""
     rows, _ = _checked(logits.shape, tokens.shape, most)
     with np.errstate(all="ignore"):
         x = logits.astype(np.float64)

@@ -1,9 +1,9 @@
 """Attention over parts of a history, and the merging of such parts into attention over the whole.
 
-Softmax can be taken part by part where each part tells the logarithm of what it divided by (Dao et al.,
-FlashAttention, 2022): parts are then averaged with the weights that these give. So a prefix that many
-sequences share is attended to once for all of them (Juravsky et al., Hydragen, 2024), and a history may lie
-in several places.
+Softmax can be computed part by part if each part returns its log-sum-exp (Dao et al., FlashAttention, 2022):
+the parts are then averaged with weights derived from these. This way, a prefix that many sequences share is
+attended to once for all of them (Juravsky et al., Hydragen, 2024), and a history may be spread over several
+places.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def partial_attention(
     mask: Tensor | CausalMask | None,
     scale: float,
 ) -> Part:
-    """What :class:`ml.SupportsPartialAttention` says, by the backend's kernel where it has one.
+    """As in ``ml.SupportsPartialAttention``, with the backend's kernel if it has one.
 
-    A query of another float dtype than the keys' is converted to theirs; the result has their dtype.
+    A query of another float dtype is converted to that of the keys, which is also the dtype of the result.
     """
-    if query.dtype is not key.dtype or mask is CAUSAL:  # else the body's own check comes first
+    if query.dtype is not key.dtype or mask is CAUSAL:  # otherwise the implementation checks first
         check_attention("partial_attention", None, query, key, value, mask, batched=True)
         query = query if query.dtype is key.dtype else query.cast(ctx, key.dtype)
         mask = None if mask is CAUSAL and query.shape[1] == 1 else mask
@@ -56,7 +56,7 @@ def generic_partial_attention(
     mask: Tensor | CausalMask | None,
     scale: float,
 ) -> Part:
-    """:func:`partial_attention` on the required core only, for tensors of one dtype."""
+    """``partial_attention`` using only required operations, for tensors of one dtype."""
     check_attention("partial_attention", None, query, key, value, mask, batched=True)
     body = functools.partial(_attend_to_part, ctx, scale)
     return partial_in_blocks(ctx, body, query, key, value, mask)
@@ -70,7 +70,9 @@ def partial_in_blocks(
     value: Tensor,
     mask: Tensor | CausalMask | None,
 ) -> Part:
-    """What ``body(query, key, value, mask)`` gives; where scores are many, a block of queries at a time."""
+    """The result of ``body(query, key, value, mask)``; if there are many scores, for a block of queries at a
+    time.
+    """
     batch, tokens, heads, _ = query.shape
     history = key.shape[1]
     block = max(1, SCORES_LIMIT // max(1, batch * heads * history))
@@ -127,9 +129,9 @@ def _attend_to_part(
 
 
 def merge_parts(ctx: Context, parts: Sequence[Part]) -> Part:
-    """Attention over what all of ``parts`` attended to, with its log-sum-exp: a part again.
+    """Merge parts into attention over everything that they attended to, with its log-sum-exp: again a part.
 
-    Each is (..., heads, v_dim) and (..., heads); of each query one log-sum-exp at least is finite.
+    Each part is (..., heads, v_dim) and (..., heads); at least one log-sum-exp of each query must be finite.
     """
     (first, lse), *rest = parts
     if not rest:
@@ -150,10 +152,10 @@ def merge_parts(ctx: Context, parts: Sequence[Part]) -> Part:
 
 
 def merge_attention(ctx: Context, parts: Sequence[Part], sinks: Tensor | None = None) -> Tensor:
-    """Attention over all of what ``parts`` attended to; (tokens, heads, v_dim) in the parts' dtype.
+    """Attention over everything that ``parts`` attended to; (tokens, heads, v_dim) in the parts' dtype.
 
-    Each part is (tokens, heads, v_dim) and (tokens, heads). A log-sum-exp of -inf says that the query sees
-    nothing of that part, whose attention then has to be finite. ``sinks`` (heads,) as in ``attention``.
+    Each part is (tokens, heads, v_dim) and (tokens, heads). A log-sum-exp of -inf means that the query sees
+    nothing of that part, whose attention must then be finite. ``sinks`` (heads,) as in ``attention``.
     """
     if not parts:
         raise ShapeError("merge_attention: no parts given; it must merge at least one")

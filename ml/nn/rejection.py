@@ -1,8 +1,8 @@
-"""Accepting drafted tokens so that what comes out is distributed as if nothing had been drafted.
+"""Accepting draft tokens so that the result is distributed as without drafts.
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), section 2.3; Chen et
-al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023), theorem 1. Where a draft
-drew x from q and the model would draw from p::
+al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023), theorem 1. If the draft x
+was drawn from q, and the model would draw from p::
 
     accept x      with probability min(1, p(x) / q(x))
     otherwise     draw from max(0, p - q), scaled to a distribution
@@ -24,16 +24,16 @@ from ml.nn.sequences import cumsum
 from ml.protocols import Context, Tensor
 
 _LEAST = float(np.finfo(np.float32).tiny)
-"""What a token's share must be: one of probability 0 is not accepted."""
+"""The least probability of an accepted token: one with probability 0 is never accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A drafted token for each row, and what it was drawn from; host arrays.
+    """A draft token for each row, and the distribution it was drawn from; host arrays.
 
     ``tokens`` (rows,), ``probabilities`` (rows, vocabulary), each row summing to 1. ``uniform`` (rows,) in
-    (0, 1] decides whether it is accepted: drawn independently of the token, and of ``Draws.uniform``, which
-    decides what takes its place.
+    (0, 1] decides whether the token is accepted; it is drawn independently of the token, and of
+    ``Draws.uniform``, which decides its replacement.
     """
 
     tokens: np.ndarray
@@ -42,11 +42,11 @@ class Drafted:
 
 
 class RejectionSampler:
-    """Accepts or replaces the drafted token of each row of logits on the device; nothing is read back.
+    """Accepts or replaces the draft token of each row of logits on the device; nothing is read back.
 
-    What it needs there is uploaded when it is made, as by ``BatchSampler``. No token of probability 0 comes.
+    Its data is uploaded when it is created, as in ``BatchSampler``. A token of probability 0 is never chosen.
 
-    Raises ShapeError for probabilities of another shape than (rows, ``vocabulary``).
+    Raises ShapeError for probabilities whose shape is not (rows, ``vocabulary``).
     """
 
     def __init__(self, ctx: Context, draws: Draws, drafted: Drafted, vocabulary: int) -> None:
@@ -66,27 +66,29 @@ class RejectionSampler:
         self._uniform = both.slice(ctx, 0, 1, 2).reshape(ctx, rows, 1)
 
     def __call__(self, ctx: Context, logits: Tensor) -> Tensor:
-        """logits F32 (rows, vocabulary) -> I32 (rows,): the drafted token where it is accepted.
+        """logits F32 (rows, vocabulary) -> I32 (rows,): the draft token if accepted, else its replacement.
 
-        Raises ShapeError for another shape than it was made for, or no rows.
+        Raises ShapeError for a shape other than the one it was created for, or no rows.
         """
         target = self._target.probabilities(ctx, logits)
         rows, vocabulary = target.shape
         own = target.reshape(ctx, rows * vocabulary).rows(ctx, self._places)
         left = target.sub(ctx, self._drafted).relu(ctx)
-        # Nothing is left where p and q are the same but for rounding.
+        # Nothing is left if p and q are equal up to rounding.
         some = left.max(ctx, 1, keepdims=True).compare(ctx, ">", ctx.zeros((1, 1), DType.F32))
         instead = draw(ctx, some.where(ctx, left, target), self._uniform)
         return own.compare(ctx, ">=", self._least).where(ctx, self._tokens, instead)
 
 
 def draw(ctx: Context, weights: Tensor, uniform: Tensor) -> Tensor:
-    """F32 (rows, n) of weights >= 0, and draws (rows, 1) in (0, 1] -> I32 (rows,), in the order of places."""
+    """weights >= 0, F32 (rows, n), and draws (rows, 1) in (0, 1] -> I32 (rows,): the index drawn in each
+    row.
+    """
     return first_reaching(ctx, weights, cumsum(ctx, weights), uniform)
 
 
 def reject_on_host(logits: np.ndarray, draws: Draws, drafted: Drafted) -> np.ndarray:
-    """What ``RejectionSampler`` says, of logits (rows, vocabulary) of any float dtype: int64 (rows,)."""
+    """As ``RejectionSampler``, for host logits (rows, vocabulary) of any float dtype; int64 (rows,)."""
     rows = np.arange(len(logits))
     target, proposed = probabilities_on_host(logits, draws), drafted.probabilities
     least = np.maximum(drafted.uniform * proposed[rows, drafted.tokens], _LEAST)

@@ -5,10 +5,10 @@ A token at position p turns pair i of a head's dimensions by the angle ``p * fre
     half-split (Llama, Qwen):   pair i is (x[i], x[i + dim/2])
     interleaved (GPT-J, Cohere): pair i is (x[2i], x[2i + 1])
 
-Written as ``x * cos + swapped(x) * sin``, where ``swapped`` exchanges the two of each pair and
-the sine of the first of each pair carries a minus. The minus is put into the frequencies, since
-cos(-a) = cos(a) and sin(-a) = -sin(a): both tables are then one elementwise function of the
-angles, whatever the pairing. Dimensions beyond ``dim`` pass through (partial rotary).
+Computed as ``x * cos + swapped(x) * sin``, where ``swapped`` exchanges the two elements of each pair and the
+sine for the first of each pair is negated. The sign is put into the frequencies, since cos(-a) = cos(a) and
+sin(-a) = -sin(a): both tables are then one elementwise function of the angles, whatever the pairing.
+Dimensions beyond ``dim`` are unchanged (partial rotary).
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from ml.nn.rope_spec import RopeSpec
 from ml.protocols import Context, Tensor
 
 Positions = Sequence[int] | np.ndarray | Tensor
-"""One position per token: on the host, or an I32 tensor of one axis."""
+"""One position per token, on the host or as an I32 tensor of one axis."""
 
 
 def rope(ctx: Context, x: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
     """Rotate x (tokens, heads, head_dim) by its positions; computed in F32, rounded once to x's dtype.
 
-    For several tensors at the same positions (the layers of one forward) use :class:`Rotation`.
+    Use ``Rotation`` for several tensors at the same positions, such as the layers of one pass.
     """
     return Rotation(ctx, positions, spec).apply(ctx, x)
 
 
 def rope_tables(ctx: Context, positions: Positions, spec: RopeSpec) -> tuple[Tensor, Tensor]:
-    """cos and sin, F32 (tokens, 1, dim), times the attention factor: good for all layers of a forward."""
+    """cos and sin, F32 (tokens, 1, dim), times the attention factor; usable in all layers of a pass."""
     return _tables(ctx, positions, spec, spec.attention_factor)
 
 
 def multi_axis_tables(
     ctx: Context, positions: np.ndarray | Tensor, axes: Sequence[int], spec: RopeSpec
 ) -> tuple[Tensor, Tensor]:
-    """Tables for :func:`apply_rope` where each pair of dimensions turns by a position of its own kind.
+    """Tables for ``apply_rope`` in which each pair of dimensions is rotated by its own kind of position.
 
     Multimodal rotary embedding (M-RoPE; Wang et al., "Qwen2-VL", 2024, arXiv 2409.12191): ``positions``
-    (kinds, tokens) has time, height and width of each token, integers on the host or an I32 tensor, and
-    pair i turns by kind ``axes[i]``. Qwen2-VL's ``mrope_section`` [16, 24, 24] is ``[0] * 16 + [1] * 24 +
-    [2] * 24``. Equal rows are :func:`rope_tables`. Gives cos and sin, F32 (tokens, 1, dim), times the
-    attention factor.
+    (kinds, tokens) has time, height and width of each token, as host integers or an I32 tensor, and pair i is
+    rotated by kind ``axes[i]``. Qwen2-VL's ``mrope_section`` [16, 24, 24] is ``[0] * 16 + [1] * 24 + [2] *
+    24``. With equal rows, the result is that of ``rope_tables``. Returns cos and sin, F32 (tokens, 1, dim),
+    times the attention factor.
 
-    Raises ShapeError unless there is an axis for each pair, each a row of ``positions``; DTypeError for
-    positions that are not integers.
+    Raises ShapeError unless ``axes`` has a row of ``positions`` for each pair; DTypeError for positions that
+    are not integers.
     """
     shape = tuple(positions.shape)
     if len(shape) != 2 or len(axes) != spec.dim // 2 or not all(0 <= axis < shape[0] for axis in axes):
@@ -75,7 +75,7 @@ def multi_axis_tables(
 
 
 def apply_rope(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, spec: RopeSpec) -> Tensor:
-    """Rotate x (tokens, heads, head_dim) by tables of :func:`rope_tables`; returns x's dtype."""
+    """Rotate x (tokens, heads, head_dim) by tables of ``rope_tables``; returns x's dtype."""
     dim = spec.dim
     _check_vectors("apply_rope", x, cos.shape[0], spec)
     partial = dim < x.shape[2]
@@ -91,9 +91,9 @@ def apply_rope(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, spec: RopeSpec
 def rope_shift(spec: RopeSpec, begin: int = 0) -> Callable[[Context, int, Tensor, Tensor], Tensor]:
     """The cache's shift function for keys rotated by ``spec``, in their dimensions from ``begin`` on.
 
-    Dimensions before ``begin`` do not depend on the position: latents, with their rotated numbers behind.
-    Rotations add up, so a stored key moves from position p to p + offset by one more turn. That
-    turn leaves lengths alone: the key carries its attention factor already.
+    Dimensions before ``begin`` do not depend on the position, such as latents, which are followed by their
+    rotated numbers. Rotations add up, so a stored key moves from position p to p + offset by one more
+    rotation. That rotation does not change lengths: the key already contains the attention factor.
     """
 
     def shift(ctx: Context, layer: int, key: Tensor, offsets: Tensor) -> Tensor:
@@ -108,9 +108,9 @@ def rope_shift(spec: RopeSpec, begin: int = 0) -> Callable[[Context, int, Tensor
 
 
 class Rotation:
-    """The rotation of one forward pass: the backend's fused kernel, or tables that are made once.
+    """The rotation of one forward pass: the backend's fused kernel, or tables that are computed once.
 
-    Tensors lie on the device of the context that made it; :meth:`to` carries them to another.
+    Its tensors are on the device of the context that created it; ``to`` copies them to another.
     """
 
     __slots__ = ("_fused", "_positions", "_tables", "spec")
@@ -123,7 +123,7 @@ class Rotation:
         fused: Tensor | None = None,
         tables: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """``fused`` (positions) and ``tables``: what there is of them already, on the device of ``ctx``."""
+        """``fused`` (positions) and ``tables``, if they already exist on the device of ``ctx``."""
         self.spec = spec
         self._positions = positions
         self._fused, self._tables = fused, tables
@@ -139,7 +139,7 @@ class Rotation:
             rotated = kernel.rope(ctx, x, self._fused, self.spec)
             if rotated is not None:
                 return rotated
-            self._fused = None  # not this spec: the generic body for the rest of the pass
+            self._fused = None  # spec not supported: use the generic implementation for the rest of the pass
         if self._tables is None:
             self._tables = rope_tables(ctx, self._positions, self.spec)
         return apply_rope(ctx, x, *self._tables, self.spec)
@@ -181,7 +181,7 @@ def _tables(ctx: Context, positions: Positions, spec: RopeSpec, factor: float) -
         return _cos_sin(ctx, steps.mul(ctx, ctx.from_numpy(spec.signed_frequencies)), factor)
     angles_on_host = _on_host(positions).astype(np.float32)[:, None, None] * spec.signed_frequencies
     shape = angles_on_host.shape
-    tables = np.empty((2, *shape), np.float32)  # one transfer for the two
+    tables = np.empty((2, *shape), np.float32)  # one transfer for both
     np.cos(angles_on_host, out=tables[0])
     np.sin(angles_on_host, out=tables[1])
     if factor != 1.0:
@@ -196,7 +196,7 @@ def _cos_sin(ctx: Context, angles: Tensor, factor: float) -> tuple[Tensor, Tenso
 
 
 def _swapped(ctx: Context, x: Tensor, spec: RopeSpec) -> Tensor:
-    """x (tokens, heads, dim) with the two of each pair exchanged."""
+    """x (tokens, heads, dim) with the two elements of each pair exchanged."""
     if not spec.interleaved:
         half = spec.dim // 2
         return x.slice(ctx, 2, half, spec.dim).concat(ctx, x.slice(ctx, 2, 0, half), 2)

@@ -17,15 +17,16 @@ _ORIGINAL = "original_max_position_embeddings"
 def parse_rope(
     raw: Mapping[str, Any], head_dim: int, kind: str = "full_attention", partial: bool = False
 ) -> RopeSpec:
-    """From ``rope_scaling`` or, of layers of type ``kind`` where each has its own, ``rope_parameters``.
+    """The RopeSpec from ``rope_scaling``, or from ``rope_parameters``, of the layer type ``kind`` if each
+    type has its own.
 
-    ``partial``: as much of head_dim is rotated as they say; without it, NotSupportedError where that is not
-    all of it. So is a scaling other than linear, llama3 and yarn; ShapeError for a factor of 0 or less.
+    ``partial`` allows rotating only part of head_dim; without it, a partial factor raises NotSupportedError.
+    So does a scaling other than linear, llama3 and yarn. Raises ShapeError for a factor of 0 or less.
     """
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     named = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
     parameters = {**named, **(raw.get("rope_parameters") or {}).get(kind, {}), **rope.get(kind, rope)}
-    if kind not in rope and raw.get(_ORIGINAL):  # as transformers has it, also where they say another
+    if kind not in rope and raw.get(_ORIGINAL):  # as in transformers, even if the config says otherwise
         parameters[_ORIGINAL] = raw[_ORIGINAL]
     share = float(parameters.get("partial_rotary_factor") or 1.0)
     if share != 1.0 and not partial:

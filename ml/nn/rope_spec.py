@@ -1,4 +1,4 @@
-"""What a rotary embedding is: its dimensions, base, pairing and scaling."""
+"""The description of a rotary embedding: its dimensions, base, pairing and scaling."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from ml.nn.scaling import RopeScaling
 class RopeSpec:
     """A rotary embedding.
 
-    ``dim`` rotary dimensions, even, the first ones of a head; ``base`` is theta; ``interleaved``
-    pairs neighbours instead of halves; ``scaling`` stretches the context.
+    The first ``dim`` dimensions of a head, an even number, are rotated; ``base`` is theta; ``interleaved``
+    pairs neighbouring dimensions instead of the two halves; ``scaling`` extends the context.
+
+    >>> from ml.nn import RopeSpec
+    >>> RopeSpec(dim=4, base=10_000.0).inverse_frequencies.tolist()
+    [1.0, 0.01]
     """
 
     dim: int
@@ -41,7 +45,7 @@ class RopeSpec:
 
     @cached_property
     def attention_factor(self) -> float:
-        """What rotated vectors are multiplied by: YaRN's temperature, else 1."""
+        """The factor by which rotated vectors are multiplied: YaRN's temperature, else 1."""
         return 1.0 if self.scaling is None else self.scaling.attention_scale
 
     @cached_property

@@ -1,6 +1,6 @@
-"""Drawing tokens from logits for a whole batch at once: on the device, or from an array on the host.
+"""Sampling tokens from logits for a whole batch, on the device or from a host array.
 
-The two say the same. Where the device is the host, NumPy does it in a few steps and in float64.
+Both give the same tokens. If the device is the host, NumPy computes it in a few steps in float64.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ml.protocols import Context, Tensor
 from ml.selection import largest
 
 _STEEPEST = 1e30
-"""The largest 1 / temperature: what is next to 0 stays a number in F32."""
+"""The largest 1 / temperature, so that a temperature close to 0 stays finite in F32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How each row is drawn; host arrays (rows,).
+    """The sampling parameters of each row; host arrays (rows,).
 
-    ``temperature`` 0 takes the first of the largest logits. ``top_k`` keeps so many of the likeliest tokens
-    (0: all), then ``top_p`` the fewest of the likeliest whose probability together reaches p, then ``min_p``
-    those at least that share as likely as the likeliest (Nguyen et al., 2024; 0, or None: all). ``uniform``
-    in (0, 1] decides which of these is drawn.
+    ``temperature`` 0 takes the first of the largest logits. ``top_k`` keeps that many of the likeliest tokens
+    (0: all), then ``top_p`` the smallest set of the likeliest whose total probability reaches p, then
+    ``min_p`` those whose probability is at least that fraction of the highest (Nguyen et al., 2024; 0 or
+    None: all). ``uniform`` in (0, 1] decides which of these is drawn.
     """
 
     temperature: np.ndarray
@@ -42,20 +42,27 @@ class Draws:
         return np.zeros_like(self.uniform) if self.min_p is None else self.min_p
 
     def of(self, rows: np.ndarray) -> Draws:
-        """Of some of the rows."""
+        """The parameters of some of the rows."""
         columns = self.temperature, self.top_k, self.top_p, self.uniform, self.least
         return Draws(*(column[rows] for column in columns))
 
 
 class BatchSampler:
-    """Draws a token for each row of logits on the device; nothing is read back.
+    """Samples a token for each row of logits on the device; nothing is read back.
 
-    What it needs there is uploaded when it is made: make it before the forward pass is queued, so that the
-    upload does not wait for that. The token is the first whose cumulative probability reaches ``uniform``: in
-    the order of ids, or where some are cut, likeliest first and the lower id first among equals. A row
-    depends on its own logits and draw alone, and is the same on every backend but where ``uniform``, or the
-    share that ``top_p`` or ``min_p`` keep, is within rounding in F32 of an edge. A token of probability 0 is
-    not drawn.
+    Its data is uploaded when it is created: create it before the forward pass is queued, so that the upload
+    does not wait for the pass. The token is the first whose cumulative probability reaches ``uniform``, in
+    the order of ids or, if the distribution is truncated, likeliest first and ties by lower id. A row depends
+    only on its own logits and draw, and is the same on every backend unless ``uniform``, or the threshold of
+    ``top_p`` or ``min_p``, is within F32 rounding of an edge. A token of probability 0 is never drawn.
+
+    >>> import ml, ml.nn
+    >>> import numpy as np
+    >>> draws = ml.nn.Draws(np.zeros(1), np.zeros(1, int), np.ones(1), np.full(1, 0.5))    # greedy
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     sampler = ml.nn.BatchSampler(ctx, draws, 3)
+    ...     sampler(ctx, ctx.from_numpy([[0.0, 2.0, 1.0]])).to_numpy().tolist()
+    [1]
     """
 
     def __init__(self, ctx: Context, draws: Draws, vocabulary: int) -> None:
@@ -69,17 +76,17 @@ class BatchSampler:
             self._back = ctx.from_numpy(order.astype(np.int32))
 
     def __call__(self, ctx: Context, logits: Tensor) -> Tensor:
-        """logits F32 (rows, vocabulary) -> I32 (rows,); of a row with NaN or +inf the token is unspecified.
+        """logits F32 (rows, vocabulary) -> I32 (rows,); the token of a row with NaN or +inf is unspecified.
 
-        Raises ShapeError for another shape than it was made for, or no rows.
+        Raises ShapeError for a shape other than the one it was created for, or no rows.
         """
         self._check(logits)
         return self._joined(ctx, [group(ctx, logits) for group in self._groups])
 
     def probabilities(self, ctx: Context, logits: Tensor) -> Tensor:
-        """logits F32 (rows, vocabulary) -> F32 of the same shape: how likely each token is to be drawn.
+        """logits F32 (rows, vocabulary) -> F32 of the same shape: the probability of drawing each token.
 
-        Raises ShapeError as a call does.
+        Raises ShapeError as ``__call__`` does.
         """
         self._check(logits)
         return self._joined(ctx, [group.probabilities(ctx, logits) for group in self._groups])
@@ -98,7 +105,7 @@ class BatchSampler:
 
 
 def sample_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
-    """What ``BatchSampler`` says, of logits (rows, vocabulary) of any float dtype: int64 (rows,)."""
+    """As ``BatchSampler``, for host logits (rows, vocabulary) of any float dtype; int64 (rows,)."""
     tokens = np.empty(len(logits), np.int64)
     with np.errstate(all="ignore"):
         for kind, mine in _kinds(draws, logits.shape[1]):
@@ -110,7 +117,7 @@ def sample_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
 
 
 def probabilities_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
-    """What ``BatchSampler.probabilities`` says, of logits (rows, vocabulary) of any float dtype: float64."""
+    """As ``BatchSampler.probabilities``, for host logits (rows, vocabulary) of any float dtype; float64."""
     probabilities = np.zeros(logits.shape)
     with np.errstate(all="ignore"):
         for kind, mine in _kinds(draws, logits.shape[1]):
@@ -128,7 +135,7 @@ def probabilities_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
 
 
 def _kinds(draws: Draws, vocabulary: int) -> list[tuple[int, np.ndarray]]:
-    """Rows by kind: 0 is greedy, 1 may draw any token, 2 may not."""
+    """Rows by kind: 0 is greedy, 1 samples from all tokens, 2 from some."""
     kind = [
         0 if temperature == 0 else 1 + (p < 1 or least > 0 or 0 < k < vocabulary)
         for temperature, k, p, least in zip(
@@ -140,7 +147,7 @@ def _kinds(draws: Draws, vocabulary: int) -> list[tuple[int, np.ndarray]]:
 
 
 class _Group:
-    """Rows of one kind, and what they are drawn by: each a column (rows, 1) on the device."""
+    """Rows of one kind and their parameters, each a column (rows, 1) on the device."""
 
     def __init__(
         self, ctx: Context, draws: Draws, kind: int, mine: np.ndarray, alone: bool, vocabulary: int
@@ -157,7 +164,7 @@ class _Group:
         self._by_peak = bool(least.max() > 0)
         with np.errstate(divide="ignore", over="ignore"):
             steepness = np.minimum(1 / draws.temperature[mine], _STEEPEST)
-        # Where there is no p, what is beyond the rounded total counts too.
+        # Without top_p, tokens beyond the rounded total count too.
         columns = np.stack((steepness, draws.uniform[mine], kept, np.where(p < 1, p, 2.0), least))
         whole = ctx.from_numpy(columns.astype(np.float32))
         self._steepness, self._uniform, self._kept, self._share, self._least = (
@@ -188,12 +195,12 @@ class _Group:
         return logits.argmax(ctx, 1)
 
     def _whole(self, ctx: Context, logits: Tensor) -> Tensor:
-        """From all tokens, in the order of their ids."""
+        """Sample from all tokens, in the order of their ids."""
         weights = self._weights(ctx, logits, logits.max(ctx, 1, keepdims=True))
         return first_reaching(ctx, weights, cumsum(ctx, weights), self._uniform)
 
     def _cut(self, ctx: Context, logits: Tensor) -> Tensor:
-        """From the likeliest tokens, in descending order."""
+        """Sample from the likeliest tokens, in descending order."""
         rows, width = logits.shape[0], self._width
         weights, edges, ids = self._kept_weights(ctx, logits)
         place = first_reaching(ctx, weights, edges, self._uniform)
@@ -201,7 +208,9 @@ class _Group:
         return ids.reshape(ctx, rows * width).rows(ctx, place)
 
     def _kept_weights(self, ctx: Context, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the likeliest tokens weigh, 0 where they are cut; running sums before that; their ids."""
+        """The weights of the likeliest tokens, 0 for those that are cut; running sums before the cut; and
+        their ids.
+        """
         width = self._width
         values, ids = logits.top_k(ctx, width)
         zero = ctx.zeros((1, 1), DType.F32)
@@ -222,7 +231,9 @@ class _Group:
 
 
 def first_reaching(ctx: Context, weights: Tensor, edges: Tensor, uniform: Tensor) -> Tensor:
-    """The first place with a weight whose edge reaches its share of the last one; I32 (rows,)."""
+    """The first index with a positive weight whose edge reaches ``uniform`` times the last edge; I32
+    (rows,).
+    """
     zero, none = ctx.zeros((1, 1), DType.F32), ctx.full((1, 1), -1, DType.F32)
     edges = zero.compare(ctx, "<", weights).where(ctx, edges, none)
     target = edges.max(ctx, 1, keepdims=True).mul(ctx, uniform)
@@ -246,7 +257,7 @@ def _cut_on_host(logits: np.ndarray, draws: Draws) -> np.ndarray:
 
 
 def _cut_edges_on_host(logits: np.ndarray, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
-    """The likeliest tokens of each row, descending, and the running sums of what they weigh."""
+    """The likeliest tokens of each row, descending, and the running sums of their weights."""
     rows = np.arange(len(logits))
     kept = np.where(draws.top_k > 0, draws.top_k, logits.shape[1])
     width = min(int(kept.max()), logits.shape[1])
@@ -275,6 +286,6 @@ def _weights_on_host(values: np.ndarray, peak: np.ndarray, draws: Draws) -> np.n
 
 
 def first_on_host(edges: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """The first place of each row whose edge reaches its share of the last one."""
+    """The first index of each row whose edge reaches ``uniform`` times the last edge."""
     first: np.ndarray = (edges < edges[:, -1:] * uniform[:, None]).sum(1)
     return first

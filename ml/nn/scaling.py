@@ -1,4 +1,4 @@
-"""How models stretch rotary embeddings past the length they were first trained at.
+"""How models extend rotary embeddings beyond the length of their first training.
 
 Each class turns the plain inverse frequencies into scaled ones, as the function of the same name
 in transformers' ``ROPE_INIT_FUNCTIONS`` does.
@@ -16,11 +16,11 @@ from ml.errors import ShapeError
 
 
 class RopeScaling(Protocol):
-    """One way to scale; a hashable value."""
+    """A scaling method; hashable."""
 
     @property
     def attention_scale(self) -> float:
-        """What cos and sin, and so rotated queries and keys, are multiplied by."""
+        """The factor by which cos and sin, and thus rotated queries and keys, are multiplied."""
 
     def scale(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """Scaled inverse frequencies from the plain float64 (dim / 2,), highest first."""
@@ -44,8 +44,8 @@ class LinearScaling:
 class FactorScaling:
     """The frequency of pair i divided by ``factors[i]``: LongRoPE (Ding et al., 2024, arXiv 2402.13753).
 
-    ``attention_scale`` is LongRoPE's attention factor. Of two lists of factors, for short and for long
-    contexts, a cache takes one: keys that are stored do not change.
+    ``attention_scale`` is LongRoPE's attention factor. LongRoPE has separate factors for short and long
+    contexts; a cache must use one of them throughout, since stored keys do not change.
 
     Raises ShapeError for a factor that is not above 0, and in ``scale`` unless there is one for each pair.
     """
@@ -121,7 +121,7 @@ class YarnScaling:
         return self.magnitude(1.0)
 
     def magnitude(self, mscale: float) -> float:
-        """By how much vectors grow with the context: ``0.1 mscale ln(factor) + 1``."""
+        """The growth of vectors with the context: ``0.1 mscale ln(factor) + 1``."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def scale(self, frequencies: np.ndarray, base: float) -> np.ndarray:
@@ -131,13 +131,13 @@ class YarnScaling:
         return blended
 
     def _ramp(self, dim: int, base: float) -> tuple[float, float]:
-        """Where the ramp begins and ends, counted in pairs of dimensions."""
+        """The beginning and end of the ramp, in pairs of dimensions."""
         low, high = self._pair(self.beta_fast, dim, base), self._pair(self.beta_slow, dim, base)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        return low, high + 0.001 if low == high else high  # no division by zero: as the reference does
+        return low, high + 0.001 if low == high else high  # avoids a division by zero, like the reference
 
     def _pair(self, turns: float, dim: int, base: float) -> float:
-        """The pair that turns ``turns`` times in ``original_max_position`` tokens."""
+        """The pair that rotates ``turns`` times in ``original_max_position`` tokens."""
         return dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(base))

@@ -1,4 +1,4 @@
-"""What recurrences and samplers need along an axis: running sums, padding, causal convolutions."""
+"""Operations along an axis for recurrences and samplers: running sums, padding, causal convolutions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ml.strided import normalize_axis
 
 
 def cumsum(ctx: Context, x: Tensor) -> Tensor:
-    """Running sums along the last axis, of x's shape: F32. Of finite numbers: others reach all of a row.
+    """F32 running sums along the last axis, of x's shape. Numbers must be finite: others affect their whole
+    row.
 
-    In blocks of about the square root of the axis, so that what is small is not lost in what is large.
+    Computed in blocks of about the square root of the axis, so that small numbers are not lost in large sums.
     """
     if not x.shape:
         raise ShapeError("cumsum: a tensor without axes; it must have at least one")
@@ -41,9 +42,9 @@ def cumsum(ctx: Context, x: Tensor) -> Tensor:
 
 
 def pad(ctx: Context, x: Tensor, axis: int, before: int = 0, after: int = 0, value: float = 0.0) -> Tensor:
-    """x with ``before`` and ``after`` elements of ``value`` more along an axis; x itself where both are 0.
+    """x with ``before`` and ``after`` additional elements of ``value`` along an axis; x itself if both are 0.
 
-    Raises ShapeError for a negative count, and an axis that x does not have.
+    Raises ShapeError for a negative count, and for an axis that x does not have.
     """
     axis = normalize_axis("pad", axis, len(x.shape))
     if before < 0 or after < 0:
@@ -60,15 +61,15 @@ def pad(ctx: Context, x: Tensor, axis: int, before: int = 0, after: int = 0, val
 def causal_conv1d(
     ctx: Context, x: Tensor, state: Tensor, kernel: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The causal convolution of each channel by itself, as Mamba and Gated DeltaNet have it.
+    """The depthwise causal convolution of Mamba and Gated DeltaNet.
 
-    x (sequences, tokens, channels); ``state`` (sequences, channels, taps - 1): the inputs before these, the
-    oldest first, as a RecurrentCache keeps them; ``kernel`` (taps, channels), the oldest tap first; ``bias``
+    x (sequences, tokens, channels); ``state`` (sequences, channels, taps - 1): the previous inputs, oldest
+    first, as a RecurrentCache keeps them; ``kernel`` (taps, channels), oldest tap first; ``bias``
     (channels,). Returns the result, of x's shape and dtype, and all inputs (sequences, taps - 1 + tokens,
-    channels): the state after n of the tokens is ``inputs.slice(ctx, 1, n, n + taps - 1)``, its last two axes
-    permuted.
+    channels): the state after n of the tokens is ``inputs.slice(ctx, 1, n, n + taps - 1)`` with its last two
+    axes permuted.
 
-    Raises ShapeError where these do not fit.
+    Raises ShapeError for incompatible shapes.
     """
     (sequences, tokens, channels), taps = x.shape, kernel.shape[0]
     if kernel.shape != (taps, channels) or state.shape != (sequences, channels, taps - 1):

@@ -1,6 +1,6 @@
 """Random strided views, read and written, against NumPy's ``as_strided`` on a flat array of the same bits.
 
-:mod:`ml.testing.aliasing` walks through views of views; here a view is one draw of offset, shape and strides,
+``ml.testing.aliasing`` walks through views of views; here a view is one draw of offset, shape and strides,
 among them 0 and strides that overlap, and what is asked of it is every way to read or to write it.
 """
 

@@ -1,6 +1,6 @@
 """Special values: signed zeros, infinities, NaN, denormals and the ends of each dtype, in every layout.
 
-The reference is float64. How far a result may be off is said in :func:`assert_near`.
+The reference is float64. How far a result may be off is said in ``assert_near``.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ DECLINED: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {
 
 
 class KVStoreTests(BackendCase):
-    """What :class:`ml.KVStore` promises, where a backend offers one."""
+    """What ``ml.KVStore`` promises, where a backend offers one."""
 
     @each(order=ORDERS, rows=[(0, 1), (3, 1), (2, 4), (0, ROWS), (ROWS - 1, 1)])
     def test_rows_that_were_written_are_read_back_and_no_others_change(

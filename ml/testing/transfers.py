@@ -18,7 +18,7 @@ MANY = 24
 
 
 class PageTransferTests(BackendCase):
-    """What :class:`ml.SupportsTransfers` promises; without it, what :mod:`ml.transfer` does instead."""
+    """What ``ml.SupportsTransfers`` promises; without it, what ``ml.transfer`` does instead."""
 
     @each(layout=LAYOUTS, dtype=DTYPES)
     def test_pages_go_out_and_come_in_bit_for_bit(

@@ -61,7 +61,7 @@ assert "wgmma" in attention("bf16", 4, 64, 64, 2048, sinks=False)
 print("BF16")
 assert "tf32" not in attention("fp32", 1, 12, 16, 16, sinks=True)
 print("F32")
-assert "wgmma" in attention("bf16", 4, 128, 128, 2048, sinks=False, bits=(8, 4))
+assert "wgmma" in attention("bf16", 4, 64, 64, 2048, sinks=False, bits=(8, 4))
 assert "mma.sync" in attention("fp16", 4, 64, 32, 1, sinks=True, bits=(4, 8))
 print("codes")
 merged = {"HEADS": 32, "V_DIM": 80, "V_PAD": 128, "BLOCK": triton_ragged.MERGED_AT_ONCE, "SINKS": True}

@@ -35,11 +35,10 @@ class TestBackend(OnStrict, BackendTests):
 
 
 class TestCaches(OnStrict, CacheTests):
-    checkered = True
-    traces = 160
-    state_traces = encoder_traces = 16
-    quantized_traces = 20
-    fault_stride = 5
+    colours = (1,)
+    traces = 60
+    state_traces = encoder_traces = quantized_traces = 8
+    fault_stride = 9
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -290,3 +291,24 @@ def test_vectors_of_the_other_length_give_the_same(tmp_path: Path, monkeypatch: 
     for seed, kinds in enumerate([("F32", "F32"), ("F16", "BF16"), CODES]):
         case = Case(seed, 9, 300, (15, 3), (96, 32), kinds, sunk=True)
         np.testing.assert_allclose(case.attend(), case.right(), rtol=0, atol=2e-5)
+
+
+KERNEL = """
+from numba import types
+from backends.numba_options import kernel
+
+@kernel(types.float64, fastmath=False, result=types.float64)
+def half(x):
+    return x / 2
+"""
+
+
+def test_the_first_process_says_that_it_compiles_and_later_ones_do_not(tmp_path: Path) -> None:
+    (tmp_path / "module_of_kernels.py").write_text(KERNEL)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for expected in (1, 0):
+        done = subprocess.run(
+            [sys.executable, "-c", "import module_of_kernels as m; assert m.half(3.0) == 1.5"],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stderr.count("compiling kernels for this processor") == expected, done.stderr

@@ -43,7 +43,7 @@ def ctx(backend: Any) -> Any:
 
 
 class TestDouble(BackendTests):
-    case_stride = 5
+    case_stride = 10
 
     open_backend = opener(module.CupyBackend)
 

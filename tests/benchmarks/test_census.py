@@ -1,11 +1,10 @@
-"""A sample of the census of both libraries' models, what it calls wrong, and the tables that it writes."""
+"""A sample of the census of both libraries' models, what it calls wrong, its records and their page."""
 
 from __future__ import annotations
 
 import functools
-import json
+import importlib
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,23 +20,23 @@ pytest.importorskip("mlx_lm")
 import mlx.core as mx
 import torch
 
+from benchmarks import pages
 from benchmarks.census import __main__ as command
-from benchmarks.census import engine
+from benchmarks.census import engine, page
 from benchmarks.census import mlx_lm as of_mlx_lm
 from benchmarks.census import transformers as of_transformers
 from kvcache.integrations.mlx_lm.storage import Storage
 
-LIBRARIES: list[Any] = [of_mlx_lm, of_transformers]
 SAMPLE = {
     "bamba": {"fork": "="},
     "blenderbot with encoder": {"crop": "=", "copy": "="},
     "cpmant": {"static": "refused"},
-    "deepseek_v32": dict.fromkeys(("batch", "crop", "interrupt", "static", "prefix"), "="),
-    "deepseek_v4": {"batch": "theirs", "crop": "right", "save": "="},
-    "falcon_h1": dict.fromkeys(("batch", "save", "static", "prefix"), "="),
+    "deepseek_v32": {"crop": "=", "static": "="},
+    "deepseek_v4": {"crop": "right", "save": "="},
+    "falcon_h1": {"static": "=", "prefix": "="},
     "gemma3_text": {"interrupt": "=", "prefix, lookup": "="},
     "gemma3n_text": {"copy": "="},
-    "gemma4_text": {"fork": "=", "save": "=", "prefix": "="},
+    "gemma4_text": {"fork": "="},
     "git": {"static": "="},
     "gpt_neo": {"static": "refused"},
     "gpt_neox_japanese": {"batch": "=", "static": "="},
@@ -47,7 +46,7 @@ SAMPLE = {
     "lfm2_moe": {"assisted": "="},
     "lfm3": {"lookup": "=", "crop": "="},
     "mamba": {"beams": "=", "prefix": "refused"},
-    "minimax": {"batch": "=", "chunked": "right", "save": "=", "interrupt": "=", "prefix": "="},
+    "minimax": {"batch": "=", "chunked": "right", "prefix": "="},
     "mllama with image": {"fork": "=", "assisted": "right"},
     "moshi": {"chunked": "theirs", "prefix": "refused"},
     "nemotron_h": {"save": "theirs"},
@@ -58,12 +57,12 @@ SAMPLE = {
     "t5gemma": {"fork": "right"},
     "t5gemma2": {"install": "=", "static": "="},
     "zamba": {"chunked": "refused", "fork": "="},
-    "zaya": dict.fromkeys(("beams", "copy", "save", "interrupt", "static"), "="),
+    "zaya": {"beams": "=", "interrupt": "="},
 }
 """What became of some of transformers' types in the modes that were hard for them."""
 OF_MLX_LM = {
     "baichuan_m1": {"batch": "right", "save": "="},  # states beside a window
-    "deepseek_v32": {"batch": "=", "trim": "=", "exception": "="},  # an indexer's keys
+    "deepseek_v32": {"trim": "="},  # an indexer's keys
     "falcon_h1": {"copy": "="},  # attention and states in one layer
     # Full, sliding and recurrent layers. mlx-lm trims neither states nor windows that have wrapped; ours goes
     # back to what it keeps.
@@ -75,18 +74,10 @@ OF_MLX_LM = {
     "gpt_oss": {"batch": "="},
     "iquestloopcoder": {"batch": "="},  # two entries for each layer
     "jamba": {"batch": "right", "padding": "right", "chunks": "="},  # asks for a mask, and drops it
-    "kimi_linear": {
-        "batch": "=",
-        "left padding": "=",
-        "save": "=",
-    },  # four states in a layer, of several shapes
-    "llama4": {"batch": "right", "trim": "=", "other's files": "="},  # chunks, one position
+    "kimi_linear": {"left padding": "=", "save": "="},  # four states in a layer, of several shapes
+    "llama4": {"trim": "=", "other's files": "="},  # chunks, one position
     "longcat_flash": {"batch": "="},  # attention twice in a layer
-    "longcat_flash_ngram": {
-        "batch": "right",
-        "save": "=",
-        "trim": "right",
-    },  # a state that grows, of integers
+    "longcat_flash_ngram": {"batch": "right", "trim": "right"},  # a state that grows, of integers
     "mamba2": {"padding": "right", "other's files": "=", "exception": "="},  # nothing but recurrent layers
     "minimax_m3_vl": {"batch": "right", "other's files": "="},  # an indexer's keys, values of width 0
     "nemotron-nas": {"batch": "right", "exception": "="},  # wants an entry that it never uses
@@ -164,28 +155,59 @@ def test_a_type_that_ends_its_process_ends_no_other() -> None:
 def test_results_are_kept_and_not_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, results = tmp_path / "page.md", tmp_path / "results.json"
-    page.write_text("before\n<!-- census -->\nold\n<!-- /census -->\nafter\n", encoding="utf-8")
+    results = tmp_path / "results.json"
     names = ["gemma3n", "gpt_neo", "gpt2", "llama"]
     modes = {name: of_transformers.MODES[name] for name in ("crop", "static")}
-    monkeypatch.setattr(engine, "DOCS", tmp_path)
     monkeypatch.setattr(engine, "isolated", in_this_process)
-    for name, value in {"PAGE": page.name, "MODES": modes, "types": lambda: names, "quiet": str}.items():
+    monkeypatch.setattr(page, "RECORDS", tmp_path)
+    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
+    for name, value in {"MODES": modes, "types": lambda: names, "quiet": str}.items():
         monkeypatch.setattr(of_transformers, name, value)
-    asked = ["transformers", "--results", str(results), "--render"]
+    asked = ["transformers", "--results", str(results)]
     assert command.main(asked) == 0
-    assert [*json.loads(results.read_text(encoding="utf-8"))] == names
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith(
-        "before\n<!-- census -->\n| group | crop | static |\n|---|---|---|\n| 1 | = | = |\n| 2 | = | r1 |\n\n"
-    )
-    assert "| 1 | 2 | gpt2, llama |\n| 2 | 1 | gpt_neo |\n\n1. NotSupportedError: HFStatic" in text
-    assert "Not built: gemma3n (needs timm" in text
-    assert text.endswith("<!-- /census -->\nafter\n")
+    assert [*pages.load(results)] == names
     capsys.readouterr()
     assert command.main(asked) == 0
     assert capsys.readouterr().out == ""
-    assert page.read_text(encoding="utf-8") == text
+
+    mark, end = "before\n<!-- table: transformers -->\n", "<!-- end -->\nafter\n"
+    page.PAGE.write_text(f"{mark}old\n{end}", encoding="utf-8")
+    former = {"gpt2": {"": "not built then"}, "glm": {"crop": ("=", ""), "static": ("theirs", "")}}
+    page.keep(former, tmp_path / "transformers.json")
+    assert command.main(["transformers", "--render", str(results)]) == 0
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert text.startswith(f"{mark}\n4 types were built; 4 are supported and 0 refused.")
+    assert "**Equal in every mode** (2): gpt2, llama." in text
+    assert "better in every mode** (1): glm." in text
+    assert "| gpt_neo | static |  |" in text
+    assert "**Not built**: gemma3n (needs timm" in text
+    assert text.endswith(end)
+    assert command.main(["transformers", "--render"]) == 0
+    assert page.PAGE.read_text(encoding="utf-8") == text
+    capsys.readouterr()
+    assert command.main(["transformers", "--table"]) == 0
+    whole = capsys.readouterr().out
+    assert (
+        "| group | crop | static |\n| --- | --- | --- |\n| 1 | = | = |\n| 2 | = | ~ |\n| 3 | = | r1 |\n"
+        in whole
+    )
+    assert "| 1 | 2 | gpt2, llama |" in whole
+    assert "\n1. NotSupportedError: HFStatic" in whole
+
+
+def test_a_page_hides_nothing_that_is_wrong_or_was_not_run() -> None:
+    found: dict[str, Any] = {"a": {"one": ("=", ""), "a, b": ("wrong", "")}, "b": {"one": ("refused", "")}}
+    shown = page.tables("mlx-lm", found)["mlx-lm"]
+    assert "| a | WRONG: a (b) |  |" in shown
+    assert "| b | everything |  |" in shown
+    found = {
+        "a": {"driven": ("rows", ""), "mixed": ("wrong", "")},
+        "b": {"driven": ("refused", "E: f: b is so; go")},
+    }
+    shown = page.tables("mlx-lm-engine", found)["mlx-lm-engine"]
+    assert "| a | rows; mixed: wrong |" in shown
+    assert "| b | refused: is so |" in shown
+    assert "2 types were built; 1 are supported and 1 refused." in shown
 
 
 def in_this_process(library: Any, name: str) -> dict[str, Any]:
@@ -194,15 +216,22 @@ def in_this_process(library: Any, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.PAGE)
-def test_the_page_has_every_type_and_nothing_wrong(library: Any) -> None:
-    text = (engine.DOCS / library.PAGE).read_text(encoding="utf-8")
-    begin, end = engine.marks(library)
-    table, _, unbuilt = text.split(begin)[1].split(end)[0].partition("Not built: ")
-    results, _, groups = table.partition("| group | types | which |\n|---|---|---|\n")
-    rows = [row.strip("| ").split(" | ") for row in groups.splitlines() if row.startswith("|")]
-    names = [name for _, _, which in rows for name in which.split(", ")]
-    assert [int(count) for _, count, _ in rows] == [len(which.split(", ")) for _, _, which in rows]
-    names += re.findall(r"(?:^|\); )([^(;]+) \(", unbuilt)
-    assert sorted(names) == sorted(library.types())
-    assert engine.SHORT["wrong"] not in results
+@pytest.mark.parametrize("name", ["transformers", "mlx-lm", "transformers-engine", "mlx-lm-engine"])
+def test_a_record_has_every_type_and_nothing_wrong_and_the_page_is_that_of_it(name: str) -> None:
+    """Else: python -m benchmarks.census NAME --results FILE, and then --render FILE."""
+    record = pages.load(page.RECORDS / f"{name}.json")
+    library = importlib.import_module(f"benchmarks.census.{name.replace('-', '_')}")
+    assert sorted(record) == sorted(library.types())
+    built = [found for found in record.values() if "" not in found]
+    modes = {page.DRIVEN} if name.endswith("-engine") else library.MODES.keys()
+    assert all(modes <= found.keys() <= library.MODES.keys() for found in built)
+    assert not [kind for found in built for kind, _ in found.values() if kind == "wrong"]
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert pages.filled(text, page.tables(name, record)) == text
+    assert f"<!-- table: {name} -->" in text
+
+
+def test_other_pages_count_as_the_record_does() -> None:
+    good, built = page.supported(pages.load(page.RECORDS / "transformers.json"))
+    guide = (pages.DOCS / "embedding-transformers.md").read_text(encoding="utf-8")
+    assert f"[{good} of {built} model types](models.md" in guide

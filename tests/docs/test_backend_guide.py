@@ -22,8 +22,8 @@ FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 CONTINUED = " (continued)"
 SUITES = ("ml.testing", "kvcache.testing")
 LONG = bool(os.environ.get("ML_LONG"))
-SAMPLE = 1 if LONG else 15
-"""Of the suites' tests every fifteenth, unless ML_LONG=1: what the guide shows is run but for two lines."""
+SAMPLE = 1 if LONG else 30
+"""Of the suites' tests every thirtieth, unless ML_LONG=1: what the guide shows is run but for two lines."""
 TAKEN_OVER = f"""
 from ml.testing import BackendTests
 

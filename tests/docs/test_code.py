@@ -40,6 +40,6 @@ def test_the_code_of_a_page_runs(
         printed = capsys.readouterr().out
         assert printed
         assert f"\n```\n{printed}```\n" in text
-    if path.name == "seeing.md":
+    if path.name == "command-line.md":
         assert {file.name for file in tmp_path.iterdir()} >= {"cells.html", "occupancy.svg"}
         assert " 0  ++00" in capsys.readouterr().out

@@ -116,8 +116,8 @@ def test_a_part_takes_the_place_of_the_one_that_was_recorded(tmp_path: Path) -> 
 
 def test_the_table_of_accuracy_is_that_of_its_record() -> None:
     """Else: python -m benchmarks.accuracy."""
-    page = (accuracy.DOCS / accuracy.PAGE).read_text(encoding="utf-8")
-    record = pages.load(accuracy.DOCS / accuracy.RECORD)
+    page = (DOCS / accuracy.PAGE).read_text(encoding="utf-8")
+    record = pages.load(DOCS / accuracy.RECORD)
     assert pages.filled(page, {"accuracy": accuracy.shown(record)}) == page
     bound = RELATIVE[ml.DType.F32] / accuracy.UNIT
     for name in ("numpy", "torch", "mlx"):

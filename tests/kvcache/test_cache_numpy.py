@@ -17,7 +17,7 @@ from ml.backend_spec import COMPUTE_OPERATIONS
 
 class TestNumpy(CacheTests):
     backend_name = "numpy"
-    colours = (0, 1)  # PyTorch and MLX have the other two of each table of parameters
+    colours = (0,)  # the strict backend, PyTorch and MLX have the other three of each table of parameters
     traces = 160
     state_traces = 32
     quantized_traces = 40

@@ -31,7 +31,6 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
          "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 10000.0}  # fmt: skip
 _DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("Llama", "Llama", {}),
-    "qwen3": ("Qwen3", "Qwen3", {}),
     "gemma3": ("Gemma3", "Gemma3Text", {
         "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"],
     }),
@@ -57,6 +56,7 @@ _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", "Gemma2", {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0}),
     "minimax": ("MiniMax", "MiniMax", {"block_size": 4, "num_local_experts": 4, "num_experts_per_tok": 1}),
     "mistral": ("Mistral", "Mistral", {"sliding_window": WINDOW}),
+    "qwen3": ("Qwen3", "Qwen3", {}),
     "zaya": ("Zaya", "Zaya", {
         "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 1, "router_hidden_size": 16,
         "sliding_window": 5,

@@ -132,7 +132,7 @@ def merged(caches: Sequence[Any]) -> list[Any]:
 
 
 def say_the_same(ours: Sequence[Any], theirs: Sequence[Any], tolerance: float) -> None:
-    """What :func:`steps` gave: the same tokens, and log-probabilities that differ by no more."""
+    """What ``steps`` gave: the same tokens, and log-probabilities that differ by no more."""
     assert [token for token, _ in ours] == [token for token, _ in theirs]
     assert largest([x for _, x in ours], [x for _, x in theirs]) <= tolerance
 

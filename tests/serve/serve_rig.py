@@ -29,10 +29,12 @@ from kvcache_engine.serve import ServeOptions, Worker, make_app, template_of
 from kvcache_engine.serve.running import Server, configured
 from kvcache_engine.tokenizer import Tokenizer
 
-__all__ = ["NAME", "PROMPT", "Gate", "Opened", "Serving", "app_of", "asked_in_process", "gated", "opened",
-           "served", "until"]  # fmt: skip
+__all__ = ["HTTP", "NAME", "PROMPT", "Gate", "Opened", "Serving", "app_of", "asked_in_process", "gated",
+           "opened", "served", "until"]  # fmt: skip
 
 NAME, PROMPT = "tiny", "And God said unto Noah,"
+HTTP = httpx.Client(timeout=60, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+"""A connection for each request; without certificates, which take longer to load than a reply."""
 
 
 @contextlib.contextmanager
@@ -62,7 +64,7 @@ class Serving:
 
     def __init__(self, worker: Worker, url: str, thread: threading.Thread, http: Server) -> None:
         self.worker, self.url, self.thread, self.http = worker, url, thread, http
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=HTTP)
         self.models = client.models
         self.complete: Any = functools.partial(client.completions.create, model=NAME, temperature=0)
         self.chat: Any = functools.partial(client.chat.completions.create, model=NAME, temperature=0)
@@ -73,10 +75,10 @@ class Serving:
     def post(self, body: Any, path: str = "completions") -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
-        return httpx.post(f"{self.url}/v1/{path}", content=content, headers=headers, timeout=60)
+        return HTTP.post(f"{self.url}/v1/{path}", content=content, headers=headers)
 
     def health(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/health", timeout=60).json()
+        return HTTP.get(f"{self.url}/health").json()
 
 
 @contextlib.contextmanager

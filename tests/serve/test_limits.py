@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("starlette")
 
-import httpx
 
 from kvcache.stores import MemoryStore
 from kvcache_engine.engine import EngineOptions
@@ -24,7 +23,7 @@ from kvcache_engine.options import SpeculativeOptions
 from kvcache_engine.serve import ServeOptions, Worker
 from kvcache_engine.serve.worker import Stopped
 
-from .serve_rig import PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
+from .serve_rig import HTTP, PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
 
 OPTIONS = EngineOptions(max_sequences=2, capacity=128)
 ENDLESS = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
@@ -216,5 +215,5 @@ def test_a_server_that_ends_gives_up_what_is_left_and_takes_nothing() -> None:
             with pytest.raises(Exception, match="Stopped: the server is ending"):
                 list(stream)
         assert serving.ask(lambda engine: (len(engine.prefix.sessions), engine.busy)) == (0, False)
-        reply = httpx.post(f"{serving.url}/v1/completions", json=ENDLESS)
+        reply = HTTP.post(f"{serving.url}/v1/completions", json=ENDLESS)
         assert (reply.status_code, Stopped.__name__ in reply.text) == (503, True)

@@ -28,7 +28,7 @@ import ml
 from kvcache_engine import Engine, EngineOptions, GenerationOptions, Tokenizer, bundled_model
 from kvcache_engine.serve import ServeOptions
 
-from .serve_rig import Opened, Serving, opened, served, until
+from .serve_rig import HTTP, Opened, Serving, opened, served, until
 
 CLIENTS, KILLED, TOKENS = 64, 2, 8
 OPTIONS = EngineOptions(max_sequences=8, capacity=128, prefill_chunk=64)
@@ -45,7 +45,7 @@ sys.stdin.read()
 
 
 def prompt_of(client: int) -> str:
-    """Eight beginnings, each with eight ends."""
+    """Eight beginnings, each with four ends."""
     return f"And God said unto {NAMES[client % 8]}, the {client // 8} time,"
 
 
@@ -170,7 +170,7 @@ def one_round(serving: Serving) -> list[str | None]:
 def ended(serving: Serving) -> dict[str, int]:
     """How many requests came to which end, as /metrics has it."""
     found: dict[str, int] = collections.Counter()
-    for family in text_string_to_metric_families(httpx.get(f"{serving.url}/metrics").text):
+    for family in text_string_to_metric_families(HTTP.get(f"{serving.url}/metrics").text):
         for sample in family.samples:
             if sample.name in ("kvcache:request_success_total", "kvcache:requests_dropped_total"):
                 labels = sample.labels

@@ -33,7 +33,7 @@ from kvcache_engine.requests import GenerationOptions
 from kvcache_engine.serve import ServeOptions, Worker, make_app, template_of
 from kvcache_engine.tokenizer import Tokenizer
 
-from .serve_rig import NAME, PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
+from .serve_rig import HTTP, NAME, PROMPT, Serving, app_of, asked_in_process, gated, opened, served, until
 
 LIMIT = 120
 USER = [{"role": "user", "content": PROMPT}]
@@ -433,7 +433,7 @@ def test_who_asks_before_may_be_kept_secret(serving: Serving) -> None:
 
 
 def test_the_index_says_what_it_is_and_where_to_ask(serving: Serving) -> None:
-    reply = httpx.get(f"{serving.url}/")
+    reply = HTTP.get(f"{serving.url}/")
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert f"{LIMIT} tokens at most" in reply.text
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health"):
@@ -457,6 +457,12 @@ def test_other_paths_methods_and_sizes(serving: Serving) -> None:
         assert reply.json()["error"]["message"]
         assert reply.headers.get("allow") == ("POST" if status == 405 else None)
     assert serving.post(b"x" * (9 << 20)).status_code == 413
+
+
+def test_a_path_that_is_not_served_names_those_that_are(serving: Serving) -> None:
+    reply = httpx.post(f"{serving.url}/v1/responses", json={"input": PROMPT})
+    message = reply.json()["error"]["message"]
+    assert message.startswith("/v1/responses is not served; there are /v1/chat/completions, /v1/completions,")
 
 
 # What goes wrong while answering.

@@ -14,7 +14,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcache.integrations.lmcache.connector import KVStoreConnector
 
 __all__ = ["KVStoreConnector"]
 

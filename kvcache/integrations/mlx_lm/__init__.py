@@ -9,8 +9,8 @@
         ...
 
 Prompt caches that meet (rows of a batch, copies, what an ``LRUPromptCache`` keeps) are made by one
-:class:`CachePool`; :class:`MLXPrefixCache` shares prefixes between conversations, in memory and in stores.
-:func:`install` lets mlx-lm make its prompt caches of such a pool by itself; :class:`MLXModel` is a model that
+``CachePool``; ``MLXPrefixCache`` shares prefixes between conversations, in memory and in stores.
+``install`` lets mlx-lm make its prompt caches of such a pool by itself; ``MLXModel`` is a model that
 our engine drives. For mlx-lm 0.32.
 """
 
@@ -64,7 +64,7 @@ check_loops()  # now: who imports mlx-lm's loops by name later gets those that c
 
 
 def make_prompt_cache(model: Any, **options: Any) -> list[Any]:
-    """A prompt cache for ``model`` in a :class:`CachePool` of its own, which takes the same ``options``.
+    """A prompt cache for ``model`` in a ``CachePool`` of its own, which takes the same ``options``.
 
     One sequence of ``capacity`` tokens by default: a copy of it needs another as soon as one of the two goes
     on (``max_sequences=2``).
@@ -78,7 +78,7 @@ def install(model: Any, **options: Any) -> CachePool:
 
     ``generate``, ``BatchGenerator`` and the server ask the model for its caches (``make_cache``); this
     answers for it. In the server, requests wait until the pool has room for them, and what its
-    ``LRUPromptCache`` keeps gives way. Returns the pool; :func:`uninstall` takes it back. Called again, it
+    ``LRUPromptCache`` keeps gives way. Returns the pool; ``uninstall`` takes it back. Called again, it
     makes another pool; prompt caches of the one before stay in theirs.
     """
     PoolOptions.of("install", options)

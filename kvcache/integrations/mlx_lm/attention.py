@@ -46,7 +46,7 @@ class Attending(LayerCache):
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Store (rows, kv_heads, tokens, dim) and give back all that the queries of this pass may see.
 
-        The arrays are in the order that :meth:`make_mask` speaks of, and snapshots: drop them before the
+        The arrays are in the order that ``make_mask`` speaks of, and snapshots: drop them before the
         next pass, or its write copies the buffer.
         """
         self._given = None
@@ -127,7 +127,7 @@ class Attending(LayerCache):
 
     @waiting
     def is_trimmable(self) -> bool:
-        """Whether :meth:`trim` can go back.
+        """Whether ``trim`` can go back.
 
         Where a layer keeps a window: whether ``rollback`` was asked for, or nothing has left it as yet.
         """

@@ -42,7 +42,7 @@ _STATE = property(
 
 
 class LayerCache:
-    """One layer of a prompt cache. All layers of a prompt cache share its :class:`BatchRows`."""
+    """One layer of a prompt cache. All layers of a prompt cache share its ``BatchRows``."""
 
     state = _STATE
     from_state: Any = classmethod(_not_made)

@@ -86,7 +86,7 @@ _LEAST = {
 class CachePool:
     """Preallocated caches for the layers of ``model``, shared by all prompt caches made of it.
 
-    ``model`` is one of mlx-lm's, or the layers themselves. The options are those of :class:`PoolOptions`.
+    ``model`` is one of mlx-lm's, or the layers themselves. The options are those of ``PoolOptions``.
 
     The ``__call__`` of the model's class is put in a function that holds the pool's lock: threads with a
     prompt cache each wait for one another, call by call. Other things done to prompt caches wait too. A pool

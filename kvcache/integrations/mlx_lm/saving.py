@@ -46,7 +46,7 @@ def load_prompt_cache(
     """What mlx-lm's ``save_prompt_cache`` wrote, of our caches or of its own, as a prompt cache of ``pool``.
 
     With ``return_metadata`` a pair of it and the metadata. A quantized pool reads what one of the same format
-    wrote code by code. ``tokens`` and errors as :func:`adopt`.
+    wrote code by code. ``tokens`` and errors as ``adopt``.
     """
     if not isinstance(pool, CachePool):
         raise InvalidRangeError(
@@ -68,7 +68,7 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
     ``tokens`` does; None counts them as one, so that ``offset`` and ``rewind`` are short by the rest.
 
     Raises InvalidRangeError where the two are not of the same model or ``tokens`` is not what is held,
-    NotSupportedError for other classes than those that :class:`CachePool` stands in for, CacheFullError and
+    NotSupportedError for other classes than those that ``CachePool`` stands in for, CacheFullError and
     SequencesTakenError where it does not fit. The pool is as it was then.
     """
     return _adopted(prompt_cache, pool, tokens, {})

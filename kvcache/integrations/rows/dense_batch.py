@@ -130,7 +130,7 @@ class DenseBatch:
     def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor | None:
         """An extra of a layer, (sequences, tokens, numbers) in its own dtype; None where it stores none.
 
-        A view or a copy as of :meth:`read`.
+        A view or a copy as of ``read``.
         """
         buffers = self._storage.buffers.get(layer)
         if buffers is None or name not in buffers.extra:

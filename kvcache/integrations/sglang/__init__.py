@@ -15,7 +15,10 @@ read and found without either: ``page_store``.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcache.integrations.sglang.storage import HiCacheStore
 
 __all__ = ["HiCacheStore"]
 

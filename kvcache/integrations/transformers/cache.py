@@ -99,7 +99,7 @@ class HFCache(RowsCache):
         ``dtype`` is what K and V are stored as, an ml.DType, a torch.dtype, a storage format or its name, or
         a pair of these (None: as they come). Sliding windows keep ``lookback`` tokens more than they show, so
         that ``crop`` can take as many back.
-        ``shift`` re-encodes keys for ``remove`` from the middle: see :func:`rope_shift`. With ``grow``
+        ``shift`` re-encodes keys for ``remove`` from the middle: see ``rope_shift``. With ``grow``
         the capacity doubles where a batch or a snapshot does not fit, which copies what is held, instead of
         CacheFullError.
 

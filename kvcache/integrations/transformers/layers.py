@@ -26,7 +26,7 @@ _INSIDE = {"bind", "check_mask", "detach", "layer_class_to_replicate", "of", "of
 
 
 class RowsCache(TransformersCache):  # type: ignore[misc]
-    """A cache of transformers' over ``rows``, whose layers :meth:`_attach` makes."""
+    """A cache of transformers' over ``rows``, whose layers ``_attach`` makes."""
 
     rows: BatchRows
 

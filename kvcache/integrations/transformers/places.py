@@ -54,7 +54,7 @@ def _named(name: str, device: str | None = None) -> ml.Backend:
 
 
 def _split(device: torch.device, count: int, plan: Plan) -> ml.Backend:
-    """All layers lie on ``device`` until :class:`Places` learns better."""
+    """All layers lie on ``device`` until ``Places`` learns better."""
     known = device, id(plan.config)
     if known not in _of_models:
         names = [str(device), *(f"cuda:{i}" for i in range(count) if i != device.index)]

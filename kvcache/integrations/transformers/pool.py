@@ -183,7 +183,7 @@ class CachePool:
     def step(
         self, kind: Kind, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> Pair | None:
-        """``put`` and ``read`` of a pass at once: see :meth:`LayerViews.step`."""
+        """``put`` and ``read`` of a pass at once: see ``LayerViews.step``."""
         views = self._views.get(layer)
         forward = self.family.caches[kind].pass_under_way()
         if views is None or forward is None:
@@ -203,7 +203,7 @@ class CachePool:
         return self.dtype.plain is self.activations and self.bridge.aliases(self.ctx.layer(layer), key)
 
     def place(self, layer: int, key: torch.Tensor) -> ml.Context:
-        """Where a layer's K and V lie that come as ``key``: see :class:`Places`."""
+        """Where a layer's K and V lie that come as ``key``: see ``Places``."""
         found = self.places.found.get(layer)
         if found is not None:
             return found

@@ -65,7 +65,7 @@ def like_of(serialized: SerializedSnapshot, device: torch.device) -> torch.Tenso
 def load(
     serialized: SerializedSnapshot, backend: ml.Backend, device: torch.device, layers: int
 ) -> HFSnapshot:
-    """The snapshot that :func:`save` stored. SnapshotCorruptError for another snapshot."""
+    """The snapshot that ``save`` stored. SnapshotCorruptError for another snapshot."""
     like = like_of(serialized, device)
     try:
         rows = []

@@ -72,7 +72,7 @@ class Stored:
     ) -> torch.Tensor | None:
         """Attention (rows, tokens, heads, v_dim) of query (rows, heads, tokens, head_dim).
 
-        ``pair`` is what :meth:`pair` gave, ``mask`` (rows, tokens so far) says what is no padding. None where
+        ``pair`` is what ``pair`` gave, ``mask`` (rows, tokens so far) says what is no padding. None where
         the cache sees otherwise: transformers counts chunks from the end of the padding.
         """
         self.pool.check_current(self.current)

@@ -15,7 +15,10 @@ a worker, ``steps`` is what passes between them.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcache.integrations.vllm.connector import KVCacheConnector
 
 __all__ = ["KVCacheConnector"]
 

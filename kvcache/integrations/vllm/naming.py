@@ -33,7 +33,7 @@ class Pages:
 
     A rank's keys are those of ``PrefixCache(..., identity=, block_size=tokens)`` over a cache of these
     ``settings``. Where there are several, the identity says which one of how many it is, as
-    :func:`kvcache.stores.identity_of` does: each has K and V of its own heads.
+    ``kvcache.stores.identity_of`` does: each has K and V of its own heads.
     """
 
     def __init__(

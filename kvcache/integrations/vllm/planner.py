@@ -8,7 +8,7 @@
     heard      what became of them
     finished   the request has ended, or was aborted
 
-Everything here is bookkeeping; :class:`Step` carries it to the workers.
+Everything here is bookkeeping; ``Step`` carries it to the workers.
 """
 
 from __future__ import annotations

@@ -15,7 +15,12 @@ _NAMES = ", ".join(dtype.name for dtype in ml.DType if dtype.is_float or dtype.i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheFormat:
-    """The formats of K and V. Two are equal whose names are: their codes are those of one another."""
+    """The formats of K and V. Two are equal whose names are: their codes are those of one another.
+
+    >>> from kvcache import CacheFormat
+    >>> CacheFormat.of(("Q8_0", "Q4_0")).name
+    'Q8_0/Q4_0'
+    """
 
     key: StorageFormat
     value: StorageFormat

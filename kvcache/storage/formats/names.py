@@ -33,7 +33,12 @@ def format_names() -> tuple[str, ...]:
 
 
 def open_format(name: str) -> StorageFormat:
-    """The format of this name, in capitals or small letters; DTypeError where there is none."""
+    """The format of this name, in capitals or small letters; DTypeError where there is none.
+
+    >>> from kvcache import open_format
+    >>> open_format("q8_0").name
+    'Q8_0'
+    """
     stored = BUILT_IN.get(name.upper()) or _given.get(name.upper())
     if stored is None:
         known = ", ".join((*BUILT_IN, *_given))

@@ -1,6 +1,6 @@
 """A store in the pooled memory of hosts, through Mooncake Store.
 
-An entry is one object, with a header that holds its digest (:mod:`~kvcache.stores.mooncake.transfer`). A put
+An entry is one object, with a header that holds its digest (``kvcache.stores.mooncake.transfer``). A put
 opens a session with the master, which lets one writer in; writes through registered memory; and closes it,
 which makes the object exist. A get reads header and bytes and checks them. What does not hold is read once
 more, so that an eviction on the way is never taken for damage.
@@ -31,7 +31,7 @@ __all__ = ["MooncakeStore"]
 class MooncakeStore(RemoteStore):
     """Entries in the pool whose master is at ``url`` (``mooncake://host[:port]``).
 
-    ``options`` are the fields of :class:`MooncakeOptions`, in their own types or as text. ``client`` is a
+    ``options`` are the fields of ``MooncakeOptions``, in their own types or as text. ``client`` is a
     ``mooncake.store.MooncakeDistributedStore`` that was set up already, and stays the caller's to close;
     its settings are then its own.
 

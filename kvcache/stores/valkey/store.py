@@ -44,7 +44,7 @@ _COUNTED: Final = 1 << 20
 class ValkeyStore(RemoteStore):
     """Entries in the server at ``url`` (``valkey://[user:password@]host[:port][/db]``; ``valkeys`` for TLS).
 
-    ``options`` are the fields of :class:`ValkeyOptions`, in their own types or as text: ``prefix``, ``ttl``,
+    ``options`` are the fields of ``ValkeyOptions``, in their own types or as text: ``prefix``, ``ttl``,
     ``username``, ``password``, ``password_file``, ``digest``, ``secret``, ``connections``,
     ``connect_timeout``, ``timeout``, ``tls_ca``, ``tls_cert``, ``tls_key``, ``tls_verify``.
 

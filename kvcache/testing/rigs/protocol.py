@@ -1,6 +1,6 @@
-"""A strict backend (see :mod:`ml.testing.strict`) that fails when told to.
+"""A strict backend (see ``ml.testing.strict``) that fails when told to.
 
-Since every call passes through a :class:`Plan`, any one of them can be made to raise.
+Since every call passes through a ``Plan``, any one of them can be made to raise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class InjectedError(ml.DeviceError):
 class Plan:
     """The names of the calls made, and which of them fails.
 
-    ``fail_at`` counts from the call after :meth:`arm`; ``after`` lets the call do its work first, as a
+    ``fail_at`` counts from the call after ``arm``; ``after`` lets the call do its work first, as a
     device does whose error comes late.
     """
 

@@ -1,1 +1,1 @@
-"""The areas of the cache suite; :class:`kvcache.testing.CacheTests` is all of them."""
+"""The areas of the cache suite; ``kvcache.testing.CacheTests`` is all of them."""

@@ -30,8 +30,7 @@ LAYOUTS = {
     "gemma3_text": "PACKED",  # windows
     "gpt_oss": "PACKED",  # sinks
     "gemma2": "ROWS",  # soft caps, by attention of its own
-    "deepseek_v3": "ROWS",  # latents that it reads itself
-    "deepseek_v32": "ROWS",  # an indexer
+    "deepseek_v32": "ROWS",  # latents that it reads itself, and an indexer
     "qwen3_next": "ROWS",  # recurrences
     "mamba": "ROWS",
     "llama4": "ROWS",  # chunks, by a mask of its own
@@ -56,6 +55,7 @@ def test_mixed_requests_answer_as_the_model_alone(case: census.Case, request: py
         assert answers == case.alone(answers)
 
 
+@pytest.mark.parametrize("case", ["llama", "gemma3_text", "deepseek_v32", "qwen3_next"], indirect=True)
 def test_drafts_change_no_answer(case: census.Case) -> None:
     """Those that are looked up in the text, and those of a smaller model, which is driven likewise."""
     [answers] = driven.drafts(case)

@@ -69,7 +69,7 @@ def test_turns_and_branches_say_what_they_say_without_it(name: str) -> None:
 
 
 def test_more_chats_in_turn_than_sequences_compute_what_is_new(name: str) -> None:
-    chats = [models.prompt_of(30, seed=seed) for seed in range(6)]
+    chats = [models.prompt_of(30, seed=seed) for seed in range(4)]
     with MLXPrefixCache(models.shared(name), max_sequences=2, capacity=256, **OPTIONS) as cache:
         for turn in range(3):
             for i, tokens in enumerate(chats):

@@ -96,8 +96,7 @@ def test_what_was_computed_before_adapters_were_merged_or_taken_out_again_is_not
                 assert prefix.stats.reused - before == reused
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_order_of_changes_to_adapters_finds_what_they_did_not_compute(seed: int) -> None:
+def test_no_order_of_changes_to_adapters_finds_what_they_did_not_compute() -> None:
     made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
     made.add_adapter("two", lora())
     keys = made.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
@@ -110,16 +109,16 @@ def test_no_order_of_changes_to_adapters_finds_what_they_did_not_compute(seed: i
         "scale": lambda: rescaled(made, Path()),
         "base": lambda: keys.data.mul_(-1),
     }
-    random = Random(seed)
+    random = Random(0)
     with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
-        for _ in range(16):
+        for _ in range(24):
             for name in random.sample([*changes], random.choice((1, 2))):
                 changes[name]()
             off = random.random() < 0.3
             with made.disable_adapter() if off else contextlib.nullcontext():
+                expected = plain(made, ids)
                 for _ in range(2):
-                    found = prefix.generate(ids, **OPTIONS)
-                    assert torch.equal(found, plain(made, ids))
+                    assert torch.equal(prefix.generate(ids, **OPTIONS), expected)
         assert prefix.stats.reused
 
 

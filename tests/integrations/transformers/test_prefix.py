@@ -59,8 +59,8 @@ def test_a_chat_is_never_read_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral", "qwen3-next"])
 def test_more_chats_in_turn_than_sequences_compute_what_is_new(name: str) -> None:
-    """The cells of a window are those of two conversations; what is kept of six goes beside them."""
-    made, chats = hf.model(name), [hf.tokens(1, 40, seed=seed) for seed in range(6)]
+    """The cells of a window are those of two conversations; what is kept of four goes beside them."""
+    made, chats = hf.model(name), [hf.tokens(1, 40, seed=seed) for seed in range(4)]
     every = PrefixOptions(interval=16)
     options: dict[str, Any] = {"max_sequences": 2, "capacity": 512, "lookback": 8, "options": every}
     if name == "mistral":  # windows alone: without a budget, copies of them take no more than their few cells

@@ -42,20 +42,21 @@ class TestPaddingBesideStates:
     """It would enter them behind a token of its row, and in a pass of one token, which has no mask."""
 
     @pytest.mark.parametrize(
-        ("begin", "end", "hidden", "told"),
-        [(10, 14, 12, 12), (10, 11, 10, 10), (0, 10, 9, 9), (10, 14, 10, 10)],
-        ids=["between", "one token", "prompt on the right", "first of a later pass"],
+        ("label", "begin", "end", "hidden"),
+        [
+            (label, *((10, 14, 12), (10, 11, 10), (0, 10, 9), (10, 14, 10))[(i + step) % 4])
+            for i, label in enumerate(STATES)
+            for step in (0, 1)
+        ],
     )
-    @pytest.mark.parametrize("label", STATES)
-    def test_is_refused_and_changes_nothing(
-        self, label: str, begin: int, end: int, hidden: int, told: int
-    ) -> None:
+    def test_is_refused_and_changes_nothing(self, label: str, begin: int, end: int, hidden: int) -> None:
+        """Between others, the one of a pass, on the right of a prompt, the first of a later pass."""
         case, ids, mask = census.Case(label), hf.tokens(2, 14), torch.ones(2, 14, dtype=torch.long)
         cache = case.ours()
         if begin:
             case.feed(cache, ids[:, :begin], mask[:, :begin])
         mask[1, hidden] = 0
-        with pytest.raises(NotSupportedError, match=f"hides token {told} of row 1.* states of {label}"):
+        with pytest.raises(NotSupportedError, match=f"hides token {hidden} of row 1.* states of {label}"):
             case.feed(cache, ids[:, begin:end], mask[:, :end])
         found = case.feed(cache, ids[:, begin:end], torch.ones_like(mask[:, :end]))
         hf.close(found, case.feed(None, ids[:, :end])[:, begin:], 2e-3)

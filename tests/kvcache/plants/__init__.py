@@ -1,4 +1,4 @@
-"""Bugs that the mutation tool cannot plant (benchmarks/mutation.py): each makes the test named beside it fail.
+"""Bugs that mutmut cannot plant (benchmarks/mutation.py): each makes the test named beside it fail.
 
 The tool changes an operator, a constant or an argument. Here stand the faults between functions: a step left
 out, done for the wrong part or in the wrong order, a view where a copy belongs, a copy where nothing moves.

@@ -1,6 +1,6 @@
 """Conversations over a PrefixCache in tiers, with faults and crashes, against a list of what was said.
 
-What every query sees is checked by :mod:`.rigs.conversing`. Numbers that a rule is given pick from what is
+What every query sees is checked by ``rigs.conversing``. Numbers that a rule is given pick from what is
 there then, so that hypothesis can leave out steps, and what fails comes as a short program.
 """
 

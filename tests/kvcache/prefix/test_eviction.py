@@ -106,8 +106,7 @@ def test_the_least_recently_used_goes_however_often_it_was_used(talk: Talk) -> N
     assert longest(r, one, two) == [0, 20]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("cache", ["causal", *SOME[1:]])
+@pytest.mark.parametrize(("cache", "seed"), [*zip(SOME, range(3), strict=True)])
 def test_what_leads_somewhere_was_used_no_earlier_and_stays(talk: Talk, cache: str, seed: int) -> None:
     rnd = random.Random(seed)
     tiers = [[], [HostTier(rnd.choice((200, 2000)) * TOKEN)], [HostTier(500 * TOKEN), MemoryStore()]][seed]

@@ -63,7 +63,7 @@ def rig_of(device: LateBackend, cache: str = "causal", tiers: Any = None, **chan
 def test_conversations_on_a_device_that_pages_by_itself_see_what_was_said(
     device: LateBackend, cache: str
 ) -> None:
-    run_machine(device, 4, cache=cache)
+    run_machine(device, 2, cache=cache)
 
 
 @pytest.mark.parametrize("cache", STRAIGHT)

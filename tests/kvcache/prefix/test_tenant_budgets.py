@@ -100,9 +100,8 @@ def test_what_a_tenant_may_never_have_is_not_copied_to_host_memory(talk: Talk) -
 
 
 @some_caches
-@pytest.mark.parametrize("seed", range(2))
-def test_tenants_find_what_is_theirs_and_stay_within_budgets(talk: Talk, cache: str, seed: int) -> None:
-    rnd = random.Random(seed)
+def test_tenants_find_what_is_theirs_and_stay_within_budgets(talk: Talk, cache: str) -> None:
+    rnd = random.Random(cache)
     limit = TenantBudget(80 * TOKEN, 2000 * TOKEN)
     r = talk(cache, 300 * TOKEN, [HostTier()], capacity=160, **options(tenant_budget=limit))
     done: list[tuple[list[int], dict[str, Any]]] = []

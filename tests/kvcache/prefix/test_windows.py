@@ -197,7 +197,7 @@ def test_one_state_is_restored_of_a_long_conversation(
 
     monkeypatch.setattr(RadixTree, "match", counted)
     cost = []
-    for count in (100, 200):
+    for count in (50, 100):
         r = talk(cache, 1 << 22, max_sequences=1, capacity=300, max_batch=8)
         restore = r.cache.restore
         reading, _ = took(lambda r=r, count=count: read(r, line(0, count), keep))

@@ -98,20 +98,20 @@ def test_killed_before_and_after_every_call_to_the_system_only_whole_entries_rem
 
 def test_killed_at_any_moment_what_was_acknowledged_is_there(passes: Passes, folder: Path) -> None:
     """Only the oldest have made room."""
-    assert int(passes(in_folder(folder, 40_000), "killed_while_writing", 12).split()[2]) > 12
+    assert int(passes(in_folder(folder, 40_000), "killed_while_writing", 8).split()[2]) > 8
 
 
 @pytest.mark.parametrize("budget", [None, 40_000])
 def test_killed_beside_another_process_whatever_becomes_of_the_index(
     passes: Passes, folder: Path, budget: int | None
 ) -> None:
-    assert int(passes(in_folder(folder, budget), "killed_beside_another", 8).split()[0]) == 16
+    assert int(passes(in_folder(folder, budget), "killed_beside_another", 5).split()[0]) == 10
 
 
 def test_killed_at_any_moment_what_a_server_acknowledged_is_whole(
     passes: Passes, server: ValkeyServer
 ) -> None:
-    assert int(passes(server.url, "killed_while_writing", 12).split()[2]) > 12
+    assert int(passes(server.url, "killed_while_writing", 6).split()[2]) > 6
 
 
 def test_killed_at_any_moment_what_a_pool_acknowledged_is_whole(passes: Passes, pool: MooncakePool) -> None:

@@ -1,4 +1,4 @@
-"""Each bug that is planted in kvcache is noticed by the test that ``plants`` names beside it."""
+"""Each planted bug is noticed by the test that ``plants`` names beside it. Run by ``make mutation``."""
 
 from __future__ import annotations
 
