@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test system test-vllm test-sglang test-lmcache check lint types docs bench census mutation dist oldest newest clean
+.PHONY: run test system test-vllm test-sglang test-lmcache check lint types docs words bench census mutation dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -84,6 +84,11 @@ types: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
+
+# Pages and words of the docs, without the reference, which is generated.
+words:
+	@find docs -name '*.md' | xargs wc -w | sort -n
+	@find docs -name '*.md' | wc -l | xargs echo "      pages:"
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks

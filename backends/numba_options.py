@@ -19,7 +19,7 @@ from numba.core import event
 log = logging.getLogger("kvcache.kernels")
 
 
-class _Notice(event.Listener):  # type: ignore[misc]
+class _Notice(event.Listener):
     """Told when numba compiles a kernel; a kernel that is loaded from a folder is no such event."""
 
     def on_start(self, _: Any) -> None:

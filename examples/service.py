@@ -1,7 +1,7 @@
-"""A service for many users: a model of transformers behind FastAPI, whose prefixes outlive the process.
+"""A service for many users over transformers or mlx-lm, by FastAPI, whose prefixes outlive the process.
 
-    pip install 'ml-kvcache[transformers,engine]' fastapi uvicorn
-    python examples/service.py FOLDER --store kept --budget 2GiB
+    pip install 'ml-kvcache[transformers,engine]' fastapi uvicorn       # or mlx-lm in place of transformers
+    python examples/service.py FOLDER --store kept --budget 2GiB        # and --runtime mlx-lm
     curl -N localhost:8000/chat -H 'content-type: application/json' -d '{"prompt": "Hello", "max_tokens": 32}'
 
 All users are in the same passes of the model; what their prompts begin with alike is computed once. Answers
@@ -21,10 +21,9 @@ import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from kvcache import HostTier
-from kvcache.integrations.transformers import TransformersModel
 from kvcache.stores import FileStore, parse_bytes
 from kvcache_engine import Engine, EngineOptions, GenerationOptions, RequestError, Tokenizer
 
@@ -42,13 +41,31 @@ class Asked(BaseModel):
     user: str = ""  # whose request it is: others reuse nothing of what it computed, and cannot tell
 
 
-def make_app(folder: str, store: str, budget: str, users: int = 8, capacity: int = 4096) -> FastAPI:
+def load(folder: str, runtime: str) -> Any:
+    """The model as the engine drives it, computed by its own runtime."""
+    if runtime == "mlx-lm":
+        import mlx_lm
+
+        from kvcache.integrations.mlx_lm import MLXModel
+
+        loaded: Any = mlx_lm.load(folder, return_config=True)  # model, tokenizer and config
+        return MLXModel(loaded[0], loaded[2])
+    from transformers import AutoModelForCausalLM
+
+    from kvcache.integrations.transformers import TransformersModel
+
+    return TransformersModel(AutoModelForCausalLM.from_pretrained(folder).eval())
+
+
+def make_app(
+    folder: str, store: str, budget: str, runtime: str, users: int = 8, capacity: int = 4096
+) -> FastAPI:
     """Of ``users`` requests run at a time, of ``capacity`` tokens each; ``store`` keeps ``budget`` bytes."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.templates = AutoTokenizer.from_pretrained(folder)
-        model = TransformersModel(AutoModelForCausalLM.from_pretrained(folder).eval())
+        model = load(folder, runtime)
         tiers = [HostTier("1GiB"), FileStore(store, parse_bytes(budget, "--budget"))]
         options = EngineOptions(max_sequences=users, capacity=capacity)
         with Engine(model, Tokenizer.load(folder), options, tiers) as app.state.engine:
@@ -89,10 +106,11 @@ def make_app(folder: str, store: str, budget: str, users: int = 8, capacity: int
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Serve a model of transformers to many users.")
+    parser = argparse.ArgumentParser(description="Serve a model to many users.")
     parser.add_argument("folder", help="a model's folder, with its tokenizer")
+    parser.add_argument("--runtime", choices=["transformers", "mlx-lm"], default="transformers")
     parser.add_argument("--store", default="kept", help="the folder that keeps prefixes")
     parser.add_argument("--budget", default="2GiB", help="bytes of that folder")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
-    uvicorn.run(make_app(given.folder, given.store, given.budget), port=given.port)
+    uvicorn.run(make_app(given.folder, given.store, given.budget, given.runtime), port=given.port)

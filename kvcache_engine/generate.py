@@ -39,6 +39,15 @@ class Generator(Closing):
 
     Raises CapacityError, before anything is allocated, if the cache does not fit in memory, RequestError for
     a draft without SpeculativeOptions.
+
+    >>> import ml
+    >>> from kvcache_engine import GenerationOptions, Generator, Tokenizer, bundled_model, load_model
+    >>> name = bundled_model()
+    >>> with ml.open_backend("numpy") as backend:
+    ...     with Generator(load_model(name, backend), Tokenizer.load(name)) as generator:
+    ...         answers = generator.complete(["And God said"], GenerationOptions(max_new_tokens=4))
+    >>> len(answers[0].tokens)
+    4
     """
 
     def __init__(

@@ -34,6 +34,10 @@ class EngineOptions:
 
     ``fetch``: "measured" reads from a store only if fetching is faster than computing, as measured so far
     (``BreakEven``); "always" reads every prefix.
+
+    >>> from kvcache_engine import EngineOptions
+    >>> EngineOptions(max_sequences=16, capacity=8192, cache_dtype="Q8_0", write_through=True).capacity
+    8192
     """
 
     max_sequences: int = 4

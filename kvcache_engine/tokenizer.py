@@ -147,6 +147,12 @@ class StreamDecoder:
     that, since a model may write one). The window begins at a character, since byte fallback also breaks
     complete characters after an incomplete one. A character that the context does not finish is part of the
     new text.
+
+    >>> from kvcache_engine import Tokenizer, bundled_model
+    >>> tokenizer = Tokenizer.load(bundled_model())
+    >>> decoder = tokenizer.stream([])
+    >>> "".join([*map(decoder.push, tokenizer.encode("And God said")), decoder.flush()])
+    'And God said'
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:

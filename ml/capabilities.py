@@ -64,6 +64,11 @@ class CacheConfig:
     ``call_bytes``: how many bytes of K and V attention reads in the time of one additional call. ``attend``
     reads runs and shared prefixes of fewer bytes together with others, even if that copies them, and
     quantized storage in blocks of a few times as many bytes. The default suits a CPU.
+
+    >>> import ml
+    >>> from kvcache import CausalCache
+    >>> cache = CausalCache()
+    >>> cache.set_config(ml.CacheConfig(layout=ml.Layout.TOKEN_MAJOR))       # before init
     """
 
     cache_padding: int = 1

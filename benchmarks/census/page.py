@@ -144,7 +144,8 @@ def whole(results: Results) -> str:
     rows: dict[Cells, list[str]] = {}
     for name, found in results.items():
         if "" not in found:
-            cells = tuple(_cell(name, *found.get(mode, ("", "")), notes) for mode in modes)
+            verdicts = [found.get(mode, ("", "")) for mode in modes]
+            cells = tuple(_cell(name, kind, told, notes) for kind, told in verdicts)
             rows.setdefault(cells, []).append(name)
     groups = [(str(number), *group) for number, group in enumerate(_largest_first(rows), 1)]
     lines = [LEGEND, table(("group", *modes), [(number, *cells) for number, cells, _ in groups])]

@@ -20,6 +20,12 @@ class Turns:
 
     ``threading.RLock`` is not fair: a thread that takes it in a loop can starve the others. ``begin`` is
     called whenever a thread other than the last holder has acquired the lock.
+
+    >>> from kvcache import Turns
+    >>> turns = Turns()
+    >>> with turns, turns:                           # reentrant, and first come first served
+    ...     print("alone")
+    alone
     """
 
     def __init__(self, begin: Callable[[], None] = lambda: None) -> None:

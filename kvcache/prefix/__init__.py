@@ -1,5 +1,6 @@
-"""Sessions over one tree of snapshots: matched, restored, kept, evicted, and moved from tier to tier.
+"""Sessions over a radix tree of snapshots, which are matched, restored, kept, evicted and moved between
+tiers.
 
-Others use ``PrefixCache`` and ``Session``, which ``kvcache`` has too, ``HostTier``, and ``StoreTier`` where
-a runtime has a tree of its own; pictures also read ``PrefixTree``.
+Used by other packages: ``PrefixCache`` and ``Session``, which ``kvcache`` exports, ``HostTier``, and
+``StoreTier`` for runtimes with a tree of their own; pictures also read ``PrefixTree``.
 """

@@ -1,4 +1,6 @@
-"""Tokens as the integers of a radix tree: what is no id, and what is a tenant's own, gets a number."""
+"""Tokens as integers of the radix tree: items without an id, and the first private token of a tenant, get
+numbers of their own.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,18 @@ __all__ = ["EVERYONE", "Alphabet", "Tenant"]
 
 Tokens = Sequence[int | bytes] | np.ndarray
 _SPARE = 1024
-"""Items that may be known besides those in use."""
+"""How many items may be known in addition to those in use."""
 _PACKED = 1024
-"""Tokens that are converted in one go."""
+"""How many tokens are converted at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who may share a conversation: those with the same ``salt``; its first ``shared`` tokens, everyone.
+    """Who may share a conversation: conversations with the same ``salt``; its first ``shared`` tokens,
+    everyone.
 
-    Among those of another ``variant``, which says what else computes it (``compose``), nobody.
+    Conversations of different variants share nothing; ``variant`` (see ``compose``) is whatever else K and V
+    depend on.
     """
 
     salt: str = ""
@@ -51,10 +55,10 @@ EVERYONE = Tenant()
 
 
 class Alphabet:
-    """Ids stay themselves; other items (bytes of an image's digest) get negative numbers.
+    """Ids are unchanged; other items (bytes of an image's digest) become negative numbers.
 
-    So does the first token that is a tenant's own, another for each salt and token, and the first of all of
-    a variant: conversations of different tenants part there, whatever follows.
+    So do the first private token of a tenant, with a different number for each salt and token, and the first
+    token of a variant: conversations of different tenants diverge there, whatever follows.
     """
 
     def __init__(self) -> None:
@@ -66,7 +70,7 @@ class Alphabet:
     def encode(self, tokens: Tokens, tenant: Tenant = EVERYONE, begin: int = 0) -> np.ndarray:
         """``tokens`` of a conversation, from position ``begin`` on, as int64.
 
-        Raises InvalidRangeError for what is no sequence, and what is neither bytes nor an id >= 0.
+        Raises InvalidRangeError unless ``tokens`` is a sequence of bytes and ids >= 0.
         """
         ids = self._plain(tokens)
         own = tenant.shared - begin
@@ -114,25 +118,27 @@ class Alphabet:
         return ids
 
     def tenant_of(self, tokens: np.ndarray) -> tuple[str, int]:
-        """The salt of a conversation, and its first token that is the tenant's own; ("", all) without one."""
+        """The salt of a conversation, and the position of its first private token; ("", all) without a
+        salt.
+        """
         for at in np.flatnonzero(tokens < 0).tolist() if tokens.size and int(tokens.min()) < 0 else ():
             if isinstance(item := self._items[int(tokens[at])], SaltedToken) and item.salt:
                 return item.salt, at
         return "", int(tokens.size)
 
     def decode(self, tokens: np.ndarray) -> list[int | bytes]:
-        """What ``encode`` was given."""
+        """The original tokens that ``encode`` received."""
         return [item.token if isinstance(item, SaltedToken) else item for item in self._named(tokens)]
 
     def named(self, tokens: np.ndarray) -> np.ndarray | list[int | bytes | SaltedToken]:
-        """What names these tokens to others; they themselves where all are ids of everyone's."""
+        """The names of these tokens outside this process; the tokens themselves if all are shared ids."""
         return tokens if not tokens.size or int(tokens.min()) >= 0 else self._named(tokens)
 
     def _named(self, tokens: np.ndarray) -> list[int | bytes | SaltedToken]:
         return [token if token >= 0 else self._items[token] for token in tokens.tolist()]
 
     def forget(self, used: Iterable[np.ndarray]) -> None:
-        """Forget the items that are in none of ``used``."""
+        """Forget the items that do not occur in ``used``."""
         kept = {int(code) for tokens in used for code in tokens[tokens < 0]}
         self._items = {code: item for code, item in self._items.items() if code in kept}
         self._codes = {item: code for code, item in self._items.items()}
@@ -168,8 +174,8 @@ class Alphabet:
 def _packed(tokens: list[Any] | tuple[Any, ...]) -> np.ndarray:
     """Integers as int64; struct.error for anything else.
 
-    struct takes integers alone, where ``np.asarray`` cuts floats short and parses bytes, and is faster. In
-    parts, which stay in the processor's cache from one look at them to the next.
+    struct accepts only integers, whereas ``np.asarray`` truncates floats and parses bytes, and it is faster.
+    Tokens are converted in parts, which stay in the processor's cache.
     """
     parts = (tokens[start : start + _PACKED] for start in range(0, len(tokens), _PACKED))
     return np.frombuffer(bytearray().join(struct.pack(f"{len(part)}q", *part) for part in parts), np.int64)

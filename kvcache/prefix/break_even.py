@@ -1,13 +1,13 @@
-"""Whether fetching a prefix from a store beats computing it, by what reads and passes took.
+"""Whether fetching a prefix from a store is faster than computing it, according to measured reads and passes.
 
-Fetching n tokens takes a look-up and their bytes, computing them the model's time::
+Fetching n tokens takes a look-up and the transfer of their bytes, computing them takes the model's time::
 
     fetching(n)  = latency + n * bytes per token / bytes per second
     computing(n) = n / tokens per second
 
-A store is asked where fetching(n) is at most ``slack`` seconds more than computing(n). Before the look-up n
-is what could be there at most, behind it what is there. Whatever has not been measured yet is in favour of
-asking: the first answers are what measures it.
+A store is asked if fetching(n) takes at most ``slack`` seconds longer than computing(n). Before the look-up,
+n is the most that could be stored; after it, n is what is stored. As long as something has not been measured,
+the store is asked, so that its answers measure it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,27 @@ from kvcache.cache import InvalidRangeError
 __all__ = ["BreakEven", "Decision", "Link", "Reason"]
 
 Reason = Literal["always", "unmeasured", "fetching", "computing"]
-"""Why a store is asked, or (computing) is not: told to, something is not measured yet, what is faster."""
+"""Why a store is asked, or is not ("computing"): by configuration, because something is unmeasured, or by
+comparison.
+"""
 
 FADE = 0.8
-"""What a sample weighs when the next one comes."""
+"""The weight of a sample when the next one arrives."""
 LEAST = 32
-"""Tokens; a pass over fewer takes hardly less time, and does not say how fast prompts are computed."""
+"""The fewest tokens of a pass that is measured: shorter passes take hardly less time, and do not show how
+fast prompts are computed.
+"""
 
 
 class Link(NamedTuple):
-    """The way to a store: ``bytes_per_second``, and the seconds of a look-up."""
+    """The link to a store: ``bytes_per_second``, and the seconds of a look-up."""
 
     bytes_per_second: float
     latency: float = 0.0
 
 
 class Decision(NamedTuple):
-    """Whether to ask a store; ``fetching`` and ``computing``: seconds, None: not measured."""
+    """Whether to ask a store; ``fetching`` and ``computing`` are in seconds, None if not measured."""
 
     fetch: bool
     reason: Reason
@@ -57,7 +61,7 @@ class _Ratio:
     amount: float = 0.0
     over: float = 0.0
     outdated: bool = False
-    """The next sample counts alone."""
+    """Whether the next sample replaces the average."""
 
     def add(self, amount: float, over: float) -> None:
         fade, self.outdated = 0.0 if self.outdated else FADE, False
@@ -72,23 +76,25 @@ class _Ratio:
 
 @dataclass(slots=True)
 class _Meter:
-    """What is measured of one store. ``of``: a weak reference to it, the store itself where it takes none."""
+    """The measurements of one store. ``of``: a weak reference to it, or the store itself if it does not allow
+    one.
+    """
 
     of: object
     probed: float
-    """When it was asked last."""
+    """When the store was last probed."""
     speed: _Ratio = field(default_factory=_Ratio)
     latency: _Ratio = field(default_factory=_Ratio)
     asked: bool = False
     reading: int = 0
-    """Reads under way. They share the link: what counts is the time in which there are any."""
+    """Reads in progress. They share the link, so the time during which there are any is what counts."""
     since: float = 0.0
     nbytes: int = 0
 
 
 @dataclass(slots=True)
 class Read:
-    """A read under way, and how many bytes it has brought."""
+    """A read in progress, and how many bytes it has returned."""
 
     nbytes: int = 0
 
@@ -96,11 +102,14 @@ class Read:
 class BreakEven:
     """Decides for a PrefixCache, or several of one device, by exponential averages. Called from any thread.
 
-    ``always``: every store is asked. Computing has to be ``slack`` seconds faster before a store is not
-    asked; one that is not is probed in the background, at most every ``probe_every`` seconds. What was
-    measured of a store goes with it.
+    ``always``: every store is asked. Otherwise a store is not asked if computing is faster by more than
+    ``slack`` seconds; it is then probed in the background, at most every ``probe_every`` seconds.
+    Measurements of a store are forgotten with the store.
 
     Raises InvalidRangeError for a ``probe_every`` that is not above 0, and a ``slack`` below 0.
+
+    >>> from kvcache import BreakEven, PrefixOptions
+    >>> options = PrefixOptions(break_even=BreakEven(slack=0.05))    # fetch unless computing saves 50 ms
     """
 
     def __init__(
@@ -117,7 +126,7 @@ class BreakEven:
             raise InvalidRangeError(f"BreakEven: slack={slack}; it must be at least 0")
         self.always, self.slack, self.probe_every = always, slack, probe_every
         self.counts: Counter[str] = Counter()
-        """How many look-ups in a store were decided for which ``Reason``."""
+        """The number of look-ups decided for each ``Reason``."""
         self._clock = clock
         self._bytes_per_token, self._tokens_per_second = _Ratio(), _Ratio()
         self._meters: dict[int, _Meter] = {}
@@ -132,40 +141,40 @@ class BreakEven:
         ]
         return f"<BreakEven{', always' if self.always else ''}: {', '.join(known)}>"
 
-    # What is measured.
+    # Measurements.
 
     @property
     def tokens_per_second(self) -> float | None:
-        """How fast prompts are computed; None: not known yet."""
+        """How fast prompts are computed; None if not yet known."""
         return self._tokens_per_second.value
 
     @property
     def bytes_per_token(self) -> float | None:
-        """What one token takes in a store; None: not known yet."""
+        """The stored bytes of one token; None if not yet known."""
         return self._bytes_per_token.value
 
     def link(self, store: object) -> Link | None:
-        """The way to a store; None: not known yet."""
+        """The link to a store; None if not yet known."""
         with self._lock:
             meter = self._meter(store)
             speed, latency = meter.speed.value, meter.latency.value
         return None if not speed else Link(speed, latency or 0.0)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A pass over ``tokens`` of prompts took so long."""
+        """Record that a pass over ``tokens`` prompt tokens took ``seconds``."""
         if tokens >= LEAST and seconds > 0:
             with self._lock:
                 self._tokens_per_second.add(tokens, seconds)
 
     def sized(self, nbytes: int, tokens: int) -> None:
-        """An entry of ``tokens`` has so many bytes."""
+        """Record that an entry of ``tokens`` tokens has ``nbytes`` bytes."""
         if tokens > 0:
             with self._lock:
                 self._bytes_per_token.add(nbytes, tokens)
 
     @contextlib.contextmanager
     def looking(self, store: object) -> Iterator[None]:
-        """Time a look-up; not the first one, which connects, nor one that raises."""
+        """Time a look-up, except the first one, which connects, and those that raise."""
         began = self._clock()
         yield
         with self._lock:
@@ -176,7 +185,7 @@ class BreakEven:
 
     @contextlib.contextmanager
     def reading(self, store: object) -> Iterator[Read]:
-        """Time a read, whose bytes the block says; those that go on at the same time count as one."""
+        """Time a read, whose bytes the block reports; concurrent reads count as one."""
         read = Read()
         with self._lock:
             meter = self._meter(store)
@@ -191,22 +200,23 @@ class BreakEven:
                 meter.nbytes += read.nbytes
                 seconds = self._clock() - meter.since
                 if not meter.reading and meter.nbytes and seconds > 0:
-                    # A small entry takes a look-up's time, and would tell nothing of the bytes of large ones.
+                    # A small entry takes as long as a look-up, and says nothing about the transfer of large
+                    # ones.
                     meter.speed.add(meter.nbytes, max(seconds - (meter.latency.value or 0.0), seconds / 10))
 
     def _meter(self, store: object) -> _Meter:
         meters, number = self._meters, id(store)
         if number not in meters:
             of: object = store
-            with contextlib.suppress(TypeError):  # while it is held, no other store has its number
+            with contextlib.suppress(TypeError):  # while it is referenced, no other store has its id
                 of = weakref.ref(store, lambda _: meters.pop(number, None))
             meters[number] = _Meter(of, probed=self._clock())
         return meters[number]
 
-    # What follows from it.
+    # Decisions.
 
     def decide(self, store: object, tokens: int) -> Decision:
-        """Whether to ask a store that has ``tokens`` of a prompt, or may have them."""
+        """Whether to ask a store that has, or may have, ``tokens`` tokens of a prompt."""
         if self.always:
             return Decision(True, "always")
         link, size, prefill = self.link(store), self.bytes_per_token, self.tokens_per_second
@@ -218,14 +228,14 @@ class BreakEven:
         return Decision(False, "computing", fetching, computing)
 
     def pays(self, store: object) -> bool:
-        """Whether a store's bytes come faster than they are computed, as far as is known."""
+        """Whether reading a store's bytes is faster than computing them, as far as is known."""
         link, size, prefill = self.link(store), self.bytes_per_token, self.tokens_per_second
         if self.always or not link or not size or not prefill:
             return True
         return size * prefill <= link.bytes_per_second
 
     def note(self, store: object, decision: Decision) -> bool:
-        """Count a look-up that is over. True: the store was not asked, and it is time to probe it."""
+        """Count a finished look-up. True if the store was not asked and it is time to probe it."""
         with self._lock:
             self.counts[decision.reason] += 1
             meter, now = self._meter(store), self._clock()

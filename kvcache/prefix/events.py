@@ -1,13 +1,13 @@
-"""What a KV-aware router follows: which blocks of which prefixes lie in which tier, told as it changes.
+"""Events for KV-aware routers: which blocks of which prefixes are in which tier, published as this changes.
 
-The events are those of vLLM (vllm/distributed/kv_events.py of 0.32), and ``encode`` gives what its
-subscribers decode. A block is ``block_size`` tokens of the PrefixCache, and its hash the key under which
-stores have the prefix that it ends (``kvcache.stores.Keys``). It is in a tier if all of it is; in host memory
-also if part of it is there, and the rest on the device: it is had from both. A move is a BlockStored and a
+The events are those of vLLM (vllm/distributed/kv_events.py of 0.32), and ``encode`` produces what its
+subscribers decode. A block is ``block_size`` tokens of the PrefixCache, and its hash is the key under which
+stores have the prefix that ends with it (``kvcache.stores.Keys``). A block is in a tier if all of it is; it
+also counts as in host memory if part of it is there and the rest on the device. A move is a BlockStored and a
 BlockRemoved.
 
-Caches with windows or states resume only where a snapshot ends. Their events are by group, as vLLM's of a
-hybrid model: each wrapped cache is a group, and a snapshot has of each group the blocks that are needed to
+Caches with windows or states resume only where a snapshot ends. Their events are by group, like vLLM's for a
+hybrid model: each wrapped cache is a group, and a snapshot has the blocks of each group that are needed to
 resume there.
 """
 
@@ -50,20 +50,20 @@ __all__ = [
 log = logging.getLogger("kvcache")
 
 DEVICE, HOST, STORAGE = "GPU", "CPU", "STORAGE"
-"""vLLM's names of what is kept on the device (whatever device that is), in host memory, and in stores."""
+"""vLLM's names for the device (of any kind), host memory, and stores."""
 _LOCAL = frozenset((DEVICE, HOST))
-"""Of what is found without a store."""
+"""The media that need no store."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks that follow one another are in ``medium`` now; those that were there already stay.
+    """Consecutive blocks are now in ``medium``; blocks that were already there stay.
 
-    ``parent_block_hash`` is that of the block before the first, None at the beginning of a prompt.
-    ``token_ids`` has ``block_size`` ids per block, or is empty where ids are not told. ``extra_keys`` has
-    ``(salt,)`` for each block of a tenant's own, and is None where that is not told. Only caches with windows
-    or states have groups: ``group_idx``, ``kv_cache_spec_kind`` and ``kv_cache_spec_sliding_window`` (the
-    positions that a query sees, its own included) are None for others.
+    ``parent_block_hash`` is the hash of the block before the first, None at the beginning of a prompt.
+    ``token_ids`` has ``block_size`` ids per block, or is empty if ids are not published. ``extra_keys`` has
+    ``(salt,)`` for each private block of a tenant, and is None if that is not published. Only caches with
+    windows or states have groups: ``group_idx``, ``kv_cache_spec_kind`` and ``kv_cache_spec_sliding_window``
+    (the positions that a query sees, including its own) are None for others.
     """
 
     block_hashes: list[bytes]
@@ -81,7 +81,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks are in ``medium`` no longer."""
+    """Blocks are no longer in ``medium``."""
 
     block_hashes: list[bytes]
     medium: str | None = None
@@ -90,24 +90,24 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing is kept anywhere."""
+    """Nothing is cached anywhere any more."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 _OMITTED = ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
-"""What vLLM leaves out where it is None."""
+"""Fields that vLLM omits if they are None."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What happened in one step, in order; ``ts`` in seconds since 1970."""
+    """The events of one step, in order; ``ts`` is in seconds since 1970."""
 
     ts: float
     events: list[Event]
 
 
 def encode(batch: EventBatch) -> list[Any]:
-    """A batch as plain lists and dicts, which msgpack makes what vLLM's ``KVEventBatch`` decodes.
+    """A batch as plain lists and dicts, which msgpack encodes to what vLLM decodes as ``KVEventBatch``.
 
     The batch is a list; an event is a dict with its class as "type".
     """
@@ -122,10 +122,10 @@ def _fields(event: Event) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Known:
-    """The blocks that end in a node's edge, and where they were when they were last told."""
+    """The blocks that end in a node's edge, and where they were when last published."""
 
     first: int
-    """Number of its first block: block i is tokens [i * size, (i + 1) * size)."""
+    """The number of its first block: block i is tokens [i * size, (i + 1) * size)."""
     parent: str | None
     hashes: list[str]
     told: dict[str, set[str]] = field(default_factory=dict)
@@ -134,11 +134,12 @@ class _Known:
 class BlockEvents:
     """Tells ``publish`` how the blocks of a radix tree move, from the nodes that changed.
 
-    A block belongs to the node in whose edge its last token lies: each has one owner at any time. With
-    ``token_ids`` their ids are told, with ``private`` those of conversations with a salt and that salt, too.
+    A block belongs to the node in whose edge its last token lies, so each has one owner at any time. With
+    ``token_ids``, token ids are published; with ``private``, also those of conversations with a salt, and the
+    salt.
 
     ``publish`` is called by the thread that uses the PrefixCache, in the middle of its work: it must be
-    quick, and leave the PrefixCache alone. What it raises is logged, and that batch is lost.
+    quick, and must not use the PrefixCache. If it raises, the error is logged and the batch is lost.
     """
 
     def __init__(
@@ -157,21 +158,21 @@ class BlockEvents:
         self._cleared = False
 
     def changed(self, node: Node[Any]) -> None:
-        """A node was added, parted, removed, or keeps something else now."""
+        """A node was added, split or removed, or its snapshots changed."""
         self._changed[node] = None
 
     def dropped(self, key: str) -> None:
-        """Stores have an entry no longer. Any thread may say so."""
+        """The stores have lost an entry. Thread-safe."""
         self._dropped.append(key)
 
     def cleared(self) -> None:
-        """Nothing is kept any more, and there are no stores."""
+        """Everything was discarded, and there are no stores."""
         self._known.clear()
         self._changed.clear()
         self._cleared = True
 
     def tell(self, root: Node[Any]) -> None:
-        """Publish what has changed in the tree under ``root`` since the last time, if anything."""
+        """Publish the changes in the tree under ``root`` since the last call, if any."""
         if not (self._changed or self._dropped or self._cleared):
             return
         events: list[Event] = [AllBlocksCleared()] if self._cleared else []
@@ -205,7 +206,7 @@ class BlockEvents:
                 continue
             known = self._blocks_of(node)
             there = self._media(node, known)
-            if STORAGE in before:  # what a store was given it has until it is dropped
+            if STORAGE in before:  # a store counts as having what it was given until it drops it
                 there.setdefault(STORAGE, set()).update(before[STORAGE].intersection(known.hashes))
             for medium, hashes in there.items():
                 known.told[medium] = hashes
@@ -219,7 +220,7 @@ class BlockEvents:
         return stored + removed
 
     def _with_straddling(self) -> dict[Node[Any], None]:
-        """The nodes that changed, and those below with a block that begins in one of them."""
+        """The changed nodes, and nodes below them with a block that begins in one of them."""
         size = self._keys.block_size
         affected: dict[Node[Any], None] = {}
         waiting = [(node, node.end - node.end % -size) for node in self._changed]
@@ -231,7 +232,7 @@ class BlockEvents:
         return affected
 
     def _blocks_of(self, node: Node[Any]) -> _Known:
-        """The blocks that end in a node's edge; those above it are hashed first where they are not yet."""
+        """The blocks that end in a node's edge; blocks above it are hashed first if necessary."""
         above: list[Node[Any]] = [node]
         while (up := above[-1].parent) is not None and up.parent is not None and up not in self._known:
             above.append(up)
@@ -250,7 +251,7 @@ class BlockEvents:
         return _Known(first, parent, self._keys.chain(self._alphabet.named(ids), after=parent).aligned)
 
     def _media(self, node: Node[Any], known: _Known) -> dict[str, set[str]]:
-        """By medium, those blocks of a node that are there: the first may begin in nodes above."""
+        """The blocks of a node in each medium; the first may begin in nodes above."""
         here = _media_of(node)
         if not known.hashes or not here:
             return {}
@@ -267,7 +268,7 @@ class BlockEvents:
         return there
 
     def _stored(self, node: Node[Any], known: _Known, medium: str, fresh: set[str]) -> Iterator[BlockStored]:
-        """Events for blocks that are new in a medium: one for each run that is told alike."""
+        """Events for blocks that are new in a medium, one for each run of consecutive blocks."""
         if fresh:
             yield from self._runs(node, known.first, known.parent, known.hashes, medium, fresh)
 
@@ -281,9 +282,10 @@ class BlockEvents:
         fresh: set[str],
         **group: Any,
     ) -> Iterator[BlockStored]:
-        """Of the blocks with ``hashes`` of the path to a node those in ``fresh``, an event for each run.
+        """Events for the blocks in ``fresh``, one for each run of blocks on the path to a node.
 
-        ``first`` is the number of the first block, ``parent`` the hash of the one before it.
+        ``hashes`` are those of the blocks, ``first`` is the number of the first block, ``parent`` the hash of
+        the one before it.
         """
         salts = self._salts(node, first, len(hashes))
 
@@ -305,7 +307,7 @@ class BlockEvents:
                 )
 
     def _ids(self, node: Node[Any], first: int, stop: int, salt: str | None) -> list[int]:
-        """The tokens of the blocks [first, stop) of the path to a node, where these are told."""
+        """The tokens of the blocks [first, stop) of the path to a node, if these are published."""
         if not self._token_ids or not (salt is None or self._private):
             return []
         size = self._keys.block_size
@@ -314,7 +316,7 @@ class BlockEvents:
         return ids if len(ids) == len(named) else []  # an image has no id
 
     def _salts(self, node: Node[Any], first: int, count: int) -> list[str | None]:
-        """Whose each block is: it is a tenant's own from its first own token on."""
+        """The salt of each block; a block is private from the conversation's first private token on."""
         tokens = _tokens(node, 0, node.end)
         negative = np.flatnonzero(tokens < 0)
         for at, item in zip(negative, self._alphabet.named(tokens[negative]), strict=True):
@@ -326,14 +328,14 @@ class BlockEvents:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Of the caches that a wrapper wraps one, as vLLM describes a group of layers."""
+    """One of the caches of a wrapper, as vLLM describes a group of layers."""
 
     index: int
     kind: str | None
     window: int | None = None
-    """Positions that a query sees, its own included."""
+    """The number of positions that a query sees, including its own."""
     keep: int = 0
-    """Positions at the beginning that every query sees."""
+    """The number of positions at the beginning that every query sees."""
 
     @property
     def described(self) -> dict[str, Any]:
@@ -344,7 +346,7 @@ class _Group:
         }
 
     def blocks(self, begin: int, end: int, size: int) -> list[range]:
-        """The blocks that a snapshot of ``[begin, end)`` has for whoever resumes at its last whole block."""
+        """The blocks of a snapshot of ``[begin, end)`` that are needed to resume at its last whole block."""
         last = end // size
         if self.kind == "sliding_window" and self.window is not None:
             first = max(0, last - -(-(self.window - 1) // size))
@@ -375,14 +377,15 @@ def _groups(cache: Any) -> list[_Group]:
 
 
 _Place = tuple[int, str]
-"""Of a group, by its index, in a medium."""
+"""A group, by index, and a medium."""
 
 
 class SnapshotEvents(BlockEvents):
-    """Tells by group, of a cache whose snapshots cannot be cut, what resuming at each of them needs.
+    """For a cache with indivisible snapshots, publishes by group the blocks that resuming at each of them
+    needs.
 
-    Snapshots share blocks, which are removed with the last that has them. What stores were given is told
-    until they drop it.
+    Snapshots share blocks, which are removed with the last snapshot that has them. What was written to stores
+    counts as present until they drop it.
     """
 
     def __init__(
@@ -398,11 +401,11 @@ class SnapshotEvents(BlockEvents):
         super().__init__(publish, keys, alphabet, token_ids, private)
         self._groups = _groups(cache)
         self._told: dict[Node[Any], list[tuple[_Place, str]]] = {}
-        """What snapshots on the device and in host memory have."""
+        """The blocks of snapshots on the device and in host memory."""
         self._in_stores: dict[str, list[tuple[_Place, str]]] = {}
-        """What those in stores have, by their keys."""
+        """The blocks of snapshots in stores, by key."""
         self._counts: Counter[tuple[_Place, str]] = Counter()
-        """By how many snapshots each block is had."""
+        """The number of snapshots that have each block."""
 
     def cleared(self) -> None:
         super().cleared()
@@ -431,7 +434,7 @@ class SnapshotEvents(BlockEvents):
         return stored + self._removed(before)
 
     def _of_node(self, node: Node[Any], had: set[tuple[_Place, str]]) -> Iterator[BlockStored]:
-        """Take note of what a node's snapshots have, and tell what is new."""
+        """Record the blocks of a node's snapshots, and publish new ones."""
         media = _media_of(node)
         told = self._told.setdefault(node, [])
         for begin, end in _spans(node):
@@ -468,7 +471,9 @@ class SnapshotEvents(BlockEvents):
             yield from self._runs(node, blocks.start, before, hashes, medium, fresh, **described)
 
     def _hashes(self, node: Node[Any], blocks: range) -> tuple[str | None, list[str]]:
-        """That of the block before ``blocks`` of the path to a node (None: there is none), and theirs."""
+        """The hash of the block before ``blocks`` on the path to a node (None if there is none), and
+        theirs.
+        """
         parts: list[list[str]] = []
         first, at = max(0, blocks.start - 1), node
         while at.parent is not None:
@@ -481,7 +486,7 @@ class SnapshotEvents(BlockEvents):
         return (hashes[0], hashes[1:]) if blocks.start else (None, hashes)
 
     def _key(self, node: Node[Any], end: int) -> str:
-        """Under which stores have the snapshot that ends there."""
+        """The key under which stores have the snapshot that ends there."""
         size = self._keys.block_size
         last = end // size
         before, _ = self._hashes(node, range(last, last))
@@ -512,7 +517,7 @@ def _spans(node: Node[Any]) -> list[tuple[int, int]]:
 
 
 def _media_of(node: Node[Any]) -> frozenset[str]:
-    """Where what a node keeps is: some of DEVICE, HOST and STORAGE."""
+    """The media of a node's content: some of DEVICE, HOST and STORAGE."""
     return node.data.media if node.data is not None else frozenset()
 
 

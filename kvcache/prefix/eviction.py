@@ -1,7 +1,7 @@
-"""What goes first when a tier is over its budget, or when the cache needs cells, and what of it.
+"""What is evicted first when a tier is over its budget or the cache needs cells, and how much of it.
 
-The lowest priority goes first, then the least recently used, then the deepest: conversations go from their
-ends, an edge no further than it has to. What goes moves to the next tier.
+The lowest priority is evicted first, then the least recently used, then the deepest: conversations are
+evicted from their ends, and an edge only as far as necessary. Evicted content moves to the next tier.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["Evictor"]
 log = logging.getLogger("kvcache")
 
 BLOCK = 16
-"""Tokens: no fewer are evicted at a time of an edge that has more."""
+"""The fewest tokens evicted at a time from an edge that has more."""
 
 
 class Evictor:
-    """Offloads the least recently used snapshots of a tree, of an edge no more than has to go."""
+    """Offloads the least recently used snapshots of a tree, and no more of an edge than necessary."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
@@ -49,19 +49,19 @@ class Evictor:
         self.windows = WindowCells(tree.cache)
         self.interior = InteriorSnapshots(tree.unfold)
         self.gap = 0.0
-        """Since room was short: how many tokens may lie between snapshots inside conversations (``_gap``)."""
+        """Once space is short: how many tokens may lie between snapshots inside conversations (``_gap``)."""
         tree.watchers.append(self.retainer.note)
         if any(self.windows.parts.values()):
             tree.watchers.append(self.windows.note)
-        if not tree.divisible and tree.store is None:  # else nobody asks which are interior
+        if not tree.divisible and tree.store is None:  # otherwise nobody needs to know which are interior
             tree.watchers.append(self.interior.note)
         size = tree.keys.block_size
         self.grain = BLOCK if tree.host is None and tree.store is None else -(-BLOCK // size) * size
-        """Edges are parted at multiples of so many tokens when their end is evicted."""
+        """Edges are split at multiples of this many tokens when their end is evicted."""
 
     @contextlib.contextmanager
     def within_budgets(self) -> Iterator[None]:
-        """Whatever becomes of the block, every tier is within its budget after it."""
+        """After the block, every tier is within its budget, even if the block raises."""
         try:
             yield
         finally:
@@ -82,7 +82,9 @@ class Evictor:
         self._tree.tell()
 
     def evict(self, nbytes: int | None = None) -> int:
-        """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many."""
+        """Offload ``nbytes`` (None: all) of the device's least recently used snapshots; returns the number of
+        bytes.
+        """
         self.retainer.expire()
         self._tree.unfold()
         device, count = self._tree.device, 0
@@ -97,10 +99,10 @@ class Evictor:
         return count
 
     def relieve(self, missing: int, part: int = 0, window: bool = False) -> bool:
-        """A cache needs cells: have snapshots let go of some, those first that were least recently used.
+        """Release cells that a cache needs, from the least recently used snapshots first.
 
-        ``part``: which of the caches of a wrapper. ``window``: its snapshots are windows. What is being
-        restored stays: it would free cells of one wrapped cache to fill those of another.
+        ``part``: the index of the cache in its wrapper. ``window``: its snapshots are windows. Snapshots
+        being restored are kept: otherwise cells of one wrapped cache would be freed to fill those of another.
         """
         self._tree.tick()
         self._tree.unfold()
@@ -108,10 +110,10 @@ class Evictor:
         try:
             return self._relieve_window(part) if window else self._relieve(missing, part)
         finally:
-            self._tree.tell()  # the next call of a prefix cache may be a long answer away
+            self._tree.tell()  # the next call of the prefix cache may come only after a long answer
 
     def _relieve_window(self, part: int) -> bool:
-        """Copy a window out of its cells; where too much is kept for that, let one go for good."""
+        """Copy a window out of its cells, or evict one if too much is kept for that."""
         tree = self._tree
         while (node := self.windows.next(part)) is not None:
             goes: Node[TreeEntry] | None = node
@@ -133,7 +135,7 @@ class Evictor:
         return False
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether a window of so many bytes may leave its cells, and stay beside them on the device."""
+        """Whether a window of ``nbytes`` may leave its cells and stay elsewhere on the device."""
         if self._tree.device.budget is None:
             return self.windows.copied + nbytes <= self._tree.cache.nbytes
         return not self._tree.device.excess
@@ -146,20 +148,20 @@ class Evictor:
             if frees:
                 return True
         shared = self._first(lambda node: _holds_cells(node, part))
-        if shared is not None:  # with other snapshots: all of them have to go
+        if shared is not None:  # shared with other snapshots, all of which must go
             self._tree.offload(shared)
         return shared is not None
 
     def _first(self, wanted: Callable[[Node[TreeEntry]], bool]) -> Node[TreeEntry] | None:
-        """What goes first of those that are ``wanted`` and not being restored."""
+        """The first of the ``wanted`` snapshots to be evicted, ignoring those being restored."""
         with contextlib.closing(self._tree.device.in_order()) as nodes:
             return next((node for node in nodes if not is_restored(node) and wanted(node)), None)
 
     def _absorbed(self, first: Node[TreeEntry], tenant: str | None = None, part: int = 0) -> bool | None:
-        """Let the next interior snapshot go, of a tenant or of all: whether it held cells of ``part``.
+        """Evict the next interior snapshot, of a tenant or of all; returns whether it held cells of ``part``.
 
-        None: there is none whose neighbours are close, the next tier has room for ``first``, which goes
-        first, or its priority is low.
+        None if there is none whose neighbours are close, if the next tier has room for ``first``, which is
+        evicted first, or if its priority is low.
         """
         tree = self._tree
         room = tree.host is not None and not tree.host.is_full(_nbytes(first), first)
@@ -178,11 +180,12 @@ class Evictor:
         return None
 
     def _gap(self, node: Node[TreeEntry]) -> float:
-        """Between neighbours that are no further apart a snapshot is not worth its room; in tokens.
+        """A snapshot between neighbours that are at most this many tokens apart is not worth its space.
 
-        A conversation that has to go goes from its end, snapshot by snapshot. Wide gaps waste room there,
-        half a gap; narrow ones everywhere: of ``kept`` bytes every gap has a snapshot of ``whole`` bytes. The
-        sum, gap / 2 + kept * whole / gap, in bytes, is least at the square root of 2 * kept * whole.
+        A conversation is evicted from its end, snapshot by snapshot. Wide gaps waste space there, half a gap
+        on average; narrow gaps waste it everywhere, since every gap of the ``kept`` bytes has a snapshot of
+        ``whole`` bytes. The sum, gap / 2 + kept * whole / gap in bytes, is smallest at the square root of 2 *
+        kept * whole.
         """
         assert node.data is not None
         snapshot = node.data.snapshot
@@ -191,7 +194,7 @@ class Evictor:
         parts = () if snapshot is None else unwrapped_snapshot(snapshot)
         whole = sum(part.nbytes for part in parts if not part.divisible)
         of_tokens = sum(part.nbytes for part in parts if part.divisible)
-        if not of_tokens or snapshot is None:  # a snapshot needs nothing of those before it
+        if not of_tokens or snapshot is None:  # a snapshot does not depend on those before it
             return math.inf
         device, host = self._tree.device, self._tree.host
         kept = device.budget if device.budget is not None else device.nbytes
@@ -199,10 +202,11 @@ class Evictor:
         return math.sqrt(2 * kept * whole) * (snapshot.end - snapshot.begin) / of_tokens
 
     def _next_freeing(self, part: int) -> Node[TreeEntry] | None:
-        """The least recently used snapshot that alone holds a cell of ``part``.
+        """The least recently used snapshot that is the only holder of a cell of ``part``.
 
-        Those before it that hold none alone are in use, by open sessions: they go later than all that are
-        not. Those that were copied out of the cache go now: they are memory beside it, and as old.
+        Snapshots before it that are not the only holders are used by open sessions, and are evicted after all
+        that are unused. Snapshots that were copied out of the cache are evicted now: they take additional
+        memory, and are as old.
         """
         passed: list[Node[TreeEntry]] = []
         freeing: Node[TreeEntry] | None = None
@@ -222,14 +226,16 @@ class Evictor:
         return freeing
 
     def _end_of(self, node: Node[TreeEntry], tokens: int) -> Node[TreeEntry]:
-        """The last ``tokens`` of an edge, and up to ``grain`` more; all of it where that is no less work."""
+        """The last ``tokens`` of an edge, rounded up to ``grain``; the whole edge if splitting saves
+        nothing.
+        """
         entry = node.data
         assert entry is not None
         at = node.end - tokens
         at -= at % self.grain
         kept_below = entry.serialized is not None or entry.leaving is not None
         if self._tree.divisible and node.begin < at and not kept_below and in_cells(entry):
-            with contextlib.suppress(SequenceLostError):  # a device failure took it, and all of it goes
+            with contextlib.suppress(SequenceLostError):  # lost in a device failure, so all of it goes
                 self._tree.split(node, at)
         return node
 
@@ -241,18 +247,18 @@ _NOTHING = Retention()
 
 
 class Retainer:
-    """Gives the nodes of a tree the priorities that requests ask for.
+    """Gives the nodes of a tree the priorities that requests specify.
 
-    What leads to a node is kept at least as well as the node: without it, the node is worth nothing. Where
-    several requests share tokens, the highest priority counts that has not ended. A priority is an order and
-    no more: when nothing else is left, what has the highest goes too, so that a full cache never waits.
+    Nodes above a node have at least its priority, since it is useless without them. If several requests share
+    tokens, the highest unexpired priority counts. Priorities only determine an order: if nothing else is
+    left, the highest priority is evicted too, so that a full cache never blocks.
     """
 
     def __init__(self, tree: PrefixTree, clock: Callable[[], float] = time.monotonic) -> None:
         self._tree = tree
         self.clock = clock
         self._ends: list[tuple[float, int, weakref.ref[Node[TreeEntry]]]] = []
-        """When to look at which nodes; of those that are gone, no more than there are others."""
+        """When to check which nodes; entries of removed nodes never outnumber the others."""
         self._most = 64
         self._count = itertools.count()
         self._asked = False
@@ -280,7 +286,7 @@ class Retainer:
                 self._set(node, below if node.begin >= known else merged(_granted(entry), below))
 
     def expire(self) -> None:
-        """Take back the priorities whose time is over."""
+        """Remove expired priorities."""
         now = self.clock()
         while self._ends and self._ends[0][0] <= now:
             node = heapq.heappop(self._ends)[2]()
@@ -289,15 +295,18 @@ class Retainer:
                 self._set(node, node.data.grants)
 
     def _cut(self, path: Path, asked: Retention) -> None:
-        """Part edges where a range begins or ends, if their content can be parted.
+        """Split edges where a range begins or ends, if their content is divisible.
 
-        Where there are stores, which have an entry for each part, around the block that it does so in.
+        With stores, which have an entry for each part, they are split around the block that contains the
+        position.
         """
         size = 1 if self._tree.store is None else self._tree.keys.block_size
         cuts = {end for at in asked.cuts() for end in (at - at % size, at + -at % size) if end}
         for at in sorted(cuts) if self._tree.divisible else ():
             if at < path.length:
-                with contextlib.suppress(SequenceLostError):  # a device failure took what is to be parted
+                with contextlib.suppress(
+                    SequenceLostError
+                ):  # the content to be split was lost in a device failure
                     self._tree.end_at(path, at)
 
     def _set(self, node: Node[TreeEntry], grants: Grants) -> None:
@@ -306,7 +315,7 @@ class Retainer:
         self._tree.grant(node, grants, rank_of(grants, now))
 
     def note(self, node: Node[TreeEntry]) -> None:
-        """A node changed, or is new: come back to it when the priority that counts for it ends."""
+        """A node is new or has changed: check it again when its current priority expires."""
         entry = node.data
         if entry is None or not entry.grants or entry.grants[0][1] >= entry.watched:
             return
@@ -327,16 +336,17 @@ Heap = list[tuple[int, int, Node[TreeEntry]]]
 class InteriorSnapshots:
     """The nodes of a tree whose snapshots on the device lie inside conversations.
 
-    After the eviction of restore points in Ollama's x/mlxrunner. A window or a recurrent state is that of one
-    position. One from which nothing but a later one of the same conversation goes on is of use to prompts
-    that part in between, and to what is left of a conversation whose end has gone. Where it would be gone for
-    good, it goes before the end of any if its neighbours are close (``Evictor._gap``)::
+    After the eviction of restore points in Ollama's x/mlxrunner. A window or a recurrent state belongs to one
+    position. If only a later snapshot of the same conversation continues from it, it is useful only to
+    prompts that diverge in between, and to the rest of a conversation whose end was evicted. If eviction
+    means losing a snapshot, such an interior one with close neighbours is evicted before the end of any
+    conversation (``Evictor._gap``)::
 
         512 -- 1024 -- 1536 -- 2000 -- 2001     512, 1024 and 1536 are inside; 2001 goes on, 2000 answers anew
 
-    In the order of how many tokens lie between their neighbours, the fewest first: so that those that are
-    left lie at even distances, and what is joined is joined in few steps. What changes is noted, and looked
-    at when somebody asks which goes first.
+    They are evicted in the order of the distance between their neighbours, the smallest first, so that the
+    remaining ones are evenly spaced and are joined in few steps. Changes are recorded, and evaluated when the
+    first one is requested.
     """
 
     def __init__(self, unfold: Callable[[], object] = lambda: None) -> None:
@@ -344,11 +354,11 @@ class InteriorSnapshots:
         self._unfold = unfold
         self._heap: Heap = []
         self._of: dict[str, Heap] = {}
-        """By tenant."""
+        """The interior snapshots of each tenant."""
         self._spans: dict[Node[TreeEntry], int] = {}
-        """What each node in the heaps counts for; what else they have of it is out of date."""
+        """The current distance of each node in the heaps; other heap entries are outdated."""
         self._changed: dict[Node[TreeEntry], None] = {}
-        """Those that changed since somebody asked, and those that were in use then."""
+        """Nodes that changed since the last request, and those that were in use then."""
         self._count = itertools.count()
         self._pushed, self._most = 0, 64
 
@@ -356,14 +366,14 @@ class InteriorSnapshots:
         """A node changed."""
         if node.data is not None:
             self._changed[node] = None
-        else:  # it may be gone from the tree: only what led to it may be interior now
+        else:  # it may have been removed from the tree: only its parent may be interior now
             self._changed.pop(node, None)
             self._consider(node)
             if node.parent is not None and node.parent.data is not None:
                 self._changed[node.parent] = None
 
     def _look(self) -> None:
-        """Take note of which are interior by now: of those that changed, and of the two before each."""
+        """Update which nodes are interior: the changed ones, and the two before each."""
         self._unfold()
         changed, self._changed = self._changed, {}
         for node in changed:
@@ -372,7 +382,7 @@ class InteriorSnapshots:
                 if one is not None:
                     self._consider(one)
                     one = one.parent
-        if self._pushed > self._most:  # some of them are gone by now
+        if self._pushed > self._most:  # some of them have been removed since
             known, self._heap, self._of, self._spans, self._pushed = [*self._spans], [], {}, {}, 0
             for one in known:
                 self._consider(one)
@@ -397,7 +407,9 @@ class InteriorSnapshots:
             heapq.heappush(heap, (span, next(self._count), node))
 
     def first(self, tenant: str | None = None, gap: float = math.inf) -> Node[TreeEntry] | None:
-        """The one that goes first, of a tenant or of all; None: none has neighbours within ``gap`` tokens."""
+        """The first to be evicted, of a tenant or of all; None if none has neighbours within ``gap``
+        tokens.
+        """
         self._look()
         heap = self._heap if tenant is None else self._of.get(tenant, [])
         while heap:
@@ -411,7 +423,7 @@ class InteriorSnapshots:
         return None
 
     def forget(self, node: Node[TreeEntry]) -> None:
-        """Let it not be the first before it changes."""
+        """Exclude a node until it changes."""
         self._spans.pop(node, None)
 
 
@@ -419,11 +431,11 @@ class InteriorSnapshots:
 
 
 class WindowCells:
-    """The nodes of a tree whose snapshots hold cells of windows, by the part of ``cache`` that is one."""
+    """The nodes of a tree whose snapshots hold cells of windows, for each window of ``cache``."""
 
     def __init__(self, cache: Any) -> None:
         self.parts: dict[int, bool] = {}
-        """By the place of each wrapped cache that asks for cells: whether what it keeps is a window."""
+        """For the index of each wrapped cache that may need cells, whether its snapshots are windows."""
         for i, part in enumerate(unwrapped(cache)):
             if hasattr(part, "on_pressure"):
                 self.parts[i] = not part.snapshot(0, 0, 0).divisible
@@ -432,12 +444,12 @@ class WindowCells:
         }
         self._copied: dict[int, dict[Node[TreeEntry], int]] = {i: {} for i in self._nodes}
         self.copied = 0
-        """Bytes of windows that lie beside the cells."""
+        """Bytes of windows that were copied out of the cells."""
 
     def note(self, node: Node[TreeEntry]) -> None:
-        """A node's snapshot came, went, or was copied out."""
+        """A node's snapshot was added, removed or copied out."""
         for part, nodes in self._nodes.items():
-            window = None if is_folded(node) else part_of(node, part)  # it comes again when it is unfolded
+            window = None if is_folded(node) else part_of(node, part)  # it is added again when it is unfolded
             self.copied -= self._copied[part].pop(node, 0)
             if window is not None and window.holds_cells:
                 nodes[node] = None
@@ -448,9 +460,10 @@ class WindowCells:
                 self.copied += window.nbytes
 
     def next(self, part: int) -> Node[TreeEntry] | None:
-        """What leaves its cells first, of those that hold some and are not being restored.
+        """The next window to leave its cells, ignoring those being restored.
 
-        Those that alone hold one come before those that share all, with each other or with sequences.
+        Only holders of a cell come before windows that share all their cells with each other or with
+        sequences.
         """
 
         def order(node: Node[TreeEntry]) -> tuple[bool, Priority]:
@@ -460,23 +473,25 @@ class WindowCells:
         return min((node for node in self._nodes[part] if not is_restored(node)), key=order, default=None)
 
     def copy_out(self, node: Node[TreeEntry], part: int) -> bool:
-        """Let a window leave its cells; False, and nothing changes, where the device has no memory for it."""
+        """Copy a window out of its cells; False, without a change, if the device has no memory for it."""
         window = part_of(node, part)
         assert window is not None
         try:
             window.detach()
-        except Exception as error:  # also lost with its device, or not put whole: it goes in its turn
+        except (
+            Exception
+        ) as error:  # or lost with its device, or not completely put: it is evicted in its turn
             log.info("a window could not be copied out of its cells: %s", error)
             return False
         self.note(node)
         return True
 
 
-# What a node has on the device.
+# The content of a node on the device.
 
 
 def part_of(node: Node[TreeEntry], part: int) -> Snapshot | None:
-    """What a node has on the device of one of the caches of a wrapper, by its place."""
+    """A node's snapshot on the device of one wrapped cache, by index."""
     if node.data is None or node.data.snapshot is None:
         return None
     return unwrapped_snapshot(node.data.snapshot)[part]
@@ -493,27 +508,27 @@ def _frees(node: Node[TreeEntry], part: int) -> bool:
 
 
 def _tokens(node: Node[TreeEntry], nbytes: int) -> int:
-    """How many tokens of a node's snapshot take so many bytes, or more."""
+    """How many tokens of a node's snapshot take at least ``nbytes`` bytes."""
     return -(-nbytes * (node.end - node.begin) // max(1, _nbytes(node)))
 
 
 def _nbytes(node: Node[TreeEntry]) -> int:
-    """Of what it has on the device."""
+    """The bytes of a node on the device."""
     entry = node.data
     return 0 if entry is None or entry.snapshot is None else entry.snapshot.nbytes
 
 
 def _span(node: Node[TreeEntry]) -> int | None:
-    """How many tokens lie between an interior node's neighbours; None for a node that is none."""
+    """The number of tokens between an interior node's neighbours; None if the node is not interior."""
     entry = node.data
     if entry is None or node.parent is None or len(node.children) != 1:
         return None
     (child,) = node.children.values()
     below = child.data
-    if below is None or not child.children:  # most that are asked of are the ends of what is being added
+    if below is None or not child.children:  # most queried nodes are the ends of what is being added
         return None
     if entry.users or entry.grants not in ((), DEFAULT) or entry.rank != DEFAULT_PRIORITY:
-        return None  # somebody asks for it
+        return None  # it has a priority
     if entry.snapshot is None or below.snapshot is None or entry.tenant != below.tenant:
         return None
     if entry.host or entry.leaving or below.host or below.leaving:

@@ -1,4 +1,4 @@
-"""What one tier holds, in the order in which it goes: against one budget for all, and one for each tenant."""
+"""The content of one tier in eviction order, with a budget for all and one for each tenant."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["EvictionQueue", "TenantBudget", "TenantQueue"]
 
 N = TypeVar("N", bound=Hashable)
 Priority = tuple[int, ...]
-"""The smallest goes first."""
+"""The smallest is evicted first."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantBudget:
-    """Bytes of snapshots that are kept for one tenant on the device and in host memory; None: no limit.
+    """The bytes of snapshots kept for one tenant on the device and in host memory; None: no limit.
 
-    Sizes such as ``"64MiB"`` become numbers. What everyone may share counts for nobody, nor does what open
-    sessions hold. What a tenant has too much goes as if the tier were full: its own that goes first.
+    Sizes such as ``"64MiB"`` become numbers. Content shared by everyone, and content of open sessions, is not
+    counted. If a tenant exceeds its budget, its own snapshots are evicted as if the tier were full.
     """
 
     device: int | None = None
@@ -35,9 +35,10 @@ class TenantBudget:
 
 
 class EvictionQueue(Generic[N]):
-    """What one tier holds, counted in bytes, against its budget (None: no limit).
+    """The content of one tier, counted in bytes against its budget (None: no limit).
 
-    ``priority`` tells an entry's order. It may rise at any time; a ``touch`` follows where it falls.
+    ``priority`` returns an entry's position in the order. It may rise at any time; call ``touch`` after it
+    falls.
     """
 
     def __init__(self, budget: int | None, priority: Callable[[N], Priority]) -> None:
@@ -58,7 +59,7 @@ class EvictionQueue(Generic[N]):
         return iter([*self._sizes])
 
     def add(self, entry: N, nbytes: int) -> None:
-        """Count an entry, or count it anew with another size."""
+        """Count an entry, or update its size."""
         if entry in self._sizes:
             self.discard(entry)
         self._sizes[entry] = nbytes
@@ -69,7 +70,7 @@ class EvictionQueue(Generic[N]):
         self.nbytes -= self._sizes.pop(entry, 0)
 
     def touch(self, entry: N) -> None:
-        """Order an entry by its present priority."""
+        """Reorder an entry by its current priority."""
         if entry in self._sizes:
             self._push(entry)
 
@@ -84,15 +85,15 @@ class EvictionQueue(Generic[N]):
         return 0 if self.budget is None else max(0, self.nbytes - self.budget)
 
     def first(self) -> N | None:
-        """The entry that goes first; it stays counted."""
+        """The entry to be evicted first; it stays counted."""
         return next(self.in_order(), None)
 
     def peek(self) -> N | None:
-        """As ``first``, by a look at all entries that leaves the queue as it is."""
+        """As ``first``, by inspecting all entries without changing the queue."""
         return min(self, key=self._priority, default=None)
 
     def in_order(self) -> Generator[N, None, None]:
-        """The entries, as they go one after another; nothing is to change before this is closed."""
+        """The entries in eviction order; nothing may change before this iterator is closed."""
         passed: dict[N, tuple[Priority, int, N]] = {}
         try:
             while self._heap:
@@ -111,9 +112,10 @@ class EvictionQueue(Generic[N]):
 
 
 class TenantQueue(EvictionQueue[N]):
-    """A queue with a limit for each tenant beside that for all.
+    """A queue with a limit for each tenant in addition to that for all.
 
-    ``tenant_of`` tells whose an entry is ("": everyone's) when it is added, ``limit`` what a tenant may have.
+    ``tenant_of`` returns the tenant of an entry ("": shared by everyone) when it is added, ``limit`` the
+    budget of a tenant.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class TenantQueue(EvictionQueue[N]):
         self._queues: dict[str, EvictionQueue[N]] = {}
         self._owners: dict[N, str] = {}
         self._over: dict[str, None] = {}
-        """Tenants that may have too much."""
+        """Tenants that may be over their budget."""
 
     def add(self, entry: N, nbytes: int) -> None:
         super().add(entry, nbytes)
@@ -156,20 +158,22 @@ class TenantQueue(EvictionQueue[N]):
             self._queues[tenant].touch(entry)
 
     def fits(self, nbytes: int, entry: N) -> bool:
-        """Whether this entry, of this size, has room when all others have gone."""
+        """Whether an entry of this size would fit if all others were evicted."""
         tenant = self._tenant_of(entry)
         limit = self._limit(tenant) if tenant else None
         return (self.budget is None or nbytes <= self.budget) and (limit is None or nbytes <= limit)
 
     def is_full(self, nbytes: int, entry: N) -> bool:
-        """Whether so many bytes more, of this entry, would be too many."""
+        """Whether ``nbytes`` more bytes, of this entry, would exceed a budget."""
         tenant = self._tenant_of(entry)
         limit, own = self._limit(tenant) if tenant else None, self._queues.get(tenant)
         too_many = limit is not None and (0 if own is None else own.nbytes) + nbytes > limit
         return too_many or (self.budget is not None and self.nbytes + nbytes > self.budget)
 
     def over(self) -> tuple[N, int] | None:
-        """Of a tenant that has too much what goes first, and how many bytes are too much; None: none has."""
+        """The first entry to evict of a tenant over its budget, and the excess in bytes; None if no tenant
+        is.
+        """
         while self._over:
             tenant = next(iter(self._over))
             queue = self._queues[tenant]

@@ -1,8 +1,8 @@
-"""The longest prefix of some tokens that can be had, and a sequence made to hold it.
+"""Finding the longest available prefix of some tokens, and restoring it into a sequence.
 
-It comes from another session, from the cache's own snapshots, from host memory, and the rest from stores
-(store_lookup.py). Where what one of them was to give is damaged or lost, it is dropped, and the search begins
-again. Where the device fails, everything stays where it is, and nothing is restored.
+It comes from another session, from the cache's own snapshots or from host memory, and the rest from stores
+(StoreLookup). Damaged or lost content is dropped, and the search starts again. If the device fails,
+everything stays where it is and nothing is restored.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = ["PrefixMatcher", "Source", "StoreLookup"]
 log = logging.getLogger("kvcache")
 
 Told = Callable[[int], None]
-"""Hears how many tokens of a prefix the sequence has by now."""
+"""Receives the number of tokens of a prefix restored so far."""
 
 
 class LiveSession(Protocol):
-    """An open session, as far as others may share what it holds."""
+    """An open session whose content others may share."""
 
     seq: int
     stale: bool
-    """Whether what it holds is of no use to others."""
+    """Whether its content is useless to others."""
 
     def computed(self) -> np.ndarray:
         """The tokens that its sequence holds."""
@@ -53,17 +53,17 @@ class LiveSession(Protocol):
 
 @dataclass(slots=True)
 class Source:
-    """A prefix that can be had: from a session, or along nodes of the radix tree."""
+    """An available prefix: from a session, or along nodes of the radix tree."""
 
     length: int = 0
     session: LiveSession | None = None
     nodes: tuple[Node[TreeEntry], ...] = ()
     held: bool = False
-    """The sequence has it already."""
+    """Whether the sequence already has it."""
 
 
 class Stopwatch:
-    """A context manager; ``seconds`` are those of all its blocks."""
+    """A context manager; ``seconds`` is the total time of all its blocks."""
 
     def __init__(self) -> None:
         self.seconds = self._began = 0.0
@@ -81,19 +81,20 @@ class PrefixMatcher:
     def __init__(self, tree: PrefixTree, sessions: Mapping[int, LiveSession], lookup: StoreLookup) -> None:
         self._cache, self._tree, self._sessions, self._lookup = tree.cache, tree, sessions, lookup
         self.origins: Counter[str] = Counter()
-        """How many tokens of the last ``fill`` came from where: "live", a tier, "store"."""
+        """The number of tokens of the last ``fill`` by origin: "live", a tier, or "store"."""
         self.spared = 0
-        """Tokens of the last ``fill`` that stores were not asked for, since computing them is faster."""
+        """Tokens of the last ``fill`` for which stores were not asked, because computing them is faster."""
         self.path = tree.walk(np.zeros(0, np.int64))
-        """How the tokens of the last ``fill`` lead through the tree."""
+        """The path of the last ``fill``'s tokens through the tree."""
         self.matching = Stopwatch()
-        """What the last ``fill`` took to find what it restored."""
+        """The time that the last ``fill`` took to find what it restored."""
         self.on_restore: Callable[[int, int], None] | None = None
 
     def fill(self, seq: int, ids: np.ndarray) -> int:
-        """Make the sequence hold the longest prefix of ``ids`` that can be had; returns its length.
+        """Make the sequence hold the longest available prefix of ``ids``; returns its length.
 
-        0, and nothing is held, where that fails, as on a device without memory for it. Raises CacheFullError.
+        If that fails, for example for lack of device memory, returns 0 and the sequence is empty. Raises
+        CacheFullError.
         """
         try:
             return self._find_and_restore(seq, ids)
@@ -119,7 +120,9 @@ class PrefixMatcher:
             while stored > source.length:
                 reached = self._from_store(seq, ids, source, stored)
                 if reached is None:
-                    reach = stored - 1  # what cannot be had was dropped, or the store fails: look below it
+                    reach = (
+                        stored - 1
+                    )  # unavailable content was dropped, or the store fails: look for a shorter prefix
                     break
                 reached = self._go_on(seq, ids[:limit], reached)
                 progress = reached > source.length
@@ -130,19 +133,19 @@ class PrefixMatcher:
             else:
                 if self.from_source(seq, ids, source):
                     if source.session is not None or source.held:
-                        self.path = self._tree.walk(ids[:limit])  # what was kept of it is new there
+                        self.path = self._tree.walk(ids[:limit])  # newly kept content
                     return source.length
 
     def prefetch(self, ids: np.ndarray) -> Prefetch | None:
-        """Read ahead what ``fill`` would have to ask stores for."""
+        """Read ahead what ``fill`` would request from stores."""
         return self._lookup.prefetch(ids, self.longest(ids))
 
     def longest(self, ids: np.ndarray) -> int:
-        """How many of ``ids`` could be had now, without asking stores."""
+        """How many of ``ids`` are available now without asking stores."""
         return self._best(ids, self._tree.walk(ids[:-1])).length
 
     def _best(self, ids: np.ndarray, path: Path) -> Source:
-        """The longest prefix of a path's tokens, with which ``ids`` begin, that a session or the tree has."""
+        """The longest prefix of ``ids`` along a path that a session or the tree has."""
         best = Source()
         for session in self._sessions.values():
             if session.stale:
@@ -156,13 +159,15 @@ class PrefixMatcher:
         return Source(length, nodes=nodes) if length > best.length else best
 
     def from_source(self, seq: int, ids: np.ndarray, source: Source) -> bool:
-        """Whether the sequence holds the prefix now; a node that fails is dropped, and nothing is held."""
+        """Restore a source; returns whether the sequence holds the prefix. A node that fails is dropped, and
+        the sequence is empty.
+        """
         if source.held:
             return True
         if source.session is not None:
             self._cache.copy_prefix(source.session.seq, seq, source.length)
             self.origins["live"] += source.length
-            if not self._tree.divisible:  # later snapshots build on this position
+            if not self._tree.divisible:  # later snapshots depend on this position
                 path = self._tree.walk(ids[: source.length])
                 self._tree.insert(seq, path, [self._cache.snapshot(seq, 0, source.length)])
             return True
@@ -176,14 +181,16 @@ class PrefixMatcher:
         return False
 
     def _go_on(self, seq: int, ids: np.ndarray, reached: int) -> int:
-        """Restore what follows the first ``reached`` tokens from nodes that what stores had leads to."""
+        """Restore what follows the first ``reached`` tokens from nodes reachable after reading from
+        stores.
+        """
         length, nodes = self._tree.beyond(ids, reached)
         return self._restore_along(seq, nodes, length, reached)
 
     def _restore_along(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int, at: int = 0) -> int:
-        """Restore what nodes have behind the first ``at`` tokens; a node that fails is dropped, and ends it.
+        """Restore nodes after the first ``at`` tokens; stops at a node that fails, which is dropped.
 
-        Returns how many tokens the sequence has then.
+        Returns the resulting number of tokens of the sequence.
         """
         failed: Node[TreeEntry] | None = None
         with self._tree.in_use(nodes, restoring=True):
@@ -199,15 +206,15 @@ class PrefixMatcher:
                 if tier == "host":
                     self._tell(length, at)
         if failed is not None and is_folded(failed):
-            self._tree.unfold(failed)  # the next search finds out which of them it was
+            self._tree.unfold(failed)  # the next search finds out which of them failed
         elif failed is not None:
             self._tree.drop(failed)
         return at
 
     def _from_store(self, seq: int, ids: np.ndarray, source: Source, stored: int) -> int | None:
-        """Restore what ``source`` has, and then entries of ``[0, stored)``; the length that is held now.
+        """Restore ``source`` and then entries of ``[0, stored)``; returns the length restored.
 
-        None, and nothing is held, where what is needed cannot be had.
+        None, with an empty sequence, if required content is unavailable.
         """
         if self._tree.divisible:
             return self._entry_by_entry(seq, ids[:stored], source)
@@ -219,7 +226,7 @@ class PrefixMatcher:
             if first and not self.from_source(seq, ids, source):
                 return None
             steps = [entries] if self._lookup.restore(seq, entries) else [[entry] for entry in entries]
-            for step in steps:  # one by one it turns out which of them is not what its key says
+            for step in steps:  # one by one, to find out which of them does not match its key
                 end = span_of(step[-1])[1]
                 if step is not entries and not self._lookup.restore(seq, step):
                     self._cache.remove(seq, 0)
@@ -231,13 +238,13 @@ class PrefixMatcher:
         self._lookup.touch(ids, [span_of(entry)[1] for entry in entries])
         self.origins["store"] += stored - sum(self.origins.values())
         path = self._tree.walk(ids[:stored])
-        if self._tree.along(path)[0] < first:  # what they follow was not kept
+        if self._tree.along(path)[0] < first:  # their predecessor was not kept
             first = 0
         self._tree.insert(seq, path, [self._cache.snapshot(seq, first, stored)], stored=True)
         return stored
 
     def _entry_by_entry(self, seq: int, ids: np.ndarray, source: Source) -> int | None:
-        """Restore what ``source`` has, then entries, each when it is read; None where the source fails."""
+        """Restore ``source``, then entries one by one as they are read; None if the source fails."""
         if not self.from_source(seq, ids, source):
             return None
         total, told = int(ids.size), source.length
@@ -264,34 +271,37 @@ def _joins_in_place(node: Node[TreeEntry]) -> bool:
 
 
 class StoreLookup:
-    """Reads entries from the stores of a tree. What is not what its key says is dropped there, and not used.
+    """Reads entries from the stores of a tree. Entries that do not match their keys are dropped and not used.
 
-    ``layers`` are those that serialized snapshots have to have; {}: those of the cache. What ``ahead`` has
-    read by then is not asked for again.
+    ``layers`` are the layers that serialized snapshots must have; {}: those of the cache. Entries that
+    ``ahead`` has already read are not requested again.
     """
 
     def __init__(self, tree: PrefixTree, layers: Layers, ahead: Prefetcher | None = None) -> None:
         self._cache, self._tree, self._layers = tree.cache, tree, layers
         self._prefetcher = ahead
         self._known = bool(layers)
-        """Whether it is known which layers there are. In a cache that nothing was kept of, a first pass may
-        have failed before its last layer."""
+        """Whether the layers are known. In a cache from which nothing has been kept, a first pass may have
+        failed before its last layer.
+        """
         self._learned = False
-        """Whether only entries say that the cache has some of its layers: the model has not put them yet."""
+        """Whether some layers are known only from entries, because the model has not put them yet."""
         self._doubtful = False
-        """Whether entries were wrong about that: none is used until something that the model put is kept."""
+        """Whether entries were wrong about the layers: none is used until something that the model put has
+        been kept.
+        """
 
     def prefetch(self, ids: np.ndarray, length: int) -> Prefetch | None:
-        """Read ahead what stores have behind the first ``length`` tokens; None: there is nothing to read."""
+        """Read ahead what stores have after the first ``length`` tokens; None if there is nothing to read."""
         limit = int(ids.size) - 1
         if self._prefetcher is None or length >= limit or self._waits_for_model:
             return None
         return self._prefetcher.start(self._chain(ids[:limit]), length, limit, self._tree.divisible)
 
     def longest(self, ids: np.ndarray, length: int, limit: int) -> LookUp:
-        """How many tokens of ``ids[:limit]`` the stores say they have; ``length`` where it is no more.
+        """How many tokens of ``ids[:limit]`` the stores claim to have; at least ``length``.
 
-        What computing is faster for is not among it.
+        Tokens that are faster to compute are not included.
         """
         if self._tree.store is None or length >= limit or self._waits_for_model:
             return LookUp(length)
@@ -302,15 +312,16 @@ class StoreLookup:
         return self._store.look_up(chain, length, limit, self._tree.divisible)
 
     def fetch(self, seq: int, ids: np.ndarray, reached: int, told: Told) -> int:
-        """Put entries behind the first ``reached`` tokens, which the sequence has; returns how far that went.
+        """Restore entries after the first ``reached`` tokens, which the sequence has; returns the length
+        reached.
 
-        In order, each when it is read, as far as they follow one another. For content that is divisible.
-        ``told``, which raises nothing, hears now and then how far it is.
+        For divisible content. Entries are restored in order, each when it is read, as long as they are
+        consecutive. ``told``, which must not raise, receives progress from time to time.
         """
         start, size, chain = reached, self._tree.keys.block_size, self._chain(ids)
         blocks = (*range(reached - reached % size + size, int(ids.size), size), int(ids.size))
         ends, used = deque(blocks), [*blocks]
-        # What the layers of a cache are is checked by its first entry, which is read whole.
+        # The first entry, which is read whole, checks the layers of the cache.
         straight = self._store.reads_straight
         stuck = 0
         with contextlib.closing(self._whole_entries(chain, ends)) as entries:
@@ -318,7 +329,7 @@ class StoreLookup:
                 if straight and stuck < 2 and (not self._layers or layers_of_cache(self._cache)):
                     before = reached
                     reached = load_back(self._cache, seq, self._store, chain, reached, ends, told, used)
-                    # The first may begin before what is held already; a cache that cannot never can.
+                    # The first may begin before the tokens already held, if the cache supports that.
                     stuck = stuck + 1 if reached == before else 0
                     while ends and ends[0] <= reached:
                         ends.popleft()
@@ -334,9 +345,10 @@ class StoreLookup:
     def _whole_entries(
         self, chain: Chain, ends: deque[int]
     ) -> Generator[SerializedSnapshot | None, None, None]:
-        """The entry that ends at the first of ``ends``, whenever it is asked for, good until the next one.
+        """The entries that end at ``ends``, one by one; each is valid until the next is requested.
 
-        Unless the stores hand out bytes in place, it was read ahead, or is read while the one before is used.
+        Unless the stores provide bytes in place, an entry has been read ahead, or is read while the one
+        before is used.
         """
         while self._store.reads_straight:
             with self._store.serialized(chain.at(ends[0])) as entry:
@@ -350,11 +362,11 @@ class StoreLookup:
     def read_back(
         self, ids: np.ndarray, floor: int, lent: contextlib.ExitStack
     ) -> list[SerializedSnapshot] | None:
-        """Entries that follow one another to the end of ``ids``, from ``floor`` or before.
+        """Consecutive entries up to the end of ``ids``, from ``floor`` or before.
 
-        They are good until ``lent`` is closed. [] where no store has one of them: those behind it, which
-        nobody can use, are dropped, so that what is computed instead is written. None where one cannot be
-        read now.
+        They are valid until ``lent`` is closed. [] if no store has one of them: the entries after it, which
+        are then useless, are dropped, so that their recomputed content is written again. None if one cannot
+        be read at present.
         """
         chain = self._chain(ids)
         entries: list[SerializedSnapshot] = []
@@ -372,9 +384,9 @@ class StoreLookup:
         return entries[::-1]
 
     def restore(self, seq: int, parts: Sequence[SerializedSnapshot]) -> bool:
-        """Whether entries, which were checked and follow one another, were put into the sequence in one step.
+        """Restore checked, consecutive entries into the sequence in one step; returns whether that succeeded.
 
-        Not those of another cache.
+        Entries of another kind of cache are refused.
         """
         expected = self._layers or layers_of_cache(self._cache)
         self._known = self._known or bool(self._tree.radix_tree.root.children)
@@ -399,9 +411,10 @@ class StoreLookup:
             return False
 
     def unlearn(self) -> None:
-        """Forget the layers that only entries tell of, where the model puts others. No session is open.
+        """Forget layers known only from entries if the model puts others. No session may be open.
 
-        It does where one was refused that it put first, or it has put some and not all of them.
+        That is the case if its first ``put`` of a layer was refused, or it has put some of the layers and not
+        all.
         """
         if not self._learned:
             return
@@ -427,16 +440,16 @@ class StoreLookup:
         return self._doubtful
 
     def drop(self, ids: np.ndarray, end: int) -> None:
-        """Take the entry of the first ``end`` tokens out of the stores: it is not what its key says.
+        """Delete the entry of the first ``end`` tokens from the stores because it does not match its key.
 
-        It stays as long as that cannot be known.
+        It is kept as long as that is uncertain.
         """
         if self._waits_for_model:
             return
         self._store.drop(self._chain(ids[:end]).at(end))
 
     def touch(self, ids: np.ndarray, ends: Sequence[int]) -> None:
-        """Note that the entries that end there are in use, each of which needs those before it."""
+        """Mark the entries that end there as used; each depends on those before it."""
         self._touch(self._chain(ids), ids, ends)
 
     def _touch(self, chain: Chain, ids: np.ndarray, ends: Sequence[int]) -> None:
@@ -464,9 +477,10 @@ class StoreLookup:
         end: int,
         used: list[int],
     ) -> bool:
-        """Whether an entry, which ends at ``end``, was put behind the first ``reached`` tokens.
+        """Restore an entry that ends at ``end`` after the first ``reached`` tokens; returns whether that
+        succeeded.
 
-        ``used`` gets the ends of those inside the block that lead to it.
+        ``used`` receives the ends of the entries inside the block that lead to it.
         """
         serialized = self._checked(ids, entry, end)
         if serialized is None:
@@ -474,7 +488,9 @@ class StoreLookup:
         begin, _ = span_of(serialized)
         with contextlib.ExitStack() as lent:
             before = self.read_back(ids[:begin], reached, lent) if begin > reached else []
-            if begin > reached and not before:  # conversations part there, and what ends there is gone
+            if (
+                begin > reached and not before
+            ):  # conversations diverge there, and the entry that ends there is gone
                 if before is not None:
                     self.drop(ids, end)
                 return False
@@ -489,7 +505,9 @@ class StoreLookup:
     def _checked(
         self, ids: np.ndarray, serialized: SerializedSnapshot | None, end: int
     ) -> SerializedSnapshot | None:
-        """What is stored if it is an entry that ends at ``end``; another under its key is dropped."""
+        """``serialized``, if it is an entry that ends at ``end``; any other entry under its key is
+        dropped.
+        """
         if serialized is None:
             return None
         try:

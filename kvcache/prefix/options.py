@@ -1,4 +1,4 @@
-"""What a PrefixCache may be told beyond its cache, budget, tiers and the names of its entries."""
+"""The options of a PrefixCache other than its cache, budget, tiers and the keys of its entries."""
 
 from __future__ import annotations
 
@@ -18,20 +18,29 @@ __all__ = ["PrefixOptions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions:
-    """Options of a PrefixCache; checked here, so that one object may be made once and used for several.
+    """Checked options of a PrefixCache; one object may be used for several caches.
 
     Numbers of bytes may be given as sizes such as ``"256MiB"``, and are ints afterwards.
 
-    Raises InvalidRangeError for a value that is no option, which names it and what it must be.
+    Raises InvalidRangeError for an invalid value; the message names it and what it must be.
+
+    >>> from kvcache import PrefixOptions, TenantBudget
+    >>> PrefixOptions(interval=256, tenant_budget=TenantBudget("512MiB"), write_through=True).interval
+    256
     """
 
     interval: int = 512
-    """Tokens between snapshots of windows and recurrent states in a prompt; where room is short, at least."""
+    """The number of tokens between snapshots of windows and recurrent states in a prompt; at least that many
+    if space is short.
+    """
     in_flight: int | str = 256 << 20
-    """Most bytes on their way from the device to host memory, which a thread copies; 0: the caller copies."""
+    """The most bytes that a thread is copying from the device to host memory at a time; 0: the caller
+    copies.
+    """
     tenant_budget: TenantBudget | Callable[[str], TenantBudget | None] | None = None
-    """What is kept at most for each tenant (the ``salt`` of ``begin``): one for all, or a function of the
-    salt. None, also of the function: no limit."""
+    """The limit of what is kept for each tenant (the ``salt`` of ``begin``): one for all tenants, or a
+    function of the salt. None, also as the function's result: no limit.
+    """
     salt: str = ""
     """Separates the entries of this PrefixCache in stores from others with the same identity; ``begin`` takes
     a salt for each conversation."""
@@ -40,15 +49,17 @@ class PrefixOptions:
     layers; stored content with other shapes is corrupt. None: the shapes of the cache, which an unused cache
     learns from the first serialized snapshot that it restores."""
     backlog: int | str = 256 << 20
-    """Most bytes that wait to be written to the stores."""
+    """The most bytes that may wait to be written to the stores."""
     write_through: bool | None = None
-    """Whether a thread writes what the stores lack of each session when it closes: a process that is killed
-    loses little. None: a PrefixCache does not, an HFPrefixCache or MLXPrefixCache does."""
+    """Whether a thread writes what the stores lack of each session when it closes, so that a process that is
+    killed loses little. None: no for a PrefixCache, yes for an HFPrefixCache or MLXPrefixCache.
+    """
     break_even: BreakEven | None = None
-    """Says when a store is not asked, as computing is faster. None: a new one, which asks as long as nobody
-    tells it by ``break_even.computed`` how long passes over prompts take."""
+    """Decides when a store is not asked because computing is faster. None: a new one, which always asks until
+    it is told by ``break_even.computed`` how long passes over prompts take.
+    """
     read_ahead: int | str = 256 << 20
-    """Most bytes of host memory that ``prefetch`` fills; 0: it does nothing."""
+    """The most bytes of host memory that ``prefetch`` fills; 0: it has no effect."""
 
     def __post_init__(self) -> None:
         check_whole("PrefixOptions", "interval", self.interval, least=1)
@@ -78,7 +89,9 @@ class PrefixOptions:
 
     @classmethod
     def of(cls, options: Self | None, named: Mapping[str, Any]) -> Self:
-        """``options``, or the defaults, with the fields that are ``named``. Raises OptionError for others."""
+        """``options``, or the defaults, with the fields in ``named`` replaced. Raises OptionError for unknown
+        fields.
+        """
         known = [field.name for field in fields(cls)]
         for name in named:
             if name not in known:
@@ -88,6 +101,6 @@ class PrefixOptions:
         return replace(cls() if options is None else options, **named)
 
     def tenant_limit(self, salt: str) -> TenantBudget | None:
-        """The budget of a tenant; None: it has none."""
+        """The budget of a tenant; None if it has none."""
         budget = self.tenant_budget
         return budget(salt) if callable(budget) else budget

@@ -1,4 +1,4 @@
-"""Stores that cannot be reached, which are not asked for a while, and stores that are full: told once."""
+"""Unreachable stores, which are left alone for a while, and full stores; each is logged once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ log = logging.getLogger("kvcache")
 
 READING, WRITING = "read", "written"
 FIRST, LONGEST = 0.5, 30.0
-"""Seconds that a store is left alone after a first failure, and at most."""
+"""The seconds that a store is left alone after a first failure, and the most after further ones."""
 
 
 @dataclass(slots=True)
 class _Outage:
-    """Nothing is tried before ``until``, then one call; if it fails, the ``wait`` doubles, up to ``LONGEST``.
+    """No call is made before ``until``, and then only one; if it fails, ``wait`` doubles, up to ``LONGEST``.
 
-    A failure of calls that were under way already when the first one failed counts for nothing.
+    Failures of calls that were already in progress when the first one failed are not counted.
     """
 
     since: float
@@ -33,7 +33,9 @@ class _Outage:
     spared: int = 0
 
     def tries(self, now: float) -> bool:
-        """Whether a call is the one that tries again; others wait until it has answered, or ``LONGEST``."""
+        """Whether this call is the one that tries again; others are skipped until it has answered, or for
+        ``LONGEST``.
+        """
         if now < self.until:
             return False
         self.until, self.trying = now + LONGEST, True
@@ -49,15 +51,15 @@ class _Outage:
 class _Full:
     since: float
     nbytes: int
-    """The smallest serialized snapshot that found no room."""
+    """The size of the smallest serialized snapshot that did not fit."""
     refused: int = 0
 
 
 class Outages:
-    """Which stores to ask. Reading and writing fail apart: a folder may be one that is only read.
+    """Which stores to call. Reading and writing are tracked separately: a folder may be read-only.
 
-    While a store is out, one call in each interval asks it; they double from ``FIRST`` to ``LONGEST``
-    seconds. Called from any thread.
+    During an outage, a store is called once per interval; intervals double from ``FIRST`` to ``LONGEST``
+    seconds. Thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,19 +79,19 @@ class Outages:
             return False
 
     def away(self, store: object, way: str) -> bool:
-        """Whether it is left alone at present; asking this is no attempt."""
+        """Whether it is currently left alone; this query is not an attempt."""
         with self._lock:
             outage = self._out.get((id(store), way))
             return outage is not None and self._clock() < outage.until
 
     def ask_again(self) -> None:
-        """Ask every store at the next call, however long it was to be left alone."""
+        """Call every store again at the next opportunity, regardless of intervals."""
         with self._lock:
             for outage in self._out.values():
                 outage.until = min(outage.until, self._clock())
 
     def failed(self, store: object, way: str, error: StoreUnavailableError) -> None:
-        """It could not be reached. One line of the log for each outage."""
+        """A call failed; each outage is logged once."""
         with self._lock:
             said = any((id(store), other) in self._out for other in (READING, WRITING))
             now = self._clock()
@@ -108,7 +110,7 @@ class Outages:
         )
 
     def full(self, store: object, nbytes: int, error: StoreFullError) -> None:
-        """It had no room for a serialized snapshot of ``nbytes``. One line of the log, until it has."""
+        """It had no room for a serialized snapshot of ``nbytes``; logged once until it has room again."""
         with self._lock:
             full = self._full.setdefault(id(store), _Full(self._clock(), nbytes))
             full.nbytes, full.refused = min(nbytes, full.nbytes), full.refused + 1
@@ -116,7 +118,9 @@ class Outages:
             log.warning("a store is full: %s; content that it does not accept is computed again", error)
 
     def took(self, store: object, nbytes: int) -> None:
-        """It has taken an entry of ``nbytes``. As large as one that it had no room for: it has room again."""
+        """It has accepted an entry of ``nbytes``; if an entry of that size was refused before, it has room
+        again.
+        """
         if not self._full:
             return
         with self._lock:

@@ -1,10 +1,10 @@
-"""Entries of stores, read ahead for prompts that wait for their turn, into bounded host memory.
+"""Reading entries of stores in advance for waiting prompts, into a limited amount of host memory.
 
-A prompt is looked up, and what there is of it is read in order, by threads that end when there is no more to
-do. Look-ups come first, so that a prompt of which nothing is stored never waits for the pages of another.
-Prompts that have an entry in common have it read once. When a prompt's turn comes, what is not read yet is
-left to whoever restores it. Where the bytes go straight from the stores into the cache, nothing is held here:
-the stores are told what is read soon (``AdvisedStore``).
+Threads look up a prompt and read its entries in order; they end when there is nothing left to do. Look-ups
+come first, so that a prompt without stored entries never waits for the entries of another. An entry that
+several prompts share is read once. When a prompt's turn comes, the entries that have not been read yet are
+left to the restoring thread. If bytes go directly from the stores into the cache, nothing is held here, and
+the stores are told what will be read soon (``AdvisedStore``).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = ["Prefetch", "Prefetcher"]
 log = logging.getLogger("kvcache")
 
 WORKERS = 2
-"""Threads: one reads the next entry while the other digests the one before."""
+"""The number of threads: one reads the next entry while the other digests the previous one."""
 
 
 @dataclass(eq=False, slots=True)
 class _Page:
-    """An entry that was read, or is being read (``loan`` is None then)."""
+    """An entry that has been read, or is being read (``loan`` is None)."""
 
     loan: Loan | None = None
     begin: int = 0
     nbytes: int = 0
     users: int = 1
     refused: int = -1
-    """How often room had become free when there was none for it; -1: there was."""
+    """The count of freed space when there was no space for it; -1 if there was space."""
 
 
 @dataclass(eq=False, slots=True)
 class Prefetch:
-    """What is read ahead for one prompt. It takes host memory until ``release``."""
+    """The entries read ahead for one prompt. They occupy host memory until ``release``."""
 
     owner: Prefetcher
     chain: Chain
@@ -50,59 +50,62 @@ class Prefetch:
     divisible: bool
     found: LookUp | None = None
     ends: deque[tuple[int, int]] = field(default_factory=deque)
-    """(end, where the entry before it ends) of the entries that are still to be read, in order."""
+    """(end, end of the previous entry) of the entries that are still to be read, in order."""
     pages: list[tuple[str, _Page]] = field(default_factory=list)
-    """The others, by their keys."""
+    """The other entries, by key."""
     busy: int = 0
-    """Threads that work on it."""
+    """The number of threads working on it."""
     users: int = 1
     over: bool = False
-    """Nothing more is begun for it."""
+    """Whether nothing more is started for it."""
     waits: bool = False
-    """Until others let go of what they hold."""
+    """Whether it waits for others to release space."""
 
     @property
     def done(self) -> bool:
-        """Whether all is there that will be: everything the stores have, or as much as there is room for."""
+        """Whether it is complete: it has everything that the stores have, or as much as there is space
+        for.
+        """
         return self.owner.is_done(self)
 
     def wait(self) -> None:
-        """Wait until it is done; for ever where others hold the room that it waits for."""
+        """Wait until it is done; blocks as long as others hold the space that it needs."""
         self.owner.wait(self)
 
     def release(self) -> None:
-        """Let go of what was read. To be called once for each ``start``."""
+        """Release what was read. Call it once for each ``start``."""
         self.owner.release(self)
 
 
 class Prefetcher:
-    """Reads ahead from the stores of a tier; pages that are held take at most ``limit`` bytes.
+    """Reads ahead from the stores of a tier; held entries take at most ``limit`` bytes.
 
-    ``start``, ``release`` and what takes pages may be called from any thread. A store that fails is a miss.
+    ``start``, ``release`` and the methods that return entries are thread-safe. A store that fails counts as a
+    miss.
     """
 
     def __init__(self, tier: StoreTier, limit: int, begin_of: Callable[[SerializedSnapshot], int]) -> None:
-        """``begin_of``: where an entry begins; SnapshotCorruptError for one that does not say."""
+        """``begin_of`` returns the position at which an entry begins, or raises SnapshotCorruptError."""
         self.limit = limit
         self.nbytes = 0
-        """Bytes that are held, or about to be read."""
+        """Bytes that are held or about to be read."""
         self.read = 0
-        """Entries that were read."""
+        """The number of entries read."""
         self._freed = 0
-        """How often room became free."""
+        """How often space was freed."""
         self._tier, self._begin_of = tier, begin_of
         self._known: dict[str, Prefetch] = {}
-        """By the key of the whole prompt."""
+        """Prompts by the key of the whole prompt."""
         self._queue: deque[Prefetch] = deque()
         self._pages: dict[str, _Page] = {}
         self._threads: set[threading.Thread] = set()
         self._changed = threading.Condition()
         self._closed = False
 
-    # For those who wait.
+    # For waiting prompts.
 
     def start(self, chain: Chain, floor: int, limit: int, divisible: bool) -> Prefetch:
-        """Look for the longest prefix in (floor, limit] that is stored, and read what is behind ``floor``."""
+        """Look up the longest stored prefix in (floor, limit], and read what follows ``floor``."""
         key = chain.at(limit)
         with self._changed:
             running = self._known.get(key)
@@ -139,20 +142,20 @@ class Prefetcher:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Let go of all that was read, and of what is being read; prompts that wait are looked up anew."""
+        """Release everything that was read or is being read; waiting prompts are looked up again."""
         with self._changed:
             for prefetch in [*self._queue]:
                 self._leave_queue(prefetch)
             self._known.clear()
             pages, self._pages = self._pages, {}
             for key, page in pages.items():
-                page.users = 0  # one that is being read goes when it is there
+                page.users = 0  # one that is being read is released when it arrives
                 if page.loan is not None:
                     self._drop(key, page)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what is under way; all pages are let go of."""
+        """Start nothing more, wait for reads in progress, and release all entries."""
         with self._changed:
             self._closed = True
             for prefetch in [*self._known.values(), *self._queue]:
@@ -165,12 +168,12 @@ class Prefetcher:
             self._known.clear()
             self.nbytes = 0
 
-    # For those whose turn has come.
+    # For prompts whose turn has come.
 
     def look_up(self, chain: Chain, floor: int, limit: int) -> LookUp | None:
-        """What stores have of ``[0, limit)``, if that was found out; what is not read by now stays unread.
+        """What stores have of ``[0, limit)``, if that has been looked up; nothing further is read.
 
-        None: nobody asked for it, or not for what lies right behind ``floor``.
+        None if it was not requested, or not directly after ``floor``.
         """
         with self._changed:
             prefetch = self._known.get(chain.at(limit))
@@ -186,7 +189,7 @@ class Prefetcher:
             return LookUp(best, max(0, stored + spared - best))
 
     def page(self, key: str) -> SerializedSnapshot | None:
-        """An entry that was read, good until it is released; waits for one that is being read."""
+        """An entry that was read, valid until it is released; waits if it is being read."""
         with self._changed:
             self._changed.wait_for(lambda: key not in self._pages or self._pages[key].loan is not None)
             page = self._pages.get(key)
@@ -195,12 +198,12 @@ class Prefetcher:
     # The threads.
 
     def _wake(self) -> None:
-        """Have as many threads as there may be; those that find nothing to do end."""
+        """Start as many threads as allowed; threads without work end."""
         while self._queue and len(self._threads) < WORKERS:
             thread = threading.Thread(target=self._work, name="kvcache-prefetch", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # the system has no thread for it
+            except RuntimeError as error:  # the system cannot start another thread
                 log.info("prefetch: %s; what waits is read when its turn comes", error)
                 for prefetch in () if self._threads else [*self._queue]:
                     self._leave_queue(prefetch)
@@ -218,7 +221,7 @@ class Prefetcher:
                     return
             try:
                 job()
-            except Exception:  # a store's errors are its tier's, and this is another one
+            except Exception:  # errors of stores are handled by their tier; this is a different error
                 log.exception("prefetch: what waits is read when its turn comes")
 
     def _next(self) -> Callable[[], None] | None:
@@ -227,15 +230,15 @@ class Prefetcher:
                 prefetch.busy += 1
                 return lambda: self._look(prefetch)
         for prefetch in list(self._queue):
-            if prefetch.waits:  # what comes later would take the room that it waits for
+            if prefetch.waits:  # later entries would take the space that it waits for
                 return None
             taken = self._next_entry(prefetch)
-            if taken is not None or prefetch in self._queue:  # it is still being read, and may want the room
+            if taken is not None or prefetch in self._queue:  # it is still being read, and may need the space
                 return taken
         return None
 
     def _next_entry(self, prefetch: Prefetch) -> Callable[[], None] | None:
-        """The next entry of a prompt that nobody reads; None where there is none, or it has to wait."""
+        """The next entry of a prompt that is not being read; None if there is none, or it must wait."""
         while prefetch.ends:
             end, before = prefetch.ends[0]
             key = prefetch.chain.at(end)
@@ -275,7 +278,7 @@ class Prefetcher:
 
     @staticmethod
     def _ends(prefetch: Prefetch, stored: int) -> list[tuple[int, int]]:
-        """Where entries end: at each multiple of the block size, if they can be cut there, and the last."""
+        """The ends of entries: each multiple of the block size, if content is divisible, and the last one."""
         if not prefetch.divisible:
             return [(stored, prefetch.floor)]
         size = prefetch.chain.block_size
@@ -290,7 +293,7 @@ class Prefetcher:
             if loan.serialized is not None:
                 page.begin = self._begin_of(loan.serialized)
         except Exception as error:
-            # Whoever restores it finds out what is wrong, and deals with it.
+            # The restoring thread will find out what is wrong and handle it.
             log.info("prefetch: %s", error)
             if loan is not None:
                 loan.give_back()
@@ -308,12 +311,12 @@ class Prefetcher:
             self._changed.notify_all()
 
     def _lead_to(self, prefetch: Prefetch, page: _Page, before: int) -> None:
-        """Where an entry begins behind the one before it, others lead to it."""
+        """If an entry begins after the end of the previous one, other entries lead to it."""
         if page.begin > before and not prefetch.over:
             prefetch.ends.appendleft((page.begin, before))
 
     def _give_up(self, prefetch: Prefetch, key: str, page: _Page, end: int, before: int) -> None:
-        """An entry is not there, or there is no room for it: read no further, or wait for room."""
+        """An entry is missing, or there is no space for it: stop reading, or wait for space."""
         self._drop(key, page)
         if prefetch.over:
             return
@@ -326,16 +329,16 @@ class Prefetcher:
         prefetch.ends.clear()
         if refused or prefetch.found is None:
             return
-        if prefetch.divisible:  # it leads no further than what comes before
+        if prefetch.divisible:  # it does not extend the previous entry
             prefetch.found = LookUp(min(prefetch.found.stored, before), prefetch.found.spared)
-        else:  # something else may be there, which is looked for when its turn comes
+        else:  # another entry may exist, which is looked up when its turn comes
             prefetch.found = None
             self._leave_queue(prefetch)
 
     # With the lock held.
 
     def _reserve(self, page: _Page, nbytes: int) -> bool:
-        """Whether there is room for an entry; it is the entry's then. Takes the lock."""
+        """Reserve space for an entry; returns whether there was enough. Takes the lock."""
         with self._changed:
             self.nbytes -= page.nbytes
             fits = self.nbytes + nbytes <= self.limit and page.users > 0

@@ -1,12 +1,12 @@
 """Sessions that do not recompute shared prefixes.
 
-After the prefix cache of Ollama's x/mlxrunner and RadixAttention (SGLang). What a session computed is
-kept as snapshots in a radix tree over tokens: first in the cache itself, without a copy, then in host
-memory, then in stores. A new session starts from the longest prefix that any of these or another open
-session has::
+After the prefix cache of Ollama's x/mlxrunner and RadixAttention (SGLang). What a session has computed is
+kept as snapshots in a radix tree over tokens: first in the cache itself, without a copy, then in host memory,
+then in stores. A new session starts from the longest prefix available in any of these, or in another open
+session::
 
     with prefix.begin(tokens) as session:
-        for chunk in session.chunks(512):          # session.remaining, cut where snapshots are due
+        for chunk in session.chunks(512):          # session.remaining, split where snapshots are due
             evaluate(session.seq, chunk)
         while (token := sample()) is not None:
             session.extend([token])
@@ -65,27 +65,46 @@ __all__ = ["PrefixCache", "PrefixStats", "Session", "SessionLimitError", "Sessio
 log = logging.getLogger("kvcache")
 
 _OWNERS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""By cache; of a wrapper, those that it wraps. One that is gone without ``close`` owns nothing."""
+"""The PrefixCache of each cache, and of each cache in a wrapper. One that was dropped without ``close`` owns
+nothing.
+"""
 
 
 class PrefixCache(Closing):
     """Sessions over one cache that share their prefixes through a radix tree of snapshots.
 
-    ``budget`` limits the bytes of snapshots on the device, a number or a size such as ``"2GiB"`` (None: as
-    much as the cells of the cache hold). When a window needs the cells that snapshots hold of it, they are
-    copied out and stay on the device, as long as all snapshots take no more than the budget (None: the
-    copies no more than the cache itself); beyond that they are evicted.
-    ``tiers`` are at most one HostTier, followed by stores, the nearest first: an open store, what
-    ``open_store`` takes, or the Path of a folder. Evicted content moves to the next tier.
+    ``budget`` limits the bytes of snapshots on the device; it is a number or a size such as ``"2GiB"`` (None:
+    as much as the cells of the cache hold). When a window needs cells that its snapshots hold, the snapshots
+    are copied out and stay on the device as long as all snapshots fit in the budget (None: as long as the
+    copies take no more than the cache itself); beyond that they are evicted. ``tiers`` is at most one
+    HostTier, followed by stores, nearest first: open stores, arguments of ``open_store``, or Paths of
+    folders. Evicted content moves to the next tier.
 
     ``identity`` identifies what computed K and V: model, weights, rope settings, tensor-parallel rank. It is
     required with a store, which others may share. ``block_size`` is the number of tokens that a stored key
     covers. Everything else is in ``options``, whose fields may also be named: ``interval=64``.
 
     The PrefixCache uses all sequences of the cache. One thread at a time may call it and its sessions,
-    between passes: OrderError while another one is in a call, or in the middle of a pass. A thread of its own
-    writes to the stores.
-    A forked child can go on with its copy; fork when nothing is under way, after ``flush``.
+    between passes; a call raises OrderError while another thread is in one, or in the middle of a pass. A
+    background thread writes to the stores. A forked child can continue with its copy; fork when nothing is in
+    progress, after ``flush``.
+
+    >>> import ml
+    >>> from kvcache import Batch, CausalCache, HostTier, PrefixCache
+    >>> cache = CausalCache()
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     cache.init(backend, ml.DType.F32, max_sequences=2, capacity=32, max_batch=16)
+    ...     with PrefixCache(cache, "64MiB", [HostTier("1GiB")]) as prefix:
+    ...         for prompt in ([1, 2, 3, 4, 5], [1, 2, 3, 9]):
+    ...             with prefix.begin(prompt) as session:
+    ...                 tokens = list(session.remaining)         # the model evaluates only these
+    ...                 positions = range(session.cached, len(prompt))
+    ...                 cache.start_forward(ctx, Batch(positions, [session.seq] * len(tokens)))
+    ...                 kv = ctx.zeros((len(tokens), 1, 4), ml.DType.F32)
+    ...                 cache.put(ctx, kv, kv)
+    ...                 print(session.cached, len(tokens))
+    0 5
+    3 1
     """
 
     def __init__(
@@ -152,7 +171,7 @@ class PrefixCache(Closing):
     # Sessions.
 
     def foreign_pass(self) -> bool | None:
-        """As PreparedCalls.foreign_pass, of the cache; False where it does not tell."""
+        """PreparedCalls.foreign_pass of the cache; False if the cache does not have it."""
         return self._open.foreign_pass()
 
     @one_thread
@@ -164,22 +183,23 @@ class PrefixCache(Closing):
         retention: Retention | None = None,
         variant: Part = None,
     ) -> Session:
-        """Start a conversation with the prompt ``tokens``, from the longest prefix that is cached.
+        """Start a conversation with the prompt ``tokens``, from the longest cached prefix.
 
-        Only conversations with the same ``salt`` find what is computed for it, here and in stores (like
-        vLLM's ``cache_salt``). Its first ``shared`` tokens, such as a system prompt, are shared by everyone.
+        Only conversations with the same ``salt`` can reuse what is computed for this one, here and in stores
+        (like vLLM's ``cache_salt``). Its first ``shared`` tokens, such as a system prompt, are shared by
+        everyone.
 
-        ``variant`` is what else K and V depend on beside the tokens and what ``identity`` names, such as the
-        digest of an adapter: None, numbers, strings, bytes, or lists and dicts of these. Conversations of
-        different variants share nothing, whatever their salts; a salt cannot imitate a variant.
+        ``variant`` is whatever else K and V depend on, besides the tokens and ``identity``, such as the
+        digest of an adapter: None, numbers, strings, bytes, or lists and dicts of these. Conversations with
+        different variants share nothing, whatever their salts.
 
-        ``retention`` says in which order ranges of it are evicted, and for how long that holds from when the
-        session closes.
+        ``retention`` sets the priorities with which ranges of the conversation are evicted, and for how long
+        from when the session closes.
 
-        At least one token is left to evaluate. Where the device fails to restore the prefix, all are, with a
-        warning, and the prefix stays kept. Raises SessionLimitError if all sequences are in use,
-        CacheFullError if the prefix does not fit beside the open sessions, and InvalidRangeError for an empty
-        prompt. If it raises, no session has been started.
+        At least one token is left to evaluate. If the device fails to restore the prefix, a warning is
+        logged, all tokens are left to evaluate, and the prefix stays cached. Raises SessionLimitError if all
+        sequences are in use, CacheFullError if the prefix does not fit beside the open sessions, and
+        InvalidRangeError for an empty prompt. If it raises, no session has been started.
         """
         self._check("begin")
         tenant = Tenant.of(salt, shared, variant)
@@ -202,12 +222,14 @@ class PrefixCache(Closing):
     def prefetch(
         self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None
     ) -> Prefetch | None:
-        """Have threads look up what stores have of a prompt and read it into host memory, for ``begin``.
+        """Look up a prompt in the stores and read its entries into host memory for ``begin``, in background
+        threads.
 
-        It stays there until ``release`` of what is returned, which is to be called when the session has
-        begun, or never will; a ``begin`` before all is read reads the rest. The bytes of all such prompts
-        together are at most ``read_ahead``, and what two of them share is read once. A folder, whose bytes
-        go straight into the cache, is read into the system's page cache. None: there is nothing to read.
+        Call ``release`` of the result when the session has begun, or will not begin; the entries stay in
+        memory until then. A ``begin`` before everything is read reads the rest. All such prompts together
+        take at most ``read_ahead`` bytes, and entries that they share are read once. The files of a folder,
+        whose bytes go directly into the cache, are read into the system's page cache. None if there is
+        nothing to read.
         """
         self._check("prefetch")
         ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
@@ -224,10 +246,10 @@ class PrefixCache(Closing):
     ) -> bool:
         """Keep a snapshot of ``tokens`` that was made elsewhere, as if a session had computed it.
 
-        Or several, as ``Session.snapshots`` gives them: the first begins at 0, each goes on where the one
-        before it ends, the last ends where ``tokens`` do. They are briefly restored into a free sequence.
-        Returns False if they are incomplete; those before the one that is are kept. Raises SessionLimitError
-        without a free sequence, and whatever the cache's ``restore`` raises.
+        Or several snapshots, as ``Session.snapshots`` returns them: the first begins at 0, each of the others
+        where the previous one ends, and the last ends with ``tokens``. They are briefly restored into a free
+        sequence. Returns False if one is incomplete; those before it are kept. Raises SessionLimitError
+        without a free sequence, and the errors of the cache's ``restore``.
         """
         self._check("adopt")
         ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
@@ -242,7 +264,7 @@ class PrefixCache(Closing):
             try:
                 for piece in pieces:
                     end = int(getattr(piece, "end", ids.size))
-                    # The first may begin anywhere, as far as ``restore`` can tell that it is whole.
+                    # The first may begin anywhere if ``restore`` accepts it as complete.
                     if (reached and piece.begin != reached) or not self.cache.restore(seq, piece):
                         return False
                     if self._open.computed(seq) < end:  # tokens were evicted, or layers lack some
@@ -257,22 +279,23 @@ class PrefixCache(Closing):
         return True
 
     def next_snapshot(self, seq: int) -> int | None:
-        """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
+        """Where a batch of the sequence should end for a snapshot; None: anywhere."""
         return self._open.next_snapshot(seq)
 
     @one_thread
     def longest(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
-        """How many of the tokens ``begin`` would find now, without asking the stores."""
+        """How many of the tokens ``begin`` would find now without asking the stores."""
         self._check("longest")
         ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
         return self._open.matcher.longest(ids) if ids.size else 0
 
     @one_thread
     def evict(self, nbytes: int | str | None = None) -> int:
-        """Offload the device's least recently used snapshots, ``nbytes`` of them or all; how many.
+        """Offload ``nbytes`` (None: all) of the device's least recently used snapshots; returns the number of
+        bytes.
 
-        They are in host memory when this returns, and may still be on their way to stores: it waits for those
-        only while more than ``backlog`` would.
+        They are in host memory when this returns, and may not have been written to stores yet: it waits for
+        writes only while more than ``backlog`` bytes are waiting.
         """
         self._check("evict")
         nbytes = None if nbytes is None else parse_bytes(nbytes, "evict: nbytes")
@@ -283,12 +306,12 @@ class PrefixCache(Closing):
 
     @one_thread
     def clear(self) -> None:
-        """Discard everything kept in the cache and in host memory, as when the weights have changed.
+        """Discard everything kept in the cache and in host memory, for example because the weights have
+        changed.
 
-        That includes what was read ahead, and what waits to be written: nothing that was computed before
-        reaches a store after this. Open sessions go on, but share nothing of what they hold, and leave
-        nothing when they close. Stores are unchanged: empty them afterwards, or give new weights an identity
-        of their own.
+        That includes entries read ahead and content waiting to be written: nothing computed before reaches a
+        store afterwards. Open sessions continue, but their content is not shared, and nothing is kept when
+        they close. Stores are unchanged: empty them afterwards, or give new weights an identity of their own.
         """
         self._check("clear")
         self._open.clear()
@@ -297,17 +320,17 @@ class PrefixCache(Closing):
 
     @one_thread
     def flush(self) -> None:
-        """Wait for pending transfers; with stores, write all that they lack, and wait for that too."""
+        """Wait for pending transfers; with stores, also write everything that they lack and wait for it."""
         self._check("flush")
         self.tree.flush()
 
     @one_thread
     def write_through(self, nbytes: int | str | None = None) -> bool:
-        """Have the stores' thread write what no store has yet; returns True if some of it is left.
+        """Start writing what no store has yet, in the background; returns True if some of it is left.
 
-        Nothing is evicted, and the caller does not wait. At most about ``nbytes`` are written per call, and
-        no more than fit in ``backlog``: call it again, for example between two passes. A process that is
-        killed loses only what it computed since. Open sessions are not included.
+        Nothing is evicted, and the caller does not wait. Each call submits at most about ``nbytes``, and no
+        more than ``backlog`` allows: call it again, for example between two passes. A process that is killed
+        loses only what it has computed since. Open sessions are not included.
         """
         self._check("write_through")
         limit = math.inf if nbytes is None else parse_bytes(nbytes, "write_through: nbytes")
@@ -315,7 +338,7 @@ class PrefixCache(Closing):
         return self.tree.write_through(limit)
 
     def close(self, flush: bool = True) -> None:
-        """Close open sessions, write what is kept to the stores (``flush``), and release the cache."""
+        """Close open sessions, write what is kept to the stores (if ``flush``), and release the cache."""
         if self._closed:
             return
         if self._finalizer is not None:
@@ -325,9 +348,9 @@ class PrefixCache(Closing):
             try:
                 with self.tree.patient():
                     session.close()
-            except Exception as error:  # what others keep is written all the same
+            except Exception as error:  # what the others keep is written nevertheless
                 failed.append(error)
-        with contextlib.ExitStack() as rest:  # all of it, whatever one of them raises; the last comes first
+        with contextlib.ExitStack() as rest:  # all of them, even if one raises; in reverse order
             rest.callback(self._let_go)
             for store in self._opened:
                 rest.callback(store.close)
@@ -343,9 +366,9 @@ class PrefixCache(Closing):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """As ``close``; left by an exception, each session keeps what it would as a context manager."""
+        """As ``close``; after an exception, each session keeps what it would keep as a context manager."""
         for session in () if kind is None else self.sessions:
-            with contextlib.suppress(Exception):  # the one that is under way tells more
+            with contextlib.suppress(Exception):  # the exception in progress says more
                 session.__exit__(kind, error, trace)
         self.close()
 
@@ -366,7 +389,7 @@ class PrefixCache(Closing):
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """Those that are open."""
+        """The open sessions."""
         return tuple(self._open.sessions.values())
 
     def publish_events(
@@ -415,11 +438,11 @@ class PrefixCache(Closing):
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of snapshots per tier: "device", "host" if there is one, "writing" to stores, and "ahead",
-        read from stores for sessions to come.
+        """Bytes of snapshots per tier: "device", "host" if there is a host tier, "writing" to stores, and
+        "ahead", read from stores for future sessions.
 
-        "leaving" are those on their way to "host", where they are counted already, or to the stores: the
-        device has copies of them until they are there.
+        "leaving" counts snapshots on their way to "host", where they are already counted, or to the stores:
+        the device has copies of them until they have arrived.
         """
         sizes = {"device": self.tree.device.nbytes}
         if self.tree.worker is not None:
@@ -434,11 +457,11 @@ class PrefixCache(Closing):
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """The bytes that an operator has to reckon with, beside the cache's own; None: no limit.
+        """The most bytes to plan for in addition to those of the cache itself; None: no limit.
 
-        On the device: "copies" of windows and states beside the cache's cells (full attention has none), and
-        what is "leaving" to other tiers. In the process's memory: "host", what waits for "writing" to stores
-        (more by one snapshot that is larger), and what is read "ahead" from them.
+        On the device: "copies" of windows and states outside the cache's cells (full attention has none), and
+        snapshots "leaving" for other tiers. In the process's memory: "host", content waiting for "writing" to
+        stores (a single larger snapshot may exceed it), and entries read "ahead" from them.
         """
         tree, limits = self.tree, dict[str, int | None]()
         if not tree.divisible:
@@ -456,9 +479,9 @@ class PrefixCache(Closing):
 
     @property
     def failed(self) -> dict[str, int]:
-        """Snapshots lost on the way to "host" memory and to a "store"; each is logged.
+        """The number of snapshots lost on the way to "host" memory and to a "store"; each is logged.
 
-        They are recomputed when they are needed.
+        Their content is computed again when needed.
         """
         return {
             "host": self.tree.failed,
@@ -467,17 +490,17 @@ class PrefixCache(Closing):
 
     @property
     def over_tenant_budget(self) -> int:
-        """How often a tenant lost something of its own because it had more than ``tenant_budget``."""
+        """How often something of a tenant was evicted because the tenant exceeded ``tenant_budget``."""
         return self.tree.over_budget
 
     @property
     def stores(self) -> tuple[SnapshotStore, ...]:
-        """The nearest first."""
+        """The stores, nearest first."""
         return () if self.tree.store is None else self.tree.store.stores
 
     @property
     def store_errors(self) -> dict[str, int]:
-        """Calls of stores that failed, by kind: "read", "write", "corrupt", "full"; {} without stores."""
+        """The number of failed store calls by kind: "read", "write", "corrupt", "full"; {} without stores."""
         return {} if self.tree.store is None else dict(self.tree.store.errors)
 
     def _check(self, op: str) -> None:
@@ -486,10 +509,10 @@ class PrefixCache(Closing):
 
 
 def _warn_of_loss(tree: PrefixTree) -> None:
-    """Of a PrefixCache that nobody closed, or at the end of the process."""
+    """Warn about a PrefixCache that was dropped without ``close``, or at the end of the process."""
     try:
         lost = tree.unwritten
-    except Exception:  # in the middle of a change, or half made
+    except Exception:  # in the middle of a change, or half constructed
         return
     if lost:
         log.warning(
@@ -509,7 +532,7 @@ def _settings_of(cache: SnapshotCache) -> dict[str, object]:
 
 
 def _check_given(tiers: object, identity: object) -> None:
-    """Refuse arguments of other kinds, and a store without an identity."""
+    """Refuse arguments of the wrong type, and a store without an identity."""
     if isinstance(tiers, (str, PathLike, HostTier, SnapshotStore)) or not isinstance(tiers, Sequence):
         one = "HostTier('1GiB')" if not isinstance(tiers, (str, PathLike)) else repr(tiers)
         raise InvalidRangeError(f"PrefixCache: tiers={tiers!r:.60}; it must be a list, such as [{one:.60}]")
@@ -534,7 +557,7 @@ def _check_given(tiers: object, identity: object) -> None:
 def _sorted_tiers(
     tiers: Sequence[HostTier | SnapshotStore | str | PathLike[str]],
 ) -> tuple[HostTier | None, list[SnapshotStore], list[SnapshotStore]]:
-    """The host tier, the stores in order, and those of them that were opened here."""
+    """The host tier, the stores in order, and the stores that were opened here."""
     hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
     if len(hosts) > 1 or (hosts and tiers[0] is not hosts[0]):
         raise InvalidRangeError("PrefixCache: tiers must be at most one HostTier, followed by stores")
@@ -555,7 +578,7 @@ def _sorted_tiers(
 
 
 def check_unowned(cache: Any) -> None:
-    """Two that use the same sequences would empty each other's sessions: refuse the second."""
+    """Refuse a second PrefixCache over the same sequences: they would empty each other's sessions."""
     for part in unwrapped(cache):
         ref = _OWNERS.get(part)
         owner = None if ref is None else ref()
@@ -567,7 +590,7 @@ def check_unowned(cache: Any) -> None:
 
 
 def check_empty(cache: SnapshotCache, sequences: int) -> None:
-    """Sessions begin by emptying their sequence: refuse a cache with somebody's tokens."""
+    """Refuse a cache that holds tokens, since sessions begin by emptying their sequence."""
     for seq in range(sequences):
         length = cache.offset(seq)
         if length:

@@ -1,7 +1,7 @@
-"""Snapshots on a radix tree, in tiers: what is kept of conversations, and its way from tier to tier.
+"""Snapshots in a radix tree and in tiers: what is kept of conversations, and how it moves between tiers.
 
-Each node may keep the content of its edge in several places at once. Every change of that is a method of the
-tree; sessions and eviction say when::
+Each node may keep the content of its edge in several places at once. Every transition is a method of the
+tree; sessions and eviction decide when::
 
     a sequence --insert--> the device --offload--> leaving it --land--> host memory --leave_host--+
                                ^                       |                                          v
@@ -9,12 +9,12 @@ tree; sessions and eviction say when::
                                +-- restored, from host memory or a store                          |
                                                                          stored, and gone from here <--+
 
-Content that is divisible is parted with its edge. What is whole (a window, a recurrent state) belongs to the
-end of its edge, and an edge that is parted above it has nothing. ``drop`` and ``clear`` forget at once.
+Divisible content is split with its edge. Indivisible content (a window, a recurrent state) belongs to the end
+of its edge, and the upper part of a split edge has none. ``drop`` and ``clear`` discard content immediately.
 
-A long prompt leaves hundreds of snapshots of what is whole. As long as nobody asks for one of them, they are
-``folded``: one edge has the chain of them. What parts there, leaves the device or is evicted is a node of its
-own (``unfold``).
+A long prompt leaves hundreds of snapshots of windows or states. As long as none of them is needed
+individually, they are ``folded``: one edge has a chain of them. Before a conversation diverges there, or one
+of them leaves the device or is evicted, they become nodes of their own (``unfold``).
 """
 
 from __future__ import annotations
@@ -59,19 +59,21 @@ log = logging.getLogger("kvcache")
 
 
 Path = Match[TreeEntry]
-"""How some tokens lead through the tree: found by one walk, and kept up to date by what lengthens it."""
+"""The path of some tokens through the tree: found by one walk, and extended as the tree grows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What may be kept on the device (bytes; None: no limit), in host memory (None: nothing), per tenant."""
+    """The budgets of the device (bytes; None: no limit), of host memory (None: nothing) and of each
+    tenant.
+    """
 
     device: int | None = None
     host: HostTier | None = None
     tenants: Callable[[str], TenantBudget | None] | None = None
 
     def limit(self, part: Callable[[TenantBudget], int | None]) -> Callable[[str], int | None]:
-        """What a tenant may have of one tier; None: no limit."""
+        """The budget of a tenant in one tier; None: no limit."""
         tenants = self.tenants
         return lambda tenant: None if tenants is None else part(tenants(tenant) or TenantBudget())
 
@@ -87,11 +89,11 @@ class PrefixTree:
         store: StoreTier | None,
         worker: OffloadWorker | None,
     ) -> None:
-        """``worker``: copies what leaves the device; None: it is copied by who offloads it."""
+        """``worker`` copies what leaves the device; None: the caller of ``offload`` copies."""
         self.cache, self.store, self.keys, self.worker = cache, store, keys, worker
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()
-        self._backend = cache.backend  # a cache that was closed has left its snapshots there
+        self._backend = cache.backend  # a cache that was closed has copied its snapshots there
         self._by_tenant = budgets.tenants is not None
         self.device: TenantQueue[Node[TreeEntry]] = TenantQueue(
             budgets.device, priority_of, tenant_of, budgets.limit(lambda tenant: tenant.device)
@@ -107,28 +109,28 @@ class PrefixTree:
             else StoreWriter(store, keys.block_size, self.chain, self.divisible, self._to_write)
         )
         self._chains: list[tuple[np.ndarray, Chain]] = []
-        """Tokens and keys of the conversations that were asked for last, the longest of each."""
+        """Tokens and keys of the most recent conversations, the longest of each."""
         self._most = max(8, cache.max_sequences)
-        """How many of them."""
+        """The number of remembered conversations."""
         self.watchers: list[Callable[[Node[TreeEntry]], object]] = []
-        """Called with each node that keeps something else now, or has other children."""
+        """Called with each node whose content or children have changed."""
         self._folded: dict[Node[TreeEntry], None] = {}
-        """The nodes that hold a SnapshotChain, and some that did."""
+        """The nodes that hold a SnapshotChain, and some that used to."""
         self.clock = 0
-        """Counts uses: what tiers hold is ordered by it."""
+        """Counts uses, and orders the content of tiers."""
         self.evicted = 0
-        """Snapshots that went from everywhere."""
+        """Snapshots that were evicted from all tiers."""
         self.over_budget = 0
-        """Times that a tenant had too much in a tier, and lost some of its own there."""
+        """How often a tenant exceeded its budget in a tier and something of it was evicted."""
         self.failed = 0
-        """Of those that went, those that the device did not give to host memory."""
+        """Those of the evicted snapshots that could not be copied from the device to host memory."""
         self._events: BlockEvents | None = None
 
-    # Telling.
+    # Events.
 
     @property
     def events(self) -> BlockEvents | None:
-        """What hears of every change; it is told all that is kept when it is set."""
+        """The listener for every change; when it is set, it receives everything that is kept."""
         return self._events
 
     @events.setter
@@ -154,7 +156,7 @@ class PrefixTree:
     # Finding.
 
     def chain(self, ids: np.ndarray) -> Chain:
-        """The keys of the prefixes of ``ids``. Of a conversation that goes on only new blocks are hashed."""
+        """The keys of the prefixes of ``ids``. For a continued conversation, only new blocks are hashed."""
         like: tuple[np.ndarray, Chain] | None = None
         shared = 0
         for known in self._chains:
@@ -170,7 +172,7 @@ class PrefixTree:
         return chain
 
     def walk(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Path:
-        """How far ``ids`` lead into the tree. ``above``: a node that they are known to lead through."""
+        """The path of ``ids`` through the tree. ``above``: a node that is known to be on it."""
         path = self.radix_tree.match(ids, above)
         if path.inside and is_folded(path.nodes[-1]):
             self.unfold(path.nodes[-1])
@@ -180,7 +182,7 @@ class PrefixTree:
         return path
 
     def along(self, path: Path) -> tuple[int, tuple[Node[TreeEntry], ...]]:
-        """The longest prefix of a path that is kept, and the nodes to restore it from, in order."""
+        """The length of the longest kept prefix of a path, and the nodes to restore it from, in order."""
         if not self.divisible:
             chain = chain_of(path.nodes[:-1] if path.inside else path.nodes)
             return (chain[-1].end if chain else 0), chain
@@ -188,7 +190,7 @@ class PrefixTree:
         return (min(path.length, usable[-1].end) if usable else 0), usable
 
     def beyond(self, ids: np.ndarray, reached: int) -> tuple[int, tuple[Node[TreeEntry], ...]]:
-        """As ``along``, where a sequence has the first ``reached`` tokens of ``ids`` already."""
+        """As ``along``, for a sequence that already has the first ``reached`` tokens of ``ids``."""
         path = self.walk(ids)
         nodes = [node for node in path.nodes if node.end > reached < path.length]
         if not self.divisible:
@@ -198,11 +200,11 @@ class PrefixTree:
     # Using.
 
     def tick(self) -> None:
-        """What is used from here on was used later than all before."""
+        """Advance the clock: further uses count as later than all before."""
         self.clock += 1
 
     def touch(self, path: Path, upto: int | None = None) -> None:
-        """The first ``upto`` tokens of a path (None: all) were used: they go later than all others."""
+        """Mark the first ``upto`` tokens of a path (None: all) as the most recently used."""
         self.tick()
         stop = path.length if upto is None else min(upto, path.length)
         last = next((node for node in reversed(path.nodes) if node.begin < stop), None)
@@ -210,7 +212,7 @@ class PrefixTree:
             self.use(last, whole=last.end <= stop)
 
     def use(self, last: Node[TreeEntry], whole: bool = True) -> None:
-        """Note that a node, or the beginning of its edge, and all that leads to it are used now."""
+        """Mark a node, or the beginning of its edge, and all nodes above it as used now."""
         node: Node[TreeEntry] | None = last
         while node is not None:
             if (entry := node.data) is not None:
@@ -222,7 +224,7 @@ class PrefixTree:
             node, whole = node.parent, True
 
     def grant(self, node: Node[TreeEntry], grants: Grants, rank: int) -> None:
-        """Give a node the priorities that requests ask for, and the one that counts by now."""
+        """Give a node the priorities that requests specify, and the current one."""
         assert node.data is not None
         node.data.grants, node.data.rank = grants, rank
         for tier in (self.device, self.host):
@@ -232,7 +234,9 @@ class PrefixTree:
 
     @contextlib.contextmanager
     def in_use(self, nodes: Iterable[Node[TreeEntry]], restoring: bool = False) -> Iterator[None]:
-        """None of these goes meanwhile as interior; ``restoring``: nor as what was least recently used."""
+        """During the block, none of these is evicted as interior; with ``restoring``, nor as least recently
+        used.
+        """
         entries = [node.data for node in nodes if node.data is not None]
         for entry in entries:
             entry.users += 1
@@ -249,15 +253,15 @@ class PrefixTree:
     def insert(self, seq: int, path: Path, pieces: Sequence[Snapshot] = (), stored: bool = False) -> None:
         """Keep what a sequence holds of a path's tokens; ``stored``: the stores have it too.
 
-        What is divisible is taken from the sequence as far as the tree has nothing of it; ``pieces`` are of
-        what is whole, each with its own end. The path leads to the end of its tokens then.
+        Divisible content is taken from the sequence where the tree has none; ``pieces`` are snapshots of
+        indivisible content, each with its own end. Afterwards the path leads to the end of its tokens.
         """
         salt, own = self.alphabet.tenant_of(path.tokens)
         if self.divisible:
             size = int(path.tokens.size)
             if path.length < size:
                 if self._by_tenant and 0 < own < size:
-                    self.end_at(path, own)  # what is shared does not count for a tenant
+                    self.end_at(path, own)  # shared content does not count for a tenant
                 self.end_at(path, size)
             self._refill(seq, path, stored, salt, own)
         else:
@@ -265,7 +269,7 @@ class PrefixTree:
         self.touch(path)
 
     def _refill(self, seq: int, path: Path, stored: bool, salt: str, own: int) -> None:
-        """Give the nodes of a path what the sequence has of it, where theirs is gone, or goes soon."""
+        """Give the nodes of a path the sequence's content if theirs is gone, or about to go."""
         for node in path.nodes:
             if node.end <= path.length and (node.data is None or node.data.tier in ("none", "writing")):
                 try:
@@ -281,20 +285,22 @@ class PrefixTree:
     def _insert_whole(
         self, path: Path, pieces: Sequence[Snapshot], stored: bool, salt: str, own: int
     ) -> None:
-        """Keep snapshots of what is whole, each at its end; those of a new edge folded, if they may be."""
+        """Keep snapshots of indivisible content, each at its end; those of a new edge are folded if
+        possible.
+        """
         new = [piece for piece in pieces if piece.end > path.length]
         if self._folds(new, path, own):
             pieces = [*pieces[: len(pieces) - len(new)], SnapshotChain(tuple(new))]
         usable, added, nodes = Usable(), 0, path.nodes
         for piece in pieces:
             node = self.end_at(path, piece.end)
-            if path.nodes is not nodes:  # the tree has changed, and the path was walked again
+            if path.nodes is not nodes:  # the tree has changed, so the path was walked again
                 usable, added, nodes = Usable(), 0, path.nodes
             while nodes[added] is not node:
                 usable.add(nodes[added])
                 added += 1
             lost = None
-            if node.data is not None and not usable.add(node):  # what it follows is gone
+            if node.data is not None and not usable.add(node):  # its predecessor is gone
                 lost = node.data
                 self.drop(node)
                 self._walk_again(path)
@@ -312,9 +318,9 @@ class PrefixTree:
             added += 1
 
     def _folds(self, pieces: Sequence[Snapshot], path: Path, own: int) -> bool:
-        """Whether these, all of them behind a path, may be one chain: with one tenant, and for no store.
+        """Whether these snapshots, all after a path, may form one chain: one tenant, and no store.
 
-        They follow one another, which windows alone do not.
+        They must be consecutive, which windows alone are not.
         """
         if len(pieces) < 2 or self.store is not None or pieces[0].begin != path.length:
             return False
@@ -323,7 +329,9 @@ class PrefixTree:
         return all([one.end == other.begin for one, other in itertools.pairwise(pieces)])  # noqa: C419
 
     def unfold(self, *nodes: Node[TreeEntry]) -> None:
-        """Give each snapshot of these a node of its own; none: of all but those that are being restored."""
+        """Give each snapshot of ``nodes`` a node of its own; without arguments, of all nodes except those
+        being restored.
+        """
         for node in nodes or [*self._folded]:
             entry = node.data
             if entry is None or not isinstance(entry.snapshot, SnapshotChain):
@@ -340,7 +348,9 @@ class PrefixTree:
         self.keep_on_device(node, parts[-1])
 
     def end_at(self, path: Path, at: int) -> Node[TreeEntry]:
-        """The node of a path that ends at position ``at``: found, parted from an edge, or added."""
+        """The node of a path that ends at position ``at``: an existing one, one split from an edge, or a new
+        one.
+        """
         if at > path.length:
             if path.inside:
                 self.end_at(path, path.length)
@@ -366,7 +376,9 @@ class PrefixTree:
         path.nodes, path.length = again.nodes, again.length
 
     def _is_leaving(self, node: Node[TreeEntry]) -> bool:
-        """Whether a node was leaving the device; it has now, and the radix tree may have changed."""
+        """If a node is leaving the device, wait until it has left, and return True: the radix tree may have
+        changed.
+        """
         if node.data is None or node.data.leaving is None or self.worker is None:
             return False
         self.worker.drain()
@@ -374,14 +386,14 @@ class PrefixTree:
         return True
 
     def _was_folded(self, node: Node[TreeEntry]) -> bool:
-        """Whether a node was folded; it is not now, and what is to be parted may end there."""
+        """If a node is folded, unfold it, and return True: the tree has changed."""
         folded = is_folded(node)
         if folded:
             self.unfold(node)
         return folded
 
     def split(self, node: Node[TreeEntry], at: int) -> Node[TreeEntry]:
-        """Part an edge; content that is divisible is parted with it."""
+        """Split an edge, and with it its divisible content."""
         entry = node.data
         if entry is None or not self.divisible:
             upper = self.radix_tree.split(node, at)
@@ -392,7 +404,7 @@ class PrefixTree:
         writing = None if entry.writing is None else cut_serialized(entry.writing, at)
         upper = self.radix_tree.split(node, at)
         stored = entry.stored and at % self.keys.block_size == 0
-        upper.data = replace(entry, stored=stored, watched=math.inf)  # what it holds is parted below
+        upper.data = replace(entry, stored=stored, watched=math.inf)  # its content is split below
         upper.data.end_used = entry.used
         entry.begin, entry.used = at, entry.end_used
         if writing is not None and entry.store_write is not None:
@@ -409,7 +421,7 @@ class PrefixTree:
         return upper
 
     def keep_on_device(self, node: Node[TreeEntry], snapshot: Snapshot) -> None:
-        """Keep a snapshot of a node, which may begin before what the tiers below have of it."""
+        """Keep a snapshot of a node; it may begin before the content of the lower tiers."""
         entry = node.data
         assert entry is not None
         entry.snapshot, entry.begin = snapshot, snapshot.begin
@@ -419,7 +431,7 @@ class PrefixTree:
         self._changed(node)
 
     def _off_device(self, node: Node[TreeEntry]) -> None:
-        """Let go of the cells now, whoever else refers to the snapshot."""
+        """Release the cells now, even if others still refer to the snapshot."""
         self.device.discard(node)
         if node.data is not None and node.data.snapshot is not None:
             node.data.snapshot.drop()
@@ -438,14 +450,14 @@ class PrefixTree:
     # From tier to tier.
 
     def offload(self, node: Node[TreeEntry]) -> None:
-        """Move a snapshot from the device to the next tier, or drop it where there is none."""
+        """Move a snapshot from the device to the next tier, or drop it if there is none."""
         if is_folded(node):
             self.unfold(node)
         entry = node.data
         assert entry is not None
         if entry.serialized is None and entry.leaving is None and self._is_wanted(node, entry):
             if entry.writing is not None and entry.store_write is not None and not entry.store_write.parted:
-                self._keep_on_host(node, entry.writing)  # it is in host memory as it is
+                self._keep_on_host(node, entry.writing)  # it is already in host memory
             elif self.worker is not None:
                 self._send(self.worker, node, entry)
             elif (serialized := self._copied_out(entry)) is not None:
@@ -459,9 +471,10 @@ class PrefixTree:
         self.shrink_host()
 
     def absorb(self, node: Node[TreeEntry]) -> bool:
-        """Let an interior node's snapshot go: what follows needs of it the content of every position alone.
+        """Evict an interior node's snapshot; only its divisible content is joined to the next snapshot, which
+        needs it.
 
-        False, and nothing changed, where that cannot be joined with what follows.
+        False, without a change, if that is not possible.
         """
         (child,) = node.children.values()
         entry, below = node.data, child.data
@@ -473,7 +486,7 @@ class PrefixTree:
         if below.begin > entry.begin:
             try:
                 joined = self.cache.join([entry.snapshot, below.snapshot])
-            except Exception:  # no memory for it, or lost with its device: it goes in its turn
+            except Exception:  # no memory for it, or lost with its device: it is evicted in its turn
                 return False
         else:
             entry.snapshot.drop()
@@ -487,7 +500,7 @@ class PrefixTree:
         return True
 
     def _is_wanted(self, node: Node[TreeEntry], entry: TreeEntry) -> bool:
-        """Whether there is a place below the device for what a node holds."""
+        """Whether a lower tier can take a node's content."""
         if self.store is not None and not entry.stored and entry.store_write is None:
             return True
         host, snapshot = self.host, entry.snapshot
@@ -495,32 +508,34 @@ class PrefixTree:
 
     def _send(self, worker: OffloadWorker, node: Node[TreeEntry], entry: TreeEntry) -> None:
         assert entry.snapshot is not None
-        with contextlib.suppress(SequenceLostError):  # a device failure took what it names
+        with contextlib.suppress(SequenceLostError):  # its content was lost in a device failure
             entry.leaving = worker.send(entry.snapshot, node)
             if self.host is not None and self.host.fits(entry.leaving.serialized_nbytes, node):
-                # Counted at once: what goes first then depends on no thread.
+                # Counted immediately, so that eviction order does not depend on threads.
                 self.host.add(node, entry.leaving.serialized_nbytes)
             elif self.store is None:
-                entry.leaving = None  # nobody has room for it; that it is still found depends on no thread
+                entry.leaving = (
+                    None  # no tier has room for it; dropped now, so that results do not depend on threads
+                )
 
     def _write(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
-        """Have the stores, if there are any, take what host memory has no place for."""
+        """Write to the stores, if any, what host memory has no room for."""
         if self.writer is not None:
             self.writer.write(node, serialized)
 
     def patient(self) -> contextlib.AbstractContextManager[None]:
-        """In this block the caller waits for the stores, so that nothing is lost that has to leave."""
+        """In this block the caller waits for the stores, so that nothing is lost."""
         return contextlib.nullcontext() if self.writer is None else self.writer.patient()
 
     def _land(self) -> None:
-        """Take note of what has left the device by now."""
+        """Process the snapshots that have left the device."""
         for job in () if self.worker is None else self.worker.finished():
             node = job.owner
             assert isinstance(node, Node)
             self.failed += job.error is not None
             entry: TreeEntry | None = node.data
             if entry is None or entry.leaving is not job:
-                continue  # forgotten meanwhile
+                continue  # discarded meanwhile
             entry.leaving = None
             if job.serialized is not None:
                 if self.host is not None and node in self.host:
@@ -533,7 +548,7 @@ class PrefixTree:
             self._prune(node)
 
     def shrink_host(self) -> None:
-        """Bring host memory within its budget, and each tenant within its own."""
+        """Evict until host memory and each tenant are within their budgets."""
         if self.host is None:
             return
         while (found := self.host.over()) is not None:
@@ -543,7 +558,7 @@ class PrefixTree:
             self._leave_host(other)
 
     def _copied_out(self, entry: TreeEntry) -> SerializedSnapshot | None:
-        """A snapshot, serialized; None where a device failure took what it names."""
+        """The serialized snapshot; None if it was lost in a device failure."""
         try:
             return None if entry.snapshot is None else serialize(self._backend, entry.snapshot)
         except SequenceLostError:
@@ -556,7 +571,7 @@ class PrefixTree:
         if entry.serialized is not None:
             self._write(node, entry.serialized)
         elif self.store is None or entry.stored:
-            entry.leaving = None  # it goes on its way, and nobody waits for it
+            entry.leaving = None  # it is sent without waiting
         self.host.discard(node)
         entry.serialized = None
         self._changed(node)
@@ -573,12 +588,12 @@ class PrefixTree:
         self._prune(node)
 
     def _prune(self, node: Node[TreeEntry] | None) -> None:
-        """Take out nodes that hold nothing and lead nowhere."""
+        """Remove nodes without content and children."""
         while node is not None and node.parent is not None:
             if node.data is not None:
                 if node.data.present:
                     if not self.divisible:
-                        self._changed(node)  # with other children it may lie inside a conversation
+                        self._changed(node)  # its children have changed, so it may be interior now
                     return
                 self.evicted += not node.data.stored
                 node.data = None
@@ -594,7 +609,7 @@ class PrefixTree:
             node = parent
 
     def clear(self) -> None:
-        """Forget all that is kept on the device and in host memory, and what waits to be written."""
+        """Discard everything on the device and in host memory, and everything waiting to be written."""
         gone = list(self.radix_tree)
         for node in gone:
             self._off_device(node)
@@ -607,23 +622,23 @@ class PrefixTree:
             self.worker.drain()
         if self.store is not None:
             self.store.writes.cancel()
-        self.settle()  # what was under way is nobody's
+        self.settle()  # what was in transit belongs to nobody
         if self.writer is not None:
             self.writer.behind = False
         if self._events is not None and self.store is None:
             self._events.cleared()
         self.tell()
         for node in gone:
-            node.parent = None  # no session is to go on from it
+            node.parent = None  # no session may continue from it
             for watch in self.watchers:
                 watch(node)
 
     # Stores.
 
     def flush(self) -> None:
-        """Write all that is kept to the stores, and wait until it is there; with no store, nothing.
+        """Write everything that is kept to the stores and wait for it; no effect without stores.
 
-        What they have evicted meanwhile is written again, and one that is in an outage is asked again.
+        Entries that stores have evicted are written again, and a store in an outage is called again.
         """
         self.drain()
         if self.store is not None and self.writer is not None:
@@ -638,16 +653,16 @@ class PrefixTree:
         self.drain()
 
     def write_through(self, limit: float = math.inf) -> bool:
-        """As ``StoreWriter.write_all``, of all that is kept; False with no store."""
+        """``StoreWriter.write_all`` for everything that is kept; False without stores."""
         return self.writer is not None and self.writer.write_all(self.radix_tree, limit)
 
     def write_on(self, ids: np.ndarray) -> None:
-        """As ``StoreWriter.write_on``, of what is kept of ``ids``; with no store, nothing."""
+        """``StoreWriter.write_on`` for what is kept of ``ids``; no effect without stores."""
         if self.writer is not None:
             self.writer.write_on(self.walk(ids).nodes, self.radix_tree)
 
     def _to_write(self, entry: TreeEntry) -> SerializedSnapshot | None:
-        """What a node holds, serialized; None, which is told, where there is no memory for that."""
+        """A node's content, serialized; None, which is logged, if there is no memory for it."""
         try:
             return entry.serialized or self._copied_out(entry)
         except Exception:
@@ -657,12 +672,12 @@ class PrefixTree:
 
     @property
     def unwritten(self) -> int:
-        """Bytes that are kept and that no store has, where there are stores."""
+        """Bytes that are kept but that no store has, if there are stores."""
         kept = (node.data for node in self.radix_tree) if self.store is not None else ()
         return sum(entry.nbytes for entry in kept if entry and not entry.stored and entry.store_write is None)
 
     def drain(self) -> None:
-        """Wait until nothing is under way, from the device or to the stores."""
+        """Wait until all transfers from the device and to the stores have finished."""
         if self.worker is not None:
             self.worker.drain()
             with self.patient():
@@ -672,13 +687,13 @@ class PrefixTree:
             self.settle()
 
     def settle(self) -> None:
-        """Take note of what has left the device, and of what the stores have by now."""
+        """Process the snapshots that have left the device, and those that the stores now have."""
         self._land()
         self.shrink_host()
         for store_write in () if self.store is None else self.store.writes.finished():
             assert self.writer is not None
             for node in self.writer.finish(store_write):
                 self._changed(node)
-                self.tell()  # before the node goes, which only the stores have now
+                self.tell()  # before the node is removed, as only the stores have it now
                 self._prune(node)
         self.tell()

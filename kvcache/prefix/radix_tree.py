@@ -1,7 +1,7 @@
-"""A compressed radix tree over token ids: which conversations begin alike, and where they part.
+"""A compressed radix tree over token ids: which conversations share a prefix, and where they diverge.
 
-After the prefix trees of RadixAttention (SGLang) and of Ollama's x/mlxrunner. An edge holds a run of
-tokens, so that a walk costs a comparison of arrays and not one step per token::
+After the prefix trees of RadixAttention (SGLang) and of Ollama's x/mlxrunner. An edge holds a run of tokens,
+so that a walk compares arrays instead of taking a step per token::
 
     root -- "You are a helpful assistant. " --+-- "Tell me of Noah."
                                               +-- "Tell me of Moses." -- " And then?"
@@ -24,7 +24,7 @@ D = TypeVar("D")
 
 
 class Node(Generic[D]):
-    """An edge and the point it leads to: ``tokens`` from the parent's ``end`` up to this ``end``."""
+    """An edge and its end point: ``tokens`` from the parent's ``end`` up to this ``end``."""
 
     __slots__ = ("__weakref__", "children", "data", "end", "parent", "tokens")
 
@@ -40,7 +40,7 @@ class Node(Generic[D]):
         return self.end - int(self.tokens.size)
 
     def path(self, above: Node[D] | None = None) -> list[Node[D]]:
-        """From below ``above``, or else the root, down to here."""
+        """The nodes from below ``above`` (None: the root) down to this one."""
         found: list[Node[D]] = []
         node: Node[D] | None = self
         while node is not None and node is not above and node.parent is not None:
@@ -63,9 +63,9 @@ class Node(Generic[D]):
 
 
 class Match(Generic[D]):
-    """How far a run of ``tokens`` goes into the radix tree.
+    """How far a run of ``tokens`` matches the radix tree.
 
-    ``nodes`` are those on the way, the last one possibly left in its middle; ``length`` tokens agree.
+    ``nodes`` are the matched nodes, the last one possibly only in part; ``length`` tokens match.
     """
 
     __slots__ = ("length", "nodes", "tokens")
@@ -80,7 +80,7 @@ class Match(Generic[D]):
 
 
 class RadixTree(Generic[D]):
-    """Nodes by their tokens. ``data`` is the owner's; the radix tree never looks at it."""
+    """Nodes by their tokens. ``data`` belongs to the owner; the radix tree never inspects it."""
 
     def __init__(self) -> None:
         self.root: Node[D] = Node(None, np.zeros(0, dtype=np.int64))
@@ -92,14 +92,15 @@ class RadixTree(Generic[D]):
         return sum(1 for _ in self)
 
     def match(self, tokens: Tokens, above: Node[D] | None = None) -> Match[D]:
-        """The longest prefix of ``tokens`` that the radix tree has, and the nodes on the way.
+        """The longest prefix of ``tokens`` in the radix tree, and the matched nodes.
 
-        ``above``: a node whose tokens they are known to begin with; the nodes are those below it.
+        ``above``: a node whose tokens are known to be a prefix of ``tokens``; only nodes below it are
+        returned.
         """
         nodes: list[Node[D]] = []
         node = self.root if above is None else above
         start, size, item = node.end, int(tokens.size), tokens.item
-        # By the first token of each edge alone; then all that they have is compared at once.
+        # Follow edges by their first tokens only, then compare all their tokens at once.
         while node.end < size and (child := node.children.get(item(node.end))) is not None:
             nodes.append(child)
             node = child
@@ -120,11 +121,11 @@ class RadixTree(Generic[D]):
         return child
 
     def split(self, node: Node[D], at: int) -> Node[D]:
-        """Part an edge at position ``at``, strictly inside it; the new upper node has no data yet."""
+        """Split an edge at position ``at``, strictly inside it; the new upper node has no data yet."""
         return self.part(node, [at])[0]
 
     def part(self, node: Node[D], ends: Sequence[int]) -> list[Node[D]]:
-        """As ``split``, at several positions, ascending: the new nodes that end there."""
+        """``split`` at several positions, ascending; returns the new nodes that end there."""
         above, begin, tokens = node.parent, node.begin, node.tokens
         for before, at in itertools.pairwise([begin, *ends]):
             if above is None or not before < at < node.end:
@@ -141,14 +142,14 @@ class RadixTree(Generic[D]):
         return uppers
 
     def remove(self, node: Node[D]) -> None:
-        """Take out a node and all below it."""
+        """Remove a node and everything below it."""
         if node.parent is None:
             raise ValueError("remove: the root stays")
         del node.parent.children[int(node.tokens[0])]
         node.parent = None
 
     def join(self, node: Node[D]) -> Node[D]:
-        """Join a node with its only child, which takes the place of both; returns the child."""
+        """Join a node with its only child, which replaces both; returns the child."""
         (child,) = node.children.values()
         if node.parent is None:
             raise ValueError("join: the root stays")
@@ -160,7 +161,7 @@ class RadixTree(Generic[D]):
 
 
 def common_length(one: Tokens, other: Tokens) -> int:
-    """How many tokens agree from the first on."""
+    """The number of equal tokens at the beginning."""
     size = min(one.size, other.size)
     differ = one[:size] != other[:size]
     at = int(differ.argmax()) if size else 0

@@ -1,4 +1,4 @@
-"""How long what a request computed is to be kept: priorities of token ranges, which may end.
+"""How long the tokens of a request are kept: priorities of token ranges, which may expire.
 
 After TensorRT-LLM's KvCacheRetentionConfig.
 """
@@ -20,17 +20,17 @@ __all__ = [
 
 DEFAULT_PRIORITY = 35
 Grants = tuple[tuple[int, float], ...]
-"""(priority, until when), the highest first: what requests asked for. The first that has not ended counts."""
+"""(priority, expiry), highest first, as requested. The first one that has not expired counts."""
 DEFAULT: Grants = ((DEFAULT_PRIORITY, math.inf),)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens ``[begin, end)`` of a conversation go in the order of ``priority`` (0 to 100): the lowest first.
+    """Tokens ``[begin, end)`` of a conversation are evicted by ``priority`` (0 to 100), the lowest first.
 
-    ``end`` None: to the end, the answer included. ``duration`` in seconds from when the request ends; after
-    that, the default of 35 holds. None: for good, as all must that are below the default. Raises
-    InvalidRangeError for what is out of range.
+    ``end`` None: to the end, including the answer. ``duration`` is in seconds from the end of the request;
+    after that, the default priority of 35 applies. None: permanently, which is required below the default.
+    Raises InvalidRangeError for values out of range.
     """
 
     begin: int = 0
@@ -66,7 +66,13 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The ranges of one request, at most 64, none of which overlap; other tokens have the default."""
+    """The ranges of one request: at most 64, without overlap. Other tokens have the default priority.
+
+    >>> from kvcache import Retention, TokenRange
+    >>> system = TokenRange(0, 120, priority=90)                     # keep the system prompt longest
+    >>> document = TokenRange(120, 4000, priority=60, duration=600)  # and the document for ten minutes
+    >>> retention = Retention([system, document])                    # for prefix.begin(..., retention=)
+    """
 
     ranges: Sequence[TokenRange] = ()
 
@@ -87,7 +93,7 @@ class Retention:
         return sorted({at for each in self.ranges for at in (each.begin, each.end) if at})
 
     def grants(self, begin: int, end: int, now: float) -> Grants:
-        """What the tokens ``[begin, end)`` are granted; of several ranges, what each of them is."""
+        """The priorities of the tokens ``[begin, end)``; those of each range that contains some of them."""
         granted: Grants = ()
         covered = 0
         for each in self.ranges:
@@ -107,7 +113,7 @@ def check_retention(retention: object) -> None:
 
 
 def merged(one: Grants, other: Grants) -> Grants:
-    """Both, highest first, without those that another one outdoes for as long."""
+    """Both lists, highest first, without priorities that a higher one outlasts."""
     grants: list[tuple[int, float]] = []
     for priority, until in sorted({*one, *other}, reverse=True):
         if not grants or until > grants[-1][1]:

@@ -1,7 +1,7 @@
-"""Conversations in a cache: their tokens, what is evaluated of them, and what is sure of that.
+"""Conversations in a cache: their tokens, and which of them have certainly been evaluated.
 
-A session is one conversation; OpenSessions is what they have in common: which sequence each has, and what is
-kept of it for others.
+A Session is one conversation; OpenSessions manages all of them: the sequence of each, and what is kept of it
+for others.
 """
 
 from __future__ import annotations
@@ -50,32 +50,34 @@ Tokens = Sequence[int | bytes] | np.ndarray
 
 
 class SessionLimitError(KVCacheError):
-    """As many sessions are open as the cache has sequences."""
+    """All sequences of the cache are used by open sessions."""
 
 
 class SessionReplacedError(KVCacheError):
-    """``copy_prefix`` replaced what the sequence of an open session held, behind the session's back."""
+    """``copy_prefix`` was called on the cache directly and replaced the sequence of an open session."""
 
 
 @dataclass(slots=True, repr=False)
 class PrefixStats:
-    """What was asked for and where it came from, in tokens, since the start.
+    """Prompt tokens since the start, and where they came from.
 
-    Of what was found here, ranks may agree to reuse less: the engine's ``Statistics.reused_tokens``.
+    Ranks may agree to reuse fewer tokens than counted here: see the engine's ``Statistics.reused_tokens``.
     """
 
     sessions: int = 0
     tokens: int = 0
-    """Tokens of all prompts."""
+    """The tokens of all prompts."""
     live: int = 0
-    """Shared with a session that was open."""
+    """Tokens shared with an open session."""
     device: int = 0
     host: int = 0
     store: int = 0
     skipped: int = 0
-    """Snapshots that were due inside a batch of a model with recurrent layers, which delivered no states."""
+    """Snapshots that could not be taken because they were due inside a batch of a model with recurrent layers
+    that does not deliver states.
+    """
     spared: int = 0
-    """Tokens that stores were not asked for, since computing them is faster (``BreakEven``)."""
+    """Tokens for which stores were not asked, because computing them is faster (``BreakEven``)."""
 
     def __repr__(self) -> str:
         parts = {name: getattr(self, name) for name in ("live", "device", "host", "store")}
@@ -87,11 +89,11 @@ class PrefixStats:
 
     @property
     def reused(self) -> int:
-        """Tokens of prompts that were not computed again."""
+        """Prompt tokens that were not computed again."""
         return self.live + self.device + self.host + self.store
 
     def add(self, tokens: int, origins: Mapping[str, int]) -> None:
-        """Count a session of ``tokens``, of which so many came from each of ``origins``."""
+        """Count a session of ``tokens`` tokens, with the number from each of ``origins``."""
         self.sessions += 1
         self.tokens += tokens
         for origin, count in origins.items():
@@ -99,7 +101,9 @@ class PrefixStats:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing meanwhile: of a session that no prompt asks for, as to save what is kept."""
+        """Suspend counting, for sessions that do not serve a prompt, such as those that save a
+        conversation.
+        """
         before = asdict(self)
         try:
             yield
@@ -110,16 +114,16 @@ class PrefixStats:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How a session came by the beginning of its prompt; seconds of searching and restoring are summed."""
+    """How a session got the prefix of its prompt; times of searching and restoring are sums."""
 
     began: float
-    """By ``time.monotonic``."""
+    """The start time, from ``time.monotonic``."""
     match_seconds: float
-    """To find the longest prefix: in the cache, in host memory, and by a question to the stores."""
+    """The time to find the longest prefix in the cache, in host memory and in the stores."""
     restore_seconds: float
-    """To bring it into the sequence: shared, copied, or read from a store."""
+    """The time to bring it into the sequence, by sharing, copying or reading from a store."""
     origins: Mapping[str, int]
-    """Tokens by where they came from, as PrefixStats names them."""
+    """Tokens by origin, named as in PrefixStats."""
 
 
 class Session:
@@ -139,7 +143,7 @@ class Session:
     def __init__(
         self, owner: OpenSessions, seq: int, tokens: np.ndarray, cached: int, tenant: Tenant = EVERYONE
     ) -> None:
-        """``owner``: the sessions that share the cache with it."""
+        """``owner``: the sessions of the same cache."""
         self._owner = owner
         self._calls = owner.calls
         self._alphabet = owner.alphabet
@@ -150,26 +154,27 @@ class Session:
         self._more: list[int | bytes] = []
         self._prompt = int(tokens.size)
         self.kept = cached
-        """Up to here others have it too: what was shared at first, and what ``keep`` left."""
+        """Up to here its content is available to others: the shared prefix, and what ``keep`` has added."""
         self.following = contextlib.ExitStack()
-        """Keeps what its next snapshot follows where it is."""
+        """Keeps the predecessor of its next snapshot from being evicted."""
         self.point: Node[TreeEntry] | None = None
-        """The last node that what is kept of it leads through, or did."""
+        """The last known node on the path of its kept content."""
         self.complete: Callable[[], int] | None = None
-        """Tells how many tokens all layers of a runtime have had: the cache knows of no layer that has stored
-        nothing yet. None: as many as the cache says."""
+        """Returns how many tokens all layers of a runtime have seen, since the cache does not know layers
+        that have stored nothing yet. None: use the cache's number.
+        """
         self._sure = cached
         self._certain: int | None = None
         self._replaced = False
         self.closed = False
         self.stale = False
-        """Whether all that is kept was forgotten since it began: what it holds is of no use to others."""
+        """Whether everything kept was discarded since it began, so that its content must not be shared."""
         self.spared = 0
-        """Tokens that stores were not asked for at its begin, since computing them is faster."""
+        """Tokens for which stores were not asked at ``begin``, because computing them is faster."""
         self.retention: Retention | None = None
-        """How long what is kept of it stays; it counts when the session closes."""
+        """How long its kept content stays; it takes effect when the session closes."""
         self.lookup: Lookup | None = None
-        """How it came by its first ``cached`` tokens, and how long that took."""
+        """How it got its first ``cached`` tokens, and how long that took."""
 
     def __repr__(self) -> str:
         count = self._tokens.size + len(self._more)
@@ -178,7 +183,7 @@ class Session:
 
     @property
     def tokens(self) -> list[int | bytes]:
-        """The prompt, and all that was added."""
+        """The prompt and all tokens that were added."""
         return [*self._alphabet.decode(self._tokens), *self._more]
 
     @property
@@ -187,10 +192,10 @@ class Session:
         return self._alphabet.decode(self._tokens[self.cached : self._prompt])
 
     def chunks(self, size: int) -> Iterator[list[int | bytes]]:
-        """``remaining`` in parts of at most ``size``, which end where a snapshot is due.
+        """``remaining`` in parts of at most ``size`` tokens that end where snapshots are due.
 
-        Only a model with recurrent layers that does not deliver the states inside a batch needs the parts to
-        end there; without it, positions in the middle are resumed from an earlier one.
+        This matters only for models with recurrent layers that do not deliver states inside a batch: if a
+        batch does not end there, prompts that diverge there resume from an earlier position.
         """
         check_whole("chunks", "size", size, least=1)
         at = self.cached
@@ -211,7 +216,7 @@ class Session:
 
     @one_thread
     def extend(self, tokens: Tokens) -> None:
-        """Add tokens behind the prompt: those that were generated, or a further turn."""
+        """Add tokens after the prompt: generated ones, or a further turn."""
         self._check("extend")
         more = self._alphabet.decode(self._alphabet.encode(tokens))
         self._evaluated()
@@ -219,12 +224,13 @@ class Session:
 
     @one_thread
     def rewind(self, length: int) -> int:
-        """Forget the tokens from ``length`` on, and what the cache holds of them; returns ``cached``.
+        """Remove the tokens from ``length`` on, also from the cache; returns ``cached``.
 
-        ``cached`` is ``length`` then, or less where that is not evaluated or the cache cannot go on from
-        there (a window or a recurrent state is that of one position): then it is the nearest position that
-        the cache or a snapshot of this conversation has, and ``remaining`` has the tokens up to ``length``
-        that are to be evaluated again. InvalidRangeError for a length that the session lacks.
+        ``cached`` becomes ``length``, or less if that position has not been evaluated or the cache cannot
+        continue from it (a window or a recurrent state belongs to one position). Then it is the nearest
+        position that the cache or a snapshot of this conversation has, and ``remaining`` has the tokens up to
+        ``length`` that must be evaluated again. Raises InvalidRangeError if ``length`` exceeds the session's
+        tokens.
         """
         self._check_open("rewind")
         tokens = self.encoded()
@@ -238,7 +244,7 @@ class Session:
         return self.cached
 
     def above(self, size: int) -> Node[TreeEntry] | None:
-        """A node that its first ``size`` tokens lead through, for short walks; None: the root."""
+        """A node on the path of its first ``size`` tokens, to shorten walks; None: the root."""
         point = self.point
         if point is None or point.parent is None or point.end > min(self.kept, size):
             return None
@@ -246,21 +252,22 @@ class Session:
 
     @one_thread
     def keep(self) -> None:
-        """Let others start from the snapshots that were taken so far; the session goes on.
+        """Make the snapshots taken so far available to other sessions; this session continues.
 
-        Divisible content needs none: other sessions share it with this one as it is.
+        Divisible content does not need this: other sessions can share it directly.
         """
         self._check("keep")
         self._owner.keep(self)
 
     @one_thread
     def snapshots(self, inside: int | None = None) -> list[Snapshot]:
-        """What it holds, to be saved and given to ``PrefixCache.adopt``: snapshots that follow one another.
+        """Its content as consecutive snapshots, to be saved and passed to ``PrefixCache.adopt``.
 
-        Of full attention, one. A window or a state is that of one position: the last snapshot has those of
-        the end, and the ones before it those of positions at which other prompts may leave. ``inside`` limits
-        the bytes of these windows and states (None: as many as all else has; 0: none). Those go first between
-        whose neighbours the fewest tokens lie, and their tokens are in the next snapshot.
+        Full attention has one snapshot. A window or a state belongs to one position: the last snapshot has
+        those of the end, and earlier snapshots those of positions at which other prompts may diverge.
+        ``inside`` limits the bytes of these windows and states (None: as many as everything else has; 0:
+        none). Those with the closest neighbours are left out first, and their tokens become part of the next
+        snapshot.
         """
         self._check("snapshots")
         if inside is not None:
@@ -268,11 +275,11 @@ class Session:
         return self._owner.snapshots(self, inside)
 
     def close(self, keep: bool = True) -> None:
-        """End the session. What the cache holds of it is kept for others, unless ``keep`` is False.
+        """End the session. Its content in the cache is kept for others unless ``keep`` is False.
 
-        Tokens that were added and not evaluated are forgotten, and those of a pass that put only some
-        layers, as one that failed. A second close does nothing. Left by an exception, as a context manager,
-        it keeps what was evaluated before the last ``extend`` or part of ``chunks``.
+        Tokens that were added but not evaluated are discarded, and so are those of an incomplete pass, such
+        as one that failed. A second call has no effect. As a context manager, after an exception, it keeps
+        what was evaluated before the last ``extend`` or part of ``chunks``.
         """
         self._close(keep)
 
@@ -283,16 +290,16 @@ class Session:
             self._owner.end(self, keep, upto)
 
     def _evaluated(self) -> None:
-        """The caller goes on: what it evaluated is whole."""
+        """The caller continues, so what it has evaluated is complete."""
         self._sure = self._held()
 
     def _held(self) -> int:
-        """How many tokens are in the cache, in all layers."""
+        """The number of tokens that all layers have in the cache."""
         evaluated = self._owner.computed(self.seq)
         return evaluated if self.complete is None else min(evaluated, self.complete())
 
     def undo(self, take_back: Callable[[], object]) -> None:
-        """Have a runtime take back a pass that failed, whose tokens it may evaluate again and keep."""
+        """Let a runtime undo a failed pass, whose tokens may be evaluated again and kept."""
         self._notice()
         take_back()
         self._owner.rolled_back(self.seq)
@@ -300,11 +307,11 @@ class Session:
         self._sure, self.kept = min(self._sure, evaluated), min(self.kept, evaluated)
 
     def replaced(self) -> None:
-        """The sequence holds other tokens now than the session's, or none."""
+        """Mark that the sequence no longer holds the session's tokens."""
         self._replaced, self._certain = True, 0
 
     def _notice(self) -> None:
-        """Take note of what was removed from the cache since the last time."""
+        """Process what was removed from the cache since the last call."""
         low = self._owner.rolled_back(self.seq)
         self._replaced = self._replaced or low == REPLACED
         if low is not None and low < self._tokens.size + len(self._more):
@@ -325,14 +332,14 @@ class Session:
             raise ClosedError(f"{op}: the session is closed")
 
     def computed(self) -> np.ndarray:
-        """The tokens that the cache holds K and V of, as far as that is certain."""
+        """The tokens whose K and V the cache certainly holds."""
         self._notice()
         tokens = self.encoded()
         size = min(int(tokens.size), self._held())
         return tokens[: size if self._certain is None else min(size, self._certain)]
 
     def encoded(self) -> np.ndarray:
-        """All tokens, as the radix tree has them."""
+        """All tokens, encoded as in the radix tree."""
         if self._more:
             more = self._alphabet.encode(self._more, self.tenant, int(self._tokens.size))
             self._tokens, self._more = np.concatenate((self._tokens, more)), []
@@ -350,8 +357,8 @@ class Session:
 class OpenSessions:
     """Begins sessions in free sequences of the cache of ``tree``, rewinds and ends them.
 
-    ``interval`` is how far apart snapshots of content that is whole are taken in a prompt.
-    ``write_through``: what a session leaves is handed to the stores when it ends.
+    ``interval`` is the distance between snapshots of windows and states in a prompt. ``write_through``: what
+    a session leaves is submitted to the stores when it ends.
     """
 
     def __init__(
@@ -365,20 +372,20 @@ class OpenSessions:
     ) -> None:
         self.alphabet = tree.alphabet
         self.sessions: dict[int, Session] = {}
-        """By sequence."""
+        """The open sessions by sequence."""
         self.free = list(range(tree.cache.max_sequences))
         self.matcher = PrefixMatcher(tree, self.sessions, lookup)
         self._lookup = lookup
         self._cache, self._tree, self._evictor = tree.cache, tree, evictor
         self._interval, self._stats, self._write_through = interval, stats, write_through
         self.calls = threading.RLock()
-        """Held by the thread that is in a call of the PrefixCache, or of a session."""
+        """Held by the thread that is in a call of the PrefixCache or of a session."""
         self.foreign_pass: Callable[[], bool | None] = getattr(tree.cache, "foreign_pass", lambda: False)
-        """Whether another thread is in the middle of a pass of the cache, if that tells."""
+        """Whether another thread is in the middle of a pass of the cache, if the cache can tell."""
 
     def begin(self, ids: np.ndarray, tenant: Tenant = EVERYONE) -> Session:
-        """A session over ``ids`` in a free sequence, which holds the longest prefix that can be had."""
-        seq = min(self.free)  # which depends on nothing but the ones that are in use
+        """A session over ``ids`` in a free sequence, which holds the longest available prefix."""
+        seq = min(self.free)  # deterministic, given the sequences in use
         began = time.monotonic()
         try:
             with self._evictor.within_budgets():
@@ -399,10 +406,10 @@ class OpenSessions:
         return session
 
     def _fill(self, seq: int, ids: np.ndarray) -> int:
-        """Have the sequence hold the longest prefix that can be had; returns its length.
+        """Make the sequence hold the longest available prefix; returns its length.
 
-        What is kept lacks a layer that was first put after that: all of it goes, as it does for a prefix
-        whose first pass failed before its last layer.
+        If the kept content lacks a layer that was first put later, all of it is discarded; this happens if a
+        first pass failed before its last layer.
         """
         cached = self.matcher.fill(seq, ids)
         if cached and self.computed(seq) < cached:
@@ -415,32 +422,34 @@ class OpenSessions:
         return cached
 
     def forget_items(self) -> None:
-        """Let the alphabet forget what neither an open session nor the tree has."""
+        """Make the alphabet forget items that neither an open session nor the tree has."""
         if self.alphabet.crowded:
             nodes = (node.tokens for node in self._tree.radix_tree)
             self.alphabet.forget([*nodes, *(session.encoded() for session in self.sessions.values())])
 
     def computed(self, seq: int) -> int:
-        """How many tokens of a sequence are evaluated, in all layers."""
+        """How many tokens of a sequence have been evaluated in all layers."""
         return computed(self._cache, seq)
 
     def next_snapshot(self, seq: int) -> int | None:
-        """Where a batch of the sequence should end, for the sake of a snapshot; None: anywhere."""
+        """Where a batch of the sequence should end for a snapshot; None: anywhere."""
         return self._cache.next_snapshot(seq)
 
     def _schedule(self, seq: int, ids: np.ndarray, cached: int, parted: int) -> None:
-        """Snapshots of whole content; ``parted`` is where the prompt leaves what is kept."""
+        """Schedule snapshots of indivisible content; ``parted`` is where the prompt diverges from what is
+        kept.
+        """
         if self._tree.divisible:
             return
         others = (other.encoded() for other in self.sessions.values())
-        # Of those at intervals none that would go as soon as it is kept.
+        # At intervals, but none that would be evicted immediately.
         interval = max(self._interval, int(min(self._evictor.gap / 2, ids.size)) + 1)
         positions = positions_due(ids, cached, interval, parted, others)
         if positions:
             self._cache.schedule_snapshots(seq, positions)
 
     def keep(self, session: Session) -> None:
-        """Let others start from the snapshots that were taken of an open session."""
+        """Make the snapshots taken of an open session available to others."""
         seq, ids = session.seq, session.computed()
         if self._tree.divisible or session.stale:
             return
@@ -472,7 +481,7 @@ class OpenSessions:
         return [group[0] if len(group) == 1 else cache.join(group) for group in groups]
 
     def _follow(self, session: Session, path: Path) -> None:
-        """What the next snapshot of a session follows stays where it is, as long as the session does."""
+        """Keep the predecessor of a session's next snapshot in place as long as the session is open."""
         session.following.close()
         before = (node for node in reversed(path.nodes) if node.end <= session.kept)
         session.point = next((node for node in before if node.parent is not None), None)
@@ -482,29 +491,31 @@ class OpenSessions:
             session.following.enter_context(self._tree.in_use([session.point]))
 
     def _insert(self, session: Session, path: Path, pieces: Sequence[Snapshot]) -> None:
-        """Keep what a session holds of a path, for as long as it asks for."""
+        """Keep what a session holds of a path, with the retention that it requests."""
         known = path.length
         self._tree.insert(session.seq, path, pieces)
         self._evictor.retainer.retain(path, known, session.retention)
 
     def _pieces(self, session: Session, path: Path) -> list[Snapshot]:
-        """Snapshots of what is whole, which follow one another from what is kept of the session on."""
+        """Consecutive snapshots of indivisible content, after what is already kept of the session."""
         if self._tree.divisible:
             return []
         size, begin = int(path.tokens.size), session.kept
         taken = [piece for piece in self._cache.take_snapshots(session.seq) if piece.end <= size]
-        if begin and self._tree.along(path)[0] < begin:  # what they would follow was evicted since
+        if begin and self._tree.along(path)[0] < begin:  # their predecessor was evicted meanwhile
             taken, begin = [piece for piece in taken if not piece.begin], 0
         begin = taken[-1].end if taken else begin
         if begin < size:
-            with contextlib.suppress(NotSupportedError):  # a window or a state that was rolled back is gone
+            with contextlib.suppress(
+                NotSupportedError
+            ):  # a window or a state that was rolled back no longer exists
                 taken.append(self._cache.snapshot(session.seq, begin, size))
         return taken
 
     def _note_skipped(self, seq: int, size: int) -> None:
-        """Count what could not be taken of the first ``size`` tokens, and say so the first time.
+        """Count the snapshots of the first ``size`` tokens that could not be taken, and log the first time.
 
-        Behind them the sequence was cut, as by a context shift, and nothing is kept.
+        After these tokens the sequence was cut, for example by a context shift, and nothing is kept.
         """
         skipped = [end for end in self._cache.skipped_snapshots(seq) if end <= size]
         if skipped and not self._stats.skipped:
@@ -519,7 +530,7 @@ class OpenSessions:
         self._stats.skipped += len(skipped)
 
     def end(self, session: Session, keep: bool, upto: int | None) -> None:
-        """Free the sequence; with ``keep`` what it holds of the first ``upto`` tokens stays for others."""
+        """Free the sequence; with ``keep``, its content of the first ``upto`` tokens is kept for others."""
         seq, ids = session.seq, None
         with self._evictor.within_budgets():
             try:
@@ -534,7 +545,7 @@ class OpenSessions:
             finally:
                 session.following.close()
                 del self.sessions[seq]
-                self.free.append(seq)  # emptied now, or when it is used next
+                self.free.append(seq)  # emptied now or on its next use
                 self._cache.cancel_snapshots(seq)
                 self._cache.remove(seq, 0)
                 if not self.sessions:
@@ -544,16 +555,19 @@ class OpenSessions:
             self._tree.write_on(ids)
 
     def clear(self) -> None:
-        """Forget all that is kept. What open sessions hold by now is theirs, and nobody else's any more."""
+        """Discard everything that is kept. The content of open sessions stays theirs and is no longer
+        shared.
+        """
         self._tree.clear()
         self._evictor.gap = 0.0
         for session in self.sessions.values():
             session.stale = True
 
     def rewind(self, session: Session, ids: np.ndarray, trusted: int) -> int:
-        """Make the sequence hold ``ids``, or what it can go on from; returns where.
+        """Make the sequence hold ``ids``, or a prefix from which it can continue; returns the length.
 
-        Up to ``trusted`` it holds them. A snapshot that reaches further than the cache itself is restored.
+        It is known to hold them up to ``trusted``. A snapshot that reaches further than the cache itself is
+        restored.
         """
         seq = session.seq
         point = self._cache.resume_point(seq, min(trusted, self.computed(seq)))
@@ -564,7 +578,7 @@ class OpenSessions:
             if length > point:
                 try:
                     reached = self._restore_nearest(seq, path, Source(length, nodes=nodes))
-                except BaseException:  # it holds neither what it did nor what is asked for
+                except BaseException:  # it holds neither the old nor the requested content
                     session.replaced()
                     self._cache.remove(seq, 0)
                     raise
@@ -577,7 +591,7 @@ class OpenSessions:
         return point
 
     def _restore_nearest(self, seq: int, path: Path, source: Source) -> int:
-        """Restore along nodes; where one fails, along those that are left. Returns how far that went."""
+        """Restore along nodes; if one fails, along those before it. Returns the length restored."""
         self._cache.cancel_snapshots(seq)
         with self._evictor.within_budgets():
             try:
@@ -585,7 +599,7 @@ class OpenSessions:
                     path = self._tree.walk(path.tokens)
                     length, nodes = self._tree.along(path)
                     source = Source(length, nodes=nodes)
-            except CacheFullError:  # others hold the cells: there is nothing left to go on from
+            except CacheFullError:  # others hold the cells, so there is nothing left to continue from
                 self._cache.remove(seq, 0)
                 source = Source()
             self._tree.touch(path, source.length)
@@ -593,12 +607,12 @@ class OpenSessions:
         return source.length
 
     def rolled_back(self, seq: int) -> int | None:
-        """The lowest position that was taken out of the cache since the last call."""
+        """The lowest position removed from the cache since the last call."""
         return self._cache.rolled_back(seq)
 
 
 def thinned(pieces: Sequence[Snapshot], inside: int | None) -> list[list[Snapshot]]:
-    """Snapshots that follow one another, by those that are to be joined, whose last one alone counts.
+    """Consecutive snapshots in groups to be joined, of which only the last window or state is kept.
 
     The windows and states of all but the last one have at most ``inside`` bytes then.
     """

@@ -1,4 +1,4 @@
-"""What nodes of the radix tree hold, cut into a store's entries and handed to the thread that writes them."""
+"""Splits the content of radix tree nodes into store entries, and submits them to the writing thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("kvcache")
 
 
 class StoreWriter:
-    """Content that is ``divisible`` has an entry for each block; what is whole has one of its own."""
+    """Writes nodes to stores: ``divisible`` content has an entry per block, indivisible content one entry."""
 
     def __init__(
         self,
@@ -31,21 +31,23 @@ class StoreWriter:
         divisible: bool,
         serialized: Callable[[TreeEntry], SerializedSnapshot | None],
     ) -> None:
-        """``chain``: the keys of some tokens. ``serialized``: what an entry has, None if it cannot be had."""
+        """``chain`` returns the keys of tokens, ``serialized`` the content of an entry, or None if it is
+        unavailable.
+        """
         self._store, self._size, self._keys_of, self._divisible = store, block_size, chain, divisible
         self._serialized = serialized
         self._round = 0
-        """Counts the times that ``write_all`` has gone through all."""
+        """The number of complete rounds of ``write_all``."""
         self.behind = False
-        """Whether ``write_on`` left something."""
+        """Whether ``write_on`` left something unwritten."""
         self._lost = False
         """Whether the stores' last write failed."""
         self._patient = False
-        """Whether the caller waits where more is to be written than may wait."""
+        """Whether the caller waits when the backlog is full."""
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """In this block the caller waits for the stores, so that nothing is lost that has to leave."""
+        """In this block the caller waits for the stores, so that nothing is lost."""
         before, self._patient = self._patient, True
         try:
             yield
@@ -53,13 +55,13 @@ class StoreWriter:
             self._patient = before
 
     def try_again(self) -> None:
-        """Let ``write_all`` try again what could not be written."""
+        """Let ``write_all`` try again to write what failed."""
         self._round += 1
 
     def write(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
-        """Have a serialized snapshot written, unless the stores have it.
+        """Submit a serialized snapshot for writing, unless the stores have it.
 
-        Where the stores are so far behind that it would have to wait, it is not: no answer waits for a store.
+        If the backlog is full, it is not written, so that no answer waits for a store.
         """
         assert node.data is not None
         if node.data.stored or node.data.store_write is not None:
@@ -76,17 +78,17 @@ class StoreWriter:
             )
 
     def write_all(self, nodes: Iterable[Node[TreeEntry]], limit: float = math.inf) -> bool:
-        """Hand what the stores lack to the thread that writes to them; True: some of it is left.
+        """Submit what the stores lack to the writing thread; returns True if some of it is left.
 
-        About ``limit`` bytes, and unless it is ``patient`` no more than may wait to be written. What is
-        handed over stays where it is. What could not be written is tried again when all else has been.
+        Submits about ``limit`` bytes, and unless ``patient`` no more than fit in the backlog. Submitted
+        content stays where it is. Failed writes are tried again after everything else.
         """
         done, left = self._hand_over([*nodes], limit)
         self._round += done
         return left
 
     def write_on(self, path: Iterable[Node[TreeEntry]], nodes: Iterable[Node[TreeEntry]]) -> None:
-        """As ``write_all``, of a path, and of all ``nodes`` where something was left before."""
+        """``write_all`` for a path, and for all ``nodes`` if something was left before."""
         if self._store.away:
             self.behind = True
         elif self.behind:
@@ -95,7 +97,7 @@ class StoreWriter:
             _, self.behind = self._hand_over(path, math.inf)
 
     def _hand_over(self, nodes: Iterable[Node[TreeEntry]], limit: float) -> tuple[bool, bool]:
-        """Whether all of these were looked at, and whether something of them is left to be written."""
+        """Returns whether all nodes were visited, and whether something of them is left to be written."""
         total, left = 0, False
         for node in nodes:
             kept = node.data
@@ -114,7 +116,7 @@ class StoreWriter:
         return True, left
 
     def submit(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
-        """Have a node's content written; it is under way then."""
+        """Submit a node's content for writing."""
         assert node.data is not None
         chain = self._chain(node)
         entries = ((chain.at(end), part) for end, part in self._cut(serialized))
@@ -124,11 +126,11 @@ class StoreWriter:
         node.data.store_write, node.data.writing = store_write, serialized
 
     def finish(self, store_write: StoreWrite) -> Iterator[Node[TreeEntry]]:
-        """The nodes whose content was written, or was not, with that noted.
+        """Record the result of a write; returns the affected nodes.
 
-        What was parted on the way has an entry only where it ends with a block.
+        A node that was split meanwhile has an entry only if it ends with a block.
         """
-        if self._lost and not store_write.failed:  # they take something again: all is tried once more
+        if self._lost and not store_write.failed:  # they accept writes again: try everything once more
             self.behind, self._round = True, self._round + 1
         self._lost = store_write.failed
         for node in (store_write.owner, *store_write.parted):
@@ -141,7 +143,7 @@ class StoreWriter:
                 yield node
 
     def gone(self, tree: RadixTree[TreeEntry]) -> Iterator[Node[TreeEntry]]:
-        """The nodes that were stored, and of which every store lacks an entry by now."""
+        """The nodes that were stored, but of which every store now lacks an entry."""
         keys: dict[Node[TreeEntry], list[str]] = {}
         for leaf in [node for node in tree if not node.children]:
             chain = self._chain(leaf)
@@ -154,7 +156,9 @@ class StoreWriter:
                 yield node
 
     def _paths(self, node: Node[TreeEntry]) -> Iterator[list[int]]:
-        """The ends of a node's entries; of the last one of a conversation, with all that lead to them."""
+        """The ends of a node's entries; for the last node of a conversation, including all entries that lead
+        to them.
+        """
         own = self.ends(node)
         yield own
         if not node.children:
@@ -168,7 +172,7 @@ class StoreWriter:
         return [*range(first, node.end, size), node.end] if self._divisible else [node.end]
 
     def _cut(self, serialized: SerializedSnapshot) -> Iterator[tuple[int, SerializedSnapshot]]:
-        """(end, part) of the parts of a serialized snapshot; an empty end has no part of its own."""
+        """(end, part) for the parts of a serialized snapshot; an empty last part is omitted."""
         begin, end = span_of(serialized)
         size = self._size
         cuts = range(begin - begin % size + size, end, size)

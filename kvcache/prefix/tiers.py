@@ -1,4 +1,4 @@
-"""Where snapshots go when they leave the device: host memory, then stores, written in the background."""
+"""Tiers below the device: host memory, and stores, which are written in the background."""
 
 from __future__ import annotations
 
@@ -34,9 +34,13 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """Host memory for snapshots that the device has no room for.
+    """Host memory for snapshots that do not fit on the device.
 
-    ``budget`` is a number of bytes or a size such as ``"2GiB"``, kept as a number; None: no limit.
+    ``budget`` is a number of bytes or a size such as ``"2GiB"``, which becomes a number; None: no limit.
+
+    >>> from kvcache import HostTier
+    >>> HostTier("2GiB").budget
+    2147483648
     """
 
     budget: int | None = None
@@ -49,19 +53,19 @@ class HostTier:
 
 @dataclass(eq=False, slots=True)
 class StoreWrite:
-    """Serialized snapshots on their way to the stores: (key, serialized snapshot) each."""
+    """Serialized snapshots to be written to the stores, as (key, serialized snapshot) pairs."""
 
     entries: Iterable[tuple[str, SerializedSnapshot]]
-    """Cut one by one, by who writes them."""
+    """The entries, which the writer cuts one by one."""
     serialized: SerializedSnapshot
-    """What they are cut from."""
+    """The serialized snapshot from which they are cut."""
     owner: object = None
     parted: list[object] = field(default_factory=list)
-    """Further owners, of parts of it."""
+    """Further owners of parts of it."""
     failed: bool = False
     cancelled: bool = False
     paths: Sequence[Sequence[str]] = ()
-    """Keys that are used with them, each path from its beginning: see ``StoreTier.touch``."""
+    """Keys to be marked as used with them, each path from its beginning: see ``StoreTier.touch``."""
 
     @property
     def nbytes(self) -> int:
@@ -69,18 +73,18 @@ class StoreWrite:
 
 
 class LookUp(NamedTuple):
-    """What stores have of a prompt."""
+    """What the stores have of a prompt."""
 
     stored: int
-    """How long a prefix."""
+    """The length of the stored prefix."""
     spared: int = 0
-    """How many more tokens they were not asked for, or not read of, since computing them is faster."""
+    """How many further tokens were not looked up or not read, because computing them is faster."""
 
 
 class WriteQueue:
-    """What waits to be written to the stores of a tier, by a thread.
+    """The queue of writes to the stores of a tier, executed by a thread.
 
-    At most ``backlog`` bytes wait; ``submit`` then waits its turn, so that entries never pile up in memory.
+    At most ``backlog`` bytes wait; beyond that ``submit`` blocks, so that entries never accumulate in memory.
     """
 
     def __init__(
@@ -89,12 +93,12 @@ class WriteQueue:
         write: Callable[[str, SerializedSnapshot], bool],
         prefix: Callable[[Sequence[str]], int],
     ) -> None:
-        """``write`` and ``prefix``: as StoreTier's; the thread calls them."""
+        """``write`` and ``prefix`` are those of StoreTier; the thread calls them."""
         self.backlog = backlog
         self.waiting = 0
-        """Bytes that are not written yet."""
+        """Bytes that have not been written yet."""
         self.failed = 0
-        """Writes of which a serialized snapshot was written nowhere."""
+        """The number of writes in which a serialized snapshot could not be written to any store."""
         self._write, self._prefix = write, prefix
         self._finished: deque[StoreWrite] = deque()
         self._queue: queue.SimpleQueue[StoreWrite | Sequence[str] | None] = queue.SimpleQueue()
@@ -104,7 +108,7 @@ class WriteQueue:
         self._thread: threading.Thread | None = None
 
     def submit(self, store_write: StoreWrite) -> None:
-        """Have a store write written; waits while the backlog is full (one store write always fits)."""
+        """Submit a store write; blocks while the backlog is full (one store write always fits)."""
         self._start()
         with self._changed:
             self._changed.wait_for(lambda: self.has_room(store_write.nbytes))
@@ -113,7 +117,7 @@ class WriteQueue:
         self._queue.put(store_write)
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Have the thread note that these are in use, the first, which all need, most of all."""
+        """Let the thread mark these keys as used, the first, on which all depend, most of all."""
         self._start()
         with self._changed:
             self._touching += 1
@@ -121,7 +125,7 @@ class WriteQueue:
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            # A forked child has no such thread: what was under way is the parent's to write.
+            # A forked child has no such thread: the parent writes what was queued.
             self._queue, self.waiting, self._touching = queue.SimpleQueue(), 0, 0
             self._pending.clear()
             thread = threading.Thread(target=self._work, name="kvcache-store-write", daemon=True)
@@ -129,23 +133,23 @@ class WriteQueue:
             self._thread = thread
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a store write of ``nbytes`` can be submitted without a wait."""
+        """Whether a store write of ``nbytes`` can be submitted without blocking."""
         return not self.waiting or self.waiting + nbytes <= self.backlog
 
     def finished(self) -> Iterator[StoreWrite]:
-        """Writes that ended, or failed, since the last call."""
+        """The writes that finished or failed since the last call."""
         while self._finished:
             yield self._finished.popleft()
 
     def flush(self) -> None:
-        """Wait until all that was submitted is written."""
+        """Wait until everything submitted has been written."""
         if self.waiting or self._touching:
             self._start()
         with self._changed:
             self._changed.wait_for(lambda: not self.waiting and not self._touching)
 
     def cancel(self) -> None:
-        """Write nothing more of what was submitted; waits for the entry that is being written."""
+        """Cancel all submitted writes; waits for the entry being written."""
         with self._changed:
             for store_write in self._pending:
                 store_write.cancelled = True
@@ -154,7 +158,7 @@ class WriteQueue:
     def close(self, timeout: float | None = None) -> bool:
         """Write what is left, and end the thread.
 
-        False: it has not ended after ``timeout`` seconds (None: however long it takes).
+        Returns False if it has not ended after ``timeout`` seconds (None: wait without a limit).
         """
         if self._thread is not None:
             self._queue.put(None)
@@ -166,7 +170,7 @@ class WriteQueue:
 
     def _work(self) -> None:
         while (store_write := self._queue.get()) is not None:
-            if not isinstance(store_write, StoreWrite):  # keys that are in use
+            if not isinstance(store_write, StoreWrite):  # keys to mark as used
                 self._prefix(store_write)
                 with self._changed:
                     self._touching -= 1
@@ -197,8 +201,8 @@ class WriteQueue:
 class StoreTier:
     """One or more stores: read in order, written to all of them by a thread (``writes``).
 
-    A store that fails costs a warning and a later recomputation, no more; one that is out
-    of reach is not asked for a while (``kvcache.prefix.outages.Outages``).
+    A failing store only causes a warning and a later recomputation; an unreachable store is left alone for a
+    while (``kvcache.prefix.outages.Outages``).
     """
 
     def __init__(
@@ -208,9 +212,9 @@ class StoreTier:
         backend: ml.Backend | None = None,
         break_even: BreakEven | None = None,
     ) -> None:
-        """``backend``: what reads the entries next, from the memory that it reads fastest.
+        """``backend``: the backend that will read the entries, which determines the kind of memory.
 
-        ``break_even``: which store is asked for how many tokens (None: every store for any).
+        ``break_even`` decides which store is asked for how many tokens (None: every store, for any number).
         """
         self.stores = tuple(stores)
         self.break_even = break_even or BreakEven(always=True)
@@ -218,10 +222,10 @@ class StoreTier:
         self.written = 0
         """Serialized snapshots written since the start."""
         self.errors = dict.fromkeys(("read", "write", "corrupt", "full"), 0)
-        """Calls that failed, by kind; those that a store in an outage was spared are none."""
+        """The number of failed calls by kind; calls skipped during an outage are not counted."""
         self.outages = Outages()
         self.on_drop: Callable[[str], None] | None = None
-        """Called with the key of each entry that is dropped, by the thread that found it corrupt."""
+        """Called with the key of each dropped entry, by the thread that found it corrupt."""
         self._new_lender = Lender if backend is None else partial(Lender, partial(pinned_memory, backend))
         self._lender = self._new_lender()
         self._counting = threading.Lock()
@@ -231,13 +235,13 @@ class StoreTier:
 
     @property
     def away(self) -> bool:
-        """Whether all stores are left alone at present by who writes to them."""
+        """Whether writes to all stores are currently suspended."""
         return all(self.outages.away(store, WRITING) for store in self.stores)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Write what is left, and end the threads. The stores stay open: they are the caller's.
+        """Write what is left, and end the threads. The stores belong to the caller and stay open.
 
-        False: not all is written after ``timeout`` seconds (None: however long it takes).
+        Returns False if something is unwritten after ``timeout`` seconds (None: wait without a limit).
         """
         if not self.writes.close(timeout):
             return False
@@ -249,7 +253,7 @@ class StoreTier:
             self._probe.join()
 
     def write(self, key: str, serialized: SerializedSnapshot) -> bool:
-        """Write an entry now, in this thread. Whether at least one store has it then."""
+        """Write an entry now, in this thread; returns whether at least one store has it."""
         follows = "the snapshot will be computed again"
         written = [
             self._ask(store, WRITING, partial(self._put, store, key, serialized), follows)
@@ -274,8 +278,8 @@ class StoreTier:
     def look_up(self, chain: Chain, floor: int, limit: int, divisible: bool) -> LookUp:
         """The longest prefix in (floor, limit] whose end is stored, or ``floor``.
 
-        Content that is ``divisible`` is stored up to every multiple of the chain's block size, so that a
-        run of these is looked for first; what is whole ends anywhere.
+        ``divisible`` content is stored up to every multiple of the chain's block size, so a run of these is
+        looked up first; indivisible content may end anywhere.
         """
         best = there = floor
         for store in self.stores:
@@ -305,14 +309,14 @@ class StoreTier:
             return _longest(store, chain, floor, limit, divisible)
 
     def _start_probe(self, store: SnapshotStore, *where: Any) -> None:
-        """Have a thread read one entry of what is not fetched, which measures how fast that is by now."""
+        """Start a thread that reads one entry that was not fetched, to measure the store's current speed."""
         if self._probe is None or not self._probe.is_alive():
             probe = threading.Thread(
                 target=self._measure, args=(store, *where), name="kvcache-probe", daemon=True
             )
             try:
                 probe.start()
-            except RuntimeError as error:  # the system has no thread for it
+            except RuntimeError as error:  # the system cannot start another thread
                 log.info("probe: %s", error)
                 return
             self._probe = probe
@@ -326,11 +330,13 @@ class StoreTier:
                 loan = Loan(self._lender)
                 self._copy(store, chain.at(end), loan)
                 loan.give_back()
-        except Exception as error:  # who asks the store in earnest deals with it
+        except Exception as error:  # handled by whoever next calls the store
             log.info("probe: %s", error)
 
     def prefix(self, keys: Sequence[str]) -> int:
-        """How many leading keys are stored: as far as the first store has them, then the next one."""
+        """The number of leading keys that are stored: as far as the first store has them, then the next
+        one.
+        """
         count = 0
         for store in self.stores:
             if count < len(keys):
@@ -349,7 +355,7 @@ class StoreTier:
         return known
 
     def lacking(self, keys: Sequence[str]) -> list[bool]:
-        """Which entries every store answers that it does not have; none where one does not answer."""
+        """The entries that every store reports as missing; none if a store does not answer."""
         lacking = [True] * len(keys)
         for store in self.stores if keys else ():
             there = self._ask(store, READING, partial(_have, store, keys))
@@ -359,10 +365,10 @@ class StoreTier:
         return lacking
 
     def entries(self, keys: Sequence[str]) -> Generator[SerializedSnapshot | None, None, None]:
-        """Serialized snapshots by their keys, in order, each good until the next one is asked for.
+        """Serialized snapshots by their keys, in order, each valid until the next one is requested.
 
-        Where a store can show its bytes in place they are not copied here; else the next entry is read by
-        a thread while one is put to use.
+        If a store provides its bytes in place, they are not copied; otherwise a thread reads the next entry
+        while one is being used.
         """
         if len(keys) < 2 or all(isinstance(store, MappedStore) for store in self.stores):
             for key in keys:
@@ -380,23 +386,25 @@ class StoreTier:
 
     @property
     def reads_straight(self) -> bool:
-        """Whether every store hands out an entry's bytes to where they belong."""
+        """Whether every store can read an entry's bytes directly to their destination."""
         return all(isinstance(store, ReadingStore) for store in self.stores)
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a store has to fetch an entry before it hands it out, or can be told to."""
+        """Whether a store must fetch an entry before returning it, or can be told to load it in advance."""
         return not self.reads_straight or any(isinstance(store, AdvisedStore) for store in self.stores)
 
     def advise(self, keys: Sequence[str]) -> None:
-        """Have stores bring nearer what is read soon, where they can."""
+        """Tell the stores that support it to load what will be read soon."""
         for store in self.stores:
             if isinstance(store, AdvisedStore):
                 follows = "the entries are read when their turn comes"
                 self._ask(store, READING, partial(store.advise, keys), follows)
 
     def readers(self, key: str) -> Iterator[Reader]:
-        """An entry's bytes, of each store that has them and hands them out so; ``read`` says what fails."""
+        """Readers of an entry's bytes, from each store that has it and supports readers; ``read`` reports
+        failures.
+        """
         for store in sorted(self.stores, key=self.break_even.pays, reverse=True):
             try:
                 reader = store.reader(key) if isinstance(store, ReadingStore) else None
@@ -409,19 +417,19 @@ class StoreTier:
                 yield _TimedReader(reader, store, self.break_even)
 
     def serialized(self, key: str) -> Loan:
-        """As ``read``, in place where a store shows its bytes."""
+        """As ``read``, in place if a store provides its bytes."""
         return self._read(key, in_place=True)
 
     def read(self, key: str, reserve: Callable[[int], bool] | None = None) -> Loan:
-        """An entry by its key, in lent memory; none where no store has it whole. A corrupt one is dropped.
+        """An entry by its key, in lent memory; empty if no store has it intact. A corrupt entry is dropped.
 
-        ``reserve`` hears how many bytes it takes, which are not lent again, and says whether there is room.
+        ``reserve`` receives the number of bytes, which are not lent again, and returns whether there is room.
         """
         return self._read(key, in_place=False, reserve=reserve)
 
     def _read(self, key: str, in_place: bool, reserve: Callable[[int], bool] | None = None) -> Loan:
         loan = Loan(self._lender if reserve is None else self._new_lender())
-        # One that is read although computing is faster comes last.
+        # A store that is slower than computing comes last.
         for store in sorted(self.stores, key=self.break_even.pays, reverse=True):
             shown = in_place and isinstance(store, MappedStore)
             source = (
@@ -436,7 +444,7 @@ class StoreTier:
     def _unpack(
         self, store: SnapshotStore, key: str, source: Callable[[], WritableBuffer | None]
     ) -> SerializedSnapshot | None:
-        """None for what is not there, and for what is corrupt, which is dropped."""
+        """The serialized snapshot; None if it is missing or corrupt (it is then dropped)."""
         try:
             packed = source()
             return None if packed is None else unpack(packed)
@@ -454,10 +462,10 @@ class StoreTier:
         call: Callable[[], A],
         follows: str = "the prefix is computed instead",
     ) -> A | None:
-        """What a call of a store answers; None where it fails, or the store was out of reach a moment ago.
+        """The result of a store call; None if it fails, or if the store is in an outage.
 
-        Right when the call is made: the one that tries a store again has to say how it went. Only a probe,
-        a reader and the dropping of an entry do without.
+        The outage is checked directly before the call, since a call that tries a store again must report the
+        result. Only probes, readers and drops of entries bypass this.
         """
         if not self.outages.asks(store, way):
             return None
@@ -507,13 +515,13 @@ class StoreTier:
 
 
 _AT_ONCE = 4096
-"""Keys that are asked for at a time."""
+"""How many keys are requested at a time."""
 _PROBES = 256
-"""Keys that are asked for at first, from the end of a prompt; then twice as many each time."""
+"""How many keys are requested at first, from the end of a prompt; the number doubles each time."""
 
 
 class _TimedReader:
-    """A reader whose bytes count for the way to its store."""
+    """A reader whose bytes are counted for the link to its store."""
 
     def __init__(self, reader: Reader, store: SnapshotStore, break_even: BreakEven) -> None:
         self._reader, self._store, self._break_even = reader, store, break_even
@@ -536,7 +544,7 @@ def _drop(store: SnapshotStore, key: str) -> None:
 
 
 def _warn(what: str, error: Exception, follows: str) -> None:
-    """A store is somebody else's code: with its own errors comes a traceback."""
+    """Log a failure; a store may be third-party code, so unexpected errors include a traceback."""
     log.warning("%s: %s; %s", what, error, follows, exc_info=not isinstance(error, StoreError))
 
 
@@ -571,13 +579,13 @@ def _last_stored(store: SnapshotStore, chain: Chain, floor: int, limit: int) -> 
     return floor
 
 
-# Memory for what is read: lent for a while, and used again once it was given back.
-# Fresh memory costs a page fault for every 4 KiB, as much time as the reading itself.
+# Memory for entries: lent for a while, and reused once it is returned. Fresh memory costs a page fault per 4
+# KiB, as much time as the reading itself.
 
 KEPT = 3
-"""Buffers that wait for use: one serialized snapshot is read while another is put to use."""
+"""How many free buffers are kept: one serialized snapshot is read while another is used."""
 LARGEST = 64 << 20
-"""Bytes of the largest buffer that is kept."""
+"""The largest buffer that is kept, in bytes."""
 
 
 def _pageable(nbytes: int) -> np.ndarray:
@@ -585,7 +593,7 @@ def _pageable(nbytes: int) -> np.ndarray:
 
 
 class Lender:
-    """Buffers between their uses. Called from any thread."""
+    """Lends buffers and reuses them. Thread-safe."""
 
     def __init__(self, allocate: Callable[[int], np.ndarray] = _pageable) -> None:
         """``allocate(nbytes)``: new memory, uint8 (nbytes,)."""
@@ -594,24 +602,27 @@ class Lender:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> np.ndarray:
-        """A buffer of ``nbytes`` or more, which holds anything: the caller's until it is put back."""
+        """An uninitialized buffer of at least ``nbytes``, which belongs to the caller until ``put_back``."""
         with self._lock:
-            for i in reversed(range(len(self._free))):  # the last one lies in the processor's cache, likely
+            for i in reversed(
+                range(len(self._free))
+            ):  # the last one is probably still in the processor's cache
                 if self._free[i].size >= nbytes:
                     return self._free.pop(i)
         return self._allocate(nbytes)
 
     def put_back(self, buffer: np.ndarray) -> None:
-        """Nobody looks at what is in it any more."""
+        """Return a buffer, whose content is no longer used."""
         if buffer.size <= LARGEST:
             with self._lock:
                 self._free = [*self._free, buffer][-KEPT:]
 
 
 class Loan:
-    """A serialized snapshot over lent memory, good until ``give_back``; ``serialized`` is None for none.
+    """A serialized snapshot in lent memory, valid until ``give_back``; ``serialized`` is None if there is
+    none.
 
-    What is never given back is never lent again: it is freed as any object is.
+    Memory that is not given back is not lent again; it is freed like any object.
     """
 
     __slots__ = ("_buffer", "_lender", "serialized")
@@ -622,13 +633,15 @@ class Loan:
         self.serialized: SerializedSnapshot | None = None
 
     def memory(self, nbytes: int) -> np.ndarray:
-        """Memory of exactly ``nbytes`` bytes for the serialized snapshot, in place of what the loan had."""
+        """Memory of exactly ``nbytes`` bytes for the serialized snapshot, replacing the loan's previous
+        memory.
+        """
         self.give_back()
         self._buffer = self._lender.take(nbytes)
         return self._buffer[:nbytes]
 
     def give_back(self) -> None:
-        """The serialized snapshot is no longer looked at. A second call does nothing."""
+        """Return the memory: the serialized snapshot is no longer used. A second call has no effect."""
         buffer, self._buffer, self.serialized = self._buffer, None, None
         if buffer is not None:
             self._lender.put_back(buffer)

@@ -1,4 +1,4 @@
-"""What a node of the radix tree keeps: its snapshot in one tier or several, and when it was used."""
+"""The content of a radix tree node: its snapshot in one or more tiers, and its time of use."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ __all__ = [
 
 @dataclass(eq=False, slots=True)
 class TreeEntry:
-    """What a node of the radix tree keeps: its snapshot on the device, serialized in host memory, or both."""
+    """The content of a radix tree node: its snapshot on the device, serialized in host memory, or both."""
 
     begin: int
-    """Where its content begins that is had soonest: with the node's edge, or before it where it is whole."""
+    """Where its nearest content begins: with the node's edge, or before it if the content is indivisible."""
     snapshot: Snapshot | None = None
     serialized: SerializedSnapshot | None = None
     leaving: OffloadJob | None = None
-    """Its content on the way from the device to host memory."""
+    """Its content in transit from the device to host memory."""
     store_write: StoreWrite | None = None
-    """Its serialized snapshots on their way to the stores."""
+    """Its serialized snapshots being written to the stores."""
     writing: SerializedSnapshot | None = None
-    """What these are of it."""
+    """The serialized snapshot that is being written."""
     stored: bool = False
     tried: int = -1
-    """The last round of ``StoreWriter.write_all`` that was to write it."""
+    """The last round of ``StoreWriter.write_all`` that tried to write it."""
     users: int = 0
-    """Sessions that go on from its end, and restorations of it under way."""
+    """The number of sessions that continue from its end, plus restorations of it in progress."""
     restoring: int = 0
-    """Restorations of it under way: it stays on the device even where the cache needs cells."""
+    """Restorations of it in progress, during which it stays on the device even if the cache needs cells."""
     rank: int = DEFAULT_PRIORITY
     grants: Grants = ()
     watched: float = math.inf
-    """When the retainer looks at its grants next."""
+    """When the retainer next checks its grants."""
     tenant: str = ""
-    """The salt of whose it is; "": everyone's."""
+    """The salt of its tenant; "": shared by everyone."""
     used: int = 0
     """The time of its last use, on the tree's clock."""
     end_used: int = 0
-    """That of the end of its edge: later prompts may have parted from it before."""
+    """The time of last use of the end of its edge: later prompts may have diverged earlier."""
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -73,12 +73,12 @@ class TreeEntry:
 
     @property
     def host(self) -> SerializedSnapshot | None:
-        """Its serialized snapshot, also while it is being written."""
+        """Its serialized snapshot in host memory, also while it is being written."""
         return self.serialized or self.writing
 
     @property
     def nbytes(self) -> int:
-        """Of its content, where that is to be had soonest; 0 for none."""
+        """The bytes of its nearest content; 0 if there is none."""
         if self.snapshot is not None:
             return self.snapshot.nbytes
         if self.leaving is not None:
@@ -87,9 +87,9 @@ class TreeEntry:
 
     @property
     def media(self) -> frozenset[str]:
-        """Where it is, as events name it; what is on its way from the device is in host memory.
+        """Where it is, as named in events; content in transit from the device counts as in host memory.
 
-        A copy that is only made to be written to the stores is not told: it is there for a moment.
+        A copy that exists only to be written to the stores is not reported.
         """
         below = self.serialized is not None or self.leaving is not None
         below |= self.store_write is not None and self.snapshot is None
@@ -98,7 +98,9 @@ class TreeEntry:
 
     @property
     def tier(self) -> str:
-        """ "cache" (in its cells), "device" (copied out), "leaving" it, "host", "writing", or "none"."""
+        """ "cache" (in its cells), "device" (copied out), "leaving" the device, "host", "writing", or
+        "none".
+        """
         if self.snapshot is not None:
             return "cache" if self.snapshot.in_cache else "device"
         if self.serialized is not None:
@@ -109,18 +111,19 @@ class TreeEntry:
 
 
 Priority = tuple[int, int, int]
-"""(rank, time of the last use, minus depth): the smallest goes first."""
+"""(rank, time of last use, minus depth): the smallest is evicted first."""
 
 
 def priority_of(node: Node[TreeEntry]) -> Priority:
-    """Where a node stands in the order of every tier: the lowest rank goes first, then the least recently
-    used, then the deepest, as what leads to a node was used whenever the node was."""
+    """A node's position in the eviction order of every tier: the lowest rank first, then the least recently
+    used, then the deepest, since the nodes above a node are used whenever it is.
+    """
     entry = node.data
     return (0, 0, 0) if entry is None else (entry.rank, entry.used, -node.end)
 
 
 def span_of(serialized: SerializedSnapshot) -> tuple[int, int]:
-    """[begin, end) of a serialized snapshot; raises SnapshotCorruptError where it has none."""
+    """[begin, end) of a serialized snapshot. Raises SnapshotCorruptError if they are invalid."""
     meta = serialized.meta.get("snapshot")
     begin, end = (meta.get("begin"), meta.get("end")) if isinstance(meta, Mapping) else (None, None)
     if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
@@ -133,7 +136,7 @@ def tenant_of(node: Node[TreeEntry]) -> str:
 
 
 def content_of(entry: TreeEntry) -> Snapshot | SerializedSnapshot:
-    """Where a node's content is to be had soonest."""
+    """A node's nearest content."""
     if entry.snapshot is not None:
         return entry.snapshot
     if entry.leaving is not None:
@@ -152,7 +155,7 @@ def is_restored(node: Node[TreeEntry]) -> bool:
 
 
 def is_folded(node: Node[TreeEntry]) -> bool:
-    """Whether several snapshots share a node: PrefixTree.unfold."""
+    """Whether several snapshots share a node: see PrefixTree.unfold."""
     return node.data is not None and isinstance(node.data.snapshot, SnapshotChain)
 
 
@@ -161,7 +164,7 @@ def is_present(node: Node[TreeEntry]) -> bool:
 
 
 def chain_of(nodes: Sequence[Node[TreeEntry]], start: int = 0) -> tuple[Node[TreeEntry], ...]:
-    """Of the nodes of a path those whose snapshots follow one another from ``start``, as far as any do."""
+    """The nodes of a path whose snapshots are consecutive from ``start``, as far as possible."""
     usable = Usable(start)
     for node in nodes:
         usable.add(node)
@@ -169,19 +172,21 @@ def chain_of(nodes: Sequence[Node[TreeEntry]], start: int = 0) -> tuple[Node[Tre
 
 
 class Usable:
-    """The nodes of a path, added from the top down, whose snapshots can be had: they follow one another."""
+    """The nodes of a path, added from the top down, whose snapshots are usable because they are
+    consecutive.
+    """
 
     def __init__(self, start: int = 0) -> None:
         self._start = start
         self._nodes: list[Node[TreeEntry]] = []
-        """Those whose snapshots can be had."""
+        """The nodes whose snapshots are usable."""
         self._ends: list[int] = []
-        """Where each of them ends."""
+        """The end of each of them."""
         self._before: list[int] = []
-        """The place of the one that each follows, -1 for none."""
+        """The index of the predecessor of each, -1 for none."""
 
     def add(self, node: Node[TreeEntry]) -> bool:
-        """Whether the node's snapshot can be had."""
+        """Add a node; returns whether its snapshot is usable."""
         entry, ends, before = node.data, self._ends, -1
         if entry is None or (entry.snapshot is None and not entry.present):
             return False
@@ -196,7 +201,7 @@ class Usable:
         return True
 
     def nodes(self) -> tuple[Node[TreeEntry], ...]:
-        """Those that lead to the last one that can be had, and it."""
+        """The last usable node and its predecessors."""
         nodes: list[Node[TreeEntry]] = []
         at = len(self._nodes) - 1
         while at >= 0:

@@ -1,9 +1,9 @@
-"""Copying what leaves a device to host memory by a thread, while the caller goes on.
+"""Copying snapshots from the device to host memory in a thread, while the caller continues.
 
-What is to leave is copied within the device first, where it still lies in the cache: its cells and slots are
-free at once. The way to host memory, which is long for a device with memory of its own, is the device's where
-the backend has ``SupportsTransfers`` (the thread only waits for it), else the thread's.
-At most ``limit`` bytes are under way; who sends more waits.
+A snapshot that still lies in the cache is first copied within the device, so that its cells and slots are
+free immediately. The transfer to host memory, which is slow for a device with its own memory, is made by the
+device if the backend has ``SupportsTransfers`` (the thread only waits for it), otherwise by the thread. At
+most ``limit`` bytes are in transit; sending more blocks.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ log = logging.getLogger("kvcache")
 
 
 class OffloadJob:
-    """A snapshot under way. When it is there, ``serialized`` is; when that failed, ``error`` is."""
+    """A snapshot in transit. On arrival ``serialized`` is set; on failure ``error``."""
 
     __slots__ = ("begun", "error", "nbytes", "owner", "serialized", "serialized_nbytes", "snapshot")
 
     def __init__(self, snapshot: Snapshot, owner: object) -> None:
         self.snapshot: Snapshot | None = snapshot
-        """Copies of its own on the device, until the serialized snapshot is there."""
+        """The snapshot, detached, until the serialized snapshot has arrived."""
         self.owner = owner
         self.nbytes = snapshot.nbytes
         self.serialized_nbytes = serialized_nbytes(snapshot)
         self.serialized: SerializedSnapshot | None = None
         self.error: BaseException | None = None
         self.begun: tuple[SerializedSnapshot, ml.PageTransfer] | None = None
-        """What the device is writing; None where the thread has it all to do."""
+        """The transfer made by the device; None if the thread does everything."""
 
     def content(self) -> Snapshot | SerializedSnapshot:
-        """Where its content is now; while it is under way, on the device."""
-        snapshot = self.snapshot  # first: the serialized snapshot is there before the snapshot goes
+        """Its current content, which is on the device while in transit."""
+        snapshot = self.snapshot  # first, so that one of the two is always set
         if snapshot is not None:
             return snapshot
         assert self.serialized is not None
@@ -57,10 +57,10 @@ class OffloadJob:
 
 
 def wait_for(backend: ml.Backend, snapshot: Snapshot) -> None:
-    """Wait until a detached snapshot's copies are made.
+    """Wait until the copies of a detached snapshot have been made.
 
-    A device may work in streams, one current in each thread, and orders nothing between them: another
-    thread would read what this one's stream has not written yet. Reading an element waits for the stream.
+    A device may have one current stream per thread, without ordering between streams: another thread could
+    read what this thread's stream has not written yet. Reading an element waits for the stream.
     """
     with backend.new_context() as ctx:
         for tensor in _tensors(snapshot):
@@ -69,7 +69,7 @@ def wait_for(backend: ml.Backend, snapshot: Snapshot) -> None:
 
 
 def _tensors(snapshot: Snapshot) -> Iterator[ml.Tensor]:
-    """All that a detached snapshot holds."""
+    """All tensors of a detached snapshot."""
     if isinstance(snapshot, WrapperSnapshot):
         for part in snapshot.parts:
             yield from _tensors(part)
@@ -82,12 +82,12 @@ def _tensors(snapshot: Snapshot) -> Iterator[ml.Tensor]:
 
 
 class OffloadWorker:
-    """The way from ``backend`` to host memory, one snapshot after another."""
+    """Transfers snapshots from ``backend`` to host memory, one after another."""
 
     def __init__(self, backend: ml.Backend, limit: int) -> None:
         self.limit = limit
         self.waiting = 0
-        """Bytes under way."""
+        """Bytes in transit."""
         self._backend = backend
         pages = isinstance(backend, ml.SupportsTransfers) and backend.pinned_memory(0) is not None
         self._pages = cast("ml.SupportsTransfers", backend) if pages else None
@@ -98,9 +98,9 @@ class OffloadWorker:
         self._thread: threading.Thread | None = None
 
     def send(self, snapshot: Snapshot, owner: object) -> OffloadJob:
-        """Let a snapshot go on its way; waits while too much is (one always fits).
+        """Send a snapshot; blocks while too many bytes are in transit (one snapshot always fits).
 
-        It is detached first: what the device refuses then is raised, and nothing is under way.
+        It is detached first; if the device refuses that, the error is raised and nothing is sent.
         """
         snapshot.detach()
         job = OffloadJob(snapshot, owner)
@@ -122,7 +122,9 @@ class OffloadWorker:
         return job
 
     def _begin(self, snapshot: Snapshot) -> tuple[SerializedSnapshot, ml.PageTransfer] | None:
-        """Have the device copy by itself, if it does; else see to it that another thread may."""
+        """Start the device's own transfer if it supports that; otherwise make the data readable by another
+        thread.
+        """
         if self._pages is not None:
             try:
                 if (begun := begin_serialize(self._pages, snapshot)) is not None:
@@ -134,17 +136,17 @@ class OffloadWorker:
         return None
 
     def finished(self) -> Iterator[OffloadJob]:
-        """What has arrived, or failed, since the last call."""
+        """The jobs that arrived or failed since the last call."""
         while self._finished:
             yield self._finished.popleft()
 
     def drain(self) -> None:
-        """Wait until nothing is under way. There is no thread then."""
+        """Wait until nothing is in transit; the thread has then ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None)
 
     def _work(self) -> None:
-        """Carry over what was sent, and end when there is no more: nothing has to be closed."""
+        """Transfer what was sent, and end when there is nothing left, so that nothing must be closed."""
         while (job := self._next()) is not None:
             try:
                 assert job.snapshot is not None
@@ -154,7 +156,7 @@ class OffloadWorker:
                     job.begun[1].wait()
                     job.serialized = job.begun[0]
                 job.snapshot = job.begun = None
-            except BaseException as error:  # counted by who sent it, whatever it is
+            except BaseException as error:  # counted by the sender, whatever the error
                 job.error = error
                 log.exception("offload: %d bytes did not leave the device", job.nbytes)
             self._finished.append(job)

@@ -25,25 +25,26 @@ __all__ = ["ZmqPublisher"]
 log = logging.getLogger("kvcache")
 
 END = (-1).to_bytes(8, "big", signed=True)
-"""The number of the answer that ends a replay; its payload is empty."""
+"""The sequence number of the message that ends a replay; its payload is empty."""
 _PAUSE = 0.05
-"""Seconds between two looks for requests of a replay."""
+"""Seconds between two checks for replay requests."""
 
 
 class ZmqPublisher(Closing):
-    """Publishes what it is called with: ``prefix.publish_events(ZmqPublisher("tcp://*:5557"))``.
+    """Publishes event batches: ``prefix.publish_events(ZmqPublisher("tcp://*:5557"))``.
 
-    A message is topic, number (8 bytes, big-endian, from 0) and batch in msgpack. ``endpoint`` is bound where
-    it has a ``*`` or ``::``, or is of ipc or inproc, else connected to. A DEALER socket that sends a number
-    to ``replay_endpoint`` (always bound) gets number and batch of each that is kept from there on,
-    ``replayed`` of them at most, then the number -1 with nothing. They wait in memory until it reads them.
+    A message consists of topic, sequence number (8 bytes, big-endian, from 0) and batch in msgpack.
+    ``endpoint`` is bound if it contains ``*`` or ``::``, or uses ipc or inproc; otherwise it is connected to.
+    A DEALER socket that sends a sequence number to ``replay_endpoint`` (always bound) receives number and
+    batch of each message kept from there on, at most ``replayed`` of them, and then the number -1 without a
+    batch. They wait in memory until it reads them.
 
-    A thread encodes and sends. While ``waiting`` batches wait for it further ones are left out, their numbers
-    too: ``lost`` counts them, and a subscriber that sees a gap that no replay fills must start anew. What is
-    sent while nobody listens can be replayed. There is no encryption and no password: keep it among hosts
-    that may know all that is told.
+    A thread encodes and sends. While ``waiting`` batches are queued, further ones are dropped together with
+    their numbers: ``lost`` counts them, and a subscriber that sees a gap that no replay fills must start
+    again. Messages sent without subscribers can be replayed. There is no encryption and no password: use it
+    only among hosts that may know the content.
 
-    Raises zmq.ZMQError for an address that cannot be used; nothing is open then.
+    Raises zmq.ZMQError for an invalid address; nothing is open then.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ZmqPublisher(Closing):
             (self._pub.bind if bound else self._pub.connect)(endpoint)
             if replay_endpoint is not None:
                 self._replay = context.socket(zmq.ROUTER)
-                self._replay.sndhwm = 0  # a ROUTER drops silently what is above it
+                self._replay.sndhwm = 0  # a ROUTER silently drops messages above it
                 self._replay.bind(replay_endpoint)
         except BaseException:
             self._close_sockets()
@@ -79,7 +80,7 @@ class ZmqPublisher(Closing):
         self._thread.start()
 
     def __call__(self, batch: EventBatch) -> None:
-        """Have a batch sent; never waits."""
+        """Queue a batch for sending; never blocks."""
         number = next(self._numbers)
         try:
             self._queue.put_nowait((number, batch))
@@ -87,7 +88,7 @@ class ZmqPublisher(Closing):
             self.lost += 1
 
     def close(self) -> None:
-        """Send what waits, and close the sockets."""
+        """Send the queued batches, and close the sockets."""
         if not self._ending.is_set():
             self._ending.set()
             self._thread.join()
@@ -124,6 +125,6 @@ class ZmqPublisher(Closing):
             return
         client, _, start = frames
         for number, payload in [*self._sent]:
-            if number >= start:  # big-endian: bytes are in the order of numbers
+            if number >= start:  # big-endian: bytes sort like the numbers
                 replay.send_multipart((client, b"", number, payload))
         replay.send_multipart((client, b"", END, b""))

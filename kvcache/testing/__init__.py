@@ -1,4 +1,4 @@
-"""The cache suite, as third parties run it on their own backend.
+"""The cache suite, which third parties run on their own backends.
 
 From the shell, on any installed plugin::
 
@@ -11,14 +11,14 @@ or as a test file of the backend's own repository, which is ten lines::
     class TestMine(CacheTests):
         backend_name = "mine"
 
-The fixtures are those of ``ml.testing.BackendTests``. A backend that only stores (its
-``Features`` declare ``"compute"`` absent) runs all of it but the arithmetic, and its ``attend`` has to
-raise NotSupportedError. ``python -m kvcache.testing.traces`` runs many more random traces.
+The fixtures are those of ``ml.testing.BackendTests``. A backend that only stores (its ``Features`` declare
+``"compute"`` absent) runs everything except the arithmetic, and its ``attend`` must raise NotSupportedError.
+``python -m kvcache.testing.traces`` runs many more random traces.
 
-``StoreTests`` is the suite of a place for snapshots. ``DrivenTests`` tests a cache that is not
-ours, whatever it runs on, through a ``CacheDriver``: see ``kvcache.testing.driven``.
+``StoreTests`` is the suite for stores. ``DrivenTests`` tests any other cache, on any framework, through a
+``CacheDriver``: see ``kvcache.testing.driven``.
 
-Importing this package is light: the suite, pytest and hypothesis load with the first test class.
+Importing this package is cheap: the suite, pytest and hypothesis are loaded with the first test class.
 
 PYTEST_DONT_REWRITE: of this file; what is in the package is rewritten, for readable assertions.
 """

@@ -30,8 +30,8 @@ class CacheTests(
     EncoderTests,
     RecurrentTests,
 ):
-    """Everything that depends on the backend. Subclass it; see ``kvcache.testing``.
+    """All cache tests that depend on the backend. Subclass it; see ``kvcache.testing``.
 
-    ``traces``, ``quantized_traces``, ``state_traces``, ``encoder_traces`` and ``long_run`` say how much of
-    what is random or long is run.
+    ``traces``, ``quantized_traces``, ``state_traces``, ``encoder_traces`` and ``long_run`` control the amount
+    of random and long tests.
     """

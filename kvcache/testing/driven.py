@@ -1,8 +1,8 @@
-"""The suite for a cache that is not ours, which a driver of some thirty lines connects to it.
+"""The suite for caches of other libraries, which are connected by a driver of about thirty lines.
 
-A driver feeds tokens to the cache and says which of them each query attends to. Tokens are numbers:
-``keys_and_values`` makes rows of them that survive quantization, and ``attended`` reads what a query
-sees off the rows and the mask that the cache hands to attention::
+A driver feeds tokens to the cache and reports which of them each query attends to. Tokens are numbers:
+``keys_and_values`` turns them into rows that survive quantization, and ``attended`` determines what a query
+sees from the rows and the mask that the cache passes to attention::
 
     from kvcache.testing import CacheDriver, DrivenTests, attended, keys_and_values
 
@@ -23,9 +23,9 @@ sees off the rows and the mask that the cache hands to attention::
     class TestMine(DrivenTests):
         driver = Mine
 
-Each area is checked by random traces against plain lists of tokens. An operation may refuse, by raising, what
-the cache cannot do: the cache must then be as it was. A wrong answer fails, and the trace is shrunk to the
-fewest calls that still go wrong. ``check`` returns the outcomes, where a test would fail.
+Each area is checked with random traces against plain lists of tokens. An operation may raise for anything
+that the cache does not support; the cache must then be unchanged. A wrong answer fails, and the trace is
+reduced to the fewest calls that still fail. ``check`` returns the outcomes instead of failing.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ AREAS: Mapping[str, str] = {
     "copy": "a copy goes its own way, and so does the original",
     "save": "saved and loaded, and continued",
 }
-"""What is tested, by name: a driver declares those of them absent that its cache does not claim."""
+"""The tested areas by name; a driver declares absent those that its cache does not support."""
 
 TRACES = 40
 LONGEST = 48
-"""Tokens of a sequence: no trace has more, so a cache of this capacity holds it."""
+"""The most tokens of a sequence in a trace, and thus the capacity that a cache needs."""
 DIM = 64
 _BITS = 16
 Tokens = Sequence[Sequence[int]]
 Seen = list[list[list[Any]]]
-"""By sequence and query: the tokens attended to, in any order."""
+"""For each sequence and query, the tokens attended to, in any order."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Which tokens a query at position p attends to, itself among them: by default all up to p.
+    """Which tokens a query at position p attends to, including its own: by default all up to p.
 
-    ``window``: the last so many. ``chunk``: those from p - p % chunk on.
+    ``window``: only that many of the last. ``chunk``: only those from p - p % chunk on.
     """
 
     window: int | None = None
@@ -84,31 +84,31 @@ class Span:
 
 
 class CacheDriver:
-    """One cache of some sequences, empty when it is made."""
+    """One cache with some sequences, initially empty."""
 
     absent: ClassVar[frozenset[str]] = frozenset()
-    """The areas of ``AREAS`` that the cache does not claim; their methods need not be there."""
+    """The areas of ``AREAS`` that the cache does not support; their methods may be missing."""
 
     def __init__(self, span: Span, sequences: int) -> None:
         self.span, self.sequences = span, sequences
 
     def feed(self, tokens: Tokens) -> Seen:
-        """One pass: append ``tokens[s]`` to sequence ``s``, and say what each of them attends to.
+        """One pass: append ``tokens[s]`` to sequence ``s``, and return what each of them attends to.
 
-        All sequences get the same number, at least one; but in the area "padding" the first call gives them
-        different ones.
+        All sequences get the same number of tokens, at least one; only in the area "padding" the first call
+        has different numbers.
         """
         raise NotImplementedError
 
     def crop(self, count: int) -> None:
-        """Take back the last ``count`` tokens of every sequence."""
+        """Remove the last ``count`` tokens of every sequence."""
         raise NotSupportedError("crop: not offered")
 
     def draft(self) -> None:
-        """Announce that tokens of the next ``feed`` may be taken back by the ``crop`` right after it."""
+        """Announce that tokens of the next ``feed`` may be removed by a ``crop`` directly after it."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Sequence i becomes what sequence ``rows[i]`` was; there may be more or fewer than before."""
+        """Replace sequence i by the previous sequence ``rows[i]``; the number of sequences may change."""
         raise NotSupportedError("select: not offered")
 
     def join(self, other: Self) -> None:
@@ -120,7 +120,7 @@ class CacheDriver:
         raise NotSupportedError("copy: not offered")
 
     def save(self) -> Self:
-        """A driver of a new cache that was loaded from what this one has saved."""
+        """A driver of a new cache, loaded from a saved copy of this one."""
         raise NotSupportedError("save: not offered")
 
 
@@ -128,9 +128,9 @@ Make = Callable[[Span, int], CacheDriver]
 
 
 def keys_and_values(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """Float32 (sequences, heads 1, tokens, DIM) each, shorter rows padded on the left by token 0.
+    """Float32 (sequences, heads 1, tokens, DIM) each; shorter rows are padded on the left with token 0.
 
-    The bits of a number, as -1 and 1 over and over; of a value the other way round.
+    A key repeats the bits of its token as -1 and 1; a value has the opposite signs.
     """
     length = max(map(len, tokens))
     padded = np.array([[0] * (length - len(row)) + list(row) for row in tokens])
@@ -142,9 +142,9 @@ def keys_and_values(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
 def attended(keys: Any, values: Any, mask: Any, tokens: Tokens) -> Seen:
     """What the queries of ``tokens`` see.
 
-    ``keys``, ``values``: (sequences, heads, history, DIM), as attention is given them. ``mask``: true where
-    a query sees a row, broadcast to (sequences, heads, queries, history); None where each query sees all rows
-    but those of the tokens behind it. A row whose key and value are of different tokens says so.
+    ``keys``, ``values``: (sequences, heads, history, DIM), as passed to attention. ``mask``: true where a
+    query sees a row, broadcast to (sequences, heads, queries, history); None if each query sees all rows
+    except those of later tokens. A row whose key and value belong to different tokens is reported as such.
     """
     names = [_read(np.asarray(keys), np.asarray(values), row) for row in range(len(tokens))]
     count, history = max(map(len, tokens)), len(names[0])
@@ -202,7 +202,7 @@ def _trace(area: str, seed: int) -> tuple[int, list[Op]]:
 
 
 class _WrongError(Exception):
-    """An answer differs from the model's."""
+    """An answer differs from that of the model."""
 
 
 class _Play:
@@ -299,9 +299,10 @@ class _Play:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one area: "passes", "refuses" (some calls, and is never wrong), "fails" or "absent".
+    """The outcome of one area: "passes", "refuses" (raises for some calls, but is never wrong), "fails" or
+    "absent".
 
-    ``why``: the shortest trace that goes wrong, and how; or what a refusal says.
+    ``why``: the shortest failing trace and its error, or the message of a refusal.
     """
 
     area: str
@@ -317,7 +318,7 @@ _METHODS = {
 
 
 def check_area(driver: type[CacheDriver], span: Span, area: str, traces: int = TRACES) -> Outcome:
-    """What becomes of so many random traces of one area."""
+    """The outcome of ``traces`` random traces of one area."""
     method = _METHODS.get(area, "feed")
     offered = getattr(driver, method) is not getattr(CacheDriver, method)
     if area in driver.absent:
@@ -344,7 +345,7 @@ def check_area(driver: type[CacheDriver], span: Span, area: str, traces: int = T
 
 
 def _shrunk(make: Make, span: Span, rows: int, ops: list[Op]) -> str:
-    """The fewest calls that still go wrong, and how."""
+    """The fewest calls that still fail, and the error."""
 
     def goes_wrong(tried: list[Op]) -> str:
         play = _Play(make, span, rows)
@@ -376,7 +377,7 @@ def check(driver: type[CacheDriver], span: Span, traces: int = TRACES) -> list[O
 
 
 class DrivenTests:
-    """Subclass it with a ``driver``; ``span`` says what its cache lets a query see."""
+    """Subclass it with a ``driver``; ``span`` describes what a query sees in its cache."""
 
     driver: ClassVar[type[CacheDriver]]
     span: ClassVar[Span] = Span()

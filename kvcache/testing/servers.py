@@ -1,4 +1,4 @@
-"""A real Valkey or Redis server on loopback for the length of a test: no file of it stays, and no process.
+"""A real Valkey or Redis server on loopback for the duration of a test; no files or processes remain.
 
 ::
 
@@ -29,9 +29,9 @@ PATIENCE = 20.0
 
 
 class ValkeyServer:
-    """``options`` are those of its command line; ``tls`` the ones that make it listen for TLS only.
+    """A server with command-line ``options``; ``tls``: the options that make it accept only TLS.
 
-    RuntimeError where there is no program (``available`` says so before), or it does not start.
+    Raises RuntimeError if there is no program (check ``available`` first), or if it does not start.
     """
 
     def __init__(self, *options: str, tls: Sequence[str] = ()) -> None:
@@ -42,7 +42,7 @@ class ValkeyServer:
 
     @staticmethod
     def program() -> str | None:
-        """valkey-server, or redis-server, where one is installed."""
+        """The path of valkey-server or redis-server, if one is installed."""
         return shutil.which("valkey-server") or shutil.which("redis-server")
 
     @property
@@ -55,7 +55,7 @@ class ValkeyServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Start, at the port of the last time, and wait until it answers."""
+        """Start it on its previous port, and wait until it answers."""
         program = self.program()
         if program is None:
             raise RuntimeError("neither valkey-server nor redis-server is installed")
@@ -73,7 +73,7 @@ class ValkeyServer:
         self._end(signal.SIGKILL)
 
     def freeze(self) -> None:
-        """It keeps its connections, and answers nothing."""
+        """Stop answering, with connections kept open."""
         assert self._process is not None, "the server is not running"
         self._process.send_signal(signal.SIGSTOP)
 

@@ -1,4 +1,4 @@
-"""The suite that holds a store to its protocol, for ours and for anyone's.
+"""The suite that checks a store against its protocol.
 
 ::
 
@@ -10,7 +10,7 @@
         def make(self, folder, budget=None):
             return MineStore(folder / "data", budget)
 
-Every store is given a folder of its own test; one that lies elsewhere makes names from it.
+Every store gets a folder of its test; a store elsewhere derives names from it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HOSTILE_KEYS: tuple[Any, ...] = (
     "", ".", "..", "../out", "a/b", "/etc/passwd", "a\\b", "a\0b", "a b", "a.json", "-a", "_a", "A", "a\n",
     "ä", "%2e%2e", "~", "*", "a" * 129, b"a", None, 3,
 )  # fmt: skip
-"""What no store takes as a key."""
+"""Keys that every store must refuse."""
 
 UNIT = 1000
 
@@ -88,12 +88,12 @@ PARTS: dict[str, list[Any]] = {
 
 
 def content(name: str, size: int = UNIT) -> bytes:
-    """Bytes that only this name has."""
+    """Bytes that are unique to this name."""
     return np.random.default_rng(zlib.crc32(name.encode())).bytes(size)
 
 
 def read(store: SnapshotStore, key: str) -> bytes | None:
-    """What the store has of a key; None: a miss, also when it vanished between the two calls."""
+    """The bytes of a key; None for a miss, also if it vanished between the two calls."""
     (found,) = store.stat([key])
     if found is None:
         return None
@@ -114,26 +114,26 @@ def fill(store: SnapshotStore, keys: Sequence[str], size: int = UNIT) -> int:
 
 
 class StoreTests:
-    """Subclass it, write ``make``, and declare what the store offers."""
+    """Subclass it, implement ``make``, and declare the store's features."""
 
     persistent: ClassVar[bool] = False
-    """Whether a store made again for the same folder has what the closed one had."""
+    """Whether a store opened again for the same folder has the entries of the closed one."""
     budgeted: ClassVar[bool] = True
-    """Whether ``make`` heeds ``budget``, counted in ``Stat.nbytes``."""
+    """Whether ``make`` respects ``budget``, counted in ``Stat.nbytes``."""
     big: ClassVar[int] = (8 << 20) + 3
-    """Bytes of the largest entry put."""
+    """The size in bytes of the largest entry in the tests."""
 
     def make(self, folder: Path, budget: int | None = None) -> SnapshotStore:
-        """A store for this folder: an empty one, or what is there where the store is persistent."""
+        """A store for this folder: an empty one, or the existing one if the store is persistent."""
         raise NotImplementedError
 
     def damage(self, store: SnapshotStore, folder: Path, key: str) -> bool:
-        """Flip one stored bit of an entry. False: this store has no way to do that."""
+        """Flip one stored bit of an entry. Returns False if that is not possible."""
         return False
 
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> Iterator[Open]:
-        """``open_store(budget=None)``; all of them are closed at the end."""
+        """``open_store(budget=None)``; all stores are closed at the end."""
         opened: list[SnapshotStore] = []
 
         def make(budget: int | None = None) -> SnapshotStore:

@@ -1,4 +1,4 @@
-"""Seeing caches: who holds which cell, what the prefix tree keeps, who sees what, how full it was.
+"""Pictures of caches: which sequence holds which cell, the prefix tree, masks, and occupancy over time.
 
 ::
 
@@ -8,8 +8,8 @@
     occupancy = views.Occupancy(cache)           # occupancy.sample() once a step
     views.plots.occupancy(occupancy.samples)     # matplotlib: pip install 'ml-kvcache[plots]'
 
-Looking changes nothing: no order of use, no snapshot, no tensor. In a notebook ``%load_ext
-kvcache.views`` shows caches themselves as pictures.
+Pictures have no side effects on eviction order, snapshots or tensors. In a notebook, ``%load_ext
+kvcache.views`` displays caches as pictures.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LATER = {
     "look_at_store": "disk",
     "render": "rendering",
 }
-"""What is imported when it is first asked for."""
+"""Names that are imported on first use."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a picture is made of, for text, SVG and HTML alike: headings, tables, maps of cells, trees, masks."""
+"""The building blocks of pictures for text, SVG and HTML: headings, tables, maps of cells, trees, masks."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = [
 
 Kind = Literal["free", "kept", "shared", "own"]
 LISTED = 64
-"""Rows of a table; what is left out is counted."""
+"""The most rows of a table; the rest is counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellRun:
-    """Neighbouring cells ``[begin, end)`` that the same sequences and as many snapshots hold."""
+    """Neighbouring cells ``[begin, end)`` held by the same sequences and equally many snapshots."""
 
     begin: int
     end: int
     sequences: tuple[int, ...]
     """Those that hold them, ascending."""
     snapshots: int
-    """How many snapshots that have copied nothing hold each of them."""
+    """How many snapshots that were not copied out hold each of them."""
     position: int | None
-    """Of the first cell in its sequences; the others count up. None where no sequence holds them."""
+    """The position of the first cell; the others follow. None if no sequence holds them."""
 
     @property
     def size(self) -> int:
@@ -62,7 +62,7 @@ class SequenceView:
     first: int
     last: int
     shared: int
-    """How many of its cells another sequence holds too."""
+    """How many of its cells another sequence also holds."""
     visible: int
     """How many of them its next token attends to: fewer than all with a window or chunks."""
     runs: int
@@ -75,13 +75,13 @@ class CellMap:
 
     name: str
     note: str
-    """What bounds it: its window or chunk, "" where nothing does."""
+    """Its window or chunk; "" if it has none."""
     cells: int
     nbytes: int
     sequences: tuple[SequenceView, ...]
     runs: tuple[CellRun, ...]
     reads: StepReads | None = None
-    """What a step that decodes a token of each sequence reads; None where nothing is stored."""
+    """What decoding one token of each sequence reads; None if nothing is stored."""
 
     def count(self, kind: Kind) -> int:
         """How many cells are of a kind."""
@@ -94,7 +94,7 @@ class CellMap:
 
     @cached_property
     def holes(self) -> tuple[CellRun, ...]:
-        """Runs of free cells with used ones behind them."""
+        """Runs of free cells followed by used ones."""
         used = [i for i, run in enumerate(self.runs) if run.kind != "free"]
         return tuple(run for run in self.runs[: used[-1] if used else 0] if run.kind == "free")
 
@@ -111,7 +111,7 @@ class CellMap:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node of the radix tree: the edge ``[begin, end)``, and what is kept of it."""
+    """A node of the radix tree: the edge ``[begin, end)``, and its snapshots."""
 
     parent: int | None
     """Index of its parent in ``PrefixPicture.nodes``; None below the root."""
@@ -119,20 +119,20 @@ class NodeView:
     begin: int
     end: int
     text: str
-    """How its tokens begin."""
+    """The beginning of its text."""
     tiers: tuple[str, ...]
     """Where its snapshot lies, the nearest first: "cache" (in its cells) or "device" (copied out), "host",
     "writing" (on its way to a store), "store"."""
     nbytes: int
-    """Of the nearest; 0 where only a store has it, or nothing does."""
+    """The bytes of the nearest snapshot; 0 if only a store has it, or nothing does."""
     age: float = 0.0
-    """Seconds since it was made."""
+    """Seconds since it was created."""
     idle: int = 0
-    """How many prefixes that are kept were used since this one was."""
+    """How many kept prefixes have been used since this one."""
     next_out: bool = False
-    """Whether it is the first to leave the device."""
+    """Whether it is the next to leave the device."""
     hidden: int = 0
-    """Nodes below it that the picture leaves out."""
+    """The number of nodes below it that are not shown."""
 
     @property
     def tokens(self) -> int:

@@ -158,10 +158,10 @@ def _encoder(cache: EncoderCache) -> EncoderView:
 
 
 def look_at_mask(cache: Any) -> MaskPicture:
-    """The mask that ``get`` gives in the pass under way, read from the cell table: no tensor is made.
+    """The mask that ``get`` returns in the current pass, read from the cell table without making a tensor.
 
-    Of a WrapperCache that of the layer type that is set. Raises OrderError where no pass is under way,
-    NotSupportedError for a cache with no cells.
+    For a WrapperCache, it is the mask of the selected layer type. Raises OrderError without a current pass,
+    NotSupportedError for a cache without cells.
     """
     cache = _with_cells(cache)
     _check_bound(cache)

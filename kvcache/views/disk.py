@@ -1,7 +1,7 @@
-"""Looking at what lies on disk: the folder of a FileStore, and a saved page. Nothing is changed or touched.
+"""Inspecting files: the folder of a FileStore, and saved snapshots. Nothing is changed or marked as used.
 
-A store's folder is read without its lock and without opening the store, which would clear away what it
-finds broken: an entry that another process is just writing or evicting may show as such.
+A store's folder is read without its lock and without opening the store, which would remove broken entries: an
+entry that another process is writing or evicting may therefore show as broken.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def look_at_store(
     entries: int = 50,
     progress: Callable[[int, int], None] | None = None,
 ) -> StorePicture:
-    """A picture of a store's folder; the ``entries`` used last are read whole, to see what they hold.
+    """A picture of a store's folder; the ``entries`` most recently used entries are read completely.
 
-    ``progress(done, total)`` counts their bytes. The folder does not know its budget: say it to have it
-    shown. Raises StoreUnavailableError for a folder that is no store, or may not be read.
+    ``progress(done, total)`` counts their bytes. The folder does not record its budget: pass it to have it
+    shown. Raises StoreUnavailableError for a folder that is not a store, or cannot be read.
     """
     path = Path(path)
     if not is_store(path):
@@ -132,10 +132,10 @@ def _check_entry(path: Path) -> bool:
 
 
 def look_at_page(path: str | Path, decode: Decode | None = None) -> PagePicture:
-    """A picture of a file that holds a page, a saved conversation say.
+    """A picture of a file with a serialized snapshot, such as a saved conversation.
 
-    All of it is read where there is a digest to check it with. Raises SnapshotCorruptError for a file that
-    holds none, or is damaged, StoreUnavailableError for one that cannot be read.
+    The whole file is read if it has a digest to check. Raises SnapshotCorruptError for a damaged or other
+    file, StoreUnavailableError for one that cannot be read.
     """
     path = Path(path)
     try:

@@ -1,7 +1,7 @@
-"""Pictures: what a look at a cache, a prefix cache, a mask, a store or a serialized snapshot gives.
+"""Pictures of caches, prefix caches, masks, stores and serialized snapshots.
 
-Each is the plain data of one moment, with no tensor and no reference to what was looked at: it may be kept,
-compared, sent as JSON. What it shows it says once, in blocks, and every form draws those.
+Each is plain data of one moment, without tensors or references to the original object, and can be kept,
+compared and sent as JSON. Its content is described once, in blocks, from which every format is drawn.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ NOT_CHECKED = "digest not checked without the key"
 
 
 class Picture(ABC):
-    """What all pictures can do. ``print(picture)`` draws it as text, a notebook as HTML, rich in colours."""
+    """The methods of all pictures. ``print(picture)`` draws text, a notebook HTML, and rich colours."""
 
     @abstractmethod
     def blocks(self) -> Iterator[Block]:
-        """What is shown, from the top down."""
+        """The content, from top to bottom."""
 
     def record(self) -> dict[str, Any]:
         """All of it as dicts, lists, numbers and strings."""
@@ -78,7 +78,7 @@ class Picture(ABC):
         return text.plain(self.lines(width))
 
     def lines(self, width: int) -> list[Line]:
-        """The same as spans of (text, style), in which rich draws it in colours."""
+        """The text as spans of (text, style), which rich draws in colours."""
         return text.draw(self.blocks(), width)
 
     def svg(self) -> str:
@@ -86,7 +86,7 @@ class Picture(ABC):
         return svg.document(self.blocks())
 
     def html(self, title: str = "") -> str:
-        """A page that needs nothing but itself: drawings as inline SVG, tables, no script."""
+        """A self-contained page: drawings as inline SVG, tables, no scripts."""
         return html.page(list(self.blocks()), title or str(getattr(self, "name", "Cache")))
 
     def json(self) -> str:
@@ -94,7 +94,9 @@ class Picture(ABC):
         return json.dumps(self.record(), ensure_ascii=False)
 
     def save(self, path: str | Path) -> Path:
-        """Write it as the ending of ``path`` says: .html, .svg, .json, .txt; InvalidRangeError for others."""
+        """Write it in the format given by the extension of ``path``: .html, .svg, .json or .txt. Raises
+        InvalidRangeError for others.
+        """
         path = Path(path)
         makers = {".html": self.html, ".svg": self.svg, ".json": self.json, ".txt": self.text}
         maker = makers.get(path.suffix.lower())
@@ -174,7 +176,7 @@ class EncoderView:
 
 @dataclass(frozen=True, slots=True)
 class OtherView:
-    """A cache of another package, of which no more is known."""
+    """A cache of another package, about which nothing more is known."""
 
     name: str
     nbytes: int
@@ -185,7 +187,7 @@ Part = CellMap | StatesView | EncoderView | OtherView
 
 @dataclass(frozen=True)
 class CachePicture(Picture):
-    """A cache: one part for each table of cells, set of states, or encoder's outputs in it."""
+    """A cache, with one part for each cell table, set of states, or set of encoder outputs."""
 
     name: str
     nbytes: int
@@ -380,7 +382,7 @@ def _facts(node: NodeView, ages: bool = True, span: bool = True) -> str:
 
 @dataclass(frozen=True, eq=False)
 class MaskPicture(Picture):
-    """Who sees what in one pass: ``seen[i, j]``, whether token i of the batch attends to cell j."""
+    """The mask of one pass: ``seen[i, j]`` is whether token i of the batch attends to cell j."""
 
     name: str
     seen: np.ndarray
@@ -443,9 +445,9 @@ class PagePicture(Picture):
 
 @dataclass(frozen=True, slots=True)
 class EntryView:
-    """An entry of a store; ``problem`` says why it cannot be read, "" where it can.
+    """An entry of a store; ``problem`` says why it cannot be read, "" if it can.
 
-    ``note`` says what was not looked at, "" where all was.
+    ``note`` says what was not checked, "" if everything was.
     """
 
     key: str
@@ -465,7 +467,7 @@ class EntryView:
 
 @dataclass(frozen=True)
 class StorePicture(Picture):
-    """The folder of a FileStore: the entries that were used last, and totals of all."""
+    """The folder of a FileStore: the most recently used entries, and totals of all entries."""
 
     name: str
     total: int
@@ -473,10 +475,10 @@ class StorePicture(Picture):
     budget: int | None
     entries: tuple[EntryView, ...]
     writing: int
-    """Temporary files: of writers at work, or of ones that died."""
+    """The number of temporary files, of active or dead writers."""
 
     def summary(self) -> str:
-        """One line: how many entries of how many bytes, and what is wrong with them."""
+        """One line: the number of entries, their bytes, and how many are broken."""
         limit = "" if self.budget is None else f" of {bytes_text(self.budget)}"
         writing = f", {counted(self.writing, 'temporary file')}" if self.writing else ""
         count = sum(bool(entry.problem) for entry in self.entries)

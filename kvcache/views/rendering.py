@@ -31,14 +31,14 @@ def render(
 ) -> CachePicture | PrefixPicture:
     """A picture of what a cache holds: ``print`` it, or ``save`` it as .html, .svg or .json.
 
-    Plain data that the next pass leaves as it is; taking it changes nothing and copies no tensor. A cache of
-    another package shows its name and ``nbytes`` alone.
+    The picture is plain data that later passes do not change; taking it has no side effects and copies no
+    tensor. For a cache of another package it shows only its name and ``nbytes``.
 
-    Of a PrefixCache, a picture of its radix tree, tiers, sessions and cache. ``decode``
-    (``Tokenizer.decode``, say) gives the text of token ids, None shows the ids; of a larger radix tree the
-    ``nodes`` (200) that were used last are drawn. NotSupportedError where either is given for another cache.
+    For a PrefixCache, it shows the radix tree, tiers, sessions and cache. ``decode`` (for example
+    ``Tokenizer.decode``) returns the text of token ids; None shows the ids. Of a larger tree, the ``nodes``
+    (200) most recently used nodes are drawn. Both raise NotSupportedError for other caches.
 
-    Raises OrderError for a cache that is bound to no backend, ClosedError for one that is closed,
+    Raises OrderError for a cache that is not bound to a backend, ClosedError for one that is closed,
     InvalidRangeError for nodes < 0.
     """
     if isinstance(cache, PrefixCache):

@@ -1,4 +1,4 @@
-"""The ``kvcache`` command: what it takes and what it shows.
+"""The ``kvcache`` command: its options and output.
 
 app.py has the subcommands together; those of more than a page are in chat.py, inspection.py, saved.py,
 conformance.py and generation.py, and ranks.py is what a rank runs. They take options.py (by groups:

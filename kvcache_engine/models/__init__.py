@@ -1,4 +1,4 @@
-"""Model families: one decoder, and what differs.
+"""Model families: one decoder, and the parts in which families differ.
 
-Others use ``families``: the family of a configuration, its cache, its shapes.
+Used by other packages: ``families``, which has the family of a configuration, its cache and its shapes.
 """

@@ -1,4 +1,4 @@
-"""Self-attention through a cache, with the parts that families switch on or off."""
+"""Self-attention through a cache, with optional parts for different families."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["Attention", "attention_shapes", "load_attention", "merge_heads", "qk
 class Attention:
     """Grouped-query attention; queries, keys and values are one product.
 
-    ``qkv``: hidden_size -> (heads + 2 kv_heads) * head_dim, and with ``gated`` another heads * head_dim
-    whose sigmoid the result is multiplied by (Qwen3-Next). ``qk_norm`` (heads + kv_heads, head_dim):
-    weights of an RMS norm per head before the rotation. ``rotation`` names that of the step.
+    ``qkv``: hidden_size -> (heads + 2 kv_heads) * head_dim, and with ``gated`` another heads * head_dim, by
+    whose sigmoid the result is multiplied (Qwen3-Next). ``qk_norm`` (heads + kv_heads, head_dim): the weights
+    of an RMS norm per head before the rotation. ``rotation`` is the name of a rotation of the step.
     """
 
     qkv: Linear
@@ -68,7 +68,9 @@ def merge_heads(ctx: ml.Context, attended: ml.Tensor) -> ml.Tensor:
 def load_attention(
     load: Loader, ctx: ml.Context, prefix: str, config: ModelConfig, offset: float = 0.0, **options: Any
 ) -> Attention:
-    """Of the tensors below ``prefix``; ``options`` are fields of Attention, ``offset`` as in ``qk_norm``."""
+    """Load it from the tensors under ``prefix``; ``options`` are fields of Attention, ``offset`` as in
+    ``qk_norm``.
+    """
     if "qkv" not in options:
         options["qkv"] = load.linear(ctx, *(f"{prefix}.{name}_proj" for name in "qkv"))
     if "qk_norm" not in options and config.qk_norm:
@@ -93,7 +95,9 @@ def qk_norm(
 
 
 def attention_shapes(config: ModelConfig, gates: int = 0) -> dict[str, Shape]:
-    """Of ``self_attn``, with its biases; ``gates`` rows more in the queries' projection."""
+    """The tensors of ``self_attn``, with its biases, and ``gates`` additional rows in the query
+    projection.
+    """
     hidden, queries = config.hidden_size, config.heads * config.head_dim
     keys = config.kv_heads * config.head_dim
     shapes: dict[str, Shape] = {}

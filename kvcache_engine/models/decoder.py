@@ -1,6 +1,6 @@
-"""What decoders share: embedding, layers one after another, norm and head.
+"""The common part of decoders: embedding, a sequence of layers, norm and head.
 
-A layer is two parts, so that the last layer need not compute rows that nobody reads::
+A layer has two parts, so that the last layer need not compute unused rows::
 
     mix    reads other tokens, by way of the cache: attention, a recurrence
     feed   works on every token alone: an MLP, a mixture of experts
@@ -48,7 +48,7 @@ C = TypeVar("C", bound=ModelConfig)
 
 
 class Names(NamedTuple):
-    """What tensors outside the layers are called, and the layers together."""
+    """The names of the tensors outside the layers, and of the list of layers."""
 
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -57,10 +57,10 @@ class Names(NamedTuple):
 
 
 class Follower(Protocol):
-    """What reads along behind the last layer: multi-token prediction."""
+    """Receives the hidden states of the last layer: multi-token prediction."""
 
     def follow(self, ctx: ml.Context, batch: Batch, step: Step, hidden: ml.Tensor) -> None:
-        """A pass of the model came to normed hidden states (tokens, hidden_size)."""
+        """Process the normed hidden states (tokens, hidden_size) of a pass."""
 
 
 def causal_cache(config: ModelConfig, dtype: ml.DType | None = None) -> CausalCache:
@@ -69,31 +69,31 @@ def causal_cache(config: ModelConfig, dtype: ml.DType | None = None) -> CausalCa
 
 
 class CausalModel(Generic[C]):
-    """The forward pass; families say what their layers are, which are as Llama's where they do not.
+    """The forward pass; families override their layers, which are those of Llama by default.
 
-    ``dtype`` is what weights and activations are held in (logits are F32). Layer i lies on the device
-    of ``ctx.layer(i)``, embeddings and head on that of ``ctx.input()``. Tensors are called as Llama's:
+    ``dtype`` is the dtype of weights and activations (logits are F32). Layer i is on the device of
+    ``ctx.layer(i)``, embeddings and head are on that of ``ctx.input()``. Tensors have Llama's names:
     embedding, layers, an RMS norm and a head.
 
     ``progress(done, total)`` counts tensors as they are loaded. ``share``: this is one rank's part of a
-    model, with a config and weights that are cut to it (kvcache_engine.parallel).
+    model, whose config and weights are those of the part (kvcache_engine.parallel).
 
-    Raises ModelError for a tensor missing or of the wrong shape.
+    Raises ModelError for a tensor that is missing or has the wrong shape.
     """
 
     cache_type: type = object
-    """What ``make_cache`` returns, where the layers run on no other."""
+    """The type that ``make_cache`` returns, if the layers require it."""
     cache_of: Callable[..., Cache] = staticmethod(causal_cache)
-    """A cache, bound to none, of a config, with the dtype of the model's activations."""
+    """Makes an unbound cache from a config and the dtype of the model's activations."""
     names = Names()
     norm_names = NORMS
     after_names: tuple[str, str] | None = None
-    """Of norms behind a layer's parts."""
+    """The names of the norms after a layer's parts."""
     norm_offset = 0.0
-    """1 where norms are stored around zero."""
+    """1 if norm weights are stored around zero."""
     share: Share | None = None
     mtp: Follower | None = None
-    """Multi-token prediction, where it was loaded."""
+    """Multi-token prediction, if it was loaded."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class CausalModel(Generic[C]):
 
     @classmethod
     def numbered(cls, shapes: Shapes, i: int) -> dict[str, Shape]:
-        """Those of layer i by their whole names."""
+        """The shapes of layer i by full name."""
         return {f"{cls.names.layers}.{i}.{name}": shape for name, shape in shapes.items()}
 
     @classmethod
@@ -175,7 +175,7 @@ class CausalModel(Generic[C]):
         )
 
     def _load_more(self, load: Loader, ctx: ml.Context) -> None:
-        """What a family has beside its layers."""
+        """Load what a family has in addition to its layers."""
 
     def _load_head(self, load: Loader, ctx: ml.Context) -> ml.Tensor:
         """(vocab_size, hidden_size), or the rows of this rank; a tied one is a view of the embedding."""
@@ -185,10 +185,10 @@ class CausalModel(Generic[C]):
         return load.put(ctx, load.take(f"{self.names.head}.weight")[rows.start : rows.stop])
 
     def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
-        """Logits F32 (len(batch.outputs), vocab_size) of the rows in ``batch.outputs``; None: of all.
+        """Logits F32 (len(batch.outputs), vocab_size) for the rows in ``batch.outputs`` (None: all rows).
 
-        ``batch.inputs`` are token ids, one per position. The caller has called
-        ``cache.start_forward(ctx, batch)``: that is where a batch that does not fit is refused.
+        ``batch.inputs`` are token ids, one per position. The caller has called ``cache.start_forward(ctx,
+        batch)``, which refuses a batch that does not fit.
         """
         if self.share is None:
             return self._forward(ctx, batch, cache)
@@ -212,7 +212,7 @@ class CausalModel(Generic[C]):
         return self._read_out(ctx, hidden if outputs is None else hidden.rows(here, outputs))
 
     def _run(self, ctx: ml.Context, batch: Batch, cache: Cache, outputs: Any) -> tuple[ml.Tensor, Step]:
-        """What the last layer gives of the rows in ``outputs``, on the device of ``ctx.input()``."""
+        """The output of the last layer for the rows in ``outputs``, on the device of ``ctx.input()``."""
         if not isinstance(cache, self.cache_type):
             raise RequestError(
                 f"forward: {type(self).__name__} runs on a {self.cache_type.__name__}, not a "
@@ -236,7 +236,7 @@ class CausalModel(Generic[C]):
         return hidden, step
 
     def _read_out(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        """Logits F32 of what the last layer gives."""
+        """F32 logits for the output of the last layer."""
         here = ctx.input()
         logits = self.logits(here, hidden)
         return logits if self.dtype is ml.DType.F32 else logits.cast(here, ml.DType.F32)

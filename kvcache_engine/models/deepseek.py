@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2, written once on ml.nn: latent attention, and experts chosen within groups.
+"""DeepSeek-V2, V3 and V3.2 on ml.nn: latent attention, and experts selected within groups.
 
 DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), and "DeepSeek-V3 Technical Report", 2024 (arXiv
 2412.19437), "DeepSeek-V3.2", 2025; transformers' modeling_deepseek_v2.py, _v3.py and _v32.py::
@@ -45,14 +45,14 @@ _SIZES = "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSeekConfig(MoEConfig):
-    """``kv_heads`` is 1, and ``head_dim`` what is stored of a token."""
+    """``kv_heads`` is 1, and ``head_dim`` is the size of what is stored for a token."""
 
     latent: LatentSizes
     index: IndexSizes | None = None
 
     @property
     def stored(self) -> LayerShape:
-        """Latents, which are the values too, with their rotated numbers, and the keys of an indexer."""
+        """Latents, which are also the values, with their rotated numbers, and the keys of an indexer."""
         extra = () if self.index is None else (self.index.stored,)
         return LayerShape((1, self.latent.stored), (1, self.latent.rank), True, extra)
 
@@ -63,7 +63,7 @@ class DeepSeekConfig(MoEConfig):
 
     @property
     def scale(self) -> float:
-        """Of scores; grows with the context that YaRN stretches to."""
+        """The scale of scores; it grows with the context length of YaRN."""
         scaling, scale = self.rope.scaling, self.latent.query_dim**-0.5
         if isinstance(scaling, nn.YarnScaling) and scaling.mscale_all_dim:
             scale *= scaling.magnitude(scaling.mscale_all_dim) ** 2

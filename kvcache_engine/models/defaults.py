@@ -1,6 +1,6 @@
-"""What config.json may leave out, and what transformers' class of the model then has.
+"""The defaults for fields that config.json may omit, as in transformers' class of the model.
 
-Sizes of tensors without a usual value are asked for by name (``vocab_size``, ``hidden_size``).
+Sizes without a usual value are required (``vocab_size``, ``hidden_size``).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def filled(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """config.json with what it leaves out; generation_config.json may say where a text ends in its place."""
+    """config.json with defaults filled in; generation_config.json may override the end-of-sequence tokens."""
     defaults = {**_ALL, **_DEFAULTS[architecture]}
     if "eos_token_id" in generation:
         del defaults["eos_token_id"]

@@ -40,12 +40,12 @@ class DeltaSizes:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """The channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property
     def states(self) -> dict[str, StateSpec]:
-        """What a layer keeps of a sequence."""
+        """The states that a layer keeps for a sequence."""
         matrices = self.value_heads, self.key_dim, self.value_dim
         conv = StateSpec((self.channels, self.kernel - 1))
         return {"conv": conv, "recurrent": StateSpec(matrices, DType.F32)}
@@ -131,7 +131,7 @@ def delta_shapes(prefix: str, hidden: int, sizes: DeltaSizes, split: bool) -> di
 def load_delta_net(
     load: Loader, ctx: ml.Context, prefix: str, index: int, sizes: DeltaSizes, split: bool, eps: float
 ) -> DeltaNet:
-    """Of the tensors below ``prefix``, for layer ``index``; ``split`` as Qwen3NextConfig has it."""
+    """Load it from the tensors under ``prefix``, for layer ``index``; ``split`` as in Qwen3NextConfig."""
     names = ("qkv", "z", "b", "a") if split else ("qkvz", "ba")
     stored = [load.take(f"{prefix}.in_proj_{name}.weight") for name in names]
     kernel = load.take(f"{prefix}.conv1d.weight")[:, 0].T

@@ -1,4 +1,4 @@
-"""Which models the runner knows: by the name in config.json's ``architectures``.
+"""The supported models, by the name in config.json's ``architectures``.
 
 >>> from kvcache_engine.models.families import FAMILIES
 >>> sorted(name for name, family in FAMILIES.items() if not family.causal)
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 SUPPORTED_ARCHITECTURES = tuple(llama.MODEL_TYPES)
-"""The Llama family, which ModelConfig alone describes."""
+"""The Llama family, which ModelConfig describes completely."""
 Raw = Mapping[str, Any]
 
 
@@ -48,11 +48,11 @@ Raw = Mapping[str, Any]
 class Family:
     """How a kind of model is read and run.
 
-    ``parse(raw, generation)``: config.json, with its defaults, and generation_config.json to a config.
-    ``model(backend, config, weights, dtype, progress)``: the weights and their forward pass. ``model_type``:
-    as config.json has it where it names no architecture. ``causal``: a decoder alone, which ``Generator`` and
-    ``kvcache generate`` can run. ``divisible``: its layers can be split over ranks by heads, and ``model``
-    takes ``share=``.
+    ``parse(raw, generation)`` turns config.json, with defaults, and generation_config.json into a config.
+    ``model(backend, config, weights, dtype, progress)`` loads the weights and has the forward pass.
+    ``model_type`` is used if config.json names no architecture. ``causal``: a pure decoder, which
+    ``Generator`` and ``kvcache generate`` can run. ``divisible``: its layers can be split over ranks by
+    heads, and ``model`` accepts ``share=``.
     """
 
     parse: Callable[[Raw, Raw], Any]
@@ -67,7 +67,7 @@ class Family:
         return cache
 
     def check_ranks(self, config: Any, size: int) -> None:
-        """Raise ModelError for a family that is not split, or not over so many ranks."""
+        """Raise ModelError for a family that cannot be split over this number of ranks."""
         if not self.divisible:
             known = ", ".join(name for name, family in FAMILIES.items() if family.divisible)
             raise ModelError(
@@ -77,13 +77,13 @@ class Family:
         check_ranks(config, size)
 
     def share(self, config: Any, group: ml.Group) -> Share:
-        """What one rank computes. Raises what ``check_ranks`` does."""
+        """The part that one rank computes. Raises the errors of ``check_ranks``."""
         self.check_ranks(config, group.size)
         return share_of(config, group)
 
 
 def family_of(config: Any) -> Family:
-    """The family of a config, whatever made it. Raises ModelError for an unknown architecture."""
+    """The family of a config. Raises ModelError for an unknown architecture."""
     try:
         return FAMILIES[config.architecture]
     except KeyError:
@@ -108,13 +108,15 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForCausalLM": Family(qwen3_next.parse_dense, qwen3_next.Qwen3Next, "qwen3_5_text"),
     "WhisperForConditionalGeneration": Family(whisper.parse, whisper.Whisper, "whisper", causal=False),
 }
-"""Every architecture that is known."""
+"""All supported architectures."""
 
 
 def parse_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, origin: str = "config.json"
 ) -> ModelConfig:
-    """From the contents of config.json and generation_config.json; ``origin`` names them in errors."""
+    """The config from the contents of config.json and generation_config.json; ``origin`` is used in
+    errors.
+    """
     try:
         name, generation = _architecture(raw), generation or {}
         config: ModelConfig = FAMILIES[name].parse(filled(raw, generation, name), generation)
@@ -145,5 +147,5 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """How many numbers a model of this config holds; a tied embedding counts once."""
+    """The number of parameters of a model with this config; a tied embedding counts once."""
     return sum(int(np.prod(shape, dtype=np.int64)) for shape in expected_shapes(config).values())

@@ -54,7 +54,7 @@ class GatedMLP:
 
 
 def load_mlp(load: Loader, ctx: ml.Context, prefix: str, activation: Activation = nn.swiglu) -> GatedMLP:
-    """Of the tensors below ``prefix``."""
+    """Load it from the tensors under ``prefix``."""
     gate, up, down = (f"{prefix}.{name}" for name in PROJECTIONS)
     return GatedMLP(load.linear(ctx, gate, up), load.summed(ctx, down), activation)
 
@@ -73,9 +73,9 @@ def mlp_shapes(
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts (Shazeer et al., 2017): every token goes through k of them, gated MLPs all.
+    """A mixture of experts (Shazeer et al., 2017): every token goes through k of them, all gated MLPs.
 
-    The pairs (token, expert) are sorted by expert on the device, so that each expert is one run of rows.
+    The (token, expert) pairs are sorted by expert on the device, so that each expert has one run of rows.
     """
 
     gate_up: GroupedLinear
@@ -103,25 +103,26 @@ class Experts:
         inner = both.shape[1] // 2
         gate, up = both.slice(ctx, 1, 0, inner), both.slice(ctx, 1, inner, 2 * inner)
         result = self.down(ctx, nn.swiglu(ctx, gate, up), experts).mul(ctx, share)
-        if tokens == 1:  # in whatever order they are added up
+        if tokens == 1:  # the order of addition does not matter
             return result.sum(ctx, 0, keepdims=True)
         return result.rows(ctx, order.argsort(ctx)).reshape(ctx, tokens, k, hidden).sum(ctx, 1)
 
 
 Routing = Literal["softmax", "normalized"]
-"""What the weights of the chosen experts are: their share of the softmax over all experts, or that scaled to
-sum to 1 (``norm_topk_prob``)."""
+"""The weights of the selected experts: their softmax probabilities over all experts, or these scaled to sum
+to 1 (``norm_topk_prob``).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLimited:
-    """DeepSeek's routing: experts are chosen within the ``kept`` best of ``groups`` groups of them.
+    """DeepSeek's routing: experts are selected within the ``kept`` best of ``groups`` groups.
 
-    An expert's score is its share of the softmax, and a group is as good as its best expert (DeepSeek-AI,
-    "DeepSeek-V2", 2024). With ``correction``, F32 (experts,), it is a sigmoid, experts are chosen by both
-    together, and a group is as good as its two best (DeepSeek-AI, "DeepSeek-V3", 2024). Weights
-    are the scores alone, divided by their sum with ``normalize``, times ``scale``. ``corrected``: there is a
-    correction, once weights are loaded.
+    An expert's score is its softmax probability, and a group's score is that of its best expert (DeepSeek-AI,
+    "DeepSeek-V2", 2024). With ``correction``, F32 (experts,), the score is a sigmoid, experts are selected by
+    score plus correction, and a group's score is the sum of its two best (DeepSeek-AI, "DeepSeek-V3", 2024).
+    Weights are the scores without correction, divided by their sum with ``normalize``, times ``scale``.
+    ``corrected``: there is a correction once weights are loaded.
     """
 
     groups: int
@@ -146,7 +147,7 @@ class GroupLimited:
         return weights.scale(ctx, self.scale), chosen
 
     def _in_groups(self, ctx: ml.Context, scores: ml.Tensor, left_out: float) -> ml.Tensor:
-        """The scores, those of other groups replaced by ``left_out``."""
+        """The scores, with those of other groups replaced by ``left_out``."""
         if self.kept == self.groups:
             return scores
         tokens, experts = scores.shape
@@ -162,7 +163,7 @@ class GroupLimited:
 
 
 def group_routing(raw: Mapping[str, Any], corrected: bool = True) -> GroupLimited:
-    """What config.json says of groups. Raises ModelError if they do not fit."""
+    """The routing in groups according to config.json. Raises ModelError for inconsistent groups."""
     grouped = raw.get("topk_method") != "greedy"
     groups, kept = (raw["n_group"] or 1, raw["topk_group"] or 1) if grouped else (1, 1)
     experts, chosen = raw["n_routed_experts"], raw["num_experts_per_tok"]
@@ -185,11 +186,10 @@ def _picked(ctx: ml.Context, scores: ml.Tensor, chosen: ml.Tensor) -> ml.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SparseMLP:
-    """``experts_per_token`` of the experts for each token, and a ``shared`` one for all.
+    """``experts_per_token`` of the experts for each token, and optionally a ``shared`` expert for all.
 
-    The router computes in the dtype of its weight.
-
-    ``shared_gate`` maps a token to the logit that its share of the shared expert is the sigmoid of.
+    The router computes in the dtype of its weight. ``shared_gate`` maps a token to a logit, by whose sigmoid
+    the shared expert's output is multiplied.
     """
 
     router: Linear

@@ -1,8 +1,8 @@
-"""An engine behind OpenAI's API, over HTTP: what ``kvcache serve`` runs. It needs the extra ``[server]``.
+"""An engine behind OpenAI's HTTP API, as run by ``kvcache serve``. It needs the extra ``[server]``.
 
-worker.py has the engine in its own thread and its events in asyncio, app.py the routes; asked.py, answers.py
-and errors.py are OpenAI's JSON, in and out; template.py makes prompts of messages, index.py the
-page at /, metrics.py what /metrics tells, tracing.py its spans; running.py listens, and ends in order.
+worker.py runs the engine in a thread and passes its events to asyncio, app.py has the routes; asked.py,
+answers.py and errors.py are OpenAI's JSON, in and out; template.py turns messages into prompts, index.py is
+the page at /, metrics.py is /metrics, tracing.py has spans; running.py listens, and shuts down in order.
 """
 
 from kvcache_engine.serve.app import make_app

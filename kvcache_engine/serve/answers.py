@@ -1,4 +1,4 @@
-"""What the server answers: OpenAI's objects, whole or in chunks."""
+"""The server's answers: OpenAI's objects, complete or in chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DONE", "Form", "sse"]
 DONE = b"data: [DONE]\n\n"
 _REASONS = {"stop": "stop", "length": "length", "capacity": "length"}
 _LEAST = -9999.0
-"""In the place of minus infinity, which JSON lacks: OpenAI's and vLLM's."""
+"""Replaces minus infinity, which JSON lacks, as in OpenAI's API and vLLM."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The routes: what is asked is checked, given to the worker, and answered whole or as it comes."""
+"""The routes: requests are checked, passed to the worker, and answered completely or as a stream."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["make_app"]
 
 Parse = Callable[[Fields], Asked]
 GONE = 499
-"""What nobody reads: the client has left."""
+"""The status of a response that nobody reads because the client has disconnected."""
 
 
 PATHS = {
@@ -58,7 +58,9 @@ PATHS = {
 
 
 def make_app(worker: Worker, name: str, template: Template, options: ServeOptions | None = None) -> Starlette:
-    """The model that ``worker`` runs, served under ``name``; ``template`` makes prompts of messages."""
+    """An application that serves the model of ``worker`` under ``name``; ``template`` turns messages into
+    prompts.
+    """
     options = options or ServeOptions()
     service = _Service(worker, name, template, options)
     routes = [
@@ -152,7 +154,7 @@ class _Service:
     async def _answered(
         self, request: Request, body: bytes, parse: Parse, chat: bool, deadline: float, trace: Trace
     ) -> Response:
-        # In a thread: parsing, rendering and tokenizing eight megabytes would keep all others waiting.
+        # In a thread: parsing, rendering and tokenizing eight megabytes would block all other requests.
         asked, calls = await asyncio.to_thread(self._prepared, body, parse)
         inbox: Inbox = asyncio.Queue()
         tokenizer = None if asked.settings.logprobs is None else self._worker.engine.tokenizer
@@ -171,7 +173,7 @@ class _Service:
         return Response(status_code=GONE) if answers is None else JSONResponse(form.whole(answers))
 
     def _prepared(self, body: bytes, parse: Parse) -> tuple[Asked, list[tuple[list[int], GenerationOptions]]]:
-        """What is asked, and tokens and settings of every answer, checked before any is begun."""
+        """The parsed request, and tokens and settings of every answer, checked before any is started."""
         asked, calls = parse(Fields(body, self._options.sampling)), []
         count, room = len(asked.prompts) * asked.choices, self._worker.room
         if count > room:
@@ -183,7 +185,7 @@ class _Service:
         return asked, calls
 
     def _fitting(self, prompt: Prompt, wanted: int | None) -> tuple[list[int], int]:
-        """The tokens, and how many may be generated."""
+        """The tokens, and how many tokens may be generated."""
         engine = self._worker.engine
         assert engine.tokenizer is not None
         try:
@@ -232,7 +234,7 @@ def _too_long(limit: int, prompt: int, count: int, wanted: int | None, least: st
 
 
 async def _body(request: Request, most: int, pause: float) -> bytes:
-    """TimeoutError where nothing comes for ``pause`` seconds."""
+    """Read the body. Raises TimeoutError if nothing arrives for ``pause`` seconds."""
     body, parts = bytearray(), request.stream()
     while True:
         try:
@@ -262,7 +264,7 @@ def _health(engine: Engine, show_cached: bool) -> dict[str, Any]:
         "sequences": len(engine.prefix.sessions),
         "limit": engine.limit,
     }
-    if not show_cached:  # all of these tell how much of a prompt was there
+    if not show_cached:  # all of these reveal how much of a prompt was cached
         return found
     reused = {"reused": asdict(engine.prefix.stats), "kept_bytes": engine.prefix.nbytes}
     return {**found, "statistics": asdict(engine.statistics), **reused}

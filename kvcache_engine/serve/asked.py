@@ -1,4 +1,4 @@
-"""What a request asks for: the JSON of OpenAI's completions and chat completions, checked field by field."""
+"""Parsing requests: the JSON of OpenAI's completions and chat completions, checked field by field."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Asked", "Fields", "Prompt", "Template", "Text", "parse_chat", "parse
 
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
-"""Likely tokens that are told of, as in OpenAI's chat completions and in vLLM."""
+"""The most likely tokens that are reported, as in OpenAI's chat completions and in vLLM."""
 MAX_SALT = 256
-"""Characters of a salt, each of which is kept beside what was computed for it."""
+"""The most characters of a salt, which is stored with the content computed for it."""
 _LARGEST = 2**63 - 1
-"""Of integers: JSON has no limit, and floats, arrays and messages do."""
+"""The largest integer: JSON has no limit, but floats, arrays and messages do."""
 _BOTH = {"model", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos",
          "stream", "stream_options", "cache_salt",
          "cache_retention"}  # fmt: skip
@@ -35,7 +35,7 @@ _NO_MATTER = {
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-"""Fields that change no answer, whatever they say."""
+"""Fields that never affect an answer."""
 _IDLE: Mapping[str, Sequence[Any]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -55,14 +55,14 @@ _IDLE: Mapping[str, Sequence[Any]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-"""Fields that are not served, with the values that ask for nothing; so does null, for any field."""
+"""Unsupported fields, with the values that have no effect; neither has null, for any field."""
 _SHOWN = 200
 """Characters of a value that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt as text; without ``bos`` it says itself which tokens come first."""
+    """A prompt as text; without ``bos`` it contains its first special tokens itself."""
 
     text: str
     bos: bool = True
@@ -70,7 +70,7 @@ class Text:
 
 Prompt = Text | list[int]
 Template = Callable[[list[dict[str, str]]], Text]
-"""Makes a prompt of messages."""
+"""Turns messages into a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ class Asked:
     stream: bool
     include_usage: bool
     salt: str
-    """Answers to requests of other salts reuse nothing of these; vLLM's ``cache_salt``."""
+    """Requests with other salts reuse nothing of these; vLLM's ``cache_salt``."""
     retention: Retention | None = None
-    """How long what is computed stays; ``cache_retention``."""
+    """How long computed content is kept; ``cache_retention``."""
 
     def settings_for(self, choice: int, max_tokens: int) -> GenerationOptions:
-        """Of one answer: with a seed, each has its own."""
+        """The settings of one answer; with a seed, each answer has its own."""
         seed = self.settings.seed
         return replace(self.settings, max_new_tokens=max_tokens, seed=None if seed is None else seed + choice)
 
@@ -138,7 +138,7 @@ class Fields:
         return float(self._read(name, default, fits, f"a number in [{low:g}, {high:g}]"))
 
     def text(self, name: str, most: int) -> str:
-        """ "" where it is not given."""
+        """The text of a field; "" if it is absent."""
 
         def fits(value: Any) -> bool:
             return isinstance(value, str) and 0 < len(value) <= most
@@ -157,7 +157,7 @@ class Fields:
         return tuple(stops)
 
     def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage: the one of ``stream_options`` that is served."""
+        """Whether a stream ends with its usage, which is the only supported field of ``stream_options``."""
         found = self._found.get("stream_options")
         options = {} if found is None else found
         idle = isinstance(options, dict) and not any(
@@ -170,7 +170,7 @@ class Fields:
         return bool(options.get("include_usage"))
 
     def refuse(self, served: Collection[str]) -> None:
-        """Say which field is not served, rather than answer as if it had not been given."""
+        """Refuse unsupported fields by name, rather than ignore them."""
         for name, value in self._found.items():
             if value is None or name in served or name in _NO_MATTER:
                 continue

@@ -1,4 +1,4 @@
-"""What is refused before a route sees it: strange hosts, wrong keys, bodies that others read otherwise."""
+"""Refusals before any route: unknown hosts, wrong keys, and ambiguous bodies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPEN = ("/health",)
 
 
 class KeyGuard:
-    """An ASGI middleware: 401 without ``api_key`` (None: nobody needs one), 400 for a body of two lengths."""
+    """An ASGI middleware: 401 without ``api_key`` (None: no key needed), 400 for a body with two lengths."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app, self._api_key = app, api_key
@@ -49,8 +49,8 @@ class KeyGuard:
 class HostGuard:
     """An ASGI middleware: 403 for a Host that is not among ``allowed``.
 
-    A browser sends the name that a page was loaded from, whatever address that name has by then: a page of
-    somebody else's could otherwise ask a server that only its reader reaches.
+    A browser sends the host name that a page was loaded from, whatever address it resolves to now: without
+    this check, a foreign page could call a server that only its reader can reach (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""What a server counts and times, for Prometheus; named kvcache:..., as vLLM has it where it has the same.
+"""Metrics for Prometheus; they are named kvcache:... and correspond to vLLM's where these exist.
 
-What the engine counts anyway is read when it is asked for, between two of its passes; only times are taken
-as they come. The registry is the server's own: nothing is global.
+The engine's own counts are read on request, between two passes; only times are recorded as they occur. The
+registry belongs to the server: nothing is global.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Family = CounterMetricFamily | GaugeMetricFamily
 
 
 class Metrics:
-    """Times the requests of ``worker``, which it observes, and reads what its engine counts.
+    """Times the requests of ``worker``, which it observes, and reads the counts of its engine.
 
-    Without ``show_cached``, whatever tells how much was reused is left out.
+    Without ``show_cached``, metrics that reveal how much was reused are omitted.
     """
 
     def __init__(self, worker: Worker, name: str, show_cached: bool = True) -> None:
@@ -47,15 +47,25 @@ class Metrics:
             )
             return metric.labels(name)
 
-        self._first = histogram("time_to_first_token_seconds", "From the queue to the first token.", _FIRST)
-        self._token = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", _TOKEN)
-        self._mean = histogram(
-            "request_time_per_output_token_seconds", "Mean of an answer behind its first token.", _TOKEN
+        self._first = histogram(
+            "time_to_first_token_seconds", "Time from queueing to the first token.", _FIRST
         )
-        self._queue = histogram("request_queue_time_seconds", "From the queue to a sequence.", _REQUEST)
-        self._whole = histogram("e2e_request_latency_seconds", "From the queue to the last token.", _REQUEST)
+        self._token = histogram(
+            "inter_token_latency_seconds", "Time between two tokens of an answer.", _TOKEN
+        )
+        self._mean = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per token of an answer after its first.",
+            _TOKEN,
+        )
+        self._queue = histogram(
+            "request_queue_time_seconds", "Time from queueing to a free sequence.", _REQUEST
+        )
+        self._whole = histogram(
+            "e2e_request_latency_seconds", "Time from queueing to the last token.", _REQUEST
+        )
         self._ended = Counter(
-            "kvcache:request_success", "Requests that ended: stop, length, capacity (no room), error.",
+            "kvcache:request_success", "Finished requests: stop, length, capacity (cache full), error.",
             ["model_name", "finished_reason"], registry=self._registry,
         )  # fmt: skip
         self._name = name
@@ -90,15 +100,15 @@ class Metrics:
 def _always(engine: Engine) -> Iterator[Family]:
     """Read in the worker's thread, as all that an engine counts."""
     statistics = engine.statistics
-    yield _gauge("num_requests_running", "Requests that hold a sequence.", len(engine.running))
-    yield _gauge("num_requests_waiting", "Requests that wait for a sequence.", len(engine.waiting))
-    yield _counter("num_preemptions", "Times a request made room for others.", engine.preemptions)
-    yield _counter("prompt_tokens", "Tokens of all prompts.", statistics.prompt_tokens)
-    yield _counter("generation_tokens", "Tokens that were generated.", statistics.generated_tokens)
+    yield _gauge("num_requests_running", "Requests that are running.", len(engine.running))
+    yield _gauge("num_requests_waiting", "Requests that are waiting.", len(engine.waiting))
+    yield _counter("num_preemptions", "Preempted requests.", engine.preemptions)
+    yield _counter("prompt_tokens", "Prompt tokens.", statistics.prompt_tokens)
+    yield _counter("generation_tokens", "Generated tokens.", statistics.generated_tokens)
     if (drafts := engine.speculation).passes:
-        yield _counter("spec_decode_num_drafts", "Passes of answers that had drafts.", drafts.drafts)
-        yield _counter("spec_decode_num_draft_tokens", "Drafted tokens.", drafts.drafted)
-        yield _counter("spec_decode_num_accepted_tokens", "Those that were accepted.", drafts.accepted)
+        yield _counter("spec_decode_num_drafts", "Passes with draft tokens.", drafts.drafts)
+        yield _counter("spec_decode_num_draft_tokens", "Draft tokens.", drafts.drafted)
+        yield _counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.", drafts.accepted)
 
 
 def _of_reuse(engine: Engine) -> Iterator[Family]:
@@ -114,38 +124,42 @@ def _of_reuse(engine: Engine) -> Iterator[Family]:
     tiers = {tier: getattr(reused, tier) for tier in ("live", "device", "host", "store")}
     yield _counter(
         "prompt_tokens_by_source",
-        "Tokens that were computed, in memory, or in stores.",
+        "Prompt tokens by source: computed, memory or stores.",
         sources,
         "source",
     )
-    yield _counter("prompt_tokens_cached", "Tokens of prompts that were not computed.", reused.reused)
+    yield _counter("prompt_tokens_cached", "Prompt tokens that were not computed.", reused.reused)
     yield _counter(
-        "prompt_tokens_reused", "Those by the tier that had them; live: another request's.", tiers, "tier"
+        "prompt_tokens_reused", "Reused prompt tokens by tier; live: an open request.", tiers, "tier"
     )
-    yield _counter("prefix_cache_queries", "Tokens that were looked up.", reused.tokens)
-    yield _counter("prefix_cache_hits", "Tokens that were in the cache or in host memory.", local)
+    yield _counter("prefix_cache_queries", "Prompt tokens that were looked up.", reused.tokens)
+    yield _counter("prefix_cache_hits", "Prompt tokens found in the cache or in host memory.", local)
     if has_stores(engine):
         # The last token of a prompt is computed whatever there is.
         asked = reused.tokens - reused.sessions - local - reused.spared
-        yield _counter("external_prefix_cache_queries", "Tokens that memory lacked, asked of stores.", asked)
-        yield _counter("external_prefix_cache_hits", "Tokens that stores had.", reused.store)
+        yield _counter("external_prefix_cache_queries", "Prompt tokens looked up in stores.", asked)
+        yield _counter("external_prefix_cache_hits", "Prompt tokens found in stores.", reused.store)
         yield _counter(
             "external_prefix_cache_spared",
-            "Tokens that stores were not asked for, or not read of, as computing is faster.",
+            "Prompt tokens not read from stores because computing is faster.",
             reused.spared,
         )
         yield _counter(
             "store_look_ups",
-            "By why a store was asked, or (computing: it is faster) was not.",
+            "Store decisions by reason; computing: not asked, as that is faster.",
             prefix.break_even.counts,
             "reason",
         )
-    yield _gauge("kept_bytes", "Snapshots per tier; leaving, writing: on their way.", prefix.nbytes, "tier")
-    yield _counter(
-        "tenant_budget_evictions", "Times a tenant had more than it may keep.", prefix.over_tenant_budget
+    yield _gauge(
+        "kept_bytes", "Bytes of snapshots per tier; leaving and writing: in transit.", prefix.nbytes, "tier"
     )
-    yield _counter("offload_failures", "Snapshots lost on their way to a tier.", prefix.failed, "tier")
-    yield _counter("store_errors", "Calls of stores that failed, by kind.", prefix.store_errors, "kind")
+    yield _counter(
+        "tenant_budget_evictions",
+        "Evictions because a tenant exceeded its budget.",
+        prefix.over_tenant_budget,
+    )
+    yield _counter("offload_failures", "Snapshots lost on the way to a tier.", prefix.failed, "tier")
+    yield _counter("store_errors", "Failed store calls by kind.", prefix.store_errors, "kind")
 
 
 class _EngineCollector(Collector):
@@ -161,10 +175,10 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         families = self._worker.post(self._read).result()
-        told = "Refused (429), not answered in time (504), or given up by the client."
+        told = "Requests refused (429), timed out (504), or cancelled by the client."
         families.append(_counter("requests_dropped", told, self._worker.dropped, "why"))
         if self._show_cached and (kept := _bytes_in_stores(self._worker.engine.prefix.stores)):
-            families.append(_gauge("store_bytes", "Entries that a store has, by its place.", kept, "store"))
+            families.append(_gauge("store_bytes", "Bytes of entries by store.", kept, "store"))
         for family in families:
             for sample in family.samples:
                 sample.labels["model_name"] = self._name

@@ -1,4 +1,4 @@
-"""Where a server listens, and what it takes on."""
+"""The address and limits of a server."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["ServeOptions"]
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """``host`` and ``port`` (0: a free one) to listen on, and limits; times in seconds.
+    """The ``host`` and ``port`` (0: a free one) to listen on, and limits; times are in seconds.
 
-    ``max_waiting`` requests may wait for a sequence, further ones get 429. A body of more than ``max_body``
-    bytes gets 413. A request that is not answered, and read, within ``request_timeout`` is given up. When
-    the server is told to end, requests that are running or waiting have ``shutdown_timeout`` to finish.
-    Stores are given each answer when it ends, and every ``write_interval`` what they did not take then. A
-    client has ``client_timeout`` to send the head of a request, and from one part of its body to the next;
-    then its connection is closed, or it gets 408.
+    Up to ``max_waiting`` requests may wait for a sequence; further ones get 429. A body of more than
+    ``max_body`` bytes gets 413. A request whose answer has not been sent completely within
+    ``request_timeout`` is cancelled. At shutdown, running and waiting requests have ``shutdown_timeout`` to
+    finish. Each answer is written to the stores when it ends; what they did not accept then is offered again
+    every ``write_interval``. A client has ``client_timeout`` to send the head of a request, and from one part
+    of its body to the next; then its connection is closed, or it gets 408.
 
     ``api_key``: what requests must have as "Authorization: Bearer KEY", but for /health, which tells those
     without it nothing but that the server is there (None: nobody needs one). ``allowed_hosts`` are names by
     which clients may call the server beside those that ``host`` has on this machine; "*": any.
 
-    ``show_cached``: answers, /health and /metrics say how many tokens were in the cache already, from which a
-    client learns what others have asked.
+    ``show_cached``: answers, /health and /metrics report how many tokens were cached, from which a client can
+    infer what others have asked.
 
-    ``sampling``: temperature, top_k, top_p and min_p where a request says nothing of them (by default 1, 0,
-    1 and 0).
+    ``sampling``: temperature, top_k, top_p and min_p for requests that do not set them (by default 1, 0, 1
+    and 0).
     """
 
     host: str = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""A server from its first connection to its last: it listens, ends in order, and keeps its stores."""
+"""Running a server: it listens, shuts down in order, and writes its stores."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ log = logging.getLogger("kvcache_engine.serve")
 
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 BACKLOG = 2048
-"""Connections that the system keeps until they are accepted."""
+"""The most connections that the system queues until they are accepted."""
 LAST_WORDS = 2.0
-"""Seconds for clients to read that their requests were given up."""
+"""Seconds for clients to read that their requests were cancelled."""
 
 
 def serve(
@@ -47,13 +47,12 @@ def serve(
 ) -> None:
     """Serve the engine that ``make`` opens, under ``name``, until SIGINT, SIGTERM or SIGHUP comes.
 
-    To be called from the main thread, which gets the signals. The address is taken before the engine is
-    opened, and answers after that. At the end requests that are running may finish, and then what is kept
-    goes to the engine's stores. ``told`` hears in a line each what memory it may take, that it serves, and
-    that it writes.
-    ``watching`` is entered while requests are served.
+    Call it from the main thread, which receives the signals. The address is bound before the engine is
+    opened, and accepts connections after that. At shutdown, running requests may finish, and then kept
+    content is written to the engine's stores. ``told`` receives one line each about the memory limits, the
+    address, and the final writes. ``watching`` is entered while requests are served.
 
-    Raises RequestError for an address that cannot be had, and what ``make`` raises.
+    Raises RequestError for an unavailable address, and the errors of ``make``.
     """
     options = options or ServeOptions()
     with (

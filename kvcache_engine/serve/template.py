@@ -1,4 +1,4 @@
-"""Messages to a prompt: the model's own chat template, or one text after another."""
+"""Turning messages into a prompt: with the model's own chat template, or by concatenation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", 
 
 
 def template_of(path: Path) -> Template:
-    """From what lies in a model's folder or beside its file, else from what a GGUF file has itself.
+    """The template from a model's folder or beside its file, else from the GGUF file itself.
 
-    A model without a template is a base model: it goes on with the texts. Raises ModelError for a template
+    A model without a template is a base model, which continues the texts. Raises ModelError for a template
     that cannot be read or compiled.
     """
     folder = path if path.is_dir() else path.parent

@@ -1,7 +1,7 @@
 """The engine in a thread of its own, and its events in asyncio.
 
-Everything that touches model and cache happens in that thread. Coroutines hand it calls through a queue;
-between two steps it makes those that have come. Events come back through the loop of whoever asked.
+Everything that uses the model and the cache happens in that thread. Coroutines submit calls through a queue,
+which the thread executes between two steps. Events are returned through the caller's event loop.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["Inbox", "Overloaded", "Stopped", "Ticket", "Worker", "has_stores"]
 log = logging.getLogger("kvcache_engine.serve")
 
 PART = 64 << 20
-"""Bytes that are handed to the stores between two passes, about."""
+"""About how many bytes are submitted to the stores between two passes."""
 BETWEEN_PARTS = 0.05
-"""Seconds until the next ones, at least."""
+"""The fewest seconds until the next ones."""
 
 
 class Overloaded(Exception):  # noqa: N818
-    """As many requests are waiting as may wait; there may be room in ``seconds``."""
+    """The queue is full; there may be room in ``seconds``."""
 
     def __init__(self, message: str, seconds: int) -> None:
         super().__init__(message)
@@ -124,10 +124,10 @@ def has_stores(engine: Engine) -> bool:
 
 
 class Worker:
-    """Runs the engine that ``make`` opens, in a thread, within the limits of ``options``. A context manager.
+    """Runs the engine that ``make`` opens in a thread, within the limits of ``options``. A context manager.
 
-    What the engine's stores, if it has any, did not take of an answer when it ended is offered to them now
-    and then, and at the end.
+    Content that the engine's stores did not accept when an answer ended is offered again from time to time,
+    and at the end.
     """
 
     def __init__(
@@ -153,29 +153,31 @@ class Worker:
         """Called in the worker's thread with what happens to each request; they must not raise."""
 
     def __enter__(self) -> Self:
-        """Returns when the model is loaded; raises what that raises."""
+        """Returns when the model is loaded; raises errors of loading it."""
         self._thread.start()
         self._ready.result()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cancel what is running, and close the engine."""
+        """Cancel running requests, and close the engine."""
         self._calls.put(None)
         self._thread.join()
 
     @property
     def engine(self) -> Engine:
-        """For what never changes: its limit, the tokenizer. All else is asked through ``post``."""
+        """The engine, for constant properties: its limit and tokenizer. Everything else goes through
+        ``post``.
+        """
         assert self._engine is not None
         return self._engine
 
     @property
     def room(self) -> int:
-        """Answers that may run and wait at the same time."""
+        """The most answers that may run and wait at the same time."""
         return self._options.max_waiting + self.engine.options.max_sequences
 
     def post(self, call: Callable[[Engine], R]) -> Future[R]:
-        """Have a call made between two steps; once the engine has stopped, it raises that."""
+        """Execute a call between two steps; raises Stopped once the engine has stopped."""
         done: Future[R] = Future()
         self._calls.put((call, done))
         if self._stopped.is_set():
@@ -192,9 +194,11 @@ class Worker:
         retention: Retention | None = None,
         answers: int = 1,
     ) -> Ticket:
-        """Raises RequestError for what cannot be served, Overloaded for what has to come later.
+        """Submit an answer. Raises RequestError if it cannot be served, Overloaded if it must be retried
+        later.
 
-        ``answers``: with this one, those that its call still has to submit. They are dropped with it.
+        ``answers``: the number of answers that the request still has to submit, including this one. They are
+        dropped with it.
         """
         ticket = Ticket(self, inbox, choice)
 
@@ -219,7 +223,7 @@ class Worker:
         return ticket
 
     def end_requests(self) -> None:
-        """Give up what is running and waiting, and take nothing more."""
+        """Cancel running and waiting requests, and accept no more."""
 
         def call(engine: Engine) -> None:
             self._ending = True

@@ -111,6 +111,12 @@ class Rotation:
     """The rotation of one forward pass: the backend's fused kernel, or tables that are computed once.
 
     Its tensors are on the device of the context that created it; ``to`` copies them to another.
+
+    >>> import ml, ml.nn
+    >>> with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+    ...     rotation = ml.nn.Rotation(ctx, [0, 1], ml.nn.RopeSpec(dim=4))
+    ...     rotation.apply(ctx, ctx.full((2, 1, 4), 1.0, ml.DType.F32)).shape
+    (2, 1, 4)
     """
 
     __slots__ = ("_fused", "_positions", "_tables", "spec")

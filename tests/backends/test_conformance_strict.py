@@ -31,7 +31,7 @@ class OnStrict:
 
 
 class TestBackend(OnStrict, BackendTests):
-    pass
+    case_stride = 5
 
 
 class TestCaches(OnStrict, CacheTests):

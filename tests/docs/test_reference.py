@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import doctest
 import importlib
 import importlib.util
@@ -91,3 +92,33 @@ def test_labels_of_the_navigation_are_the_titles_of_the_pages() -> None:
     for label, page in labels:
         title = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()[0]
         assert title == f"# {label}", page
+
+
+def luminance(color: tuple[float, float, float]) -> float:
+    """The relative luminance of sRGB in [0, 1] (WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_plain_buttons_can_be_read_in_the_dark_scheme() -> None:
+    """WCAG's least contrast of text is 4.5. The theme's own colour for these buttons has 2.3."""
+    material = pytest.importorskip("material", reason="mkdocs-material is not installed")
+    sheets = Path(material.__file__).parent / "templates" / "assets" / "stylesheets"
+    palette, main = (
+        next(sheets.glob(f"{name}.*.css")).read_text(encoding="utf-8") for name in ("palette", "main")
+    )
+    extra = (ROOT / "docs" / "stylesheets" / "extra.css").read_text(encoding="utf-8")
+    rule = re.search(r'\[data-md-color-scheme="slate"\] [^{]*\.md-button[^{]*\{\s*color: ([^;]+);', extra)
+    assert rule is not None
+    name = re.fullmatch(r"var\((--[\w-]+)\)", rule[1])
+    assert name is not None
+    scheme = r"\[data-md-color-scheme=slate\]\[data-md-color-primary=indigo\]"
+    text = re.search(scheme + r"\{[^}]*" + name[1] + r":#([0-9a-f]{6})", palette)
+    ground = re.search(r"--md-default-bg-color:hsla\(var\(--md-hue\), ?(\d+)%, ?(\d+)%, ?1\)", palette)
+    hue = re.search(r"--md-hue:(\d+)", main)
+    assert text is not None
+    assert ground is not None
+    assert hue is not None
+    on = luminance(tuple(int(text[1][i : i + 2], 16) / 255 for i in (0, 2, 4)))  # type: ignore[arg-type]
+    under = luminance(colorsys.hls_to_rgb(int(hue[1]) / 360, int(ground[2]) / 100, int(ground[1]) / 100))
+    assert (on + 0.05) / (under + 0.05) >= 4.5

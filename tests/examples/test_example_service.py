@@ -73,8 +73,9 @@ class Service:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, store: Path) -> Iterator[Service]:
-    line = [sys.executable, "examples/service.py", folder, "--store", store, "--budget=64MiB", "--port=0"]
+def serving(folder: Path, store: Path, runtime: str) -> Iterator[Service]:
+    options = ["--store", store, "--budget=64MiB", "--port=0", "--runtime", runtime]
+    line = [sys.executable, "examples/service.py", folder, *options]
     pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     with subprocess.Popen([str(word) for word in line], **pipes) as process:
         try:
@@ -91,9 +92,13 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_users_share_a_restart_goes_on_and_who_leaves_is_cancelled(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", ["transformers", "mlx-lm"])
+def test_users_share_a_restart_goes_on_and_who_leaves_is_cancelled(
+    folder: Path, tmp_path: Path, runtime: str
+) -> None:
+    pytest.importorskip(runtime.replace("-", "_"))
     store, questions = tmp_path / "kept", ["And God said", "And God saw", "the sea", "Noah", "light"]
-    with serving(folder, store) as service:
+    with serving(folder, store, runtime) as service:
         first = service.ask(questions[0])
         with ThreadPoolExecutor(8) as users:
             answers = list(users.map(service.ask, questions * 2))
@@ -105,7 +110,7 @@ def test_users_share_a_restart_goes_on_and_who_leaves_is_cancelled(folder: Path,
         assert (alone, service.health()["reused"]) == (first, told["reused"])
         until(lambda: any((store / "pages").glob("*.entry")))
         service.process.send_signal(signal.SIGKILL)
-    with serving(folder, store) as service:
+    with serving(folder, store, runtime) as service:
         assert service.ask(questions[0]) == first
         assert service.health()["reused"] > 0
         body = {"prompt": SYSTEM, "max_tokens": 1500}  # of a client that goes away

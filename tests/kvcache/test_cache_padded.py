@@ -43,6 +43,7 @@ def sampled(suite: type, step: int) -> Any:
 
 
 class TestCaches(sampled(CacheTests, 16)):
+    colours = (0, 1, 2, 3) if LONG else (2,)
     traces = 400 if LONG else 48
     state_traces = quantized_traces = encoder_traces = 32 if LONG else 4
 

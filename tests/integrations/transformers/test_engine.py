@@ -48,6 +48,12 @@ def case(request: pytest.FixtureRequest) -> census.Case:
     return census.Case(request.param)
 
 
+some_types = pytest.mark.parametrize(
+    "case", ["llama", "gpt_oss", "llama4_text", "qwen3_next", "bloom", "glm_moe_dsa"], indirect=True
+)
+"""One for each way to attend; docs/engine-models.md has what becomes of all types."""
+
+
 def llama(**changes: Any) -> Any:
     return copy.deepcopy(hf.model("llama", **changes))
 
@@ -64,16 +70,20 @@ def ids(count: int, seed: int = 0) -> list[int]:
     return found
 
 
-def test_mixed_requests_answer_as_the_model_alone(case: census.Case, request: pytest.FixtureRequest) -> None:
-    """Shared prefixes, chunks of prompts, one cancelled, one preempted; twice, the second from a folder."""
+def test_a_type_is_given_its_tokens_in_the_layout_that_it_takes(
+    case: census.Case, request: pytest.FixtureRequest
+) -> None:
     assert case.driven.layout.name == LAYOUTS[request.node.callspec.params["case"]]
+
+
+@some_types
+def test_mixed_requests_answer_as_the_model_alone(case: census.Case) -> None:
+    """Shared prefixes, chunks of prompts, one cancelled, one preempted; twice, the second from a folder."""
     for answers in driven.mixed(case):
         assert answers == case.alone(answers)
 
 
-@pytest.mark.parametrize(
-    "case", ["llama", "llama4_text", "qwen3_next", "bloom", "glm_moe_dsa"], indirect=True
-)
+@some_types
 def test_drafts_change_no_answer(case: census.Case) -> None:
     """Those that are looked up in the text, and those of a smaller model, which is driven likewise."""
     [answers] = driven.drafts(case)
