@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test system test-vllm test-sglang test-lmcache check lint types docs words bench census mutation dist oldest newest clean
+.PHONY: run test system test-vllm test-sglang test-lmcache test-paddle test-peers check lint types docs words bench census mutation dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -57,6 +57,21 @@ test-lmcache: .venv-lmcache/.installed
 	  prometheus_client psutil py-cpuinfo pyyaml pyzmq requests sortedcontainers -e ".[lmcache,testing]"
 	$(LMCACHE) -m pip install --quiet --no-deps lmcache==0.5.6
 	touch $@
+
+# The example of a backend for PaddlePaddle (200 MB), held to both suites; some minutes.
+PADDLE = .venv-paddle/bin/python
+test-paddle: .venv-paddle/.installed
+	OMP_NUM_THREADS=1 ML_LONG=1 $(PADDLE) -m pytest -q -p no:cacheprovider tests/examples/test_example_backends.py -k "paddle"
+
+.venv-paddle/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-paddle
+	$(PADDLE) -m pip install --quiet paddlepaddle==3.3.1 setuptools hatchling -e ".[testing,engine]"
+	touch $@
+
+# The peers' own tests of their caches, on ours: a table of what passes, for docs/models.md.
+test-peers: $(VENV)/.installed-bench
+	$(BIN)/python -W ignore -m benchmarks.peers_tests mlx-lm
+	$(BIN)/python -W ignore -m benchmarks.peers_tests transformers $(if $(TRANSFORMERS),--source $(TRANSFORMERS))
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, what is compiled, whole
 # suites, models and the engine, servers and stores of others, processes, long conversations, and what pages show.
@@ -140,7 +155,7 @@ oldest newest:
 	.$@/bin/python -m pytest -q -p no:cacheprovider $(ENDS)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-lmcache .oldest .newest dist build site .hypothesis .census .mutation .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-lmcache .venv-paddle .peers .oldest .newest dist build site .hypothesis .census .mutation .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

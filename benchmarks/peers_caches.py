@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
@@ -342,8 +346,77 @@ class MlxArrays(MlxBatch):
         return seen
 
 
+class NanoVllm(CacheDriver):
+    """nano-vllm's block manager, over a dictionary that stands for the memory of its blocks.
+
+    A new sequence of the tokens of another gets the blocks that match, and computes the rest: so select and
+    copy are its prefix matching, and all else is how its scheduler calls it.
+    """
+
+    absent = frozenset({"crop", "draft", "join", "save"})
+    source = Path()
+
+    def __init__(self, span: Span, sequences: int) -> None:
+        super().__init__(span, sequences)
+        if "nanovllm" not in sys.modules:  # whose own __init__ imports an engine for GPUs
+            package = sys.modules["nanovllm"] = ModuleType("nanovllm")
+            package.__path__ = [str(self.source / "nanovllm")]
+        self.manager = import_module("nanovllm.engine.block_manager").BlockManager(160, 4)
+        self.kind = import_module("nanovllm.engine.sequence").Sequence
+        self.kind.block_size = self.manager.block_size
+        self.memory: dict[int, int] = {}
+        self.rows: list[Any] = [None] * sequences
+
+    def feed(self, tokens: Tokens) -> Seen:
+        seen: Seen = []
+        for i, new in enumerate(tokens):
+            row = self.rows[i]
+            if row is None:
+                row = self.rows[i] = self.prefilled(list(new))
+            else:
+                for token in new:
+                    row.append_token(token)
+                    self.manager.may_append(row)
+                    self.computed(row, 1)
+            history = [self.memory[slot] for slot in self.slots(row)]
+            first = len(history) - len(new)
+            seen.append([history[: first + query + 1] for query in range(len(new))])
+        return seen
+
+    def prefilled(self, tokens: list[int]) -> Any:
+        row = self.kind(tokens)
+        self.manager.allocate(row, self.manager.can_allocate(row))
+        self.computed(row, row.num_tokens - row.num_cached_tokens)
+        return row
+
+    def computed(self, row: Any, count: int) -> None:
+        """The last tokens of the row are written where the block table says."""
+        for slot, token in [*zip(self.slots(row), row.token_ids, strict=True)][-count:]:
+            self.memory[slot] = token
+        row.num_scheduled_tokens = count
+        self.manager.hash_blocks(row)
+        row.num_cached_tokens += count
+
+    def slots(self, row: Any) -> list[int]:
+        size = self.manager.block_size
+        return [row.block_table[i // size] * size + i % size for i in range(row.num_tokens)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        old, self.rows = self.rows, [self.prefilled(list(self.rows[row].token_ids)) for row in rows]
+        for row in old:
+            self.manager.deallocate(row)
+
+    def copy(self) -> Self:
+        """Beside it, in the same blocks where they match."""
+        twin = copy.copy(self)
+        twin.rows = [self.prefilled(list(row.token_ids)) for row in self.rows]
+        return twin
+
+
 QUANTO = "QuantizedCache, quanto"
 """It takes optimum-quanto, which only the extra [bench] installs."""
+NANO = "BlockManager"
+"""It takes a checkout of nano-vllm, which no package index has: ``--nano-vllm``."""
 CACHES: dict[str, tuple[str, str, type[CacheDriver], Span]] = {
     "CausalCache": ("ml-kvcache", "full", Ours, FULL),
     "SlidingWindowCache": ("ml-kvcache", "window", Ours, WINDOW),
@@ -363,6 +436,7 @@ CACHES: dict[str, tuple[str, str, type[CacheDriver], Span]] = {
     "BatchKVCache": ("mlx-lm", "full", MlxBatch, FULL),
     "BatchRotatingKVCache": ("mlx-lm", "window", MlxBatchRotating, WINDOW),
     "ArraysCache": ("mlx-lm", "state", MlxArrays, WINDOW),
+    NANO: ("nano-vllm", "full", NanoVllm, FULL),
 }
 """By name: the project, what its cache shows, its driver and what a query has to see."""
 
@@ -417,13 +491,24 @@ def main() -> None:
     parser.add_argument("--only", default="", help="those caches whose names have this")
     parser.add_argument("--traces", type=int, default=TRACES, help="random traces of each area")
     parser.add_argument("--out", type=Path, default=DOCS, help="the folder of the page and its record")
+    parser.add_argument("--nano-vllm", type=Path, help="a checkout of github.com/GeeeekExplorer/nano-vllm")
     options = parser.parse_args()
+    left_out = {QUANTO} if _version("optimum-quanto") == "not installed" else set()
     record = {"versions": {}, "caches": {}, **load(options.out / RECORD)}
+    installed = {one: _version(one) for one in VERSIONS if _version(one) != "not installed"}
+    if options.nano_vllm is None:
+        left_out.add(NANO)
+    else:
+        NanoVllm.source = options.nano_vllm
+        asked = ["git", "-C", str(NanoVllm.source), "rev-parse", "--short=10", "HEAD"]
+        installed["nano-vllm"] = subprocess.run(
+            asked, check=True, capture_output=True, text=True
+        ).stdout.strip()
     for name in CACHES:
-        if options.only in name and not (name == QUANTO and _version("optimum-quanto") == "not installed"):
+        if options.only in name and name not in left_out:
             print(f"{name} ...", flush=True)
             record["caches"][name] = outcomes(name, options.traces)
-            record["versions"] = {one: _version(one) for one in VERSIONS}
+            record["versions"] |= installed
             save(options.out / RECORD, record)
     fill(options.out / PAGE, tables(record))
 

@@ -1,10 +1,12 @@
 """The tests that a peer ships for its own cache, run on ours.
 
-``python -m benchmarks.peers_tests {mlx-lm,transformers} --source DIR``.
+``python -m benchmarks.peers_tests {mlx-lm,transformers} [--source DIR]``; ``make test-peers`` runs both.
 
-DIR is the peer's source at the version that is installed: docs/models.md says where to get it. None of
-its code is copied: the test files are run where they lie, with our classes in the places of those that we
-stand in for, and small models with random weights in the places of those that the files would download.
+DIR is the peer's source at the version that is installed. Without it the source distribution of that
+version is fetched from the package index: mlx-lm's has all of its tests, transformers' those of the export
+alone, and a checkout has the rest. None of its code is copied: the test files are run where they lie, with
+our classes in the places of those that we stand in for, and small models with random weights in the places
+of those that the files would download.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import subprocess
 import sys
+import tarfile
+import tempfile
 import unittest
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -32,6 +38,30 @@ FILES = {
     "transformers": ("huggingface/transformers", "utils/test_cache_utils.py test_executorch.py"),
 }
 """The repository of each peer on GitHub, and its tests of caches: those that are there are run."""
+
+
+FETCHED = Path(__file__).parents[1] / ".peers"
+"""Source distributions, by their names."""
+
+
+def fetched(peer: str) -> Path:
+    """The unpacked source distribution of the version that is installed, which is fetched once."""
+    release = f"{peer.replace('-', '_')}-{version(peer)}"
+    if not (FETCHED / release).is_dir():
+        with tempfile.TemporaryDirectory() as folder:
+            asked = [
+                "--quiet",
+                "--no-deps",
+                "--no-binary",
+                peer,
+                "--dest",
+                folder,
+                f"{peer}=={version(peer)}",
+            ]
+            subprocess.run([sys.executable, "-m", "pip", "download", *asked], check=True)
+            with tarfile.open(Path(folder) / f"{release}.tar.gz") as archive:
+                archive.extractall(FETCHED, filter="data")
+    return FETCHED / release
 
 
 class Peer(Protocol):
@@ -150,9 +180,10 @@ def named(modules: Sequence[Any], **found: Any) -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers_tests", description=__doc__)
     parser.add_argument("peer", choices=FILES)
-    parser.add_argument("--source", type=Path, required=True, help="the peer's source, with its tests")
+    parser.add_argument("--source", type=Path, help="the peer's source; its source distribution by default")
     parser.add_argument("--file", action="append", default=[], help="run the test files of this name only")
     options = parser.parse_args(arguments)
+    options.source = options.source or fetched(options.peer)
     repository, names = FILES[options.peer]
     paths = [options.source / "tests" / name for name in names.split()]
     if not any(path.is_file() for path in paths):

@@ -9,13 +9,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # mkdocs loads this file by its path
 
-from benchmarks import agents, report, two_hosts_report
+from benchmarks import agents, engines, report, two_hosts_report
 from benchmarks.pages import DOCS, filled, load
 from examples import pictures
 
 PAGES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, str]]]] = {
     "benchmarks/index.md": ("benchmarks/" + report.RECORD, report.tables),
     "benchmarks/prefix.md": ("benchmarks/" + agents.RECORD, agents.tables),
+    "server.md": ("benchmarks/" + engines.RECORD, engines.tables),
     "remote-stores.md": (
         "two-hosts/figures.json",
         lambda record: {"two-hosts": two_hosts_report.tables(record)},

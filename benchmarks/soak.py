@@ -1,9 +1,11 @@
 """A server under load while its store is killed again and again: ``python -m benchmarks.soak --minutes 20``.
 
+With ``--runtime transformers`` or ``mlx-lm`` it is their model of the same weights that answers.
+
 ``kvcache serve`` runs the bundled model with little host memory and a Redis or Valkey server as its store.
 Clients of three tenants ask prompts that begin alike, some leave in the middle of an answer, some read
 slowly. The store is killed (SIGKILL) and started again, empty, all the time. Each answer is compared with
-that of the model on a cache of its own; memory and open files of the server are read from /proc.
+that of the model alone; memory and open files of the server are read from /proc.
 
 Exits with 1 after a wrong answer, another status than 200 and 429, or growth of memory or open files.
 """
@@ -19,6 +21,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +29,12 @@ from typing import Any
 import httpx
 
 import ml
-from benchmarks.servers import listening
+from benchmarks.engines import listening
 from kvcache.cache import Batch
 from kvcache.testing.bench.timing import machine
 from kvcache.testing.servers import ValkeyServer
 from kvcache_engine.loading import bundled_model, load_model
+from kvcache_engine.runtimes import Runtime, load_foreign
 from kvcache_engine.tokenizer import Tokenizer
 
 NEW, CAPACITY, SEQUENCES = 24, 192, 6
@@ -64,27 +68,49 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return found
 
 
-def expected(asked: list[list[int]]) -> list[str]:
-    """Greedy answers, each prompt on a cache of its own, which holds nothing else."""
+def expected(asked: list[list[int]], runtime: Runtime) -> list[str]:
+    """Greedy answers to each prompt alone: by our own model on a cache of its own, by another library's model
+    in whole texts without a cache."""
     tokenizer = Tokenizer.load(bundled_model())
-    with ml.open_backend("numpy") as backend:
-        model = load_model(bundled_model(), backend)
-        return [tokenizer.decode(greedy(model, prompt)) for prompt in asked]
+    with ml.open_backend(runtime.backend or "numpy") as backend:
+        likeliest = own(backend) if runtime is Runtime.OWN else foreign(runtime, backend)
+        answers = []
+        for prompt in asked:
+            tokens = [*prompt]
+            while len(tokens) < len(prompt) + NEW:
+                tokens.append(likeliest(tokens))
+            answers.append(tokenizer.decode(tokens[len(prompt) :]))
+        return answers
 
 
-def greedy(model: Any, prompt: list[int]) -> list[int]:
+Likeliest = Callable[[list[int]], int]
+"""The likeliest token behind a text."""
+
+
+def own(backend: ml.Backend) -> Likeliest:
+    model = load_model(bundled_model(), backend)
     cache = model.make_cache()
-    cache.init(model.backend, ml.DType.F32, 1, CAPACITY, len(prompt))
-    tokens, start = [*prompt], 0
-    while len(tokens) < len(prompt) + NEW:
-        places = range(start, len(tokens))
-        batch = Batch(places, [0] * len(places), inputs=tokens[start:], outputs=[len(places) - 1])
-        with model.backend.new_context() as ctx:
+    cache.init(backend, ml.DType.F32, 1, CAPACITY, CAPACITY)
+    held: list[int] = []
+
+    def likeliest(tokens: list[int]) -> int:
+        nonlocal held
+        if held != tokens[: len(held)]:  # another prompt
+            cache.remove(0, 0)
+            held = []
+        places = range(len(held), len(tokens))
+        batch = Batch(places, [0] * len(places), inputs=tokens[len(held) :], outputs=[len(places) - 1])
+        with backend.new_context() as ctx:
             cache.start_forward(ctx, batch)
-            logits = model.forward(ctx, batch, cache).to_numpy()
-        start = len(tokens)
-        tokens.append(int(logits[0].argmax()))
-    return tokens[len(prompt) :]
+            held = [*tokens]
+            return int(model.forward(ctx, batch, cache).to_numpy()[0].argmax())
+
+    return likeliest
+
+
+def foreign(runtime: Runtime, backend: ml.Backend) -> Likeliest:
+    model: Any = load_foreign(runtime, bundled_model(), backend, ml.DType.F32)
+    return lambda tokens: int(model.without(tokens)[-1].argmax())
 
 
 async def kill_stores(store: ValkeyServer, until: float, seen: Watched, seed: int) -> None:
@@ -146,11 +172,12 @@ async def ask_on(
             seen.wrong.append(f"prompt {number}: {''.join(got)!r}, not {answers[number]!r}")
 
 
-async def run(minutes: float, clients: int) -> Watched:
-    asked = prompts(200)
-    answers = expected(asked)
+async def run(minutes: float, clients: int, runtime: Runtime, count: int) -> Watched:
+    asked = prompts(count)
+    answers = expected(asked, runtime)
     seen = Watched()
     words = f"-m kvcache_engine serve --port {{port}} --max-sequences {SEQUENCES} --capacity {CAPACITY}"
+    words += f" --runtime {runtime.value}"
     words += " --host-memory 2MiB --write-interval 1 --store "
     with (
         ValkeyServer("--maxmemory", "32mb") as store,
@@ -182,13 +209,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=200, help="from which clients draw")
+    parser.add_argument("--runtime", type=Runtime, choices=[*Runtime], default=Runtime.OWN)
     options = parser.parse_args()
-    seen = asyncio.run(run(options.minutes, options.clients))
+    seen = asyncio.run(run(options.minutes, options.clients, options.runtime, options.prompts))
     resident, files = [one[1] for one in seen.memory], [one[2] for one in seen.memory]
     quarter = max(1, len(resident) // 4)
     report: dict[str, Any] = {
         "machine": machine(),
+        "runtime": options.runtime.value,
         "minutes": options.minutes,
+        "clients": options.clients,
         "answers": dict(seen.answers),
         "wrong": len(seen.wrong),
         "kills": seen.kills,

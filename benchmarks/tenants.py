@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.servers import listening
+from benchmarks.engines import listening
 from kvcache.testing.bench.timing import machine
 from kvcache_engine.loading import bundled_model
 from kvcache_engine.tokenizer import Tokenizer

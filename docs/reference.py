@@ -89,6 +89,8 @@ def pages_of(module: Any, shown: set[str]) -> Iterator[tuple[str, str]]:
     yield f"{folder}/index.md", f"{HEAD.format(module.path, 0.2)}# {module.path}\n\n{text}\n\n{table}\n"
     for one in classes:
         options = f"    options:\n      inherited_members: {inherited(one)}\n"
+        if module.path == "ml.base":  # whose hooks, with one underscore, are for backends to fill in
+            options += '      filters: ["!^__", "!^_operand$"]\n'
         yield f"{folder}/{one.name}.md", f"{HEAD.format(one.name, 0.5)}::: {one.path}\n{options}"
     if others:
         title = f"{module.path}: functions"

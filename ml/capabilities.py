@@ -64,8 +64,8 @@ class CacheConfig:
     ``call_bytes``: how many bytes of K and V attention reads in the time of one additional call. ``attend``
     reads runs and shared prefixes of fewer bytes together with others, even if that copies them, and
     quantized storage in blocks of a few times as many bytes. The default suits a CPU.
-    ``batch_invariant``: ``attend`` reads what a sequence has in one piece, wherever its cells lie, even if
-    that copies them, so that sums are made in one order whoever shares some of it.
+    ``batch_invariant``: ``attend`` reads each sequence in one piece, wherever its cells lie, even if that
+    copies them, so that sums are computed in the same order whoever shares part of it.
 
     >>> import ml
     >>> from kvcache import CausalCache

@@ -1,4 +1,4 @@
-"""Serialized snapshots put straight into a cache's memory, from a store or from host memory.
+"""Restoring serialized snapshots from stores or host memory directly into a cache's memory.
 
 ::
 
@@ -7,10 +7,10 @@
          nothing is taken from    what turns out to be damaged is zeroed,
          a sequence or snapshot   and its cells are free again
 
-Entries that follow one another go in one step: their headers first, then their bytes, then one restore.
-Of windows and recurrent states, which have no parts, those of the last one go beside it. Whatever does not
-fit this way (scattered cells, memory that the host cannot write) goes the other one: joined in host memory,
-``deserialize`` and ``restore``, which also say what is wrong.
+Consecutive entries are restored in one step: first their headers are read, then their bytes, then the result
+is restored once. Windows and recurrent states, which are indivisible, are taken from the last entry. If this
+is not possible (scattered cells, memory that the host cannot write), entries are joined in host memory and go
+through ``deserialize`` and ``restore``, which also report what is wrong.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from kvcache.stores.serialized_snapshot import SerializedSnapshot, read_outline
 __all__ = ["load_back", "restore", "restore_serialized"]
 
 GROUP = 32
-"""Serialized snapshots that are put into a cache in one step, each with a file open."""
+"""The most serialized snapshots that are restored in one step, each with an open file."""
 READERS = 2
-"""Entries that are read at a time: one processor alone does not use up the bandwidth of memory or a disk."""
+"""How many entries are read at a time: a single core does not saturate the bandwidth of memory or a disk."""
 RUN = 4096
-"""Bytes; what lies in shorter runs than this is read in one piece, and copied from there."""
+"""In bytes; data in shorter runs than this is read in one piece and copied from there."""
 
 log = logging.getLogger("kvcache")
 
@@ -68,13 +68,14 @@ def load_back(
     told: Callable[[int], None],
     used: list[int],
 ) -> int:
-    """Put serialized snapshots of a store straight behind the first ``reached`` positions; how far that went.
+    """Restore serialized snapshots of a store directly after the first ``reached`` positions; returns the
+    position reached.
 
-    ``ends`` are where entries end that follow one another, the last one of each block: those that part
-    inside one leave several entries of it, of which each tells of the one before. What cannot be had in
-    this way ends it: whoever goes on there in the ordinary way finds out what is wrong. ``told``, which is
-    called by this thread and raises nothing, hears now and then how far it is. ``used`` gets the ends of
-    all entries that were put there.
+    ``ends`` are the ends of consecutive entries, the last one of each block: conversations that diverge
+    inside a block leave several entries of it, each of which names its predecessor. An entry that is
+    unavailable in this way ends the process; continuing there in the ordinary way finds out what is wrong.
+    ``told``, which is called in this thread and must not raise, receives progress from time to time. ``used``
+    receives the ends of all restored entries.
     """
     with contextlib.ExitStack() as stack:
         entries: list[_StoredEntry] = []
@@ -96,13 +97,14 @@ def load_back(
 def restore_serialized(
     cache: Any, seq: int, parts: Sequence[SerializedSnapshot], target: int | None = None, lent: bool = False
 ) -> Snapshot | None:
-    """``cache.restore`` of what was checked, up to ``target``; what is whole as far as it goes.
+    """``cache.restore`` for checked snapshots, up to ``target``; indivisible ones are restored up to their
+    end.
 
-    Returns what was restored, which mostly lies in the cache by then; None where ``restore`` gives False.
-    ``parts`` follow one another, and go in one step. Of what is whole, the last one's alone is restored.
-    A device may still be reading the arrays when this returns, unless they are ``lent``.
+    Returns the restored snapshot, which usually lies in the cache by then; None if ``restore`` returns False.
+    ``parts`` are consecutive, and restored in one step. Of windows and states, only the last one's are
+    restored. A device may still be reading the arrays when this returns, unless they are ``lent``.
 
-    Raises what ``restore`` raises, and SnapshotCorruptError for several that cannot be joined.
+    Raises the errors of ``restore``, and SnapshotCorruptError for parts that cannot be joined.
     """
     snapshot, transfers = _landed(cache, seq, parts, target)
     if snapshot is None and len(parts) > 1:
@@ -120,7 +122,9 @@ def restore_serialized(
 def _landed(
     cache: Any, seq: int, parts: Sequence[SerializedSnapshot], target: int | None
 ) -> tuple[Snapshot | None, Sequence[ml.PageTransfer]]:
-    """The parts as one snapshot in free cells, and what still copies there; None where they do not fit so."""
+    """The parts as one snapshot in free cells, and the copies still in progress; None if that is not
+    possible.
+    """
     entries = _HeldEntry.of(parts, target)
     if not entries or _alike([entry.meta for entry in entries]) < len(entries):
         return None, ()
@@ -131,37 +135,37 @@ def _landed(
     return approach.take(approach.fill()), approach.transfers
 
 
-# Serialized snapshots whose arrays are still to be had.
+# Serialized snapshots whose arrays have not been read yet.
 
 
 _Tracks = Mapping[str, tuple["_Track", int, int]]
-"""By an array's name the memory that it goes to, and the cells [begin, end) there."""
+"""For each array, by name, its destination, and the cells [begin, end) there."""
 
 
 class _Source(Protocol):
     @property
     def meta(self) -> Mapping[str, Any]:
-        """Of its snapshot."""
+        """The metadata of the snapshot."""
 
     @property
     def tensors(self) -> Mapping[str, StoredArray]:
-        """Its arrays, as they lie in the serialized snapshot."""
+        """Its arrays, as laid out in the serialized snapshot."""
 
     def positions(self, name: str) -> np.ndarray: ...
     @staticmethod
     def fill(entries: Sequence[Any], tracks: _Tracks) -> None:
-        """Write each array but positions to where it goes; verified when this returns.
+        """Write each array except positions to its destination; everything is verified when this returns.
 
-        ``entries`` follow one another, no more of them than ``at_once`` says.
+        ``entries`` are consecutive, at most as many as ``at_once`` returns.
         """
 
     @staticmethod
     def at_once(count: int) -> int:
-        """How many of so many entries one thread fills in one go."""
+        """How many of ``count`` entries one thread fills at a time."""
 
 
 class _HeldEntry:
-    """A serialized snapshot in host memory, or the beginning of one."""
+    """A serialized snapshot in host memory, or its first part."""
 
     __slots__ = ("arrays", "meta", "tensors")
 
@@ -170,7 +174,7 @@ class _HeldEntry:
 
     @classmethod
     def of(cls, parts: Sequence[SerializedSnapshot], target: int | None) -> list[_HeldEntry]:
-        """Up to ``target``; none where they are not to be had up to there alone."""
+        """The parts up to ``target``; none if they cannot be cut there."""
         entries = [cls(part.meta["snapshot"], part.arrays) for part in parts]
         if target not in (None, entries[-1].meta["end"]):
             try:
@@ -193,10 +197,12 @@ class _HeldEntry:
 
 
 class _StoredEntry:
-    """An entry that is about to be read. The positions, which lie in front of the rest, are there."""
+    """An entry about to be read. Its positions, which come first, have been read."""
 
     def __init__(self, reader: Reader) -> None:
-        """Raises SnapshotCorruptError and others for no serialized snapshot, and what the reader raises."""
+        """Raises SnapshotCorruptError and others unless it is a serialized snapshot, and the reader's
+        errors.
+        """
         self._reader = reader
         outline = read_outline(reader)
         places = sorted(outline.places.items(), key=lambda item: item[1][2:])
@@ -244,7 +250,9 @@ class _StoredEntry:
 def _back_to(
     store: StoreTier, chain: Chain, reached: int, end: int, limit: int, stack: contextlib.ExitStack
 ) -> list[_StoredEntry]:
-    """The entries of ``[reached, end)``, in order; none where they are more than ``limit`` or one lacks."""
+    """The entries of ``[reached, end)``, in order; none if there are more than ``limit`` or one is
+    missing.
+    """
     entries: list[_StoredEntry] = []
     while end > reached and len(entries) < limit:
         entry = next(_entries_at(store, chain.at(end), end, stack), None)
@@ -270,7 +278,7 @@ def _entries_at(store: StoreTier, key: str, end: int, stack: contextlib.ExitStac
 
 
 def _land_some(cache: Any, seq: int, entries: Sequence[_StoredEntry], told: Callable[[int], None]) -> int:
-    """Put the entries into the cache, or the first where their cells do not lie in a run; how many."""
+    """Restore the entries, or only the first if there is no run of cells for all; returns how many."""
     alike = _alike([entry.meta for entry in entries])
     for count in sorted({1, alike}, reverse=True):
         approach = _Approach.find(cache, seq, entries[:count])
@@ -282,7 +290,7 @@ def _land_some(cache: Any, seq: int, entries: Sequence[_StoredEntry], told: Call
 
 
 def _note(error: Exception) -> None:
-    """What fails here is found again, and dealt with, by whoever reads the entry in the ordinary way."""
+    """Log an error; reading the entry in the ordinary way will find it again and handle it."""
     if isinstance(error, StoreError):
         log.info("load back: %s", error)
     else:
@@ -290,10 +298,11 @@ def _note(error: Exception) -> None:
 
 
 def _alike(metas: Sequence[Mapping[str, Any]]) -> int:
-    """How many descriptions of serialized snapshots, from the first on, differ in their spans at most.
+    """How many serialized snapshots, from the first on, differ only in their spans, according to their
+    metadata.
 
-    These are of the same caches, layers, shapes and dtypes. What is whole may differ: the last one's alone
-    is restored.
+    These belong to the same caches, layers, shapes and dtypes. Windows and states may differ, as only the
+    last one's are restored.
     """
     expected = dict(metas[0])
     if size := len(expected.get("parts", ())):
@@ -313,11 +322,11 @@ def _is_whole(meta: Mapping[str, Any]) -> bool:
     return meta["kind"] == "states" or bool(meta.get("whole")) or any(map(_is_whole, meta.get("parts", ())))
 
 
-# Where they go.
+# Destinations.
 
 
 class _Track:
-    """The memory of one tensor of a cache's layer in a run of cells, with its axes as they lie in entries."""
+    """The memory of one tensor of a cache's layer in a run of cells, with axes in the order of entries."""
 
     __slots__ = ("_axis", "_bits", "_rows", "_step")
 
@@ -338,7 +347,7 @@ class _Track:
         return size > 0 and (not self._axis or (end - begin) * self._step >= RUN)
 
     def runs(self, begin: int, end: int) -> list[memoryview]:
-        """The memory of these cells, in the order in which a serialized snapshot has their elements."""
+        """The memory of these cells, in the element order of serialized snapshots."""
         if not self._rows:
             outer = self._bits.shape[: self._axis]
             rows = self._bits.reshape(*outer, -1).view(np.uint8)
@@ -351,40 +360,42 @@ class _Track:
         return self._bits[(slice(None),) * self._axis + (slice(begin, end),)]
 
     def write(self, begin: int, end: int, arrays: Sequence[np.ndarray]) -> None:
-        """Copy arrays there, one behind the other."""
+        """Copy arrays there, one after another."""
         bits = [array.view(self._bits.dtype) for array in arrays]
         np.concatenate(bits, axis=self._axis, out=self.part(begin, end))
 
 
 @dataclass(slots=True)
 class _Approach:
-    """Free cells for serialized snapshots that follow one another, in all caches of a wrapper."""
+    """Free cells for consecutive serialized snapshots, in all caches of a wrapper."""
 
     seq: int
     entries: Sequence[_Source]
     last: Snapshot | None = None
-    """The last one deserialized, where it has windows or states: all entries go then, or none."""
+    """The last one, deserialized, if it has windows or states: then all entries are restored or none."""
     reservations: list[CellReservation] = field(default_factory=list)
     cuts: list[list[int]] = field(default_factory=list)
-    """For each reservation where in it each serialized snapshot begins, and the last one ends."""
+    """For each reservation, where in it each serialized snapshot begins, and the last one ends."""
     tracks: list[dict[str, _Track]] = field(default_factory=list)
-    """For each reservation, by the names in the serialized snapshots."""
+    """For each reservation, the destinations by array name."""
     transfers: list[ml.PageTransfer] = field(default_factory=list)
-    """For each reservation, where a device copies the arrays itself."""
+    """For each reservation, the transfer if a device copies the arrays itself."""
     _layers: list[Sequence[Any]] = field(default_factory=list)
-    """For each reservation its layers, as the first entry describes them."""
+    """For each reservation, its layers as described by the first entry."""
     _finish: Callable[[int], Snapshot] | None = None
 
     @classmethod
     def find(
         cls, cache: object, seq: int, entries: Sequence[_Source], last: Snapshot | None = None
     ) -> _Approach | None:
-        """None, and nothing held, where the entries cannot go this way. They are of one kind (``_alike``)."""
+        """Reserve cells for entries of one kind (``_alike``); None, with nothing reserved, if that is not
+        possible.
+        """
         made = cls(seq, entries, last)
         try:
             if made.prepare(cache):
                 return made
-        except ValueError:  # they differ: whoever goes the ordinary way finds out what is wrong
+        except ValueError:  # they differ: the ordinary way finds out what is wrong
             pass
         except BaseException:
             made.discard()
@@ -393,9 +404,9 @@ class _Approach:
         return None
 
     def fill(self, told: Callable[[int], None] | None = None) -> int:
-        """Have the arrays written; how many serialized snapshots, from the first on, hold what was put.
+        """Write the arrays; returns how many serialized snapshots, from the first on, were intact.
 
-        ``told`` hears only of those that this thread writes.
+        ``told`` receives progress only of those that this thread writes.
         """
         if self.transfers:
             return len(self.entries)
@@ -416,7 +427,7 @@ class _Approach:
             raise
 
     def _tracks_of(self, first: int, stop: int) -> _Tracks:
-        """For the entries [first, stop)."""
+        """The destinations of the entries [first, stop)."""
         return {
             name: (track, cuts[first], cuts[stop])
             for named, cuts in zip(self.tracks, self.cuts, strict=True)
@@ -448,7 +459,7 @@ class _Approach:
         return True
 
     def _page_in(self) -> bool:
-        """Have a device copy what the host cannot write; False where it does not, either."""
+        """Let a device copy what the host cannot write; False if the device cannot do that either."""
         entry, *others = self.entries
         if others or not isinstance(entry, _HeldEntry):
             return False
@@ -463,9 +474,10 @@ class _Approach:
     def _visit(
         self, cache: Any, metas: Sequence[Mapping[str, Any]], at: str, last: Snapshot | None
     ) -> Callable[[int], Snapshot] | None:
-        """Hold cells for what ``metas`` describe, an entry each; what makes the snapshot of the first few.
+        """Reserve cells for the entries that ``metas`` describe; returns a function that makes the snapshot
+        of the first few.
 
-        ``last`` is what the last one was deserialized to.
+        ``last`` is the last one, deserialized.
         """
         first, begin, ends = metas[0], metas[0]["begin"], [meta["end"] for meta in metas]
         if last is not None and first.get("whole"):
@@ -509,7 +521,7 @@ class _Approach:
         return lambda count: reservation.keep(cuts[count], ends[count - 1])
 
     def _stored(self, name: str, axes: Sequence[int], cuts: Sequence[int]) -> StoredTensor:
-        """A tensor of all entries together, its axes in the cache's order; ValueError where they differ."""
+        """The tensor of all entries together, with axes in the cache's order; ValueError if they differ."""
         tensor = self.entries[0].tensors[name]
         along = axes.index(0)
         before, behind, dtype = tensor.shape[:along], tensor.shape[along + 1 :], tensor.dtype
@@ -522,7 +534,7 @@ class _Approach:
 
 
 def _run_together(jobs: Sequence[Callable[[], None]]) -> int:
-    """Run the jobs, as many at a time as there are READERS; how many, from the first on, did not fail."""
+    """Run the jobs, READERS at a time; returns how many, from the first on, did not fail."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = min(READERS, len(jobs), cores)
     failed: list[int] = [len(jobs)]
@@ -548,7 +560,7 @@ def _run_together(jobs: Sequence[Callable[[], None]]) -> int:
 
 
 def _named(reservation: CellReservation, layers: Sequence[Any]) -> dict[str, _Track] | None:
-    """A reservation's memory by the names that serialized snapshots have for it."""
+    """A reservation's memory by array names of serialized snapshots."""
     places = reservation.open()
     if places is None:
         return None
@@ -559,17 +571,17 @@ def _named(reservation: CellReservation, layers: Sequence[Any]) -> dict[str, _Tr
     }
 
 
-# What nodes keep.
+# Content of nodes.
 
 Nodes = Sequence[Node[TreeEntry]]
 
 
 def restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> tuple[int, str] | None:
-    """Put what the first of ``nodes`` have up to ``target`` into a sequence: how many, and their tier.
+    """Restore the first of ``nodes`` up to ``target`` into a sequence; returns how many, and their tier.
 
-    None where the first one's cannot be had.
+    None if the content of the first one is unavailable.
     """
-    for limit in (len(nodes), 1):  # one by one it turns out which of them is lost
+    for limit in (len(nodes), 1):  # one by one, to find out which of them is lost
         count, snapshots, serialized = _sources(tree, nodes[:limit])
         tier, some = None, nodes[:count]
         try:
@@ -586,7 +598,7 @@ def restore(tree: PrefixTree, seq: int, nodes: Nodes, target: int) -> tuple[int,
 
 
 def _sources(tree: PrefixTree, nodes: Nodes) -> tuple[int, list[Snapshot], list[SerializedSnapshot]]:
-    """How many of the first nodes go in one step, and what they have, one kind alone; 0: nothing."""
+    """How many of the first nodes are restored in one step, and their content, of one kind; 0: none."""
     snapshots: list[Snapshot] = []
     serialized: list[SerializedSnapshot] = []
     before: Node[TreeEntry] | None = None

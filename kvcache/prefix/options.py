@@ -61,9 +61,10 @@ class PrefixOptions:
     read_ahead: int | str = 256 << 20
     """The most bytes of host memory that ``prefetch`` fills; 0: it has no effect."""
     whole_blocks: bool = False
-    """Reuse whole blocks of ``block_size`` tokens of prompts, and nothing else. Where each pass over a prompt
-    ends with a block (``Session.next_cut``) and has one sequence, what is reused is what an empty cache would
-    compute, bit for bit. Stores keep such content apart from all other."""
+    """Reuse only whole blocks of ``block_size`` prompt tokens. If each pass over a prompt ends with a block
+    (``Session.next_cut``) and has one sequence, reused content equals what an empty cache would compute, bit
+    for bit. Stores keep such content apart from all other content.
+    """
 
     def __post_init__(self) -> None:
         check_whole("PrefixOptions", "interval", self.interval, least=1)

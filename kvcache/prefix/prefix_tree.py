@@ -404,7 +404,7 @@ class PrefixTree:
         writing = None if entry.writing is None else cut_serialized(entry.writing, at)
         upper = self.radix_tree.split(node, at)
         stored = entry.stored and at % self.keys.block_size == 0
-        upper.data = replace(entry, stored=stored, watched=math.inf)  # its content is split below
+        upper.data = replace(entry, stored=stored, tried=-1, watched=math.inf)  # its content is split below
         upper.data.end_used = entry.used
         entry.begin, entry.used = at, entry.end_used
         if writing is not None and entry.store_write is not None:
@@ -501,7 +501,7 @@ class PrefixTree:
 
     def _is_wanted(self, node: Node[TreeEntry], entry: TreeEntry) -> bool:
         """Whether a lower tier can take a node's content."""
-        if self.store is not None and not entry.stored and entry.store_write is None:
+        if self.writer is not None and not entry.stored and not self.writer.is_pending(node, entry):
             return True
         host, snapshot = self.host, entry.snapshot
         return host is not None and snapshot is not None and host.fits(snapshot.nbytes, node)

@@ -64,7 +64,7 @@ class StoreWriter:
         If the backlog is full, it is not written, so that no answer waits for a store.
         """
         assert node.data is not None
-        if node.data.stored or node.data.store_write is not None:
+        if node.data.stored or self.is_pending(node, node.data):
             return
         if self._patient or self._store.writes.has_room(serialized.nbytes):
             self.submit(node, serialized)
@@ -101,7 +101,10 @@ class StoreWriter:
         total, left = 0, False
         for node in nodes:
             kept = node.data
-            if kept is None or kept.stored or kept.store_write is not None or kept.tried == self._round:
+            if kept is None or kept.stored or self.is_pending(node, kept) or kept.tried == self._round:
+                continue
+            if kept.snapshot is None and kept.serialized is None and kept.writing is not None:
+                left = True  # parted while it was being written, and nowhere else
                 continue
             source = kept.serialized or kept.snapshot
             room = self._patient or source is None or self._store.writes.has_room(source.nbytes)
@@ -114,6 +117,11 @@ class StoreWriter:
                 self.write(node, serialized)
             left |= kept.leaving is not None
         return True, left
+
+    def is_pending(self, node: Node[TreeEntry], entry: TreeEntry) -> bool:
+        """Whether the write under way will store a node's content. Of a split edge it stores whole blocks."""
+        write = entry.store_write
+        return write is not None and (write.owner is node or node.end % self._size == 0)
 
     def submit(self, node: Node[TreeEntry], serialized: SerializedSnapshot) -> None:
         """Submit a node's content for writing."""

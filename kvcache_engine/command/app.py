@@ -21,13 +21,13 @@ from kvcache_engine.command.grouped import ungrouped
 from kvcache_engine.command.inspection import inspect
 from kvcache_engine.command.json_output import print_json
 from kvcache_engine.command.options import (
-    AnyPlace,
     BackendName,
     BatchInvariant,
     Debug,
     Device,
     Dtypes,
     Json,
+    Place,
     Quiet,
     Sampling,
     TensorParallel,
@@ -141,7 +141,7 @@ def generate(
         list[Path] | None, typer.Option(help="A file with one prompt per line. -: standard input.")
     ] = None,
     *,
-    place: AnyPlace,
+    place: Place,
     tensor_parallel: TensorParallel = 1,
     timeout: Timeout = 60.0,
     dtypes: Dtypes,

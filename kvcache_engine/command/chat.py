@@ -36,7 +36,7 @@ from kvcache_engine.command.completing import files_beginning, stores
 from kvcache_engine.command.grouped import ungrouped
 from kvcache_engine.command.inspection import show, write_page
 from kvcache_engine.command.json_output import print_json
-from kvcache_engine.command.options import AnyPlace, Debug, Dtypes, MaxTokens, Sampling, named_store
+from kvcache_engine.command.options import Debug, Dtypes, MaxTokens, Place, Sampling, named_store
 from kvcache_engine.command.progress import Bars, bars_until_done, draws
 from kvcache_engine.command.reporting import one_line, reported
 from kvcache_engine.command.saved import saved_line
@@ -59,7 +59,7 @@ SEQUENCES = 2
 
 @ungrouped
 def chat(
-    place: AnyPlace,
+    place: Place,
     dtypes: Dtypes,
     sampling: Sampling,
     max_tokens: MaxTokens = 64,

@@ -22,13 +22,22 @@ from kvcache.views.terminal import Watched
 from kvcache.views.words import Decode
 from kvcache_engine.command.completing import stores_and_conversations
 from kvcache_engine.command.json_output import print_json
-from kvcache_engine.command.options import BackendName, Debug, Device, Json, ModelPath, Quiet, device_options
+from kvcache_engine.command.options import (
+    BackendName,
+    Debug,
+    Device,
+    Json,
+    ModelPath,
+    Place,
+    Quiet,
+    RuntimeName,
+)
 from kvcache_engine.command.progress import Bars, bars_until_done, draws
 from kvcache_engine.command.reporting import reported
 from kvcache_engine.engine import Engine, EngineOptions, Failed
 from kvcache_engine.errors import RunnerError
 from kvcache_engine.language_model import encode_prompt
-from kvcache_engine.loading import bundled_model, load_config, load_model
+from kvcache_engine.loading import bundled_model
 from kvcache_engine.requests import Event, GenerationOptions
 from kvcache_engine.saved import write_whole
 from kvcache_engine.tokenizer import Tokenizer
@@ -55,6 +64,7 @@ def inspect(
     model: ModelPath = None,
     backend: BackendName = "numpy",
     device: Device = None,
+    runtime: RuntimeName = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.", min=1)] = 8,
     budget: Annotated[
         str | None,
@@ -84,11 +94,9 @@ def inspect(
             with bars_until_done(as_json or quiet) as bars:
                 picture = look_at(target, limit, nodes, model, bars)
         else:
-            path = bundled_model() if model is None else model
+            place = Place(model, backend, device, runtime=runtime)
             with bars_until_done(as_json or quiet) as bars:
-                picture = demonstrate(
-                    path, backend, device, prompt or [], max_tokens, limit, nodes, console, bars
-                )
+                picture = demonstrate(place, prompt or [], max_tokens, limit, nodes, console, bars)
         size = None if html is None else write_page(picture, html)
         show(picture, console, as_json)
         if size is not None and not quiet:
@@ -125,9 +133,7 @@ def _decoder(path: Path, model: Path | None) -> Decode | None:
 
 
 def demonstrate(
-    path: Path,
-    backend: str,
-    device: str | None,
+    place: Place,
     prompts: Sequence[str],
     max_tokens: int,
     budget: int | None,
@@ -137,13 +143,13 @@ def demonstrate(
 ) -> Picture:
     """Generate for all prompts over one PrefixCache; all but the last are done when the picture is taken."""
     bars = bars or Bars(None)
-    config, tokenizer = load_config(path), Tokenizer.load(path)
-    tokens = [encode_prompt(tokenizer, text, config, config.max_positions) for text in prompts]
-    longest = max(map(len, tokens))
-    capacity = min(config.max_positions, longest + max_tokens + _SPARE)
-    options = EngineOptions(max_sequences=max(2, min(4, len(prompts))), capacity=capacity, budget=budget)
-    with ml.open_backend(backend, **device_options(device)) as opened:
-        loaded = load_model(path, opened, ml.DType.F32, bars.loading)
+    tokenizer = Tokenizer.load(place.path)
+    with place.loaded(ml.DType.F32, bars.loading) as loaded:
+        config = loaded.config
+        tokens = [encode_prompt(tokenizer, text, config, config.max_positions) for text in prompts]
+        longest = max(map(len, tokens))
+        capacity = min(config.max_positions, longest + max_tokens + _SPARE)
+        options = EngineOptions(max_sequences=max(2, min(4, len(prompts))), capacity=capacity, budget=budget)
         with Engine(loaded, tokenizer, options, [HostTier(HOST_BUDGET)]) as engine:
 
             def take() -> Picture:

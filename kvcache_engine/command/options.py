@@ -26,7 +26,6 @@ from kvcache_engine.requests import GenerationOptions
 from kvcache_engine.runtimes import Runtime, load_foreign, runtime_for, sampling_defaults
 
 __all__ = [
-    "AnyPlace",
     "BackendName",
     "BatchInvariant",
     "Debug",
@@ -37,6 +36,7 @@ __all__ = [
     "ModelPath",
     "Place",
     "Quiet",
+    "RuntimeName",
     "Sampling",
     "TensorParallel",
     "Timeout",
@@ -73,6 +73,14 @@ BackendName = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="A device name of the backend: cpu, cuda, mps ...")]
+RuntimeName = Annotated[
+    Runtime | None,
+    typer.Option(
+        "--runtime",
+        help="Whose code computes the model: ours, transformers' (on torch) or mlx-lm's (on mlx).",
+        show_default="ours where there is some, else what is installed",
+    ),
+]
 TensorParallel = Annotated[
     int, typer.Option(help="Split the model over this many processes (torch, mlx).", min=1)
 ]
@@ -147,7 +155,7 @@ def named_store(store: str) -> str | Path:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which model, and where it runs."""
+    """Which model, whose code computes it, and where it runs."""
 
     model: ModelPath = None
     backend: BackendName = "numpy"
@@ -155,6 +163,7 @@ class Place:
     devices: Annotated[
         str | None, typer.Option(help="Split the layers over these devices, in order: cuda:0,cuda:1 ...")
     ] = None
+    runtime: RuntimeName = None
 
     @property
     def path(self) -> Path:
@@ -169,19 +178,6 @@ class Place:
                 f"--device {self.device} and --devices {self.devices}: give one of them, not both"
             )
         return open_on_devices(self.backend, parse_devices(self.devices), config)
-
-
-@dataclass(frozen=True, slots=True)
-class AnyPlace(Place):
-    """Which model, whose code computes it, and where it runs."""
-
-    runtime: Annotated[
-        Runtime | None,
-        typer.Option(
-            help="Whose code computes the model: ours, transformers' (on torch) or mlx-lm's (on mlx).",
-            show_default="ours where there is some, else what is installed",
-        ),
-    ] = None
 
     @property
     def chosen(self) -> Runtime:

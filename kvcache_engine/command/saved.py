@@ -12,7 +12,6 @@ import typer
 import ml
 from kvcache import bytes_text
 from kvcache.cache import CacheDType
-from kvcache.stores import identity_of
 from kvcache_engine.command.answers import tell_full
 from kvcache_engine.command.completing import conversations
 from kvcache_engine.command.grouped import ungrouped
@@ -22,10 +21,10 @@ from kvcache_engine.command.progress import bars_until_done
 from kvcache_engine.command.prompts import text_or_stdin
 from kvcache_engine.command.reporting import reported
 from kvcache_engine.command.screen import Screen, screen_for
-from kvcache_engine.config import ModelConfig
+from kvcache_engine.config import ModelSizes
 from kvcache_engine.engine import Engine, EngineOptions, Failed
+from kvcache_engine.fingerprint import model_identity
 from kvcache_engine.language_model import check_prompt, encode_prompt
-from kvcache_engine.loading import load_config, load_model
 from kvcache_engine.requests import Finished, GenerationOptions
 from kvcache_engine.saved import ConversationError, adopt, capture, check_target, read, write
 from kvcache_engine.tokenizer import Tokenizer
@@ -53,14 +52,18 @@ def save(
     """
     with reported(debug):
         settings, path = sampling.settings(max(1, max_tokens), place.path), place.path
-        config, tokenizer = load_config(path), Tokenizer.load(path)
+        head: dict[str, Any] = {
+            "model": str(path),
+            "backend": place.backend_name,
+            "dtype": dtypes.weights.name,
+        }
+        tokenizer = Tokenizer.load(path)
         check_target(out)
         prompt = text_or_stdin(prompt)
-        tokens = encode_prompt(tokenizer, prompt, config, config.max_positions)
-        head: dict[str, Any] = {"model": str(path), "backend": place.backend, "dtype": dtypes.weights.name}
         screen = screen_for([prompt], as_json, head, quiet)
         with opened(place, dtypes.weights, screen, head) as loaded:
-            options = options_for(config, len(tokens) + max_tokens, dtypes.cache)
+            tokens = encode_prompt(tokenizer, prompt, loaded.config, loaded.config.max_positions)
+            options = options_for(loaded.config, len(tokens) + max_tokens, dtypes.cache)
             with Engine(loaded, tokenizer, options) as engine:
                 answer = answered(engine, tokens, settings, screen) if max_tokens else None
                 head["saved"] = saved = _saved(engine, answer, tokens, out)
@@ -93,7 +96,8 @@ def load(
 ) -> None:
     """Continue a saved conversation, on any backend, without computing it again.
 
-    The model must be the one that it was saved with. Weights and cache have the same dtypes as then.
+    The model must be the one that it was saved with, run by the same --runtime. Weights and cache have the
+    same dtypes as then.
 
     Example: kvcache load genesis.kv --prompt " And God said" --max-tokens 32
     """
@@ -102,22 +106,22 @@ def load(
         prompt = text_or_stdin(prompt)
         with bars_until_done(as_json or quiet) as bars:
             saved = read(file, bars.reading)
-        config, tokenizer = load_config(path), Tokenizer.load(path)
+        head: dict[str, Any] = {"file": str(file), "model": str(path), "backend": place.backend_name}
+        tokenizer = Tokenizer.load(path)
         if out is not None:
             check_target(out)
-        identity = identity_of(path, saved.dtype)
-        if identity != saved.model:
-            raise ConversationError(
-                f"{file} was saved with another model than {path}; give that model with --model"
-            )
-        more = tokenizer.encode_more(prompt, config.max_positions)
-        tokens = [*saved.tokens, *more]
-        check_prompt(tokens, config, config.max_positions)
-        if len(tokens) == saved.evaluated:
-            raise ConversationError(f"{file}: the conversation has ended; continue it with --prompt")
-        head: dict[str, Any] = {"file": str(file), "model": str(path), "backend": place.backend}
         screen = screen_for([tokenizer.decode(saved.tokens) + prompt], as_json, head, quiet)
         with opened(place, saved.dtype, screen, head) as loaded:
+            config, identity = loaded.config, model_identity(loaded)
+            if identity != saved.model:
+                raise ConversationError(
+                    f"{file} was saved with another model than {path}, or by another --runtime; give those "
+                    "with --model and --runtime"
+                )
+            tokens = [*saved.tokens, *tokenizer.encode_more(prompt, config.max_positions)]
+            check_prompt(tokens, config, config.max_positions)
+            if len(tokens) == saved.evaluated:
+                raise ConversationError(f"{file}: the conversation has ended; continue it with --prompt")
             options = options_for(config, len(tokens) + max_tokens, saved.cache_dtype)
             with Engine(loaded, tokenizer, options, identity=identity) as engine:
                 with bars_until_done(as_json or quiet) as bars:
@@ -138,9 +142,8 @@ def opened(place: Place, dtype: ml.DType, screen: Screen, head: Mapping[str, Any
     Ctrl-C says what came of the file: ``head`` has "saved" once it is written.
     """
     try:
-        with place.open(load_config(place.path)) as found:
-            model = load_model(place.path, found, dtype, screen.loading)
-            warm_up(found)
+        with place.loaded(dtype, screen.loading) as model:
+            warm_up(model.backend)
             yield model
     except KeyboardInterrupt:
         screen.stop()
@@ -150,7 +153,7 @@ def opened(place: Place, dtype: ml.DType, screen: Screen, head: Mapping[str, Any
         screen.stop()
 
 
-def options_for(config: ModelConfig, needed: int, dtype: CacheDType) -> EngineOptions:
+def options_for(config: ModelSizes, needed: int, dtype: CacheDType) -> EngineOptions:
     """One conversation of so many tokens, or of what the model takes."""
     capacity = min(config.max_positions, needed)
     return EngineOptions(max_sequences=1, capacity=capacity, cache_dtype=dtype)

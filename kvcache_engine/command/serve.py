@@ -21,14 +21,7 @@ from kvcache.stores import parse_bytes
 from kvcache_engine.command.completing import stores
 from kvcache_engine.command.drafting import Drafting
 from kvcache_engine.command.grouped import ungrouped
-from kvcache_engine.command.options import (
-    AnyPlace,
-    BatchInvariant,
-    Debug,
-    Dtypes,
-    finite,
-    named_store,
-)
+from kvcache_engine.command.options import BatchInvariant, Debug, Dtypes, Place, finite, named_store
 from kvcache_engine.command.progress import draws
 from kvcache_engine.command.reporting import reported
 from kvcache_engine.engine import Engine, EngineOptions, Tier
@@ -221,7 +214,7 @@ class Limits:
 
 @ungrouped
 def serve(
-    place: AnyPlace,
+    place: Place,
     dtypes: Dtypes,
     address: Address,
     room: Room,
@@ -300,9 +293,7 @@ def _name(given: str | None, model: Path | None, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _opened(
-    place: AnyPlace, dtypes: Dtypes, room: Room, events: Events, drafting: Drafting
-) -> Iterator[Engine]:
+def _opened(place: Place, dtypes: Dtypes, room: Room, events: Events, drafting: Drafting) -> Iterator[Engine]:
     """Backend, model and engine, in the thread that uses them."""
     path = place.path
     tiers: list[Tier] = [HostTier(room.host_memory), *map(named_store, room.store or ())]

@@ -13,6 +13,7 @@ from ml.base.context import BaseContext
 from ml.base.group import BaseGroup, SoloGroup
 from ml.base.storage_view import StorageView, StridedTensor
 from ml.base.tensor import BaseTensor
+from ml.base.translating import translating
 
 __all__ = [
     "BaseBackend",
@@ -24,4 +25,5 @@ __all__ = [
     "StorageView",
     "StridedTensor",
     "check_attention",
+    "translating",
 ]

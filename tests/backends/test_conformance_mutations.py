@@ -140,12 +140,29 @@ def run_suite(tmp_path: Path) -> Iterator[Any]:
 
 # Bugs.
 
+OFFERED = "test_an_operation_is_offered_exactly_when_it_is_not_declared_absent"
 
 LEFT_TO_THE_WHOLE = {
     AttentionTests, CapabilityTests, KVStoreTests, GroupTests, PageTransferTests, QuantizedTests,
     RefusalTests,
 }  # fmt: skip
 """Areas of which the quick part has nothing, or little."""
+
+
+NAMED = {
+    "a_logit_of_minus_infinity_keeps_a_little_weight": "a_logit_of_minus_infinity_weighs_exactly_nothing",
+    "equality_has_a_tolerance": "neighbouring_numbers_are_not_equal",
+    "from_native_forgets_where_a_view_begins": "native_of_one_tensor_becomes_another_through_from_native",
+    "rows_are_read_in_the_order_of_memory": "rows_reads_views_of_any_dtype",
+    "a_backend_works_in_the_thread_that_opened_it_alone": "a_backend_opened_in_one_thread_is_used_in_others",
+    "f32_truncates_to_bf16": "cast_converts_exactly_as_the_contract_says",
+    "an_overlapping_copy_runs_forward": "an_overlapping_copy_acts_as_if_the_source_were_read_first",
+    "set_rows_reads_its_own_rows_while_writing": "set_rows_from_its_own_rows_reads_them_first",
+    "from_numpy_keeps_the_callers_memory": "what_goes_in_and_comes_out_is_copied",
+    "exp_ends_before_the_range_does": "functions_of_special_values_match_float64",
+    "an_operation_is_left_out_without_a_word": OFFERED.removeprefix("test_"),
+}
+"""The tests that the guide names for these mistakes: they fail, whatever else does."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -156,9 +173,16 @@ def test_the_bug_is_caught_by_its_area_and_already_by_the_quick_part_of_it(
     mutant.plant(copy)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     quick = [] if mutant.area in LEFT_TO_THE_WHOLE else ["--ml-quick"]
-    options = ["-pml_kvcache.pytest_plugin", *UNUSED, *quick]
+    named = ["-k", NAMED[mutant.name]] if mutant.name in NAMED else []
+    options = ["-pml_kvcache.pytest_plugin", *UNUSED, *quick, *named]
     found = any(run_suite(copy, mutant.area, None, *options, stride=stride).failed for stride in (7, 1))
     assert found
+
+
+def test_the_mistakes_that_the_guide_names_a_test_for_are_planted() -> None:
+    assert NAMED.keys() <= {mutant.name for mutant in MUTANTS}
+    guide = (Path(__file__).parents[2] / "docs" / "writing-a-backend.md").read_text(encoding="utf-8")
+    assert [name for name in NAMED.values() if f"`test_{name}`" not in guide] == []
 
 
 def test_a_failure_names_the_cases_that_failed(copy: ModuleType, run_suite: Any) -> None:
@@ -224,9 +248,6 @@ def test_a_storage_only_backend_that_does_not_say_so_fails(copy: ModuleType, run
     failed = run_suite(copy, RefusalTests, stop=False).failed
     assert f"{OFFERED}[matmul]" in failed
     assert f"{OFFERED}[copy]" not in failed
-
-
-OFFERED = "test_an_operation_is_offered_exactly_when_it_is_not_declared_absent"
 
 
 @pytest.mark.parametrize("absent", ["softmax", "repeat", "from_native"])

@@ -102,6 +102,27 @@ def test_chat_goes_on_where_a_turn_ended(folder: Path) -> None:
     assert second["reused"] >= first["prompt_tokens"]
 
 
+def test_a_saved_conversation_goes_on_with_the_model_and_runtime_that_it_is_of(
+    folder: Path, tmp_path: Path
+) -> None:
+    path, expected = tmp_path / "said.kv", own_words(folder, PROMPT, 6)
+    first = run("save", "--model", folder, "--prompt", PROMPT, "--max-tokens", 3, "--out", path, "--json")
+    assert first.exit_code == 0, first.stderr
+    again = run("load", path, "--model", folder, "--max-tokens", 3, "--json")
+    assert again.exit_code == 0, again.stderr
+    told = [json.loads(result.stdout) for result in (first, again)]
+    assert [token for one in told for token in one["outputs"][0]["tokens"]] == expected
+    assert told[1]["statistics"]["computed_tokens"] == 1
+    other = run("load", path)
+    assert (other.exit_code, "saved with another model" in other.stderr) == (1, True)
+
+
+def test_the_cache_of_a_run_is_drawn(folder: Path) -> None:
+    result = run("inspect", "--model", folder, "--prompt", PROMPT, "--max-tokens", 2, "--text")
+    assert result.exit_code == 0, result.stderr
+    assert "beginning" in result.stdout
+
+
 def test_the_models_own_sampling_holds_where_nothing_else_is_said(folder: Path, tmp_path: Path) -> None:
     drawn = edit(
         folder, tmp_path / "drawn", "generation_config.json", do_sample=True, temperature=5.0, top_k=None

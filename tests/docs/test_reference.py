@@ -54,6 +54,7 @@ def test_every_public_class_has_a_page_and_every_function_a_place(
         assert set(re.findall(r"\]\(([\w.]+\.md)", overview)) == {
             Path(path).name for path in pages[name] if not path.endswith("index.md")
         }
+    assert 'filters: ["!^__"' in pages["ml.base"]["reference/ml.base/BaseTensor.md"]
     assert "inherited_members: ['remove'" in pages["kvcache"]["reference/kvcache/CausalCache.md"]
     assert "inherited_members: []" in pages["kvcache"]["reference/kvcache/SlidingWindowCache.md"]
 

@@ -1,10 +1,11 @@
-"""The two example plugins, installed as third parties install theirs and held to the shipped suites."""
+"""The example plugins, installed as third parties install theirs and held to the shipped suites."""
 
 from __future__ import annotations
 
 import ast
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..rigs.kept_programs import kept_programs
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PUBLIC = {"ml", "ml.base", "ml.strided", "ml.testing"}
-LIMITS = {"ml-backend-jax": 400, "ml-backend-list": 200}
+LIMITS = {"ml-backend-jax": 400, "ml-backend-list": 200, "ml-backend-paddle": 300}
 SUITES = ("ml.testing", "kvcache.testing")
 
 LONG = "ML_LONG" in os.environ
@@ -137,6 +138,15 @@ def test_jax_passes_a_sample_of_both_suites(installed: Any, tmp_path: Path) -> N
     chosen.append("test_jax.py::test_a_write_leaves_the_buffer_where_it_is_while_views_are_held")
     with kept_programs(tmp_path):
         assert f"{len(chosen)} passed" in installed.run([sys.executable, "-m", "pytest", *chosen])
+
+
+@pytest.mark.parametrize("suite", SUITES if LONG else ["ml.testing"])
+def test_paddle_passes_the_suite(installed: Any, suite: str) -> None:
+    """The quick part of the backends' suite; with ``ML_LONG=1`` (``make test-paddle``) both suites whole."""
+    if find_spec("paddle") is None:
+        pytest.skip("paddle is not installed: make test-paddle")
+    options = ["--ml-backend=paddle", "-Wdefault", *([] if LONG else ["--ml-quick"])]  # its import warns
+    assert " passed" in installed.run([sys.executable, "-m", "pytest", "--pyargs", suite, *options])
 
 
 @long

@@ -29,8 +29,8 @@ from kvcache_engine.serve import ServeOptions, Worker, make_app, template_of
 from kvcache_engine.serve.running import Server, configured
 from kvcache_engine.tokenizer import Tokenizer
 
-__all__ = ["HTTP", "NAME", "PROMPT", "Gate", "Serving", "app_of", "asked_in_process", "gated", "opened",
-           "served", "until"]  # fmt: skip
+__all__ = ["HTTP", "NAME", "PROMPT", "Gate", "Opened", "Serving", "app_of", "asked_in_process", "gated",
+           "opened", "served", "until"]  # fmt: skip
 
 NAME, PROMPT = "tiny", "And God said unto Noah,"
 HTTP = httpx.Client(timeout=60, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
@@ -43,6 +43,9 @@ def opened(options: EngineOptions, tiers: Sequence[Tier] = ()) -> Iterator[Engin
     with ml.open_backend("numpy") as backend, contextlib.ExitStack() as stack:
         model, tokenizer = load_model(bundled_model(), backend), Tokenizer.load(bundled_model())
         yield stack.enter_context(Engine(model, tokenizer, options, tiers))
+
+
+Opened = Callable[[EngineOptions], contextlib.AbstractContextManager[Engine]]
 
 
 def app_of(worker: Worker, **options: Any) -> Any:
@@ -80,7 +83,7 @@ class Serving:
 
 @contextlib.contextmanager
 def served(
-    engine: EngineOptions, options: ServeOptions | None = None, keep_alive: int = 5
+    engine: EngineOptions, options: ServeOptions | None = None, keep_alive: int = 5, opened: Opened = opened
 ) -> Iterator[Serving]:
     """The bundled model over loopback; connections that ask nothing are closed after so many seconds."""
     options = options or ServeOptions()

@@ -1,7 +1,7 @@
-"""What K and V are stored in: plain numbers, block formats, FP8, affine groups, and formats of one's own.
+"""Storage formats of K and V: plain numbers, block formats, FP8, affine groups, and custom formats.
 
-``CacheFormat.of(dtype)`` is the format of keys and that of values which ``init(dtype=...)`` asks for, and
-``open_format`` gives one by its name. A format of one's own may be built with ``operations``.
+``CacheFormat.of(dtype)`` returns the formats of keys and values for ``init(dtype=...)``, and ``open_format``
+returns one by name. Custom formats can be built with ``operations``.
 """
 
 from kvcache.storage.formats.cache_format import CacheFormat

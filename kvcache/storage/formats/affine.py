@@ -1,7 +1,7 @@
-"""MLX's affine groups: codes of 8 or 4 bits, each group of values with a scale and a bias of its own.
+"""MLX's affine groups: codes of 8 or 4 bits, with a scale and a bias for each group of values.
 
-What ``mx.quantize`` makes in its mode "affine", number for number, so that mlx-lm's kernels and its saved
-caches read it. Of a group with the least value l and the largest h::
+The result equals that of ``mx.quantize`` in mode "affine", number for number, so that mlx-lm's kernels can
+read it, and its saved caches. For a group with the smallest value l and the largest h::
 
     s = max((h - l) / (2**bits - 1), 1e-7), with the sign of |l| - |h| (minus where they are equal)
     e = l where |l| > |h|, else h;  q = round(e / s)
@@ -74,12 +74,14 @@ class Affine:
         return codes.mul(ctx, scale).add(ctx, bias).reshape(ctx, *outer, dim)
 
     def bound(self, x: np.ndarray, activations: ml.DType) -> np.ndarray:
-        """A step: making the edge exact may leave the other end a whole one outside; and two roundings."""
+        """One step, since making one edge exact may leave the other end a whole step outside, plus two
+        roundings.
+        """
         groups = x.reshape(*x.shape[:-1], -1, self.group).astype(np.float64)
         low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
         step = np.maximum((high - low) / (2**self.bits - 1), AFFINE_LEAST_STEP) * (1 + 1e-5)
         moved = (high - low + 2 * np.abs(groups).max(-1, keepdims=True)) * _ROUNDING[activations] * 1.1
-        tiny = 2.0**-17 if activations is ml.DType.F16 else 2.0**-126  # what scales below its range lose
+        tiny = 2.0**-17 if activations is ml.DType.F16 else 2.0**-126  # the loss of scales below its range
         return np.broadcast_to(step + moved + tiny, groups.shape).reshape(x.shape)
 
     def _fit(self, ctx: ml.Context, groups: ml.Tensor) -> tuple[ml.Tensor, ml.Tensor]:

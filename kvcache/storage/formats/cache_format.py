@@ -1,4 +1,4 @@
-"""What a cache stores keys in, and what it stores values in."""
+"""The storage formats of keys and values of a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = ", ".join(dtype.name for dtype in ml.DType if dtype.is_float or dtype.i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheFormat:
-    """The formats of K and V. Two are equal whose names are: their codes are those of one another.
+    """The formats of K and V. Two are equal if their names are: they then store the same codes.
 
     >>> from kvcache import CacheFormat
     >>> CacheFormat.of(("Q8_0", "Q4_0")).name
@@ -27,9 +27,9 @@ class CacheFormat:
 
     @classmethod
     def of(cls, dtype: CacheDType | CacheFormat) -> CacheFormat:
-        """What ``init(dtype=...)`` asks for: one format for both or a pair, each by itself or by its name.
+        """The formats for ``init(dtype=...)``: one for both or a pair, each given as a format or by name.
 
-        A pair has a name too, "Q8_0/Q4_0". Raises DTypeError for anything else.
+        A pair also has a name, such as "Q8_0/Q4_0". Raises DTypeError for anything else.
         """
         if isinstance(dtype, CacheFormat):
             return dtype
@@ -43,7 +43,7 @@ class CacheFormat:
 
     @property
     def asked(self) -> CacheDType:
-        """What ``init`` takes for it."""
+        """The corresponding argument of ``init``."""
         return self.key, self.value
 
     def __str__(self) -> str:
@@ -56,27 +56,29 @@ class CacheFormat:
 
     @property
     def plain(self) -> ml.DType | None:
-        """The dtype of numbers, where K and V are plain and of one."""
+        """The dtype, if K and V are plain numbers of the same dtype; else None."""
         key = self.key
         return key.dtype if isinstance(key, Plain) and key == self.value else None
 
     @property
     def dtypes(self) -> frozenset[ml.DType]:
-        """Those of the parts of what is put as F32, as far as they are known before there are heads."""
+        """The dtypes of the parts for F32 input, as far as they are known without the head size."""
         dtypes: set[ml.DType] = set()
         for one in (self.key, self.value):
-            with contextlib.suppress(InvalidRangeError):  # a format of other blocks
+            with contextlib.suppress(InvalidRangeError):  # a format with another block size
                 dtypes.update(dtype for _, dtype in one.parts(256, ml.DType.F32))
         return frozenset(dtypes)
 
     def check(self, key_dim: int, value_dim: int | None, activations: ml.DType) -> None:
-        """Raise InvalidRangeError for head sizes that the formats cannot take; None: K has the values."""
+        """Raise InvalidRangeError for head sizes that the formats do not support; ``value_dim`` None: K
+        contains the values.
+        """
         self.key.parts(key_dim, activations)
         if value_dim is not None:
             self.value.parts(value_dim, activations)
 
     def nbytes(self, heads: int, key_dim: int, value_dim: int | None, activations: ml.DType) -> int:
-        """Bytes of one token's K and V in a layer; ``value_dim`` None: K has the values."""
+        """Bytes of one token's K and V in a layer; ``value_dim`` None: K contains the values."""
         values = () if value_dim is None else self.value.parts(value_dim, activations)
         parts = (*self.key.parts(key_dim, activations), *values)
         return heads * sum(width * dtype.itemsize for width, dtype in parts)

@@ -1,4 +1,4 @@
-"""Formats by name: those built in, and those given to ``init`` in this process."""
+"""Formats by name: the built-in ones, and those passed to ``init`` in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILT_IN |= {
 METHODS = ("parts", "head_dim", "encode", "decode", "bound")
 
 _given: dict[str, StorageFormat] = {}
-"""Formats of callers, by name."""
+"""Custom formats by name."""
 _lock = threading.Lock()
 
 
@@ -33,7 +33,7 @@ def format_names() -> tuple[str, ...]:
 
 
 def open_format(name: str) -> StorageFormat:
-    """The format of this name, in capitals or small letters; DTypeError where there is none.
+    """The format of this name, ignoring case. Raises DTypeError for an unknown name.
 
     >>> from kvcache import open_format
     >>> open_format("q8_0").name
@@ -50,10 +50,10 @@ def open_format(name: str) -> StorageFormat:
 
 
 def keep_format(stored: StorageFormat) -> StorageFormat:
-    """Know a format by its name from now on: snapshots, serialized or not, have nothing but the name.
+    """Register a format under its name, since snapshots, serialized or not, contain only the name.
 
-    Raises DTypeError for a name that no format can have ("/" stands between the names of a pair), and for
-    one that a format of another class has.
+    Raises DTypeError for an invalid name ("/" separates the names of a pair), and for one that a format of
+    another class has.
     """
     name = stored.name
     if not (name and name.isascii() and name.isprintable() and name == name.upper()) or set(name) & set(

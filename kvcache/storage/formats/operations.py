@@ -1,4 +1,4 @@
-"""What generic bodies of formats are made of: operations that every backend with compute has."""
+"""Building blocks of formats, made of operations that every backend with compute has."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def check_blocks(name: str, block: int, dim: int) -> None:
 
 
 def quantized_by(ctx: ml.Context, x: ml.Tensor, name: str) -> tuple[ml.Tensor, ...] | None:
-    """The parts as the backend makes them; None where it leaves this format to the generic body."""
+    """The parts computed by the backend; None if it leaves this format to the generic implementation."""
     backend = getattr(ctx, "backend", None)
     return backend.quantize(ctx, x, name) if by_backend(backend) else None
 
 
 def read_by(ctx: ml.Context, parts: Sequence[ml.Tensor], name: str) -> ml.Tensor | None:
-    """The values as the backend reads them back; None where it leaves this format to the generic body."""
+    """The values decoded by the backend; None if it leaves this format to the generic implementation."""
     backend = getattr(ctx, "backend", None)
     return backend.dequantize(ctx, parts, name) if by_backend(backend) else None
 
@@ -43,13 +43,15 @@ def number(ctx: ml.Context, value: float) -> ml.Tensor:
 
 
 def select(ctx: ml.Context, which: ml.Tensor, one: ml.Tensor | float, other: ml.Tensor | float) -> ml.Tensor:
-    """``one`` where BOOL ``which`` says so, else ``other``."""
+    """``one`` where the BOOL tensor ``which`` is true, else ``other``."""
     chosen = [number(ctx, x) if isinstance(x, float) else x for x in (one, other)]
     return which.where(ctx, *chosen)
 
 
 def inverse(ctx: ml.Context, scale: ml.Tensor) -> ml.Tensor:
-    """1 / scale, and 0 where that is not finite: an integer of infinity is another on each processor."""
+    """1 / scale, and 0 where that is not finite, because casting infinity to an integer depends on the
+    processor.
+    """
     found = number(ctx, 1.0).div(ctx, scale)
     return select(ctx, found.abs(ctx).compare(ctx, "lt", number(ctx, math.inf)), found, 0.0)
 

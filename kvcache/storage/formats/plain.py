@@ -1,4 +1,4 @@
-"""Plain numbers, as a format: one part, which is what was put."""
+"""Plain numbers as a format: one part, which is the input itself."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Formats behind a Hadamard rotation of each head, which spreads outlying channels over all of them.
+"""Formats with a Hadamard rotation of each head, which spreads outlier channels over all channels.
 
-One channel of keys that is many times larger than the others takes the range of its whole block, and the
-others lose their bits. Turned by an orthogonal matrix whose entries are all of one size, every channel gets
-the same part of it; scores and sums of values are what they were, since the rotation is undone on the other
-side (Ashkboos et al., "QuaRot", 2024; Shah et al., "FlashAttention-3", 2024). ``attend`` turns queries and
-not stored keys, its result and not stored values, so that reading takes no longer than without.
+One channel of keys that is many times larger than the others uses up the range of its block, so that the
+others lose precision. After a rotation by an orthogonal matrix whose entries all have the same magnitude,
+every channel has an equal part of it. Scores and weighted sums do not change, since the rotation is undone on
+the other side (Ashkboos et al., "QuaRot", 2024; Shah et al., "FlashAttention-3", 2024). ``attend`` rotates
+queries instead of stored keys, and its result instead of stored values, so that reading takes no longer than
+without rotation.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ import ml
 from kvcache.cache import StorageFormat
 
 PREFIX = "ROTATED_"
-"""Of the names of these formats, before that of what is stored."""
+"""The prefix of the names of these formats."""
 _ROUNDING = {ml.DType.F32: 2.0**-24, ml.DType.F16: 2.0**-11, ml.DType.BF16: 2.0**-8}
 _matrices: weakref.WeakKeyDictionary[ml.Backend, dict[tuple[int, int], ml.Tensor]] = (
     weakref.WeakKeyDictionary()
 )
-"""By backend the rotation on each device and of each size, made there once."""
+"""For each backend, the rotation matrix of each size on each device, made once."""
 
 
 class Rotated:
-    """What ``inner`` stores of rotated heads; ``decode`` turns them back.
+    """Stores rotated heads in the format ``inner``; ``decode`` rotates them back.
 
-    A head is turned in blocks of the largest power of two that divides head_dim.
+    A head is rotated in blocks of the largest power of two that divides head_dim.
     """
 
     def __init__(self, inner: StorageFormat) -> None:
@@ -50,7 +51,7 @@ class Rotated:
         return self.turn(ctx, self.inner.decode(ctx, parts, dim))
 
     def bound(self, x: np.ndarray, activations: ml.DType) -> np.ndarray:
-        """The length of the vector of the inner bounds: all may add up in one value."""
+        """The Euclidean norm of the inner bounds, as all errors may add up in one value."""
         size = _size(x.shape[-1])
         blocks = x.reshape(*x.shape[:-1], -1, size).astype(np.float64)
         turned = (blocks @ _sylvester(size)).reshape(x.shape)
@@ -60,7 +61,7 @@ class Rotated:
         return np.broadcast_to(length * (1 + 1e-5), blocks.shape).reshape(x.shape)
 
     def turn(self, ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
-        """x (..., dim) rotated, in F32 and rounded once to its dtype; twice gives x again."""
+        """x (..., dim) rotated, in F32 and rounded once to its dtype; rotating twice gives x again."""
         wide = x if x.dtype is ml.DType.F32 else x.cast(ctx, ml.DType.F32)
         turned = wide.matmul(ctx, _matrix(ctx, x.shape[-1]))
         return turned if x.dtype is ml.DType.F32 else turned.cast(ctx, x.dtype)
@@ -81,7 +82,7 @@ def _sylvester(size: int) -> np.ndarray:
 
 def _matrix(ctx: ml.Context, dim: int) -> ml.Tensor:
     """F32 (dim, dim): the blocks along its diagonal."""
-    backend = getattr(ctx, "backend", None)  # a context need not tell
+    backend = getattr(ctx, "backend", None)  # a context may lack this attribute
     known = {} if backend is None else _matrices.setdefault(backend, {})
     place = getattr(ctx, "device_index", 0), dim
     if place not in known:

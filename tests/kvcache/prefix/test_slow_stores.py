@@ -68,6 +68,27 @@ def test_an_edge_that_is_parted_while_it_is_written_is_stored_whole(talk: Talk) 
     assert [other.peek(prompt) for prompt in prompts] == [20, 11, 8, 13]
 
 
+@pytest.mark.parametrize("shut", [False, True])
+@pytest.mark.parametrize("host", [False, True])
+def test_writing_through_leaves_nothing_of_a_parted_conversation_to_a_flush(
+    talk: Talk, host: bool, shut: bool
+) -> None:
+    """As after ``kill -9``: another process finds each of them, up to what parts inside a block, too."""
+    store = SlowStore()
+    r = talk(tiers=[HostTier(20000), store] if host else [store], options=WRITING)
+    if shut:  # it parts what is being written
+        store.gate.clear()
+    r.keep(LONG)
+    if not shut:
+        r.prefix.tree.drain()
+    r.keep([*LONG[:10], 91, 92, 93, 94])
+    store.gate.set()
+    r.prefix.tree.drain()
+    prompts = ([*LONG[:10], 91, 92, 93, 94, 1], [*LONG, 1])
+    assert [talk(tiers=[store]).peek(prompt) for prompt in prompts] == [14, 20]
+    r.prefix.close()
+
+
 def test_what_waits_to_be_written_is_not_written_after_all_was_forgotten(talk: Talk) -> None:
     store = SlowStore()
     store.gate.clear()

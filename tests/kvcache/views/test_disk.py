@@ -379,10 +379,11 @@ def test_on_a_terminal_it_is_drawn_in_colours(make_model: Make, monkeypatch: pyt
     from rich.console import Console
 
     from kvcache_engine.command import inspection
+    from kvcache_engine.command.options import Place
 
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(file=nowhere, force_terminal=True, width=90, record=True)
-        picture = inspection.demonstrate(make_model(), "numpy", None, ["abc", "abd"], 2, None, 100, console)
+        picture = inspection.demonstrate(Place(make_model()), ["abc", "abd"], 2, None, 100, console)
         inspection.show(picture, console)
     text = console.export_text(styles=True)
     assert "\x1b[" in text
