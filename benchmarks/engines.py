@@ -86,7 +86,7 @@ def engine_over(model: Any) -> Run:
             for event in engine.step():
                 if isinstance(event, Token):
                     first.setdefault(event.request, time.process_time())
-        found = [request.tokens[len(p) :] for request, p in zip(requests, prompts, strict=True)]
+        found = [[*request.tokens[len(p) :]] for request, p in zip(requests, prompts, strict=True)]
         return found, [*first.values()]
 
     return run
@@ -391,10 +391,11 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Found]]:
                 continue
             maker = MAKERS.get(name)
             python = options.vllm if name == "vllm serve" else sys.executable
-            one = stack.enter_context(
-                process(maker, folder) if maker is not None else server(name, folder, python)
-            )
-            contenders[name], found[name] = one, Found()
+            if maker is not None:
+                contenders[name] = stack.enter_context(process(maker, folder))
+            else:
+                contenders[name] = stack.enter_context(server(name, folder, python))
+            found[name] = Found()
         for one in contenders.values():  # all of them start meanwhile
             one.run(prompts(2, 8, 0, 1 << 20), 2)
         sizes = itertools.product(range(options.rounds), options.shared, options.clients)
@@ -462,7 +463,7 @@ def shown(found: Mapping[str, Mapping[str, Any]]) -> str:
         cells = [f"{rate:,.1f} ({rate / median(floor[size], 0):.2f})" for size, rate in rates.items()]
         firsts = [median(one["rounds"][size], 2) for size in largest]
         cells += [f"{first:,.2f}" if first else "not told" for first in firsts]
-        same = f"{one['answers'] - one['others']} of {one['answers']}"
+        same = f"{one['answers'] - one['others']} of {one['answers']}" if one["answers"] else "not compared"
         rows.append([name, *cells, f"{one['peak']:,.0f}", same])
     return table([*head, "peak memory, MiB", "same answers"], rows)
 

@@ -88,7 +88,7 @@ Likeliest = Callable[[list[int]], int]
 
 
 def own(backend: ml.Backend) -> Likeliest:
-    model = load_model(bundled_model(), backend)
+    model: Any = load_model(bundled_model(), backend)
     cache = model.make_cache()
     cache.init(backend, ml.DType.F32, 1, CAPACITY, CAPACITY)
     held: list[int] = []

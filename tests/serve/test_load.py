@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,12 +78,13 @@ def expected(engine: Opened) -> list[str]:
 
 
 def says(alone: Engine, prompt: str) -> str:
+    model: Any = alone.model
     tokens = alone.encode(prompt)
     assert alone.tokenizer is not None
     text, stream = "", alone.tokenizer.stream(tokens)
     for _ in range(TOKENS):
-        tokens.append(int(alone.model.without(tokens)[-1].argmax()))
-        if tokens[-1] in alone.model.config.eos_ids:
+        tokens.append(int(model.without(tokens)[-1].argmax()))
+        if tokens[-1] in model.config.eos_ids:
             break
         text += stream.push(tokens[-1])
     return text
