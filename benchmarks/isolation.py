@@ -65,7 +65,7 @@ def rows(record: dict[str, Any], dimensions: dict[str, str], faces: list[Any]) -
         row = [said]
         for face in faces:
             cell = record.get(face.name, {}).get(dimension, {})
-            shown = ", ".join(tier for tier in _TIERS if tier in cell)
+            shown = ", ".join(tier for tier in _TIERS if tier in cell).replace("device, host, folder", "all")
             if dimension in face.open:
                 shown = f"**open** [{numbers[face.open[dimension]]}]"
             elif dimension in face.told:
@@ -87,7 +87,7 @@ def shown() -> str:
     from tests.isolation.test_isolation import FACES
 
     record, faces = load(RECORD), [made.face for made in FACES]
-    head = ["what is other", *(face.name for face in faces)]
+    head = ["what differs", *(face.name for face in faces)]
     notes = "\n".join(f"{number}. {reason}." for number, reason in enumerate(reasons(faces), 1))
     return f"{table(head, rows(record, DIMENSIONS, faces))}\n\n{notes}"
 
