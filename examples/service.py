@@ -1,12 +1,12 @@
 """A service for many users over transformers or mlx-lm, by FastAPI, whose prefixes outlive the process.
 
-    pip install 'ml-kvcache[transformers,engine]' fastapi uvicorn       # or mlx-lm in place of transformers
+    pip install -e '.[transformers,engine]' fastapi uvicorn     # in a clone; or mlx-lm for transformers
     python examples/service.py FOLDER --store kept --budget 2GiB        # and --runtime mlx-lm, --system TEXT
     curl -N localhost:8000/chat -H 'content-type: application/json' -d '{"prompt": "Hello", "max_tokens": 32}'
 
-All users are in the same passes of the model; what their prompts begin with alike is computed once. Answers
-stream as server-sent events, and a client that goes away takes no more of the model's time. What was computed
-of an answer is in the folder when it ends: a process that takes over, after kill -9 too, goes on from there.
+All users are in the same passes of the model; common prefixes are computed once. Answers stream as
+server-sent events, and a client that disconnects stops its generation. What was computed of an answer is in
+the folder when it ends: a new process, even after kill -9, continues from there.
 """
 
 from __future__ import annotations
