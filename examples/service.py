@@ -1,7 +1,7 @@
 """A service for many users over transformers or mlx-lm, by FastAPI, whose prefixes outlive the process.
 
     pip install -e '.[transformers,engine]' fastapi uvicorn     # in a clone; or mlx-lm for transformers
-    python examples/service.py FOLDER --store kept --budget 2GiB        # and --runtime mlx-lm
+    python examples/service.py FOLDER --store kept --budget 2GiB        # and --runtime mlx-lm, --system TEXT
     curl -N localhost:8000/chat -H 'content-type: application/json' -d '{"prompt": "Hello", "max_tokens": 32}'
 
 All users are in the same passes of the model; common prefixes are computed once. Answers stream as
@@ -15,17 +15,19 @@ import argparse
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import takewhile
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
+from jinja2 import TemplateError
 from pydantic import BaseModel, Field
 from transformers import AutoTokenizer
 
 from kvcache import HostTier
 from kvcache.stores import FileStore, parse_bytes
-from kvcache_engine import Engine, EngineOptions, GenerationOptions, RequestError, Tokenizer
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, Token, Tokenizer
 
 WAITING = 64
 """Requests that may wait for a place; more are told to come later."""
@@ -58,17 +60,20 @@ def load(folder: str, runtime: str) -> Any:
 
 
 def make_app(
-    folder: str, store: str, budget: str, runtime: str, users: int = 8, capacity: int = 4096
+    folder: str, store: str, budget: str, runtime: str, system: str = "", users: int = 8, capacity: int = 4096
 ) -> FastAPI:
-    """Of ``users`` requests run at a time, of ``capacity`` tokens each; ``store`` keeps ``budget`` bytes."""
+    """Of ``users`` requests run at a time, of ``capacity`` tokens each; ``store`` keeps ``budget`` bytes.
+
+    Every prompt begins with ``system``, whose tokens are computed once for all users.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.templates = AutoTokenizer.from_pretrained(folder)
         model = load(folder, runtime)
-        tiers = [HostTier("1GiB"), FileStore(store, parse_bytes(budget, "--budget"))]
         options = EngineOptions(max_sequences=users, capacity=capacity)
-        with Engine(model, Tokenizer.load(folder), options, tiers) as app.state.engine:
+        kept = FileStore(store, parse_bytes(budget, "--budget"))
+        with Engine(model, Tokenizer.load(folder), options, [HostTier("1GiB"), kept]) as app.state.engine:
             yield  # at the end, what the folder lacks is written
 
     app = FastAPI(lifespan=lifespan)
@@ -78,21 +83,34 @@ def make_app(
         engine: Engine = app.state.engine
         if len(engine.waiting) >= WAITING:
             raise HTTPException(429, "too many requests wait; try again later", {"retry-after": "1"})
-        prompt: Any = asked.prompt
-        if asked.messages:
-            prompt = app.state.templates.apply_chat_template(
-                asked.messages, add_generation_prompt=True, return_dict=False
-            )
         try:
-            tokens = engine.encode(prompt)
+            tokens = prompt_of(engine, asked)
+            other = asked.model_copy(update={"prompt": "\n", "messages": []})
+            if asked.messages:
+                other.messages = [{"role": "user", "content": "\n"}]
+            alike = takewhile(
+                lambda pair: pair[0] == pair[1], zip(tokens, prompt_of(engine, other), strict=False)
+            )
+            shared = len([*alike]) if system else 0
             room = max(1, engine.limit - len(tokens))
             settings = GenerationOptions(min(asked.max_tokens, room), asked.temperature)
-        except RequestError as error:
+        except (ValueError, TemplateError) as error:  # there is no template, or it refuses the messages
             raise HTTPException(400, str(error)) from error
-        return StreamingResponse(events(tokens, settings, asked.user), media_type="text/event-stream")
+        streamed = events(app.state.engine.stream(tokens, settings, salt=asked.user, shared=shared))
+        return StreamingResponse(streamed, media_type="text/event-stream")
 
-    async def events(tokens: list[int], settings: GenerationOptions, user: str) -> AsyncIterator[str]:
-        async for token in app.state.engine.stream(tokens, settings, salt=user):
+    def prompt_of(engine: Engine, asked: Asked) -> list[int]:
+        if not asked.messages:
+            return engine.encode(system + asked.prompt)
+        first = [{"role": "system", "content": system}] if system else []
+        return list(
+            app.state.templates.apply_chat_template(
+                [*first, *asked.messages], add_generation_prompt=True, return_dict=False
+            )
+        )
+
+    async def events(stream: AsyncIterator[Token]) -> AsyncIterator[str]:
+        async for token in stream:
             yield f"data: {json.dumps({'text': token.text})}\n\n"
         yield "data: [DONE]\n\n"
 
@@ -111,6 +129,8 @@ if __name__ == "__main__":
     parser.add_argument("--runtime", choices=["transformers", "mlx-lm"], default="transformers")
     parser.add_argument("--store", default="kept", help="the folder that keeps prefixes")
     parser.add_argument("--budget", default="2GiB", help="bytes of that folder")
+    parser.add_argument("--system", default="", help="a text that every prompt begins with")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
-    uvicorn.run(make_app(given.folder, given.store, given.budget, given.runtime), port=given.port)
+    app = make_app(given.folder, given.store, given.budget, given.runtime, given.system)
+    uvicorn.run(app, port=given.port)

@@ -46,7 +46,7 @@ from kvcache.cache import (
 from kvcache.stores import Closing, SnapshotStore
 from kvcache_engine.consensus import Agreement
 from kvcache_engine.drafts import Draft, DraftsInCache
-from kvcache_engine.errors import RequestError, RunnerError
+from kvcache_engine.errors import ModelError, RequestError, RunnerError
 from kvcache_engine.fingerprint import model_identity
 from kvcache_engine.language_model import (
     LanguageModel,
@@ -84,6 +84,25 @@ __all__ = ["Engine", "EngineEvent", "EngineOptions", "Failed", "Request", "Tier"
 
 EngineEvent = Event | Failed
 Tier = HostTier | SnapshotStore | str | PathLike[str]
+
+
+def _check_given(model: object, tokenizer: object) -> None:
+    """Refuse a runtime's own model and tokenizer, which the engine cannot call."""
+    if lacking := [name for name in ("backend", "config", "forward") if not hasattr(model, name)]:
+        raise ModelError(
+            f"Engine: model: a {type(model).__name__} has no {lacking[0]}; pass a model of transformers as "
+            "TransformersModel(model), one of mlx-lm as MLXModel(model, config)"
+        )
+    if tokenizer is not None and not all(hasattr(tokenizer, name) for name in ("encode", "decode", "stream")):
+        raise ModelError(
+            f"Engine: tokenizer: a {type(tokenizer).__name__} cannot stream; it must be a "
+            "kvcache_engine.Tokenizer: Tokenizer.load(folder)"
+        )
+
+
+def _has_stores(tiers: object) -> bool:
+    """False for what PrefixCache refuses."""
+    return isinstance(tiers, Sequence) and any(not isinstance(tier, HostTier) for tier in tiers)
 
 
 class Engine(Closing):
@@ -126,6 +145,7 @@ class Engine(Closing):
         identity: Mapping[str, Any] | None = None,
         cache: SnapshotCache | None = None,
     ) -> None:
+        _check_given(model, tokenizer)
         self.options = options = options or EngineOptions()
         self.model = model
         self.tokenizer = tokenizer
@@ -143,7 +163,7 @@ class Engine(Closing):
         if share is not None and isinstance(identity, Mapping) and identity:
             identity = {"tensor_parallel": share.name, **identity}
         self._identity = identity
-        stores = any(not isinstance(tier, HostTier) for tier in tiers)
+        stores = _has_stores(tiers)
         identity = self.identity if stores else identity
         bound: Any = cache_for(model) if cache is None else cache
         if options.batch_invariant:

@@ -5,6 +5,7 @@ numbers of their own.
 from __future__ import annotations
 
 import operator
+import reprlib
 import struct
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
@@ -102,8 +103,8 @@ class Alphabet:
             ids = tokens.astype(np.int64, copy=True).reshape(-1)
         elif isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Sized):
             raise InvalidRangeError(
-                f"tokens: {tokens!r:.60}; tokens must be a sequence of ids, or of bytes for items "
-                "without an id"
+                f"tokens: {reprlib.repr(tokens)}; tokens must be a sequence of ids, or of bytes for items "
+                "without an id; encode text with the model's tokenizer first"
             )
         else:
             listed = tokens if isinstance(tokens, (list, tuple)) else [*tokens]

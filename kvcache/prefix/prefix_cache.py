@@ -19,6 +19,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -216,7 +217,7 @@ class PrefixCache(Closing):
         if not self._open.free:
             raise SessionLimitError(
                 f"begin: {len(self._open.sessions)} sessions are open, one per sequence; close one of "
-                "PrefixCache.sessions first"
+                "PrefixCache.sessions first, or initialize the cache with a larger max_sequences"
             )
         self.tree.settle()
         session = self._open.begin(ids, tenant)
@@ -539,7 +540,7 @@ def _settings_of(cache: SnapshotCache) -> dict[str, object]:
 def _check_given(tiers: object, identity: object) -> None:
     """Refuse arguments of the wrong type, and a store without an identity."""
     if isinstance(tiers, (str, PathLike, HostTier, SnapshotStore)) or not isinstance(tiers, Sequence):
-        one = "HostTier('1GiB')" if not isinstance(tiers, (str, PathLike)) else repr(tiers)
+        one = "HostTier('1GiB')" if not isinstance(tiers, (str, PathLike)) else f"Path({os.fspath(tiers)!r})"
         raise InvalidRangeError(f"PrefixCache: tiers={tiers!r:.60}; it must be a list, such as [{one:.60}]")
     for tier in tiers:
         if not isinstance(tier, (HostTier, str, PathLike, SnapshotStore)):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import ml
-from kvcache import CacheFullError, ClosedError, HostTier, PrefixCache, Session
+from kvcache import CacheFullError, ClosedError, HostTier, InvalidRangeError, PrefixCache, Session
 from kvcache.caches import branches
 from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.stores import MemoryStore, files_digest
@@ -255,6 +255,15 @@ def test_a_cancelled_request_leaves_its_sequence(model: Any, steps: int) -> None
         check(engine)
         assert all(event.request == two.id for event in run(engine) if not isinstance(event, Failed))
         answers_are_right(model, two)
+
+
+def test_a_model_and_a_tokenizer_of_a_runtime_are_refused_with_what_to_pass(small: Any) -> None:
+    with pytest.raises(ModelError, match=r"a object has no backend; pass .* TransformersModel\(model\)"):
+        Engine(cast(Any, object()))
+    with pytest.raises(ModelError, match=r"a dict cannot stream; .* Tokenizer.load\(folder\)"):
+        Engine(small, cast(Any, {}))
+    with pytest.raises(InvalidRangeError, match=r"tiers=PosixPath\('kept'\); .* such as \[Path\('kept'\)\]"):
+        Engine(small, tiers=cast(Any, Path("kept")), identity={"model": "small"})
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,10 @@ from kvcache_engine import Tokenizer, bundled_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = "In the beginning God created the heaven and the earth. And the earth was without form. " * 8
-TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
+    "[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +65,8 @@ class Service:
         return found
 
     def ask(self, content: str, **options: Any) -> str:
-        """The whole text of an answer to a system prompt that all share, and a user's message."""
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
-        body = {"messages": messages, "max_tokens": 12, **options}
+        """The whole text of an answer to the service's system prompt and a user's message."""
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 12, **options}
         with httpx.stream("POST", f"{self.url}/chat", json=body, timeout=120) as response:
             assert response.status_code == 200
             lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
@@ -74,7 +76,7 @@ class Service:
 
 @contextlib.contextmanager
 def serving(folder: Path, store: Path, runtime: str) -> Iterator[Service]:
-    options = ["--store", store, "--budget=64MiB", "--port=0", "--runtime", runtime]
+    options = ["--store", store, "--budget=64MiB", "--port=0", "--runtime", runtime, "--system", SYSTEM]
     line = [sys.executable, "examples/service.py", folder, *options]
     pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     with subprocess.Popen([str(word) for word in line], **pipes) as process:
@@ -106,14 +108,18 @@ def test_users_share_a_restart_goes_on_and_who_leaves_is_cancelled(
         told = service.health()
         assert told["reused"] > told["computed"]
         assert httpx.post(f"{service.url}/chat", json={"prompt": "x " * 9000}, timeout=60).status_code == 400
-        alone = service.ask(questions[0], user="another")  # which reuses nothing of the others'
-        assert (alone, service.health()["reused"]) == (first, told["reused"])
+        assert service.ask(questions[0], user="another") == first
+        system = service.health()["reused"] - told["reused"]  # and nothing more of what the others computed
+        assert service.ask(questions[0], user="third") == first
+        assert service.health()["reused"] - told["reused"] == 2 * system > 0
+        body = {"messages": [{"role": "nobody", "content": "x"}]}
+        assert httpx.post(f"{service.url}/chat", json=body, timeout=60).status_code == 400
         until(lambda: any((store / "pages").glob("*.entry")))
         service.process.send_signal(signal.SIGKILL)
     with serving(folder, store, runtime) as service:
         assert service.ask(questions[0]) == first
         assert service.health()["reused"] > 0
-        body = {"prompt": SYSTEM, "max_tokens": 1500}  # of a client that goes away
+        body = {"prompt": "x", "max_tokens": 1500}  # of a client that goes away
         with httpx.stream("POST", f"{service.url}/chat", json=body, timeout=120) as response:
             lines = response.iter_lines()  # which closes the connection when it goes
             next(lines)

@@ -7,12 +7,14 @@ transformers' own attention, over the tensors that these stand for.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from kvcache.integrations.transformers.packed import PassKeys
 from kvcache.integrations.transformers.rows import untraced
 from kvcache.integrations.transformers.stored import Stored
 
-__all__ = ["attention", "causal_mask"]
+__all__ = ["attention", "causal_mask", "silently"]
 
 _MISSING = object()
 _log = logging.getLogger("kvcache.transformers")
@@ -102,7 +104,7 @@ def attention(
         if out is not None:
             return out, None
         reason = "its mask is padded where the layer sees chunks, or is of another length than the cache"
-    if reason:
+    if reason and not _silent.get():
         _say(type(module).__name__, reason)
     if s_aux is not None:
         options["s_aux"] = s_aux
@@ -217,6 +219,19 @@ def _eager(module: torch.nn.Module, asked: Sequence[str], reason: str) -> Callab
             f"{f' ({reason})' if reason else ''}; choose one that the model has, such as 'eager'"
         )
     return body
+
+
+_silent: ContextVar[bool] = ContextVar("silent", default=False)
+
+
+@contextlib.contextmanager
+def silently() -> Iterator[None]:
+    """In this block, falling back to transformers' own attention is not logged."""
+    before = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(before)
 
 
 @functools.cache

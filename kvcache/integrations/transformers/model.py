@@ -26,6 +26,7 @@ from kvcache.integrations.rows.caches import ModelCaches
 from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Sizes, positions_in
 from kvcache.integrations.transformers.adapters import Adapters
 from kvcache.integrations.transformers.arguments import check_model
+from kvcache.integrations.transformers.attention import silently
 from kvcache.integrations.transformers.bridge import bridge_to, dtype_of, torch_dtype
 from kvcache.integrations.transformers.cache import cache_argument
 from kvcache.integrations.transformers.kinds import ATTENTION, Plan, Trait, layer_plan
@@ -199,7 +200,7 @@ class TransformersModel(DrivenModel):
         ids = torch.tensor([text], device=self.device)
         for part in self._placing:
             part.rope_deltas = None
-        with torch.no_grad():
+        with torch.no_grad(), silently():
             found: np.ndarray = self.model(input_ids=ids, use_cache=False).logits[0].float().cpu().numpy()
         return found
 

@@ -293,7 +293,10 @@ class HFPrefixCache(SharedPrefixes):
         self._placing = [part for part in getattr(model, "modules", list)() if "rope_deltas" in vars(part)]
         whole: Any = family.all
         self.lock: Turns = Turns(whole.take_over)  # held over the passes of a loop of one's own, too
-        stores = [tier for tier in options.get("tiers") or () if not isinstance(tier, HostTier)]
+        tiers = options.get("tiers") or ()
+        if not isinstance(tiers, Sequence):
+            tiers = ()  # PrefixCache refuses it
+        stores = [tier for tier in tiers if not isinstance(tier, HostTier)]
         shapes = functools.partial(self._stored_layers, whole) if stores else lambda: None
         if batch_invariant:
             whole.set_config(invariant_config(pool.backend))

@@ -20,7 +20,7 @@ import ml
 from benchmarks.census import driven
 from benchmarks.census import transformers_engine as census
 from kvcache import Batch, NotSupportedError
-from kvcache.integrations.transformers import TransformersModel
+from kvcache.integrations.transformers import TransformersModel, attention
 from kvcache_engine import Engine, EngineOptions, GenerationOptions, SpeculativeOptions
 from kvcache_engine.drafts import ModelDraft
 from kvcache_engine.fingerprint import model_identity
@@ -103,6 +103,14 @@ def test_a_model_that_drafts_for_itself_is_right() -> None:
             alone(model.model, ids(9), 12), alone(model.model, ids(5, 1), 12)
         ]  # fmt: skip
         assert engine.speculation.acceptance == 1.0
+
+
+def test_trying_a_model_says_nothing_of_who_attends(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    TransformersModel(model)
+    attention._say.cache_clear()
+    TransformersModel(model)  # which attends by the interface already
+    assert "own attention" not in caplog.text
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:
