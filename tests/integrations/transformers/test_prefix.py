@@ -327,7 +327,7 @@ def test_an_answer_ends_where_there_is_no_more_room(
 def test_stores_are_written_when_asked_while_conversations_go_on() -> None:
     made, ids, store = hf.model("llama"), hf.tokens(1, 30), MemoryStore()
     options: dict[str, Any] = {"tiers": [store], "identity": {"model": "llama"}, "block_size": 8}
-    with HFPrefixCache(made, capacity=100, **options) as prefix:
+    with HFPrefixCache(made, capacity=100, write_through=False, **options) as prefix:
         prefix.generate(ids, **OPTIONS)
         assert not store.usage().entries
         prefix.flush()
