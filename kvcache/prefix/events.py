@@ -388,17 +388,9 @@ class SnapshotEvents(BlockEvents):
     counts as present until they drop it.
     """
 
-    def __init__(
-        self,
-        publish: Callable[[EventBatch], None],
-        keys: Keys,
-        alphabet: Alphabet,
-        token_ids: bool = True,
-        private: bool = False,
-        *,
-        cache: Any,
-    ) -> None:
-        super().__init__(publish, keys, alphabet, token_ids, private)
+    def __init__(self, cache: Any, *arguments: Any, **options: Any) -> None:
+        """``arguments`` and ``options`` are those of ``BlockEvents``."""
+        super().__init__(*arguments, **options)
         self._groups = _groups(cache)
         self._told: dict[Node[Any], list[tuple[_Place, str]]] = {}
         """The blocks of snapshots on the device and in host memory."""

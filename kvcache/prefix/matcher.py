@@ -192,8 +192,9 @@ class PrefixMatcher:
         """Restore what follows the first ``reached`` tokens from nodes reachable after reading from
         stores.
         """
-        known = self._tree.walk(ids).length
-        length, nodes = self._tree.beyond(ids[: max(reached, known - known % self._block)], reached)
+        length, nodes = self._tree.beyond(ids, reached)
+        if length % self._block:
+            length, nodes = self._tree.beyond(ids[: length - length % self._block], reached)
         return self._restore_along(seq, nodes, length, reached)
 
     def _restore_along(self, seq: int, nodes: Sequence[Node[TreeEntry]], length: int, at: int = 0) -> int:

@@ -422,12 +422,9 @@ class PrefixCache(Closing):
                 f"publish_events: publish={publish!r:.60}; it must be a function, or None"
             )
         events: BlockEvents | None = None
-        if publish is not None and self.tree.divisible:
-            events = BlockEvents(publish, self.tree.keys, self.alphabet, token_ids, private)
-        elif publish is not None:
-            events = SnapshotEvents(
-                publish, self.tree.keys, self.alphabet, token_ids, private, cache=self.cache
-            )
+        if publish is not None:
+            common = publish, self.tree.keys, self.alphabet, token_ids, private
+            events = BlockEvents(*common) if self.tree.divisible else SnapshotEvents(self.cache, *common)
         self.tree.events = events
 
     @property

@@ -472,8 +472,9 @@ class OpenSessions:
         others = (other.encoded() for other in self.sessions.values())
         # At intervals, but none that would be evicted immediately.
         interval = max(self._interval, int(min(self._evictor.gap / 2, ids.size)) + 1)
-        due = positions_due(ids, cached, interval, parted, others)
-        positions = sorted({whole for at in due if (whole := at - at % self.block) > cached})
+        positions = positions_due(ids, cached, interval, parted, others)
+        if self.block > 1:
+            positions = sorted({whole for at in positions if (whole := at - at % self.block) > cached})
         if positions:
             self._cache.schedule_snapshots(seq, positions)
 
@@ -566,7 +567,7 @@ class OpenSessions:
                 if keep and not session.stale:
                     evaluated = session.shared()
                     self._note_skipped(seq, int(evaluated.size))
-                    ids = evaluated[:upto] if upto is None else evaluated[: upto - upto % self.block]
+                    ids = evaluated if upto is None else evaluated[: upto - upto % self.block]
                     path = self._tree.walk(ids, session.above(int(ids.size)))
                     self._insert(session, path, self._pieces(session, path))
             except SequenceLostError:

@@ -14,13 +14,14 @@ pytest.importorskip("mlx_lm")
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import ml
 from benchmarks.census import driven
 from benchmarks.census import mlx_lm_engine as census
 from kvcache import Batch, InvalidRangeError, NotSupportedError
 from kvcache.integrations.mlx_lm import MLXModel
-from kvcache_engine import Engine, EngineOptions, GenerationOptions
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, RequestError
 from kvcache_engine.fingerprint import model_identity
 
 from ...rigs import mlx_lm_models as models
@@ -105,6 +106,28 @@ def test_tenants_share_what_they_mean_to_share() -> None:
             assert request.answer is not None
             reused.append(request.answer.reused)
     assert reused == [0, 5, 19]
+
+
+def test_prefixes_are_found_for_the_adapters_that_computed_them() -> None:
+    """They change while the engine is idle; under requests they may not."""
+    made, prompt, reused = models.make_llama(), models.prompt_of(14), []
+    keys = {"rank": 2, "scale": 8.0, "dropout": 0.0, "keys": ["self_attn.q_proj", "self_attn.k_proj"]}
+    linear_to_lora_layers(made, 2, keys)
+    layers = [part for _, part in made.named_modules() if hasattr(part, "lora_a")]
+    for part in layers:
+        part.lora_b = mx.random.normal(part.lora_b.shape, key=mx.random.key(1))
+    with Engine(MLXModel(made), None, EngineOptions(capacity=64)) as engine:
+        for scale in (8.0, 1.0, 8.0, 1.0):
+            for part in layers:
+                part.scale = scale
+            [answer] = engine.complete([prompt], ENDLESS)
+            assert [*answer.tokens] == alone(made, prompt, len(answer.tokens))
+            reused.append(answer.reused)
+        assert reused == [0, 0, 13, 13]
+        engine.submit([5, *prompt], ENDLESS)
+        layers[0].scale = 8.0
+        with pytest.raises(RequestError, match="have changed, and requests that began before are not done"):
+            engine.submit(prompt, ENDLESS)
 
 
 def test_ends_and_length_are_those_that_the_config_says() -> None:

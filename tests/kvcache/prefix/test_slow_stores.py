@@ -68,10 +68,11 @@ def test_an_edge_that_is_parted_while_it_is_written_is_stored_whole(talk: Talk) 
     assert [other.peek(prompt) for prompt in prompts] == [20, 11, 8, 13]
 
 
+@pytest.mark.parametrize("evicted", [False, True])
 @pytest.mark.parametrize("shut", [False, True])
 @pytest.mark.parametrize("host", [False, True])
 def test_writing_through_leaves_nothing_of_a_parted_conversation_to_a_flush(
-    talk: Talk, host: bool, shut: bool
+    talk: Talk, host: bool, shut: bool, evicted: bool
 ) -> None:
     """As after ``kill -9``: another process finds each of them, up to what parts inside a block, too."""
     store = SlowStore()
@@ -82,6 +83,11 @@ def test_writing_through_leaves_nothing_of_a_parted_conversation_to_a_flush(
     if not shut:
         r.prefix.tree.drain()
     r.keep([*LONG[:10], 91, 92, 93, 94])
+    if evicted:
+        opening = threading.Timer(0.05, store.gate.set)
+        opening.start()
+        r.prefix.evict()
+        opening.join()
     store.gate.set()
     r.prefix.tree.drain()
     prompts = ([*LONG[:10], 91, 92, 93, 94, 1], [*LONG, 1])
