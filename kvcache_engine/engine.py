@@ -265,13 +265,15 @@ class Engine(Closing):
         shared: int = 0,
         retention: Retention | None = None,
         listener: Listener | None = None,
+        session_id: str = "",
     ) -> Request:
         """Queue a request; it starts in the first ``step`` that has a free sequence for it.
 
         Only requests with the same ``salt`` reuse what it computes; all requests reuse its first ``shared``
         tokens (``PrefixCache.begin``). What a model's adapters compute is reused for these adapters, of the
         same content and scales; they may change while the engine is not busy. ``retention``: how long it is
-        kept after the request ends.
+        kept after the request ends. ``session_id``: the session of an agent that it belongs to
+        (``prefix.agent_sessions``).
 
         ``draft`` proposes tokens of the answer, which then takes fewer passes; it requires an engine with
         SpeculativeOptions. Requests with the same seed sample the same tokens unless their ``stream``
@@ -294,6 +296,8 @@ class Engine(Closing):
             tenant = Tenant.of(salt, shared, variant)
             if retention is not None and not isinstance(retention, Retention):
                 raise InvalidRangeError(f"retention={retention!r:.80}; it must be a Retention, or None")
+            if not isinstance(session_id, str):
+                raise InvalidRangeError(f"session_id={session_id!r:.60}; it must be a string")
         except InvalidRangeError as error:
             raise RequestError(f"submit: {error}") from error
         run = RequestState(self._submitted, tokens, settings, settings.sampler(stream))
@@ -303,7 +307,7 @@ class Engine(Closing):
         self.statistics.prompt_tokens += len(tokens)
         whose = {"salt": salt, "shared": shared, "variant": variant}
         request = Request(run, draft, whose, self.prefix.alphabet.encode(tokens, tenant))
-        request.retention = retention
+        request.retention, request.session_id = retention, session_id
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
         if self.busy:  # otherwise it starts in the next step, and reads its own prefix
@@ -349,6 +353,7 @@ class Engine(Closing):
         salt: str = "",
         shared: int = 0,
         retention: Retention | None = None,
+        session_id: str = "",
     ) -> AsyncGenerator[Token, None]:
         """The answer as it is generated: ``async for token in engine.stream(prompt)``.
 
@@ -358,7 +363,13 @@ class Engine(Closing):
         and those with which the request or a pass fails.
         """
         return self._streams.stream(
-            prompt, settings, draft=draft, salt=salt, shared=shared, retention=retention
+            prompt,
+            settings,
+            draft=draft,
+            salt=salt,
+            shared=shared,
+            retention=retention,
+            session_id=session_id,
         )
 
     def complete(
@@ -516,7 +527,9 @@ class Engine(Closing):
                 run, known = request.run, len(request.run.tokens)
                 if self.options.batch_invariant:  # an answer's tokens are computed one by one, as at first
                     known = run.prompt_tokens
-                session = self.ranks.begin(self.prefix, run.tokens[:known], **request.whose)
+                session = self.ranks.begin(
+                    self.prefix, run.tokens[:known], **request.whose, session_id=request.session_id
+                )
                 if run.tokens[known:]:
                     session.extend(run.tokens[known:])
             except Exception as error:
