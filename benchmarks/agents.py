@@ -80,7 +80,7 @@ SETTINGS = {
     "restarts": "a folder, and a restart now and then",
     "cancelled": "the device alone; long prompts are cancelled, and sent again",
     "closed": "the device alone; a session is closed after its last request",
-    "expected": "and after the others it is told when the next one comes",
+    "expected": "likewise, and each of the others says when the next one comes",
 }
 
 
@@ -169,10 +169,13 @@ class Replay(contextlib.AbstractContextManager["Replay"]):
         self._end()
         self.prefix = self._open()
 
-    def serve(self, prompt: np.ndarray, most: int | None = None, session_id: str = "") -> tuple[int, int]:
-        """Compute a prompt, or ``most`` tokens of it, after which it is cancelled: (found, computed)."""
+    def serve(self, prompt: np.ndarray, most: int | None = None, **agent: Any) -> tuple[int, int]:
+        """Compute a prompt, or ``most`` tokens of it, after which it is cancelled: (found, computed).
+
+        ``agent``: its session, as ``PrefixCache.begin`` takes it.
+        """
         with self._timed("begin"):
-            session = self.prefix.begin(prompt, session_id=session_id)
+            session = self.prefix.begin(prompt, **agent)
         stop = prompt.size if most is None else min(prompt.size, session.cached + most)
         for at in range(session.cached, stop, self._pass):
             with self._timed("passes"):
@@ -257,12 +260,14 @@ def replay(
                 due = request.at + period
             # A client that waits for as long as so many tokens take: 8,000 to 64,000.
             patience = int(random.integers(8000, 64000)) // BLOCK if setting == "cancelled" else None
-            agent = request.session if setting in ("closed", "expected") else ""
-            found, computed = run.serve(request.blocks, patience, agent)
+            agent: dict[str, Any] = {}
+            if setting in ("closed", "expected"):
+                agent = {"session_id": request.session}
+            if setting == "expected":
+                agent |= {"next_use": after}
+            found, computed = run.serve(request.blocks, patience, **agent)
             if agent and after is None:
-                run.prefix.agent_sessions.close(agent)
-            elif after is not None and setting == "expected":
-                run.prefix.agent_sessions.expect(agent, after)
+                run.prefix.agent_sessions.close(request.session)
             outcome.found += found
             reached, lacking = found + computed, request.blocks.size - found
             while reached < request.blocks.size:

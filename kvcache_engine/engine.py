@@ -17,6 +17,7 @@ request is preempted and continued later from its kept snapshots.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack
@@ -266,6 +267,7 @@ class Engine(Closing):
         retention: Retention | None = None,
         listener: Listener | None = None,
         session_id: str = "",
+        next_use: float | None = None,
     ) -> Request:
         """Queue a request; it starts in the first ``step`` that has a free sequence for it.
 
@@ -273,7 +275,8 @@ class Engine(Closing):
         tokens (``PrefixCache.begin``). What a model's adapters compute is reused for these adapters, of the
         same content and scales; they may change while the engine is not busy. ``retention``: how long it is
         kept after the request ends. ``session_id``: the session of an agent that it belongs to
-        (``prefix.agent_sessions``).
+        (``prefix.agent_sessions``); ``next_use``: how many seconds after its end the session's next request
+        will come.
 
         ``draft`` proposes tokens of the answer, which then takes fewer passes; it requires an engine with
         SpeculativeOptions. Requests with the same seed sample the same tokens unless their ``stream``
@@ -298,6 +301,8 @@ class Engine(Closing):
                 raise InvalidRangeError(f"retention={retention!r:.80}; it must be a Retention, or None")
             if not isinstance(session_id, str):
                 raise InvalidRangeError(f"session_id={session_id!r:.60}; it must be a string")
+            if next_use is not None and (type(next_use) not in (int, float) or not 0 <= next_use < math.inf):
+                raise InvalidRangeError(f"next_use={next_use!r:.60}; it must be a number of at least 0")
         except InvalidRangeError as error:
             raise RequestError(f"submit: {error}") from error
         run = RequestState(self._submitted, tokens, settings, settings.sampler(stream))
@@ -307,7 +312,7 @@ class Engine(Closing):
         self.statistics.prompt_tokens += len(tokens)
         whose = {"salt": salt, "shared": shared, "variant": variant}
         request = Request(run, draft, whose, self.prefix.alphabet.encode(tokens, tenant))
-        request.retention, request.session_id = retention, session_id
+        request.retention, request.session_id, request.next_use = retention, session_id, next_use
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
         if self.busy:  # otherwise it starts in the next step, and reads its own prefix
@@ -354,6 +359,7 @@ class Engine(Closing):
         shared: int = 0,
         retention: Retention | None = None,
         session_id: str = "",
+        next_use: float | None = None,
     ) -> AsyncGenerator[Token, None]:
         """The answer as it is generated: ``async for token in engine.stream(prompt)``.
 
@@ -370,6 +376,7 @@ class Engine(Closing):
             shared=shared,
             retention=retention,
             session_id=session_id,
+            next_use=next_use,
         )
 
     def complete(
@@ -527,9 +534,8 @@ class Engine(Closing):
                 run, known = request.run, len(request.run.tokens)
                 if self.options.batch_invariant:  # an answer's tokens are computed one by one, as at first
                     known = run.prompt_tokens
-                session = self.ranks.begin(
-                    self.prefix, run.tokens[:known], **request.whose, session_id=request.session_id
-                )
+                agent = {"session_id": request.session_id, "next_use": request.next_use}
+                session = self.ranks.begin(self.prefix, run.tokens[:known], **request.whose, **agent)
                 if run.tokens[known:]:
                     session.extend(run.tokens[known:])
             except Exception as error:

@@ -21,13 +21,13 @@ from kvcache.cache import InvalidRangeError, SequenceLostError
 from kvcache.caches.one_thread import one_thread
 from kvcache.prefix.eviction import Retainer
 from kvcache.prefix.prefetch import Prefetcher
-from kvcache.prefix.prefix_tree import PrefixTree
+from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node, RadixTree
 from kvcache.prefix.retention import LOWEST, Retention, TokenRange, check_retention
 from kvcache.prefix.tree_entry import TreeEntry, is_folded
 from kvcache.snapshots.snapshot import SnapshotChain
 
-__all__ = ["AgentSession", "AgentSessions"]
+__all__ = ["Agent", "AgentSession", "AgentSessions", "check_next_use"]
 
 log = logging.getLogger("kvcache")
 
@@ -47,7 +47,7 @@ class AgentSession:
 
     session_id: str
     requests: int
-    """Requests that began."""
+    """Requests that began; one that an engine preempts begins again."""
     running: int
     """Requests that have not ended."""
     closed: bool
@@ -72,6 +72,8 @@ class _Record:
     seen: float = 0.0
     used: int = 0
     """Its last use, on the clock of the tree."""
+    next_use: float | None = None
+    """How many seconds after the end of its last request the next one will come, if that is known."""
     last: _Node | None = None
 
 
@@ -80,10 +82,14 @@ _User = _Record | None
 _Node = Node[set[_User]]
 
 
+Agent = tuple[str, str]
+"""The salt of a session, and its id."""
+
+
 class _Request(Protocol):
     """An open session of the PrefixCache."""
 
-    agent: tuple[str, str] | None
+    agent: Agent | None
     stale: bool
 
 
@@ -116,7 +122,7 @@ class AgentSessions:
         self._index: RadixTree[set[_User]] = RadixTree()
         self._tokens = 0
         """The distinct tokens in the index."""
-        self._records: OrderedDict[tuple[str, str], _Record] = OrderedDict()
+        self._records: OrderedDict[Agent, _Record] = OrderedDict()
         """The least recently used first."""
         self.prefetcher: Prefetcher | None = None
         """Holds entries of stores that were read ahead."""
@@ -195,35 +201,35 @@ class AgentSessions:
 
     @one_thread
     def expect(self, session_id: str, seconds: float, salt: str = "") -> bool:
-        """Tell when the session's next request is expected: so many seconds after the last one.
+        """Tell when the session's next request will come: so many seconds after the end of the last one.
 
-        Among equal priorities, what only its last request used is evicted as if it had been idle for as long
-        already: before that of sessions that are expected sooner. The next request that uses it ends that.
-        Returns False for a closed session, too.
+        As ``next_use`` of ``PrefixCache.begin``, for the last request, even if it is still running. Among
+        equal priorities, what only that request's session used for it is evicted as if it had been idle for
+        as long: before that of sessions whose next request comes sooner. The next request ends that. Returns
+        False for a closed session, too.
         """
-        if type(seconds) not in (int, float) or not 0 <= seconds < math.inf:
-            raise InvalidRangeError(f"expect: seconds={seconds!r:.60}; it must be a number of at least 0")
+        check_next_use("expect: seconds", seconds)
         record = self._records.get((salt, session_id))
-        if record is None or record.last is None or record.closed:
+        if record is None or record.closed:
             return False
-        due = record.used - int(seconds * 1e6)
-        nodes = self._nodes(record)
-        path = self._tree.walk(record.last.prefix()).nodes
-        self._use_at(due, (node for node in reversed(path) if nodes.get(node)))
+        record.next_use = seconds
+        if not self._count_running(record):
+            self._expect(record)
         return True
 
     # For the PrefixCache.
 
     def begin(
         self,
-        agent: tuple[str, str] | None,
+        agent: Agent | None,
         ids: np.ndarray,
         cached: int,
         stored: int,
         path: Iterable[Node[TreeEntry]],
+        next_use: float | None = None,
     ) -> None:
-        """A request of an agent, (salt, session_id), begins with ``cached`` tokens, the last ``stored`` of
-        them from stores; None: one without a ``session_id``. ``path`` are its nodes in the tree.
+        """A request of an agent begins with ``cached`` of the tokens ``ids``, the last ``stored`` of these
+        from stores; None: one without a ``session_id``. ``path`` are its nodes in the tree.
 
         What was in memory, and no session is known to have used, is of requests without a ``session_id``.
         """
@@ -234,23 +240,46 @@ class AgentSessions:
             if kept > self._index.match(ids).length:
                 self._mark(None, ids[:kept])
             record = self._records.setdefault(agent, _Record(*agent))
-            record.requests, record.closed = record.requests + 1, False
-        self.use(agent, ids)
+            record.requests, record.closed, record.next_use = record.requests + 1, False, next_use
+        self._use(agent, ids)
 
-    def use(self, agent: tuple[str, str] | None, ids: np.ndarray) -> None:
-        """A request uses ``ids``."""
+    def end(self, agent: Agent | None, ids: np.ndarray) -> None:
+        """A request ends, of which the tokens ``ids`` are kept."""
+        record = self._use(agent, ids)
+        if record is not None and record.closed:
+            self.close(record.session_id, record.salt)
+        elif record is not None:
+            self._expect(record)
+
+    def use(self, ids: np.ndarray) -> None:
+        """Something that is no request of a session uses ``ids``."""
+        self._use(None, ids)
+
+    def _use(self, agent: Agent | None, ids: np.ndarray) -> _Record | None:
         if agent is None:
             if self._records:
                 self._mark(None, ids, grow=False)
-            return
+            return None
         record = self._records.setdefault(agent, _Record(*agent))
         self._records.move_to_end(agent)
         record.last = self._mark(record, ids) or record.last
         record.seen, record.used = self._tree.now(), self._tree.clock
-        if record.closed:
-            self.close(record.session_id, record.salt)
         while (len(self._records) > MOST_SESSIONS or self._tokens > MOST_TOKENS) and len(self._records) > 1:
             self._forget(next(iter(self._records.values())))
+        return record
+
+    def _expect(self, record: _Record) -> None:
+        """Give the content of a session's last request the place that its next use deserves."""
+        if record.next_use is None or record.last is None:
+            return
+        own = next((node.begin for node in record.last.path() if node.data == {record}), record.last.end)
+        path = self._tree.walk(record.last.prefix())
+        self._cut(path, (own,))
+        due = record.used - int(record.next_use * 1e6)
+        self._use_at(due, (node for node in reversed(path.nodes) if self._begins(node) >= own))
+
+    def _count_running(self, record: _Record) -> int:
+        return sum(each.agent == (record.salt, record.session_id) for each in self._running.values())
 
     def tokens(self) -> Iterator[np.ndarray]:
         """The tokens of all sessions, in parts."""
@@ -275,7 +304,10 @@ class AgentSessions:
             nodes[-1].data = {*(lower.data or ())}
         if grow and match.length < ids.size:
             above = nodes[-1] if nodes else self._index.root
-            nodes.append(self._index.add(above, ids[match.length :], set()))
+            more = self._index.add(above, ids[match.length :], set())
+            if above.data == {user} and len(above.children) == 1:  # a turn more of the only conversation
+                self._index.join(nodes.pop())
+            nodes.append(more)
             self._tokens += int(ids.size) - match.length
         for node in nodes:
             assert node.data is not None
@@ -341,22 +373,28 @@ class AgentSessions:
             path = tree.walk(tokens)
             if folded := [node for node in path.nodes if is_folded(node)]:
                 tree.unfold(*folded)
-            for at in {own, *cuts} if tree.divisible else ():
-                if 0 < at < path.length:
-                    with contextlib.suppress(SequenceLostError):  # the content was lost in a device failure
-                        tree.end_at(path, at)
+            self._cut(path, {own, *cuts})
         nodes: dict[Node[TreeEntry], bool] = {}
         for tokens, own in paths:
             path = tree.walk(tokens)
-            for node in path.nodes:
-                if node.end <= path.length:
-                    nodes[node] = node.begin >= own if tree.divisible else node.end > own
+            nodes |= {node: self._begins(node) >= own for node in path.nodes if node.end <= path.length}
         deepest = sorted(nodes, key=lambda node: -node.end)
         for node in deepest:  # what something unknown continues from is not its own
             for child in node.children.values():
                 goes = ended and child.data is not None and child.data.rank == LOWEST
                 nodes[node] &= nodes.get(child, goes)
         return {node: nodes[node] for node in deepest}
+
+    def _cut(self, path: Path, positions: Iterable[int]) -> None:
+        """Split edges of a path at positions, if their content is divisible."""
+        for at in positions if self._tree.divisible else ():
+            if 0 < at < path.length:
+                with contextlib.suppress(SequenceLostError):  # the content was lost in a device failure
+                    self._tree.end_at(path, at)
+
+    def _begins(self, node: Node[TreeEntry]) -> int:
+        """Who uses the token at this position uses a node: indivisible content belongs to its end."""
+        return node.begin if self._tree.divisible else node.end - 1
 
     def _delete_stored(self, record: _Record) -> bool:
         """Delete the session's own entries from the stores; returns whether all stores have done so."""
@@ -396,7 +434,7 @@ class AgentSessions:
         return AgentSession(
             record.session_id,
             record.requests,
-            sum(each.agent == (record.salt, record.session_id) for each in self._running.values()),
+            self._count_running(record),
             record.closed,
             self._tree.now() - record.seen,
             sum(tokens),
@@ -417,3 +455,8 @@ def _contents(node: Node[TreeEntry]) -> Iterator[tuple[str, int, int, int]]:
             yield "device", part.begin, part.end, part.nbytes
     if (below := entry.serialized or entry.leaving) is not None:
         yield "host", entry.begin, node.end, below.nbytes
+
+
+def check_next_use(what: str, seconds: object) -> None:
+    if type(seconds) not in (int, float) or not 0 <= seconds < math.inf:  # type: ignore[operator]
+        raise InvalidRangeError(f"{what}={seconds!r:.60}; it must be a number of seconds of at least 0")

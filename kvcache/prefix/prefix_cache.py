@@ -35,7 +35,7 @@ from kvcache.cache import (
 )
 from kvcache.caches.one_thread import one_thread
 from kvcache.caches.wrapper import unwrapped
-from kvcache.prefix.agent_sessions import AgentSessions
+from kvcache.prefix.agent_sessions import AgentSessions, check_next_use
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.break_even import BreakEven
 from kvcache.prefix.events import BlockEvents, EventBatch, SnapshotEvents
@@ -191,6 +191,7 @@ class PrefixCache(Closing):
         retention: Retention | None = None,
         variant: Part = None,
         session_id: str = "",
+        next_use: float | None = None,
     ) -> Session:
         """Start a conversation with the prompt ``tokens``, from the longest cached prefix.
 
@@ -206,7 +207,9 @@ class PrefixCache(Closing):
         from when the session closes.
 
         ``session_id`` names the session of an agent that the conversation belongs to, for ``agent_sessions``;
-        it changes neither what is found nor what is kept.
+        it changes neither what is found nor what is kept. ``next_use``, if it is known, is how many seconds
+        after the end of this conversation the session's next one will begin: the later, the earlier is what
+        only that session used for it evicted.
 
         At least one token is left to evaluate. If the device fails to restore the prefix, a warning is
         logged, all tokens are left to evaluate, and the prefix stays cached. Raises SessionLimitError if all
@@ -218,6 +221,8 @@ class PrefixCache(Closing):
         check_retention(retention)
         if not isinstance(session_id, str):
             raise InvalidRangeError(f"begin: session_id={session_id!r:.60}; it must be a string")
+        if next_use is not None:
+            check_next_use("begin: next_use", next_use)
         self._open.forget_items()
         ids = self.alphabet.encode(tokens, tenant)
         if not ids.size:
@@ -228,7 +233,7 @@ class PrefixCache(Closing):
                 "PrefixCache.sessions first, or initialize the cache with a larger max_sequences"
             )
         self.tree.settle()
-        session = self._open.begin(ids, tenant, session_id)
+        session = self._open.begin(ids, tenant, session_id, next_use)
         session.retention = retention
         return session
 
@@ -290,7 +295,7 @@ class PrefixCache(Closing):
                     reached = end
             finally:
                 self.cache.remove(seq, 0)
-        self._open.agents.use(None, ids)
+        self._open.agents.use(ids)
         return True
 
     def next_snapshot(self, seq: int) -> int | None:

@@ -28,7 +28,7 @@ from kvcache.cache import (
     computed,
 )
 from kvcache.caches.one_thread import one_thread
-from kvcache.prefix.agent_sessions import AgentSessions
+from kvcache.prefix.agent_sessions import Agent, AgentSessions
 from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.eviction import Evictor
 from kvcache.prefix.matcher import PrefixMatcher, Source, StoreLookup
@@ -171,7 +171,7 @@ class Session:
         self._certain: int | None = None
         self._replaced = False
         self.closed = False
-        self.agent: tuple[str, str] | None = None
+        self.agent: Agent | None = None
         """The salt and the ``session_id`` of the agent's session that it belongs to."""
         self.stale = False
         """Whether everything kept was discarded since it began, so that its content must not be shared."""
@@ -415,7 +415,13 @@ class OpenSessions:
         """Whether another thread is in the middle of a pass of the cache, if the cache can tell."""
         self.agents = AgentSessions(tree, evictor.retainer, self.sessions, self.calls, self.foreign_pass)
 
-    def begin(self, ids: np.ndarray, tenant: Tenant = EVERYONE, session_id: str = "") -> Session:
+    def begin(
+        self,
+        ids: np.ndarray,
+        tenant: Tenant = EVERYONE,
+        session_id: str = "",
+        next_use: float | None = None,
+    ) -> Session:
         """A session over ``ids`` in a free sequence, which holds the longest available prefix."""
         seq = min(self.free)  # deterministic, given the sequences in use
         began = time.monotonic()
@@ -434,7 +440,8 @@ class OpenSessions:
         session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
         session.spared, session.lookup = self.matcher.spared, lookup
         session.agent = (tenant.salt, session_id) if session_id else None
-        self.agents.begin(session.agent, ids, cached, origins.get("store", 0), self.matcher.path.nodes)
+        stored, path = origins.get("store", 0), self.matcher.path.nodes
+        self.agents.begin(session.agent, ids, cached, stored, path, next_use)
         self._follow(session, self.matcher.path)
         self._stats.add(int(ids.size), {**origins, "spared": session.spared})
         return session
@@ -579,7 +586,7 @@ class OpenSessions:
                     ids = evaluated if upto is None else evaluated[: upto - upto % self.block]
                     path = self._tree.walk(ids, session.above(int(ids.size)))
                     self._insert(session, path, self._pieces(session, path))
-                    self.agents.use(session.agent, ids)
+                    self.agents.end(session.agent, ids)
             except SequenceLostError:
                 pass  # there is nothing to keep
             finally:

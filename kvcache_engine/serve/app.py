@@ -208,7 +208,7 @@ class _Service:
         try:
             for at, (tokens, settings) in enumerate(calls):
                 left = len(calls) - at
-                whose = asked.salt, asked.retention, left, asked.session_id
+                whose = asked.salt, asked.retention, left, asked.session_id, asked.next_use
                 tickets.append(await self._worker.submit(tokens, settings, inbox, at, *whose))
         except BaseException as error:
             cancel(tickets, "timeout" if isinstance(error, asyncio.CancelledError) else "refused")

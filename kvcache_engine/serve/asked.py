@@ -15,7 +15,7 @@ from kvcache_engine.serve.errors import ApiError
 
 __all__ = [
     "MAX_SALT", "Asked", "Fields", "Prompt", "Template", "Text", "parse_chat", "parse_completion",
-    "parse_retention",
+    "parse_next_use", "parse_retention",
 ]  # fmt: skip
 
 MAX_CHOICES = 32
@@ -27,7 +27,7 @@ _LARGEST = 2**63 - 1
 """The largest integer: JSON has no limit, but floats, arrays and messages do."""
 _BOTH = {"model", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos",
          "stream", "stream_options", "cache_salt",
-         "cache_retention", "session_id", "prompt_cache_key"}  # fmt: skip
+         "cache_retention", "session_id", "next_use", "prompt_cache_key"}  # fmt: skip
 _COMPLETION = _BOTH | {"prompt", "logprobs"}
 _CHAT = _BOTH | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
 _NO_MATTER = {
@@ -91,6 +91,8 @@ class Asked:
     """How long computed content is kept; ``cache_retention``."""
     session_id: str = ""
     """The session of an agent; without it, OpenAI's ``prompt_cache_key``."""
+    next_use: float | None = None
+    """Seconds from the end of the request until the session's next one."""
 
     def settings_for(self, choice: int, max_tokens: int) -> GenerationOptions:
         """The settings of one answer; with a seed, each answer has its own."""
@@ -245,7 +247,13 @@ def _asked(
     retention = parse_retention(fields.raw("cache_retention"))
     key = fields.text("prompt_cache_key", MAX_SALT)
     session_id = fields.text("session_id", MAX_SALT) or key
-    return Asked(prompts, choices, max_tokens, settings, stream, usage, salt, retention, session_id)
+    whose = salt, retention, session_id, parse_next_use(fields)
+    return Asked(prompts, choices, max_tokens, settings, stream, usage, *whose)
+
+
+def parse_next_use(fields: Fields) -> float | None:
+    """Seconds, at most some 30 years; None: unknown."""
+    return None if fields.raw("next_use") is None else fields.number("next_use", 0, 0, 1e9)
 
 
 def parse_retention(found: Any) -> Retention | None:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvcache import AgentSession, AgentSessions
-from kvcache_engine.serve.asked import MAX_SALT, Fields, parse_retention
+from kvcache_engine.serve.asked import MAX_SALT, Fields, parse_next_use, parse_retention
 from kvcache_engine.serve.bodies import json_body
 from kvcache_engine.serve.errors import ApiError
 from kvcache_engine.serve.options import ServeOptions
@@ -25,8 +25,6 @@ SALT = "x-cache-salt"
 """The header that has the ``cache_salt`` of a session's requests; a URL would be logged."""
 CACHED = "tokens", "own_tokens", "nbytes", "own_nbytes"
 """What reveals how much of a prompt was cached, and whether others had the same."""
-LONGEST = 1e9
-"""The most seconds until the next use."""
 R = TypeVar("R")
 
 
@@ -63,7 +61,7 @@ class _Sessions:
         """``cache_retention``, as in requests, and ``next_use``: seconds from the end of the last request."""
         fields = await self._fields(request, "cache_retention", "next_use")
         retention = parse_retention(fields.raw("cache_retention"))
-        seconds = None if fields.raw("next_use") is None else fields.number("next_use", 0, 0, LONGEST)
+        seconds = parse_next_use(fields)
 
         def call(sessions: AgentSessions, whose: tuple[str, str]) -> None:
             session_id, salt = whose

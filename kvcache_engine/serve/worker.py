@@ -194,6 +194,7 @@ class Worker:
         retention: Retention | None = None,
         answers: int = 1,
         session_id: str = "",
+        next_use: float | None = None,
     ) -> Ticket:
         """Submit an answer. Raises RequestError if it cannot be served, Overloaded if it must be retried
         later.
@@ -212,7 +213,12 @@ class Worker:
                 found = f"{waiting} requests are waiting" if waiting else "no sequence is free"
                 raise Overloaded(f"{found}; try again later", self._pause())
             ticket.request = engine.submit(
-                tokens, settings, salt=salt, retention=retention, session_id=session_id
+                tokens,
+                settings,
+                salt=salt,
+                retention=retention,
+                session_id=session_id,
+                next_use=next_use,
             )
             self._tickets[ticket.request.id] = ticket
 

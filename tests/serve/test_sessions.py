@@ -90,6 +90,8 @@ def test_a_session_is_retained_and_its_next_use_expected(serving: Serving) -> No
         return {(entry.rank, round((now - entry.used) / 1e6)) for entry in entries}
 
     assert serving.ask(kept) == {(100, 30)}
+    ask(serving, MORE, session_id="one", next_use=90, cache_retention=[{"priority": 100}])
+    assert (100, 90) in serving.ask(kept)
     for wrong, param in (
         ({"next_use": -1}, "next_use"),
         ({"next_use": True}, "next_use"),
@@ -99,7 +101,8 @@ def test_a_session_is_retained_and_its_next_use_expected(serving: Serving) -> No
         found = call(serving, "POST", "/one", wrong)
         assert (found.status_code, found.json()["error"]["param"]) == (400, param)
     assert call(serving, "POST", "/one", b"[]").status_code == 400
-    assert serving.ask(kept) == {(100, 30)}
+    assert serving.post({"prompt": PROMPT, "next_use": "soon"}).json()["error"]["param"] == "next_use"
+    assert (100, 90) in serving.ask(kept)
 
 
 def test_tenants_see_only_their_own_sessions(serving: Serving) -> None:

@@ -310,11 +310,10 @@ def test_the_session_that_is_expected_last_goes_first(talk: Talk, cache: str) ->
         now[0] += 1
 
     def first() -> str:
-        order = sorted((node.data.used, name) for name, node in ends.items() if node.data)
-        assert r.prefix.tree.device.first() is ends[order[0][1]]
-        return order[0][1]
+        node = r.prefix.tree.device.first()
+        assert node is not None
+        return next(name for name, tokens in prompts.items() if tokens[0] == node.prefix()[0])
 
-    ends = {name: r.prefix.tree.walk(r.prefix.alphabet.encode(p)).nodes[-1] for name, p in prompts.items()}
     assert first() == "one"
     for name, seconds in (("one", 5), ("two", 60), ("three", 20), ("three", 20)):
         assert agents.expect(name, seconds)
@@ -326,9 +325,17 @@ def test_the_session_that_is_expected_last_goes_first(talk: Talk, cache: str) ->
     now[0] += 1
     r.keep([*TWO, 1], session_id="two")
     assert first() == "one"
+    r.keep([*ONE, 1], session_id="one", next_use=60)
+    assert first() == "one", "as the request said when it began"
+    chat = r.chat([*ONE, 1, 2], session_id="one", next_use=60)
+    assert agents.expect("one", 0), "of the request that is running"
+    chat.close()
+    assert first() == "three"
     for seconds in (-1, math.nan, math.inf, "soon"):
         with pytest.raises(InvalidRangeError, match="expect: seconds="):
             agents.expect("one", seconds)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRangeError, match="begin: next_use="):
+            r.prefix.begin(ONE, next_use=seconds)  # type: ignore[arg-type]
 
 
 @some_caches
