@@ -13,8 +13,8 @@ Divisible content is split with its edge. Indivisible content (a window, a recur
 of its edge, and the upper part of a split edge has none. ``drop`` and ``clear`` discard content immediately.
 
 A long prompt leaves hundreds of snapshots of windows or states. As long as none of them is needed
-individually, they are ``folded``: one edge has a chain of them. Before a conversation diverges there, or one
-of them leaves the device or is evicted, they become nodes of their own (``unfold``).
+individually, they are ``folded``: one edge has a chain of them. A conversation that diverges there cuts the
+chain in two. Before one of them leaves the device or is evicted, they become nodes of their own (``unfold``).
 """
 
 from __future__ import annotations
@@ -174,8 +174,7 @@ class PrefixTree:
     def walk(self, ids: np.ndarray, above: Node[TreeEntry] | None = None) -> Path:
         """The path of ``ids`` through the tree. ``above``: a node that is known to be on it."""
         path = self.radix_tree.match(ids, above)
-        if path.inside and is_folded(path.nodes[-1]):
-            self.unfold(path.nodes[-1])
+        if path.inside and self._part_chain(path.nodes[-1], path.length):
             path = self.radix_tree.match(ids, above)
         if above is not None:
             path.nodes[:0] = above.path()
@@ -347,6 +346,24 @@ class PrefixTree:
             self.keep_on_device(upper, part)
         self.keep_on_device(node, parts[-1])
 
+    def _part_chain(self, node: Node[TreeEntry], at: int) -> bool:
+        """Give the snapshots of a folded node that end at or before ``at`` a node of their own, still folded.
+
+        False, without a change, if there are none.
+        """
+        entry = node.data
+        if entry is None or not isinstance(entry.snapshot, SnapshotChain):
+            return False
+        parts = entry.snapshot.parts
+        count = bisect.bisect_right(parts, at, key=lambda part: part.end)
+        if not count:
+            return False
+        upper = self.radix_tree.split(node, parts[count - 1].end)
+        upper.data = replace(entry, users=0, restoring=0, end_used=entry.used, watched=math.inf)
+        for end, some in ((upper, parts[:count]), (node, parts[count:])):
+            self.keep_on_device(end, some[0] if len(some) == 1 else SnapshotChain(some))
+        return True
+
     def end_at(self, path: Path, at: int) -> Node[TreeEntry]:
         """The node of a path that ends at position ``at``: an existing one, one split from an edge, or a new
         one.
@@ -363,7 +380,7 @@ class PrefixTree:
         i = bisect.bisect_left(nodes, at, key=lambda node: node.end)
         if nodes[i].end == at:
             return nodes[i]
-        if self._is_leaving(nodes[i]) or self._was_folded(nodes[i]):
+        if self._is_leaving(nodes[i]) or (at < path.length and self._was_folded(nodes[i])):
             self._walk_again(path)
             return self.end_at(path, at)
         nodes.insert(i, self.split(nodes[i], at))

@@ -47,7 +47,7 @@ FOLDING = ("wrapper", "recurrent", "recurrent and sliding")
 
 
 @pytest.mark.parametrize("cache", FOLDING)
-def test_a_new_prompt_is_one_edge_until_another_parts_from_it(talk: Talk, cache: str) -> None:
+def test_a_new_prompt_is_one_edge_that_a_diverging_one_cuts_in_two(talk: Talk, cache: str) -> None:
     r = talk(cache, capacity=200)
     nodes = r.prefix.tree.radix_tree
     r.keep(line(100, 40))
@@ -56,7 +56,9 @@ def test_a_new_prompt_is_one_edge_until_another_parts_from_it(talk: Talk, cache:
     assert (len(nodes), ends(r)) == (2, [8, 16, 24, 32, 39, 40, 41])
     r.check_books()
     assert r.keep([*line(100, 20), 900]) == 16
-    assert {8, 16, 24, 32, 39, 40, 41} <= {node.end for node in nodes}
+    assert {node.end for node in nodes} == {16, 20, 40, 41, 21}  # both sides of it are still folded
+    assert ends(r) == [8, 16, 20, 21, 24, 32, 39, 40, 41]
+    r.check_books()
     assert [r.peek([*line(100, at), 8]) for at in (8, 16, 24, 32, 39, 40)] == [8, 16, 24, 32, 39, 40]
     r.check_books()
 
