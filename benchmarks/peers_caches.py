@@ -512,16 +512,20 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+_SHOWN = {"absent": "", "fails": "**fails**"}
+
+
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
-    """Those of the page."""
+    """Those of the page; caches of a project with the same results are in one row."""
     caches = {name: record["caches"][name] for name in CACHES if name in record["caches"]}
-    shown = {"absent": "", "fails": "**fails**"}
-    results = []
+    rows: dict[tuple[str, ...], list[str]] = {}
     for name, areas in caches.items():
         project, sees, *_ = CACHES[name]
-        results.append([f"{project} `{name}`", sees, *(shown.get(areas[a][0], areas[a][0]) for a in AREAS)])
+        results = [_SHOWN.get(areas[area][0], areas[area][0]) for area in AREAS]
+        rows.setdefault((project, *results), []).append(f"`{name}` ({sees})")
+    alike = [[f"{row[0]}: {', '.join(names)}", *row[1:]] for row, names in rows.items()]
     return {
-        "results": table(["cache", "a query sees", *AREAS], results),
+        "results": table(["caches (what a query sees)", *AREAS], alike),
         "reasons": table(
             ["cache", "area", "result", "the shortest trace, or what the refusal says"], _reasons(caches)
         ),
