@@ -273,9 +273,9 @@ class Engine(Closing):
         """Queue a request; it starts in the first ``step`` that has a free sequence for it.
 
         Only requests with the same ``salt`` reuse what it computes; all requests reuse its first ``shared``
-        tokens (``PrefixCache.begin``), at most the whole prompt. What a model's adapters compute is reused for these adapters, of the
-        same content and scales; they may change while the engine is not busy. ``retention``: how long it is
-        kept after the request ends.
+        tokens (``PrefixCache.begin``), which are at most the prompt. What a model's adapters compute is
+        reused for these adapters, of the same content and scales; they may change while the engine is not
+        busy. ``retention``: how long it is kept after the request ends.
 
         ``draft`` proposes tokens of the answer, which then takes fewer passes; it requires an engine with
         SpeculativeOptions. Requests with the same seed sample the same tokens unless their ``stream``
