@@ -17,6 +17,7 @@ request is preempted and continued later from its kept snapshots.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack
@@ -269,13 +270,17 @@ class Engine(Closing):
         shared: int = 0,
         retention: Retention | None = None,
         listener: Listener | None = None,
+        session_id: str = "",
+        next_use: float | None = None,
     ) -> Request:
         """Queue a request; it starts in the first ``step`` that has a free sequence for it.
 
         Only requests with the same ``salt`` reuse what it computes; all requests reuse its first ``shared``
         tokens (``PrefixCache.begin``), which are at most the prompt. What a model's adapters compute is
         reused for these adapters, of the same content and scales; they may change while the engine is not
-        busy. ``retention``: how long it is kept after the request ends.
+        busy. ``retention``: how long it is kept after the request ends. ``session_id``: the session of an
+        agent that it belongs to (``prefix.agent_sessions``); ``next_use``: how many seconds after its end the
+        session's next request will come.
 
         ``draft`` proposes tokens of the answer, which then takes fewer passes; it requires an engine with
         SpeculativeOptions. Requests with the same seed sample the same tokens unless their ``stream``
@@ -285,7 +290,9 @@ class Engine(Closing):
         Raises RequestError for a prompt or settings that cannot be served; nothing is queued then.
         """
         draft = draft or self.draft
-        tokens, settings = self._checked("submit", prompt, settings, draft, salt, shared, retention)
+        tokens, settings = self._checked(
+            "submit", prompt, settings, draft, salt, shared, retention, session_id, next_use
+        )
         drafts: object = draft
         if isinstance(drafts, DraftsInCache):
             drafts.bind(self.model, self.cache)
@@ -298,7 +305,7 @@ class Engine(Closing):
         self.statistics.prompt_tokens += len(tokens)
         whose = {"salt": salt, "shared": shared, "variant": variant}
         request = Request(run, draft, whose, self.prefix.alphabet.encode(tokens, tenant))
-        request.retention = retention
+        request.retention, request.session_id, request.next_use = retention, session_id, next_use
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
         if self.busy:  # otherwise it starts in the next step, and reads its own prefix
@@ -317,6 +324,8 @@ class Engine(Closing):
         salt: str,
         shared: int,
         retention: Retention | None,
+        session_id: str,
+        next_use: float | None,
     ) -> tuple[list[int], GenerationOptions]:
         """The tokens and settings of a request. Raises RequestError where it cannot be served."""
         self._check(op)
@@ -332,6 +341,10 @@ class Engine(Closing):
                 )
             if retention is not None and not isinstance(retention, Retention):
                 raise InvalidRangeError(f"retention={retention!r:.80}; it must be a Retention, or None")
+            if not isinstance(session_id, str):
+                raise InvalidRangeError(f"session_id={session_id!r:.60}; it must be a string")
+            if next_use is not None and (type(next_use) not in (int, float) or not 0 <= next_use < math.inf):
+                raise InvalidRangeError(f"next_use={next_use!r:.60}; it must be a number of at least 0")
         except (InvalidRangeError, RequestError) as error:
             raise RequestError(f"{op}: {error}") from error
         return tokens, settings
@@ -368,12 +381,14 @@ class Engine(Closing):
         self, prompt: Prompt, settings: GenerationOptions | None = None, *,
         include_finished: Literal[False] = False, draft: Draft | None = None,
         salt: str = "", shared: int = 0, retention: Retention | None = None,
+        session_id: str = "", next_use: float | None = None,
     ) -> AsyncGenerator[Token, None]: ...  # fmt: skip
     @overload
     def stream(
         self, prompt: Prompt, settings: GenerationOptions | None = None, *,
         include_finished: bool, draft: Draft | None = None,
         salt: str = "", shared: int = 0, retention: Retention | None = None,
+        session_id: str = "", next_use: float | None = None,
     ) -> AsyncGenerator[Token | Finished, None]: ...  # fmt: skip
     def stream(
         self,
@@ -385,6 +400,8 @@ class Engine(Closing):
         salt: str = "",
         shared: int = 0,
         retention: Retention | None = None,
+        session_id: str = "",
+        next_use: float | None = None,
     ) -> AsyncGenerator[Any, None]:
         """The answer as it is generated: ``async for token in engine.stream(prompt)``.
 
@@ -397,10 +414,13 @@ class Engine(Closing):
         is called, before a server sends its headers; the iteration raises the errors with which the request
         or a pass fails.
         """
-        tokens, settings = self._checked("stream", prompt, settings, draft, salt, shared, retention)
-        return self._streams.stream(
-            tokens, settings, include_finished, draft=draft, salt=salt, shared=shared, retention=retention
+        tokens, settings = self._checked(
+            "stream", prompt, settings, draft, salt, shared, retention, session_id, next_use
         )
+        return self._streams.stream(
+            tokens, settings, include_finished, draft=draft, salt=salt, shared=shared, retention=retention,
+            session_id=session_id, next_use=next_use,
+        )  # fmt: skip
 
     def complete(
         self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
@@ -557,7 +577,8 @@ class Engine(Closing):
                 run, known = request.run, len(request.run.tokens)
                 if self.options.batch_invariant:  # an answer's tokens are computed one by one, as at first
                     known = run.prompt_tokens
-                session = self.ranks.begin(self.prefix, run.tokens[:known], **request.whose)
+                agent = {"session_id": request.session_id, "next_use": request.next_use}
+                session = self.ranks.begin(self.prefix, run.tokens[:known], **request.whose, **agent)
                 if run.tokens[known:]:
                     session.extend(run.tokens[known:])
             except Exception as error:
