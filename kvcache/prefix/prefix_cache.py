@@ -197,7 +197,7 @@ class PrefixCache(Closing):
 
         Only conversations with the same ``salt`` can reuse what is computed for this one, here and in stores
         (like vLLM's ``cache_salt``). Its first ``shared`` tokens, such as a system prompt, are shared by
-        everyone.
+        everyone, including those that are added to a shorter prompt; without a salt, all are.
 
         ``variant`` is whatever else K and V depend on, besides the tokens and ``identity``, such as the
         digest of an adapter: None, numbers, strings, bytes, or lists and dicts of these. Conversations with
@@ -395,7 +395,7 @@ class PrefixCache(Closing):
     def _flush_at_end(self) -> None:
         self.tree.flush()
         if lost := self.tree.unwritten:
-            log.warning("close: %s that were kept are in no store: none took them", bytes_text(lost))
+            log.warning("close: %s could not be written to any store and are lost", bytes_text(lost))
 
     def _let_go(self) -> None:
         self._closed = True

@@ -95,7 +95,6 @@ class PrefixTree:
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()
         self._backend = cache.backend  # a cache that was closed has copied its snapshots there
-        self._by_tenant = budgets.tenants is not None
         self.device: TenantQueue[Node[TreeEntry]] = TenantQueue(
             budgets.device, priority_of, tenant_of, budgets.limit(lambda tenant: tenant.device)
         )
@@ -267,8 +266,8 @@ class PrefixTree:
         if self.divisible:
             size = int(path.tokens.size)
             if path.length < size:
-                if self._by_tenant and 0 < own < size:
-                    self.end_at(path, own)  # shared content does not count for a tenant
+                if 0 < own < size:
+                    self.end_at(path, own)  # an entry of its own for others, and no tenant pays for it
                 self.end_at(path, size)
             self._refill(seq, path, stored, salt, own)
         else:

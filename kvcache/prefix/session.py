@@ -486,7 +486,8 @@ class OpenSessions:
         others = (other.encoded() for other in self.sessions.values())
         # At intervals, but none that would be evicted immediately.
         interval = max(self._interval, int(min(self._evictor.gap / 2, ids.size)) + 1)
-        positions = positions_due(ids, cached, interval, parted, others)
+        _, shared = self.alphabet.tenant_of(ids)  # where others will part from it
+        positions = positions_due(ids, cached, interval, {parted, shared}, others)
         if self.block > 1:
             positions = sorted({whole for at in positions if (whole := at - at % self.block) > cached})
         if positions:
@@ -677,15 +678,15 @@ def thinned(pieces: Sequence[Snapshot], inside: int | None) -> list[list[Snapsho
 
 
 def positions_due(
-    ids: np.ndarray, cached: int, interval: int, parted: int, others: Iterable[np.ndarray]
+    ids: np.ndarray, cached: int, interval: int, parted: Iterable[int], others: Iterable[np.ndarray]
 ) -> list[int]:
     """Where snapshots of a prompt are worth taking: where prompts part, at intervals, before the last token.
 
-    ``parted`` is where it leaves what is kept, ``others`` are the tokens of open sessions; the first
-    ``cached`` of ``ids`` are evaluated already.
+    ``parted`` is where it leaves what is kept, and where others will leave it; ``others`` are the tokens of
+    open sessions; the first ``cached`` of ``ids`` are evaluated already.
     """
     last = int(ids.size) - 1
     first = cached - cached % interval + interval
-    wanted = {last, parted, *range(first, last, interval)}
+    wanted = {last, *parted, *range(first, last, interval)}
     wanted |= {common_length(other, ids) for other in others}
     return sorted(position for position in wanted if cached < position <= last)
