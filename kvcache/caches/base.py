@@ -310,7 +310,11 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
         """The current pass. Raises OrderError if there is none, or if it belongs to another thread."""
         self._bound(op)
         if self._pass is None:
-            raise OrderError(f"{op}: there is no current pass; call start_forward first")
+            raise OrderError(
+                f"{op}: there is no current pass; call start_forward first. A call that changes sequences "
+                "(remove, copy_prefix, restore, and with them PrefixCache.begin, Session.rewind and close) "
+                "ends the pass: make it after the last layer"
+            )
         check_thread(op, self._pass.thread)
         return self._pass
 

@@ -102,8 +102,9 @@ class PrefixMatcher:
         """
         try:
             return self._find_and_restore(seq, ids)
-        except CacheFullError:
-            raise
+        except CacheFullError as error:
+            remedy = "close one of PrefixCache.sessions and begin again, or use a larger capacity"
+            raise CacheFullError(error.asked, error.free, error.held, "begin", remedy) from error
         except Exception:
             log.warning("a prefix could not be restored; it is computed again", exc_info=True)
             self._cache.remove(seq, 0)
