@@ -309,14 +309,15 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
     def _started(self, op: str) -> P:
         """The current pass. Raises OrderError if there is none, or if it belongs to another thread."""
         self._bound(op)
-        if self._pass is None:
+        current = self._pass  # read once: another thread may begin a pass meanwhile
+        if current is None:
             raise OrderError(
                 f"{op}: there is no current pass; call start_forward first. A call that changes sequences "
                 "(remove, copy_prefix, restore, and with them PrefixCache.begin, Session.rewind and close) "
                 "ends the pass: make it after the last layer"
             )
-        check_thread(op, self._pass.thread)
-        return self._pass
+        check_thread(op, current.thread)
+        return current
 
     def take_over(self) -> None:
         """Let this thread continue the current pass, which another thread began: see PreparedCalls."""
