@@ -412,7 +412,7 @@ class StoreLookup:
             return restored
         except (SnapshotCorruptError, InvalidRangeError) as error:
             if len(parts) == 1:
-                log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
+                log.warning("load back: %s; its content is computed again", error)
             return False
         except (ml.DeviceError, MemoryError) as error:
             if not new:
@@ -530,7 +530,7 @@ class StoreLookup:
                 f"load back: a serialized snapshot of [{begin}, {last}) under the key of {end} tokens"
             )
         except SnapshotCorruptError as error:
-            log.warning("%s; the serialized snapshot is dropped and computed again", error)
+            log.warning("%s; its content is computed again", error)
         self.drop(ids, end)
         return None
 

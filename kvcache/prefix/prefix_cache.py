@@ -216,7 +216,7 @@ class PrefixCache(Closing):
         tenant = Tenant.of(salt, shared, variant)
         check_retention(retention)
         self._open.forget_items()
-        ids = self.alphabet.encode(tokens, tenant)
+        ids = self.alphabet.encode(tokens, tenant, op="begin")
         if not ids.size:
             raise InvalidRangeError("begin: the prompt is empty; it must contain at least one token")
         self._open.next_free("begin")  # refuses before anything is settled
@@ -239,7 +239,7 @@ class PrefixCache(Closing):
         nothing to read.
         """
         self._check("prefetch")
-        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant), op="prefetch")
         return self._open.matcher.prefetch(ids) if ids.size else None
 
     @one_thread
@@ -259,7 +259,7 @@ class PrefixCache(Closing):
         without a free sequence, and the errors of the cache's ``restore``.
         """
         self._check("adopt")
-        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant), op="adopt")
         seq, reached = self._open.next_free("adopt"), 0
         self.tree.settle()
         pieces = snapshot if isinstance(snapshot, Sequence) else [snapshot]
@@ -292,7 +292,7 @@ class PrefixCache(Closing):
     def longest(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
         """How many of the tokens ``begin`` would find now without asking the stores."""
         self._check("longest")
-        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant), op="longest")
         return self._open.matcher.longest(ids) if ids.size else 0
 
     @one_thread

@@ -450,7 +450,7 @@ class StoreTier:
             return None if packed is None else unpack(packed)
         except SnapshotCorruptError as error:
             self._count("corrupt")
-            _warn("load back", error, "it is dropped and computed again")
+            _warn("load back", error, "its content is computed again")
             _drop(store, key)
             self._tell_drop(key)
             return None

@@ -322,7 +322,11 @@ class FileStore(Closing):
     def _call(self, op: str) -> Iterator[None]:
         with self._in_flight.running(op), translated(op, self.path):
             if self._folder.vanished:
-                raise StoreUnavailableError(f"{op}: the folder {self.path} was deleted; open the store again")
+                gone = StoreUnavailableError(
+                    f"{op}: the folder {self.path} was deleted; open the store again"
+                )
+                gone.lasting = True
+                raise gone
             yield
 
     def _tidy(self) -> None:

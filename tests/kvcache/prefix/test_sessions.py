@@ -278,6 +278,30 @@ def test_a_pass_that_a_call_of_sessions_ended_says_so(talk: Talk, cache: str, ca
             r.cache.put(ctx, row, row)
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda r, s: r.prefix.begin("hello"), "begin: tokens='hello'.*tokenizer"),
+        (lambda r, s: r.prefix.longest(3), r"longest: tokens=3; .*pass \[3\]"),
+        (lambda r, s: r.prefix.adopt([-1], []), "adopt: token -1"),
+        (lambda r, s: s.extend(3), r"extend: tokens=3; .*pass \[3\]"),
+        (lambda r, s: s.extend([1.5]), r"extend: token 1.5"),
+        (lambda r, s: branches.fork(r.cache, s.seq, 1), r"fork: into=1; .* \[1\]"),
+        (lambda r, s: branches.keep(r.cache, s.seq, 1, 2), r"keep: losers=2; .* \[1\]"),
+        (lambda r, s: branches.drop(r.cache, 1), r"drop: branches=1; .* \[1\]"),
+    ],
+)
+def test_what_is_no_list_of_tokens_or_sequences_is_named_with_the_call(
+    talk: Talk, call: Callable[[Rig, Any], object], says: str
+) -> None:
+    r = talk()
+    chat = r.chat([1, 2])
+    with pytest.raises(kvcache.InvalidRangeError, match=f"^{says}"):
+        call(r, chat.session)
+    assert chat.session.tokens == [1, 2]
+    assert r.cache.held() == {chat.seq: 2}
+
+
 def test_a_cache_takes_one_prefix_cache_at_a_time(talk: Talk) -> None:
     r = talk("wrapper")
     chat = r.chat(LONG)
