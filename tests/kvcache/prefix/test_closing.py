@@ -55,7 +55,7 @@ def test_a_backend_that_was_closed_first_is_named_without_a_traceback(
     first, last = caplog.records
     assert "640 bytes are lost, as the backend was closed before" in first.getMessage()
     assert first.exc_info is None
-    assert "640 B that were kept are in no store" in last.getMessage()
+    assert "640 B could not be written to any store" in last.getMessage()
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -190,7 +190,7 @@ def test_a_folder_that_was_deleted_is_promised_no_other_attempt(
 ) -> None:
     with FileStore(tmp_path / "kept") as store:
         shutil.rmtree(tmp_path / "kept")
-        with pytest.raises(StoreUnavailableError, match="was deleted; open the store again") as gone:
+        with pytest.raises(StoreUnavailableError, match="was deleted while it was open") as gone:
             store.stat(["a"])
         Outages(clock).failed(store, READING, gone.value)
     (line,) = lines(caplog)
