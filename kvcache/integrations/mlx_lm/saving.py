@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-import ml
 from kvcache.cache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.integrations.mlx_lm.codes import codes_in
@@ -116,7 +115,7 @@ def _filled(
             _fill(pool.storage, cache, seq, contents, length)
     except CacheFullError as error:
         raise CacheFullError(error.asked, error.free, error.held, op) from error
-    except ml.ShapeError as error:
+    except InvalidRangeError as error:
         raise InvalidRangeError(f"{op}: the prompt cache was made for another model ({error})") from error
     rows.lengths = [length]
     pool.sequences.current = None
