@@ -24,8 +24,9 @@ def identity_of(path: Path | str, dtype: object) -> dict[str, str]:
     """The ``identity=`` of a model loaded from files: a digest of the files, and the dtype it computes in.
 
     ``path`` is a folder with config.json and weights, or a .gguf file; ``dtype`` is F32, F16 or BF16, or the
-    same of torch, MLX or NumPy, or a name of it. Two models have the same identity exactly if their config.json files are equivalent and their weight
-    files are equal byte for byte; their location and the backend do not matter. All weights are read once.
+    same of torch, MLX or NumPy, or a name of it. Two models have the same identity exactly if their
+    config.json files are equivalent and their weight files are equal byte for byte; their location and the
+    backend do not matter. All weights are read once.
 
     >>> from kvcache.stores import identity_of
     >>> identity_of("model", "BF16")  # doctest: +SKIP
@@ -36,7 +37,7 @@ def identity_of(path: Path | str, dtype: object) -> dict[str, str]:
     path, name = Path(path), _dtype_name(dtype)
     if name is None:
         raise ml.DTypeError(
-            f"identity_of: dtype={dtype!r}; it must be F32, F16 or BF16, or the framework's dtype of that kind"
+            f"identity_of: dtype={dtype!r}; it must be F32, F16 or BF16, or a framework's dtype of these"
         )
     whole = (path / "config.json").is_file() and any((path / name).is_file() for name in (_SINGLE, _INDEX))
     if not whole and (not path.is_file() or path.suffix == ".json"):

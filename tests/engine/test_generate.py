@@ -304,7 +304,7 @@ def test_cache_bytes_are_what_the_cache_allocates(small: Any) -> None:
     wide = replace(small.config, head_dim=32)
     assert cache_bytes(wide, ml.DType.Q8_0, 1, 32) == 2 * 32 * 2 * 2 * 34
     assert cache_bytes(wide, (ml.DType.Q8_0, "Q4_0"), 1, 32) == 2 * 32 * 2 * (34 + 18)
-    with pytest.raises(kvcache.InvalidRangeError, match="head_dim 8"):
+    with pytest.raises(kvcache.InvalidRangeError, match="cache_dtype=Q8_0: head_dim 8"):
         cache_bytes(small.config, ml.DType.Q8_0, 1, 32)
 
 
