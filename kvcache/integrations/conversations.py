@@ -48,9 +48,9 @@ def check_known(
     for name in options:
         if name not in known:
             other = (theirs or {}).get(name)
-            similar = other if other in known else "".join(difflib.get_close_matches(name, known, 1))
-            called = f"it is called {other} here" if other in known else f"do you mean {similar}?"
-            remedy = called if similar else f"known: {', '.join(known)}"
+            similar = "".join(f"; do you mean {one!r}?" for one in difflib.get_close_matches(name, known, 1))
+            listed = f"known: {', '.join(known)}{similar}"
+            remedy = f"it is called {other} here" if other in known else listed
             raise error(f"{op}: no option {name!r}; {remedy}")
 
 
