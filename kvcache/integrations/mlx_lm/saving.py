@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
+from kvcache.cache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.integrations.mlx_lm.codes import codes_in
 from kvcache.integrations.mlx_lm.layer_cache import LayerCache
@@ -52,9 +52,15 @@ def load_prompt_cache(
         raise InvalidRangeError(
             f"load_prompt_cache: pool is a {type(pool).__name__}; it must be the CachePool to load into"
         )
-    found, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
-    codes = codes_in(file_name, len(found), pool.storage.layers)
-    prompt_cache = _adopted(found, pool, tokens, codes)
+    try:
+        found, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
+        codes = codes_in(file_name, len(found), pool.storage.layers)
+    except (ValueError, RuntimeError, LookupError, TypeError) as error:
+        raise InvalidRangeError(
+            f"load_prompt_cache: {file_name} cannot be read as what save_prompt_cache writes ({error}); "
+            "mlx_lm.load loads models, and kvcache load the files of kvcache save"
+        ) from error
+    prompt_cache = _adopted(found, pool, tokens, codes, "load_prompt_cache")
     return (prompt_cache, metadata) if return_metadata else prompt_cache
 
 
@@ -71,19 +77,19 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
     NotSupportedError for other classes than those that ``CachePool`` stands in for, CacheFullError and
     SequencesTakenError where it does not fit. The pool is as it was then.
     """
-    return _adopted(prompt_cache, pool, tokens, {})
+    return _adopted(prompt_cache, pool, tokens, {}, "adopt")
 
 
 def _adopted(
-    prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None, codes: Mapping[int, Codes]
+    prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None, codes: Mapping[int, Codes], op: str
 ) -> list[Any]:
     """``codes``: what to store in place of K and V where the pool has the same format, by layer."""
     with pool.lock:
-        return _filled(pool, prompt_cache, tokens, codes)
+        return _filled(pool, prompt_cache, tokens, codes, op)
 
 
 def _filled(
-    pool: CachePool, prompt_cache: Sequence[Any], tokens: int | None, codes: Mapping[int, Codes]
+    pool: CachePool, prompt_cache: Sequence[Any], tokens: int | None, codes: Mapping[int, Codes], op: str
 ) -> list[Any]:
     layers, entries = pool.storage.layers, entries_in(prompt_cache)
     if len(prompt_cache) != len(pool.storage.entries) or len(entries) != len(layers):
@@ -99,13 +105,18 @@ def _filled(
     if not length:
         return made
     rows: BatchRows = made[0].rows
-    rows.check_room("adopt", [length])
+    rows.check_room(op, [length])
     pool.sequences.undo_unwritten()
     pool.sequences.occupy(rows.claimed[0])
     seq = rows.claimed[0].seq
     assert seq is not None
-    for cache in pool.storage.caches.tops:
-        _fill(pool.storage, cache, seq, contents, length)
+    try:
+        for cache in pool.storage.caches.tops:
+            _fill(pool.storage, cache, seq, contents, length)
+    except CacheFullError as error:
+        raise CacheFullError(error.asked, error.free, error.held, op) from error
+    except InvalidRangeError as error:
+        raise InvalidRangeError(f"{op}: the prompt cache was made for another model ({error})") from error
     rows.lengths = [length]
     pool.sequences.current = None
     return made
