@@ -93,8 +93,13 @@ class TestPaddingBesideStates:
 
 @pytest.mark.parametrize(
     ("label", "kind"),
-    [*((one, kind) for one in ("jamba", "zamba") for kind in (HFCache, HFStaticCache))]
-    + [("recurrent_gemma", HFStaticCache)],
+    [
+        ("jamba", HFCache),
+        ("jamba", HFStaticCache),
+        ("zamba", HFCache),
+        ("zamba", HFStaticCache),
+        ("recurrent_gemma", HFStaticCache),
+    ],
 )
 def test_types_that_forget_their_state_get_one_token_at_a_time_behind_it(label: str, kind: Any) -> None:
     case, ids = census.Case(label), hf.tokens(1, 12)
