@@ -464,21 +464,28 @@ def _version(package: str) -> str:
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
     """Those of the page."""
-    results, reasons = [], []
+    results = []
+    reasons: dict[tuple[str, ...], list[str]] = {}
     for name, (project, shows, *_) in CACHES.items():
         areas = record["caches"].get(name)
         if areas is None:
             continue
         told = {"absent": "", "fails": "**fails**"}
         results.append([project, f"`{name}`", shows, *(told.get(areas[a][0], areas[a][0]) for a in AREAS)])
-        reasons += [[f"`{name}`", area, *map(_cell, areas[area])] for area in AREAS if areas[area][1]]
+        alike: dict[tuple[str, str], list[str]] = {}
+        for area in AREAS:
+            if areas[area][1]:
+                alike.setdefault(tuple(areas[area]), []).append(area)
+        for (result, why), where in alike.items():
+            reasons.setdefault((", ".join(where), result, _cell(why)), []).append(f"`{name}`")
     return {
         "results": table(["project", "cache", "a query sees", *AREAS], results),
         "reasons": table(
-            ["cache", "area", "result", "the shortest trace, or what the refusal says"], reasons
+            ["cache", "area", "result", "the shortest trace, or what the refusal says"],
+            [[", ".join(names), *cells] for cells, names in reasons.items()],
         ),
         "areas": table(["area", "what a trace does"], list(AREAS.items())),
-        "versions": table(["package", "version"], list(record["versions"].items())),
+        "versions": ", ".join(f"{name} {found}" for name, found in record["versions"].items()) + ".",
     }
 
 
