@@ -74,7 +74,7 @@ def serve(
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one ends nothing half-written
             if has_stores(worker.engine):
-                told("writing what is kept to the stores; Ctrl-C leaves it undone")
+                told("writing what is kept to the stores; Ctrl-C skips this")
 
 
 def memory_line(engine: Engine) -> str:

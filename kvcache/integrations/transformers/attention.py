@@ -164,7 +164,7 @@ def _other_way(
     if not isinstance(mask, Deferred) or mask.made is not None:
         return "" if stored is _MISSING else "its mask says more than causal attention"
     if stored is _MISSING:
-        return "its keys and values are not as an HFCache of this model's config gave them"
+        return "its keys and values do not come from an HFCache of this model's config"
     if stored is None:  # a prompt of which a window keeps the end alone
         return ""
     found: Stored = stored
