@@ -56,7 +56,7 @@ AREAS: Mapping[str, str] = {
     "copy": "a copy goes its own way, and so does the original",
     "save": "saved and loaded, and continued",
 }
-"""The tested areas by name; a driver declares absent those that its cache does not support."""
+"""The tested areas by name; a driver declares unsupported areas absent."""
 
 TRACES = 40
 LONGEST = 48
@@ -162,7 +162,7 @@ def attended(keys: Any, values: Any, mask: Any, tokens: Tokens) -> Seen:
 
 
 def _read(keys: np.ndarray, values: np.ndarray, row: int) -> list[Any]:
-    """The token of each row of the history, or what its key and value are of."""
+    """The token of each row of the history; the tokens of key and value if they differ."""
     weights = 1 << np.arange(_BITS)
     key, value = (
         ((side[row, 0].astype(np.float32).reshape(-1, DIM // _BITS, _BITS).sum(1) > 0) @ weights).tolist()
@@ -206,7 +206,7 @@ class _WrongError(Exception):
 
 
 class _Play:
-    """A driver and the model, side by side."""
+    """A driver and its model, called together."""
 
     def __init__(self, make: Make, span: Span, rows: int) -> None:
         self.driver, self.span = make(span, rows), span
@@ -264,7 +264,7 @@ class _Play:
             self.model = [row[:-rejected] for row in self.model]
 
     def join(self, length: int) -> None:
-        """One of so many tokens, which has been fed those."""
+        """Join a new sequence of ``length`` tokens."""
         another = _Play(type(self.driver), self.span, 1)
         another.next = self.next
         another.feed((length,))
@@ -273,7 +273,7 @@ class _Play:
             self.model += another.model
 
     def other(self, name: str, goes_on: bool) -> None:
-        """The copy is fed and, where it ``goes_on``, stays; else the original has to be as it was."""
+        """Feed a copy; continue with it if ``goes_on``, else check that the original is unchanged."""
         made: list[CacheDriver] = []
         if not self.asked(name, lambda: made.append(getattr(self.driver, name)())):
             return
@@ -286,7 +286,7 @@ class _Play:
             self.driver, self.model = driver, model
 
     def asked(self, told: str, call: Callable[[], Any]) -> bool:
-        """Whether the cache did it, and did not refuse."""
+        """Whether the cache executed the call; a refusal is recorded."""
         self.done.append(told)
         try:
             call()
@@ -345,7 +345,7 @@ def check_area(driver: type[CacheDriver], span: Span, area: str, traces: int = T
 
 
 def _shrunk(make: Make, span: Span, rows: int, ops: list[Op]) -> str:
-    """The fewest calls that still fail, and the error."""
+    """A minimal list of calls that still fails, and its error."""
 
     def goes_wrong(tried: list[Op]) -> str:
         play = _Play(make, span, rows)

@@ -1,4 +1,4 @@
-"""An encoder cache beside a dict of what each sequence holds, and random traces of both."""
+"""An encoder cache and its model, a dict with the output of each sequence, and random traces of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = (0, 3)
 
 @dataclass(frozen=True)
 class Output:
-    """What a sequence's encoder gave: rows numbered from ``first``, at the position of its token."""
+    """The encoder output of a sequence: rows numbered from ``first``, at the position of its token."""
 
     position: int
     first: int
@@ -33,7 +33,7 @@ class Output:
 
 
 class EncoderRig:
-    """An encoder cache beside a dict of what each sequence holds."""
+    """An encoder cache and its model, a dict with the output of each sequence."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EncoderRig:
         self.pass_: tuple[list[int], list[int]] = ([], [])
 
     def start(self, positions: Sequence[int], sequences: Sequence[int], items: Sequence[int] = ()) -> None:
-        """A pass; ``items`` are the batch indices that bring something to encode."""
+        """Start a pass; ``items`` are the batch indices with something to encode."""
         self.pass_ = list(positions), list(sequences)
         multimodal = [(index, "an image") for index in items]
         self.cache.start_forward(self.ctx, Batch(*self.pass_, multimodal=multimodal))
@@ -65,7 +65,7 @@ class EncoderRig:
                 self.receivers[sequences[index]] = positions[index]
 
     def put(self, *lengths: int, equal: bool = False, layers: Sequence[int] = LAYERS) -> None:
-        """Store outputs of these lengths for the receivers, in their order."""
+        """Put outputs of these lengths for the receivers, in order."""
         for (seq, position), count in zip(self.receivers.items(), lengths, strict=True):
             self.held[seq] = Output(position, self.next_row, count)
             self.next_row += count
@@ -77,7 +77,7 @@ class EncoderRig:
             self.cache.put(self.ctx, *tensors, lengths=None if equal else lengths)
 
     def check(self, computes: bool = True) -> None:
-        """Every token of the pass sees its own sequence's rows and no other, in every layer."""
+        """Check that every token of the pass sees exactly its own sequence's rows, in every layer."""
         positions, sequences = self.pass_
         for layer in LAYERS:
             self.cache.set_layer(layer)
@@ -133,7 +133,9 @@ class EncoderRig:
         self.copies.append((self.cache.snapshot(seq, begin, end), inside))
 
     def restore(self, seq: int, which: int, target: int) -> bool:
-        """Whether it was restored: what lies at or after its begin is replaced, what lies before stays."""
+        """Restore a snapshot; returns whether it was possible. Output at or after its begin is replaced,
+        earlier output stays.
+        """
         snapshot, output = self.copies[which]
         done = self.cache.restore(seq, snapshot, target)
         assert done is (snapshot.begin <= target <= snapshot.end)
@@ -144,7 +146,7 @@ class EncoderRig:
         return done
 
     def split(self, which: int, at: int) -> None:
-        """Both halves join the copies, and so does what they are merged to."""
+        """Add both halves to the copies, and the snapshot merged from them."""
         snapshot, output = self.copies[which]
         first, second = self.cache.split(snapshot, at)
         assert (first is None) == (at == snapshot.begin)
@@ -159,7 +161,7 @@ class EncoderRig:
         self.copies.append((self.cache.merge(first, second), output))
 
     def look(self, computes: bool = True, read_only: bool = False) -> None:
-        """A pass of all that hold something, read back."""
+        """Read back all sequences that have output, in one pass."""
         holders = sorted(self.held, reverse=True)
         if holders:
             self.pass_ = [9] * len(holders), holders
@@ -168,7 +170,7 @@ class EncoderRig:
 
 
 def encoder_trace(backend: ml.Backend, seed: int, floats: Sequence[DType], computes: bool) -> None:
-    """The trace of one seed; raises where the cache and the dict part."""
+    """Run the trace of one seed; raises if the cache and its model differ."""
     rnd = random.Random(seed)
     config = ml.CacheConfig(
         mask_batch_padding=rnd.choice((1, 3)),

@@ -1,4 +1,4 @@
-"""Layers that store less than keys and values, or more, and attention over rows that a model has chosen."""
+"""Layers that store less or more than keys and values, and attention over rows chosen by the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHOOSING = {
 BATCHES = (
     ([0, 1, 2, 3], [0, 0, 0, 0]),  # a prompt
     ([4], [0]),  # a token
-    ([2, 0, 1, 5, 0], [1, 1, 1, 0, 2]),  # others, unordered
+    ([2, 0, 1, 5, 0], [1, 1, 1, 0, 2]),  # several sequences, unordered
     ([3, 6, 1], [1, 0, 2]),  # a token each
     ([11], [0]),  # a gap
 )
@@ -222,7 +222,7 @@ class ExtrasTests(CacheCase):
         self, backend: ml.Backend, ctx: ml.Context
     ) -> None:
         cache = kvcache.WrapperCache(kvcache.CausalCache(), kvcache.EncoderCache())
-        cache.set_config(ml.CacheConfig())  # as they are: the backend may ask for padding or permuted values
+        cache.set_config(ml.CacheConfig())  # the default: the backend may request padding or permuted values
         cache.init(backend, DType.F32, 1, 8, 4)
         cache.start_forward(ctx, Batch([0], [0]))
         cache.put(ctx, ctx.full((1, 1, 4), 2, DType.F32), v_dim=3, extra={"x": ctx.zeros((1, 2), DType.I32)})
@@ -240,7 +240,7 @@ class ExtrasTests(CacheCase):
 
 @contextlib.contextmanager
 def _cache(backend: ml.Backend) -> Iterator[kvcache.CausalCache]:
-    """A cache of one sequence, which shows what it stores as it is, closed at the end."""
+    """A cache of one sequence without padding or permutation, closed at the end."""
     cache = kvcache.CausalCache()
     cache.set_config(ml.CacheConfig())
     cache.init(backend, DType.F32, 1, 8, 8)

@@ -1,4 +1,4 @@
-"""Storage formats: within their bounds; refusals. What traces store in them comes back bit by bit."""
+"""Storage formats: error bounds and refusals. Traces check their content bit by bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = {
     "Q8_0": 1 / 225, "Q4_0": 1 / 7.9, "F8_E4M3": 1 / 15.9,
     **{name: 2.01 / (2**bits - 1) for name, (bits, _) in AFFINE.items()},
 }  # fmt: skip
-"""By format how far a value may lie from what it was, in peaks of its block, at most."""
+"""By format, the largest error of a value, relative to the peak of its block."""
 PAIRS = ("Q8_0/Q4_0", "F8_E4M3/F16", "F16/AFFINE4_64", "BF16/F16")
 BLOCKED = [name for name in STEPS if name != "F8_E4M3"]
 ROUNDING = {DType.F32: 0.0, DType.F16: 2.0**-11, DType.BF16: 2.0**-8}
@@ -32,7 +32,7 @@ BYTES = {
     "F16": 2.0, "Q8_0": 34 / 32, "Q4_0": 18 / 32, "F8_E4M3": 132 / 128,
     **{name: bits / 8 + 8 / group for name, (bits, group) in AFFINE.items()},
 }  # fmt: skip
-"""Of a value in heads of 128, put as F32."""
+"""Bytes per value for heads of 128, put as F32."""
 ARRANGEMENTS = {
     "head major": ml.CacheConfig(),
     "token major": ml.CacheConfig(layout=Layout.TOKEN_MAJOR),
@@ -61,7 +61,9 @@ class QuantizedTests(CacheCase):
         self, ctx: ml.Context, quantized: Make, name: str, activations: DType, config: ml.CacheConfig,
         declared: ml.Features,
     ) -> None:  # fmt: skip
-        """Rows of very different magnitudes, of every float, and attention over what is read back."""
+        """Rows of very different magnitudes, in every float dtype, and attention over the values read
+        back.
+        """
         if activations not in declared.dtypes:
             pytest.skip(f"declared absent: {activations}")
         cache = quantized(name, config)
@@ -95,9 +97,9 @@ class QuantizedTests(CacheCase):
     def test_a_backends_own_way_gives_the_bits_of_the_generic_body(
         self, backend: ml.Backend, ctx: ml.Context, declared: ml.Features, name: str
     ) -> None:
-        """On a device MLX's kernels may round the codes of groups another way: within a step there."""
+        """On a device, MLX's kernels may round the codes of groups differently: by at most one step."""
         if not declared.has("matmul") or not isinstance(backend, ml.SupportsKVStorage):
-            pytest.skip("it has no way of its own")
+            pytest.skip("it has no own conversion")
         skip_undeclared(backend, name)
         stored, rng = open_format(name), np.random.default_rng(8)
         x = rng.normal(size=(30, HEADS, KEY_DIM)).astype(np.float32) * 4.0 ** rng.integers(-3, 4, (30, 1, 1))
@@ -117,7 +119,7 @@ class QuantizedTests(CacheCase):
 
     @every_format
     def test_no_bound_is_wider_than_the_format_needs(self, name: str) -> None:
-        """Independently of what the format says of itself: so far in blocks whose peak is 1."""
+        """Measured in blocks whose peak is 1, independently of the format's declared bound."""
         x = np.random.default_rng(6).uniform(-1, 1, (64, KEY_DIM)).astype(np.float32)
         x[:, ::32] = 1
         found = CacheFormat.of(name).key.bound(x, DType.F32)
@@ -168,7 +170,7 @@ class QuantizedTests(CacheCase):
                 before = backend.memory().allocated
                 with pytest.raises(kvcache.InvalidRangeError, match="blocks are") as caught:
                     cache.put(ctx, key, value)
-                assert f"head_dim {refused[0]} " in str(caught.value)  # which holds on to what was allocated
+                assert f"head_dim {refused[0]} " in str(caught.value)  # the error keeps no allocated buffers
                 assert cache.nbytes == 0
                 assert backend.memory().allocated <= before
 
