@@ -1,8 +1,8 @@
 """``attn_implementation="kvcache"``: transformers' models attend by our caches, for a whole batch at once.
 
-``HFCache.update`` then gives K and V that are not read yet, and the mask is one that is not made yet. Where
-attention gets both as they came, the cache attends: no dense K, V or mask is made. Everything else is
-transformers' own attention, over the tensors that these stand for.
+``HFCache.update`` then returns deferred K and V, and the mask is deferred too. If attention receives both
+unchanged, the cache computes it, without dense K, V or mask. Otherwise transformers' own attention runs on
+the materialized tensors.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _SAYS_NOTHING = {
     *TransformersKwargs.__annotations__, "deterministic", "labels", "logits_to_keep", "mm_token_type_ids",
     "return_dict", "sliding_window", "token_type_ids", "use_cache",
 } - {"output_attentions"}  # fmt: skip
-"""Keywords that a mask says already, or that are for other parts of a model, which hand on all they get."""
+"""Keywords implied by the mask, or for other parts of a model that pass on all their keywords."""
 _SDPA = {*inspect.signature(sdpa_attention_forward).parameters, "indices"}
-"""Keywords that SDPA honours; ``indices`` by its mask."""
+"""Keywords that SDPA supports; ``indices`` through its mask."""
 _KNOWN = {*_SDPA, "output_attentions", "softcap"}
 _IN_EAGER = {"s_aux": "sinks"}
-"""What a model's own attention reads from its module in place of a keyword."""
+"""Keywords whose value a model's own attention reads from its module."""
 
 
 class _Pattern:
@@ -56,18 +56,18 @@ class _Pattern:
         self.size: int = options.get("local_size") or 0
 
     def boolean(self, skip: bool) -> torch.Tensor | None:
-        """For SDPA; None where ``is_causal`` says it and ``skip`` allows that."""
+        """The mask for SDPA; None if ``is_causal`` is equivalent and ``skip`` allows it."""
         found: torch.Tensor | None = sdpa_mask(**{**self.options, "allow_is_causal_skip": skip})
         return found
 
     def additive(self) -> torch.Tensor:
-        """For code of a model's own, which adds it, and for SDPA alike."""
+        """The additive mask, for models' own code and for SDPA."""
         found: torch.Tensor = eager_mask(**self.options)
         return found
 
 
 def causal_mask(**options: Any) -> torch.Tensor | None:
-    """What the mask interface asks for; a plain causal mask is not made before it is looked into."""
+    """The function for transformers' mask interface; a plain causal mask is deferred until it is read."""
     padding = options["attention_mask"]
     if not options.get("allow_is_causal_skip", True) or is_tracing(padding):
         found: torch.Tensor | None = eager_mask(**options)
@@ -103,7 +103,7 @@ def attention(
         out = _attend(key, query, (key, value), scale, s_aux, made.pattern.padding)
         if out is not None:
             return out, None
-        reason = "its mask is padded where the layer sees chunks, or is of another length than the cache"
+        reason = "its mask is padded although the layer sees chunks, or its length differs from the cache's"
     if reason and not _silent.get():
         _say(type(module).__name__, reason)
     if s_aux is not None:
@@ -132,7 +132,7 @@ def attention(
 
 
 def _says(module: torch.nn.Module, name: str, given: object) -> bool:
-    """Whether a keyword asks for something: also one that we do not know, unless it is handed on unread."""
+    """Whether a keyword has an effect; an unknown one counts unless the module only passes it on."""
     if name in _SAYS_NOTHING or given is None or given is False:
         return False
     kind: Any = type(module)  # mypy takes the class of a Module for unhashable
@@ -141,7 +141,7 @@ def _says(module: torch.nn.Module, name: str, given: object) -> bool:
 
 @functools.cache
 def _own_names(kind: type) -> frozenset[object]:
-    """The constants in the code of a module's class: the keywords that it gives by name are among them."""
+    """The constants in the code of a module's class, which include the keywords that it passes by name."""
     found: set[object] = set()
     for one in itertools.takewhile(lambda one: one is not torch.nn.Module, kind.__mro__):
         for member in vars(one).values():
@@ -159,33 +159,32 @@ def _other_way(
     dropout: float,
     asked: Sequence[str],
 ) -> str | None:
-    """Why transformers' own attention is called, "" where that needs no saying; None: the cache attends."""
+    """Why transformers' own attention is used, "" if that need not be logged; None if the cache attends."""
     stored: Any = getattr(key, "stored", _MISSING)
     if not isinstance(mask, Deferred) or mask.made is not None:
-        return "" if stored is _MISSING else "its mask says more than causal attention"
+        return "" if stored is _MISSING else "its mask is more than causal"
     if stored is _MISSING:
-        return "its keys and values are not as an HFCache of this model's config gave them"
-    if stored is None:  # a prompt of which a window keeps the end alone
+        return "its keys and values are not the unchanged ones of an HFCache for this model's config"
+    if stored is None:  # a prompt of which a window keeps only the end
         return ""
     found: Stored = stored
     if getattr(value, "stored", None) is not found or getattr(key, "made", None) is not None:
-        return "the model changes keys and values of the cache before it attends to them"
+        return "the model changes the cache's keys and values before attention"
     pattern: _Pattern = mask.pattern
     if pattern.size != found.kind.size or query.shape[2] != found.current.tokens:
-        return "its mask is not that of the cache's layer"
+        return "its mask differs from that of the cache's layer"
     if asked:
         return f"it asks for {asked[0]}"
     if dropout:
         return "it asks for dropout"
     if query.requires_grad and torch.is_grad_enabled():
-        return "gradients are recorded: call it under torch.no_grad() where none are needed"
+        return "gradients are recorded: call it under torch.no_grad() if none are needed"
     return None
 
 
 def _only(mask: torch.Tensor | None, chosen: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask (rows, 1, tokens, keys), additive or BOOL, that shows what an indexer has chosen alone.
-
-    ``chosen`` are keys (rows, tokens, k). Models fold them into the masks of "eager" and "sdpa" themselves.
+    """A mask (rows, 1, tokens, keys), additive or BOOL, limited to the keys that an indexer has chosen.
+    ``chosen`` are keys (rows, tokens, k). For "eager" and "sdpa", models apply them to the mask themselves.
     """
     if mask is None:  # nothing else is hidden
         mask = torch.ones((*chosen.shape[:2], key.shape[2]), dtype=torch.bool, device=chosen.device)[:, None]
@@ -200,7 +199,9 @@ def _attend(key: Any, *arguments: Any) -> torch.Tensor | None:
 
 
 def _eager(module: torch.nn.Module, asked: Sequence[str], reason: str) -> Callable[..., Any]:
-    """The model's own attention in plain operations. NotSupportedError unless it knows all of ``asked``."""
+    """The model's own attention in plain operations. Raises NotSupportedError unless it supports all of
+    ``asked``.
+    """
     for kind in type(module).__mro__:
         body: Callable[..., Any] | None = getattr(
             sys.modules[kind.__module__], "eager_attention_forward", None
@@ -215,8 +216,9 @@ def _eager(module: torch.nn.Module, asked: Sequence[str], reason: str) -> Callab
     if body is None or strange:
         raise NotSupportedError(
             f"attn_implementation={ATTENTION!r}: {type(module).__name__} asks for "
-            f"{', '.join(strange or asked)}, which neither the cache nor the attention in its module honours"
-            f"{f' ({reason})' if reason else ''}; choose one that the model has, such as 'eager'"
+            f"{', '.join(strange or asked)}, which neither the cache nor the attention in its module supports"
+            f"{f' ({reason})' if reason else ''}; choose an implementation that the model has, such as "
+            "'eager'"
         )
     return body
 
@@ -236,10 +238,8 @@ def silently() -> Iterator[None]:
 
 @functools.cache
 def _say(module: str, reason: str) -> None:
-    """Once for each module and reason."""
-    _log.warning(
-        "attn_implementation=%r: %s takes transformers' own attention: %s", ATTENTION, module, reason
-    )
+    """Log a fallback, once for each module and reason."""
+    _log.warning("attn_implementation=%r: %s uses transformers' own attention: %s", ATTENTION, module, reason)
 
 
 AttentionInterface.register(ATTENTION, attention)

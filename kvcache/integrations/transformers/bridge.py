@@ -1,4 +1,4 @@
-"""Tensors of torch into tensors of a backend, and back: no copy where both are the same memory."""
+"""Converts tensors of torch to tensors of a backend and back, without a copy if both can share memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.storage.formats import CacheFormat
 __all__ = ["Bridge", "HFDType", "bridge_to", "dtype_of", "stored_dtype", "torch_dtype"]
 
 HFDType: TypeAlias = OneDType | torch.dtype | tuple[OneDType | torch.dtype, OneDType | torch.dtype]
-"""What ``Cache.init`` takes, or a torch.dtype wherever an ml.DType may stand."""
+"""A format of ``Cache.init``, with torch.dtype allowed in place of ml.DType."""
 
 _DTYPES = {torch.float32: ml.DType.F32, torch.float16: ml.DType.F16, torch.bfloat16: ml.DType.BF16}
 _TORCH = {ours: theirs for theirs, ours in _DTYPES.items()}
@@ -21,7 +21,7 @@ _NAMES = ("float32", "float16", "bfloat16")
 
 
 class Bridge:
-    """A backend's way in and out: of most, through copies in host memory."""
+    """Conversion for one backend; by default through copies in host memory."""
 
     def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
         if not array.is_floating_point():
@@ -30,23 +30,23 @@ class Bridge:
         return ctx.from_numpy(wide.numpy(), dtype_of(array.dtype))
 
     def to_torch(self, tensor: ml.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """With the dtype and on the device of ``like``."""
+        """As a torch tensor with the dtype and on the device of ``like``."""
         return torch.from_numpy(tensor.to_numpy().astype("float32")).to(like.device, like.dtype)
 
     def alias(self, tensor: ml.Tensor) -> torch.Tensor:
-        """The same memory; NotSupportedError where there is none."""
+        """A tensor over the same memory; NotSupportedError if that is impossible."""
         raise ml.NotSupportedError(
             "HFCache: linear attention writes its states in place, which needs a backend in the same memory "
             "as the model: torch on its device, or numpy"
         )
 
     def aliases(self, ctx: ml.Context, like: torch.Tensor) -> bool:
-        """Whether ``to_torch`` gives the same memory for ``like`` of the tensor's dtype."""
+        """Whether ``to_torch`` shares memory, for ``like`` of the tensor's dtype."""
         return False
 
 
 class TorchBridge(Bridge):
-    """PyTorch's own backend. Its device may be another than the model's: then K and V live there."""
+    """PyTorch's own backend. K and V are on its device, which may differ from the model's."""
 
     def to_backend(self, ctx: Any, array: torch.Tensor) -> ml.Tensor:
         if array.device != ctx.torch_device:
@@ -70,7 +70,7 @@ class TorchBridge(Bridge):
 
 
 class NumpyBridge(Bridge):
-    """NumPy: the same host memory, BF16 apart, which torch and NumPy spell differently."""
+    """NumPy, in the same host memory; BF16 has different dtypes in torch and NumPy."""
 
     def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
         array = array.detach().cpu()
@@ -98,7 +98,7 @@ def bridge_to(backend: ml.Backend) -> Bridge:
 
 
 def dtype_of(dtype: torch.dtype) -> ml.DType:
-    """The DType of a model's activations; NotSupportedError where there is none."""
+    """The DType of a model's activations. Raises NotSupportedError if there is none."""
     try:
         return _DTYPES[dtype]
     except KeyError:
@@ -107,7 +107,9 @@ def dtype_of(dtype: torch.dtype) -> ml.DType:
 
 
 def stored_dtype(dtype: HFDType | None) -> CacheFormat | None:
-    """What K and V are stored as, from what a caller gives; None: as they come. DTypeError for the rest."""
+    """The storage format for a caller's ``dtype``; None: that of the first keys. Raises DTypeError for other
+    values.
+    """
     if dtype is None:
         return None
     given = dtype if isinstance(dtype, tuple) else (dtype,)
@@ -123,5 +125,5 @@ def stored_dtype(dtype: HFDType | None) -> CacheFormat | None:
 
 
 def torch_dtype(dtype: ml.DType) -> torch.dtype:
-    """The other way round."""
+    """The torch.dtype of a DType."""
     return _TORCH[dtype]

@@ -1,4 +1,6 @@
-"""Masks that do not fit a cache: refused where transformers makes them, which shows no cache its mask."""
+"""Refuses masks that do not fit a cache, when transformers creates them, since it does not pass masks to
+caches.
+"""
 
 from __future__ import annotations
 
@@ -22,33 +24,31 @@ _MADE_BY = (
 
 
 def check_width(mask: torch.Tensor, held: int, tokens: int) -> None:
-    """Refuse a mask of another width than the ``held`` tokens and ``tokens`` new ones: InvalidRangeError."""
+    """Raise InvalidRangeError unless the mask's width is ``held`` stored tokens plus ``tokens`` new ones."""
     if mask.shape[1] != held + tokens:
         raise InvalidRangeError(
-            f"HFCache: an attention_mask of {mask.shape[1]} columns for {tokens} new tokens behind {held} "
-            f"that are held; it must have {held + tokens}, without the columns that remove() took out"
+            f"HFCache: an attention_mask of {mask.shape[1]} columns for {tokens} new tokens after {held} "
+            f"stored ones; it must have {held + tokens}, without the columns removed by remove()"
         )
 
 
 def check_positions(given: Mapping[str, Any], held: int, tokens: int, removed: int) -> None:
-    """Refuse positions that count tokens which ``remove`` took out: InvalidRangeError.
-
-    ``generate`` counts them by its mask, of which it shows the model nothing if all of it is ones.
+    """Raise InvalidRangeError for positions that count tokens removed by ``remove``. ``generate`` counts
+    positions by its mask, which it does not pass to the model if it is all ones.
     """
     positions = given.get("position_ids")
     last = -1 if positions is None else int(positions.max())
     if last >= held + tokens:
         raise InvalidRangeError(
-            f"HFCache: position {last} for {tokens} new tokens behind {held} that are held: {removed} were "
+            f"HFCache: position {last} for {tokens} new tokens after {held} stored ones: {removed} were "
             "removed, and later ones have moved down; pass tokens, attention_mask and position_ids without "
-            "what was removed"
+            "the removed ones"
         )
 
 
 def check_padding(model_type: str, mask: torch.Tensor, tokens: int) -> None:
-    """Refuse a mask (rows, tokens so far) of a pass of ``tokens`` with padding that enters the states.
-
-    That on the left of a row's first token does not, in a pass of several: NotSupportedError for others.
+    """Raise NotSupportedError for a mask (rows, tokens so far), for a pass of ``tokens``, with padding that
+    would enter the states. Padding on the left of a row's first token does not, in a pass of several tokens.
     """
     hidden = mask[:, -tokens:] == 0
     if not bool(hidden.any()):
@@ -60,13 +60,13 @@ def check_padding(model_type: str, mask: torch.Tensor, tokens: int) -> None:
         row, column = where[0].tolist()
         raise NotSupportedError(
             f"HFCache: the attention_mask hides token {mask.shape[1] - tokens + column} of row {row}, which "
-            f"would enter the recurrent states of {model_type} all the same; pad on the left of the first "
-            "prompt only, and give conversations that go on with turns of other lengths caches of their own"
+            f"would still enter the recurrent states of {model_type}; pad only on the left of the first "
+            "prompt, and use separate caches for conversations that continue with turns of different lengths"
         )
 
 
 def watch_masks(kind: type) -> None:
-    """From now on have caches of class ``kind`` check the masks that are made for them (``check_mask``)."""
+    """Make caches of class ``kind`` check the masks created for them (``check_mask``)."""
     for name in _MADE_BY:
         original: Any = getattr(masking_utils, name)
         if not hasattr(original, "watches"):
@@ -94,7 +94,9 @@ def _watched(original: Any, kind: type, recurrent: bool) -> Any:
 
 
 def _replace(name: str, original: Any, watched: Any) -> None:
-    """In all modules that have it by its name, and in transformers' table of masks by kinds of layers."""
+    """Replace it in all modules that import it by name, and in transformers' table of masks by kinds of
+    layers.
+    """
     for module in [*sys.modules.values()]:
         if getattr(module, "__dict__", {}).get(name) is original:
             setattr(module, name, watched)

@@ -1,7 +1,6 @@
-"""What vLLM loads: its connector interface over our two sides. Imports vLLM.
-
-Pages hold all layers of their tokens and are verified as a whole, so that nothing of them is of use before
-all of it is there: loads go on between steps (vLLM schedules others meanwhile) and not layer by layer.
+"""The connector that vLLM loads: its interface over our two sides. Imports vLLM. Pages contain all layers of
+their tokens and are verified as a whole, so a page cannot be used before it is complete. Loads therefore run
+between steps (vLLM schedules other requests meanwhile) and not layer by layer.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from kvcache.integrations.vllm.steps import Report, Step
 
 __all__ = ["KVCacheConnector", "required"]
 
-log = init_logger("vllm.kvcache_connector")  # vLLM shows what comes under its own name
+log = init_logger("vllm.kvcache_connector")  # vLLM shows only loggers under its own name
 
 
 @dataclass
@@ -53,13 +52,13 @@ class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class PagesMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a rank's pages are made of, as JSON."""
+    """The format of a rank's pages, as JSON."""
 
     settings: str
 
 
 class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Prefixes from our stores, and to them; see docs/embedding-vllm.md."""
+    """Loads prefixes from our stores and saves them there; see docs/embedding-vllm.md."""
 
     _cache_hit_source = CacheHitSource.DISK
 
@@ -85,7 +84,7 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # what is not stored is computed again
+        return False  # tokens that are not stored are computed again
 
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
@@ -105,7 +104,7 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 )
         config = self._kv_transfer_config
         settings = {rank: found.settings for rank, found in metadata.items()}
-        # A pooler that needs every token of a prompt fails where a prefix of it is not computed.
+        # A pooler that needs every token of a prompt fails if a prefix is not computed.
         reads = config.is_kv_consumer and self._vllm_config.model_config.is_prefix_caching_supported
         self._scheduler.begin(settings, reads, config.is_kv_producer)
         log.info(
@@ -137,9 +136,9 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         before = [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs]
         before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         after = [(name, computed + scheduled[name]) for name, computed in before]
-        # Ours go on between steps, so that this is a load of another connector. Whether it failed is known
-        # when the step has ended, and by then vLLM has scheduled as many as it runs at once. A request that
-        # ran before stands on none of its blocks.
+        # Our loads run between steps, so this is another connector's load. Whether it failed is known after
+        # the step, when vLLM has already scheduled the next ones. A request that ran before uses none of its
+        # blocks.
         unsure = self._vllm_config.max_concurrent_batches if scheduler_output.has_sync_kv_loads else 0
         admitted = {new.req_id for new in scheduler_output.scheduled_new_reqs} | cached.resumed_req_ids
         held = lambda name: state.get_block_ids(name)[0]  # noqa: E731
@@ -203,12 +202,12 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.transfers.load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing that a pass reads is still being loaded."""
+        """A no-op: no block that a pass reads is still being loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """All layers are copied when the pass ends, so that a pass is never cut in pieces for it."""
+        """A no-op: all layers are copied when the pass ends, so that a pass is never split."""
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
@@ -250,7 +249,7 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def _fill(module: Any, spec: Any) -> Fill | None:
-    """vLLM's kernel that stores K and V of a layer; None where there is none, or scales go with them."""
+    """vLLM's kernel that stores K and V of a layer; None if there is none, or if it uses scales."""
     update = getattr(module.impl, "do_kv_cache_update", None)
     if update is None or spec.kv_quant_mode != 0:
         return None

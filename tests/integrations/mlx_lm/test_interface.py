@@ -102,7 +102,7 @@ class TestAnEntryThatIsNeverUsed:
 
     def test_raises_where_it_is_used_nevertheless(self) -> None:
         (entry,) = CachePool([Attention(used=False)], capacity=16).make_prompt_cache()
-        with pytest.raises(kvcache.OrderError, match="layer 0, which the model left alone"):
+        with pytest.raises(kvcache.OrderError, match="layer 0, which the model did not use"):
             entry.update_and_fetch(marked(1), marked(1))
 
 

@@ -354,7 +354,7 @@ def test_a_state_that_is_set_outside_of_a_call_is_refused() -> None:
     """Only a mask, K and V, or the call of the model tell how many tokens a pass has."""
     entry = make_prompt_cache(mlx_lm_types.build("mamba"), capacity=8)[0]
     assert entry[0] is None
-    with pytest.raises(kvcache.OrderError, match="layer 0 is set before any entry was asked for a mask"):
+    with pytest.raises(kvcache.OrderError, match="layer 0 is set before any entry made a mask"):
         entry[0] = mx.zeros((1, 2, 60))
 
 

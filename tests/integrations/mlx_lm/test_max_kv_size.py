@@ -244,5 +244,5 @@ def test_what_cannot_be_served_is_refused(model: Any) -> None:
     for size in (4, 0, 7.5):
         with pytest.raises(ValueError, match=rf"max_kv_size={size}"):
             make_prompt_cache(model, max_kv_size=size)
-    with pytest.raises(kvcache.InvalidRangeError, match=r"max_kv_size=8 of a list of layers"):
+    with pytest.raises(kvcache.InvalidRangeError, match=r"max_kv_size=8 with a list of layers"):
         CachePool([Attention()], max_kv_size=8)

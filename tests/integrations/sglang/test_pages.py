@@ -165,7 +165,7 @@ def test_the_model_is_named_by_its_files_and_what_changes_them(tmp_path: Path) -
     write_model(tmp_path, b"Weights")
     assert identity_of_server(args)["files"] != plain["files"]
     for unknown in (None, SimpleNamespace(**{**vars(args), "load_format": "dummy"})):
-        with pytest.raises(UnknownModelError, match="no files tell which weights"):
+        with pytest.raises(UnknownModelError, match="no local files identify the weights"):
             identity_of_server(unknown)
 
 

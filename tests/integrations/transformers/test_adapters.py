@@ -145,9 +145,9 @@ def tuned(kind: str, folder: Path) -> Any:
     ("kind", "why"),
     [
         ("LORA", "starts at the last invocation"),
-        ("ADAPTION_PROMPT", "do not tell whether they are disabled"),
+        ("ADAPTION_PROMPT", "do not expose whether they are disabled"),
         ("LILY", "weighs its experts by all tokens of a pass"),
-        ("SHADOW", "keys and values are in no cache"),
+        ("SHADOW", "keys and values are not cached"),
         ("XLORA", "evaluates each pass twice"),
     ],
 )

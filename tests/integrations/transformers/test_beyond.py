@@ -411,7 +411,7 @@ class TestGoingBack:
             with pytest.raises(ml.DeviceError):
                 hf.feed(made, cache, ids[:, 10:13])
         assert cache.get_seq_length() == 10
-        with pytest.raises(InvalidRangeError, match="brings 1 tokens of 2 rows, in a pass of 3"):
+        with pytest.raises(InvalidRangeError, match="puts 1 tokens of 2 rows, in a pass of 3"):
             hf.feed(made, cache, ids[:, 10:11])
         hf.close(hf.feed(made, cache, ids[:, 10:13]), hf.fresh(made, ids[:, :10], ids[:, 10:13]))
 
@@ -479,7 +479,7 @@ class TestSharing:
                 (InvalidRangeError, TypeError), match=r"a mask of 1|rows \[\] of 2|indices is a"
             ):
                 cache.batch_select_indices(wrong)
-        with pytest.raises(InvalidRangeError, match=r"keep one at least, or call reset\(\)"):
+        with pytest.raises(InvalidRangeError, match=r"keep at least one, or call reset\(\)"):
             cache.batch_repeat_interleave(0)
         assert torch.equal(cache.layers[0].keys, held[0])
 
