@@ -25,7 +25,7 @@ __all__ = ["Agreement"]
 
 @dataclass(slots=True)
 class Telling:
-    """How the other ranks are told of an error here; None: somebody else tells them."""
+    """How the other ranks are notified of an error here; None: they are notified elsewhere."""
 
     how: Callable[[BaseException], None] | None
 
@@ -51,7 +51,7 @@ class Agreement:
 
     def begin(self, prefix: PrefixCache, tokens: Sequence[int], **whose: Any) -> Session:
         """Begin a session at the same position on all ranks: tokens that one of them lacks are reused by
-        none. ``whose``: what ``PrefixCache.begin`` takes by name.
+        none. ``whose``: the keyword arguments of ``PrefixCache.begin``.
 
         Raises what ``prefix.begin`` raised on this rank; if another rank failed, CacheFullError or
         GroupError. No session has begun on any rank then.
@@ -89,7 +89,7 @@ class Agreement:
         return self._group is None or set(self._of_all(FAILED)) == {FAILED}
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the other ranks, which are about to check the pass, that it is not computed here.
+        """Notify the other ranks, which are about to check the pass, that it is not computed here.
 
         Raises GroupError if it fails for another reason on another rank. An interruption ends the group
         without waiting, and so does a lost sequence, which the other ranks still have.
@@ -104,7 +104,7 @@ class Agreement:
             raise failed_elsewhere("forward", found) from error
 
     def abandon(self, error: BaseException) -> None:
-        """End the group: the other ranks continue with what has failed here."""
+        """End the group: the other ranks continue with the call that failed here."""
         if self._group is not None:
             self._group.abandon("step", error)
 
@@ -120,8 +120,8 @@ class Agreement:
 
     @contextmanager
     def telling(self) -> Iterator[Telling]:
-        """Around a pass: the other ranks, which are about to check it, are told of an error, in the way
-        ``how``.
+        """A context for a pass: on an error, the other ranks, which are about to check the pass, are notified
+        by ``how``.
         """
         telling = Telling(self.refuse)
         try:

@@ -87,7 +87,7 @@ Tier = HostTier | SnapshotStore | str | PathLike[str]
 
 
 def _check_given(model: object, tokenizer: object) -> None:
-    """Refuse a runtime's own model and tokenizer, which the engine cannot call."""
+    """Refuse another runtime's model and tokenizer, which the engine cannot call."""
     if lacking := [name for name in ("backend", "config", "forward") if not hasattr(model, name)]:
         raise ModelError(
             f"Engine: model: a {type(model).__name__} has no {lacking[0]}; pass a model of transformers as "
@@ -101,7 +101,7 @@ def _check_given(model: object, tokenizer: object) -> None:
 
 
 def _has_stores(tiers: object) -> bool:
-    """False for what PrefixCache refuses."""
+    """Whether ``tiers`` has stores; False for values that PrefixCache refuses."""
     return isinstance(tiers, Sequence) and any(not isinstance(tier, HostTier) for tier in tiers)
 
 
@@ -112,16 +112,15 @@ class Engine(Closing):
     of their arrival. Each event is returned once, by the next ``step``; ``complete`` leaves the events of
     other requests to it. Hold ``lock`` over calls that belong together.
 
-    ``tiers``: where snapshots go that the device has no room for, as PrefixCache takes them. A store
-    among them is shared by all that load the same weights: ``identity`` says which these are (None: a
-    digest of the files that the model was loaded from, computed only where there is a store). Of a model
-    that is split over ranks, "tensor_parallel" is added to it where it lacks that: each rank has heads of
-    its own. ``cache`` is a fresh one with snapshots, which the engine binds and closes (None: one for the
-    model's layers).
+    ``tiers``: where snapshots go if the device has no room, as for PrefixCache. Processes with the same
+    weights share a store among them; ``identity`` identifies the weights (None: a digest of the files that
+    the model was loaded from, computed only if there is a store). For a model that is split over ranks,
+    "tensor_parallel" is added to it if missing, since each rank has its own heads. ``cache`` is a fresh cache
+    with snapshots, which the engine binds and closes (None: one for the model's layers).
 
-    After every call, whatever it raised, as many sessions are open as requests are running.
+    After every call, even one that raises, exactly one session is open per running request.
 
-    Raises CapacityError, before anything is allocated, where the cache does not fit in memory.
+    Raises CapacityError, before anything is allocated, if the cache does not fit in memory.
 
     >>> import ml
     >>> from kvcache_engine import Engine, GenerationOptions, Tokenizer, bundled_model, load_model
@@ -150,9 +149,9 @@ class Engine(Closing):
         self.model = model
         self.tokenizer = tokenizer
         self.ranks = Agreement(model)
-        """What is asked of the other ranks, where the model is split over several."""
+        """Agreement with the other ranks, if the model is split over several."""
         self.limit = options.context_for(model.config)
-        """How many tokens one request can hold: prompt and answer together."""
+        """The most tokens of one request, prompt and answer together."""
         sizes = options.cache_sizes(model.config)
         check_memory(model.config, model.backend, *sizes)
         self.cache_bytes = cache_bytes(
@@ -200,13 +199,13 @@ class Engine(Closing):
         self._streams = Streams(self)
         self._verifier = Verifier(self.cache, options, model.config.vocab_size)
         self.draft: Draft | None = None
-        """The draft for requests that bring none."""
+        """The draft for requests without their own."""
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._full = False
         self._prefilled_last = False
         self._turn = 0
-        """Passes of one request each that there were."""
+        """The number of passes with a single request."""
         self.closed = False
         self.reset()
 
@@ -269,9 +268,9 @@ class Engine(Closing):
         """Queue a request; it starts in the first ``step`` that has a free sequence for it.
 
         Only requests with the same ``salt`` reuse what it computes; all requests reuse its first ``shared``
-        tokens (``PrefixCache.begin``). What a model's adapters compute is reused for these adapters, of the
-        same content and scales; they may change while the engine is not busy. ``retention``: how long it is
-        kept after the request ends.
+        tokens (``PrefixCache.begin``). With adapters, it is reused only by requests whose adapters have the
+        same content and scales; adapters may change while the engine is not busy. ``retention``: how long it
+        is kept after the request ends.
 
         ``draft`` proposes tokens of the answer, which then takes fewer passes; it requires an engine with
         SpeculativeOptions. Requests with the same seed sample the same tokens unless their ``stream``
@@ -315,15 +314,14 @@ class Engine(Closing):
 
     @in_turn
     def variant(self) -> Any:
-        """What computes beside the model's own weights now, such as an adapter (``PrefixCache.begin``).
-
-        Raises RequestError where that has changed since requests began that are not done.
+        """Identifies what computes besides the model's own weights, such as an adapter
+        (``PrefixCache.begin``). Raises RequestError if it has changed since an unfinished request began.
         """
         variant = getattr(self.model, "variant", lambda: None)()
         if any(other.whose.get("variant") != variant for other in [*self._waiting, *self._running]):
             raise RequestError(
-                "submit: the model's weights or adapters have changed, and requests that began before are "
-                "not done; let them end, or cancel them, before they change"
+                "submit: the model's weights or adapters have changed, while earlier requests are "
+                "unfinished; finish or cancel them before a change"
             )
         return variant
 
@@ -503,7 +501,7 @@ class Engine(Closing):
         return chosen
 
     def _admit(self, events: list[EngineEvent]) -> None:
-        """Start requests in order; while others compute, requests that nothing is being read for go first."""
+        """Start requests in order; while others compute, requests without pending reads go first."""
         alone = self.ranks.alone  # reads of other ranks are unknown here
         for request in sorted(self._waiting, key=lambda request: alone and request.fetching):
             if self._full or len(self.prefix.sessions) == self.options.max_sequences:
@@ -514,7 +512,7 @@ class Engine(Closing):
                 continue
             try:
                 run, known = request.run, len(request.run.tokens)
-                if self.options.batch_invariant:  # an answer's tokens are computed one by one, as at first
+                if self.options.batch_invariant:  # an answer's tokens are computed one by one, as originally
                     known = run.prompt_tokens
                 session = self.ranks.begin(self.prefix, run.tokens[:known], **request.whose)
                 if run.tokens[known:]:
@@ -600,7 +598,7 @@ class Engine(Closing):
                     raise
                 # This request alone fails: what was computed for the others is valid.
                 if request.done:
-                    log.warning("request %d: its last pass could not be taken in", request.id, exc_info=True)
+                    log.warning("request %d: its last pass could not be processed", request.id, exc_info=True)
                 else:
                     if not isinstance(error, RunnerError):  # caused by the logits, so it occurs on all ranks
                         self.ranks.abandon(error)
@@ -746,7 +744,7 @@ class Engine(Closing):
         self._running.remove(request)
         self._full = False
         if keep and (variant := getattr(self.model, "variant", None)) is not None:
-            keep = request.whose.get("variant") == variant()  # else who knows which of them computed what
+            keep = request.whose.get("variant") == variant()  # otherwise the tokens may mix both variants
         try:
             session.close(keep)
         except BaseException as error:

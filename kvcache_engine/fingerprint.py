@@ -27,8 +27,8 @@ def model_identity(model: Any) -> dict[str, str]:
     origin = getattr(model, "origin", None)
     if origin is None:
         raise ModelError(
-            f"{type(model).__name__} was not loaded from files, so that nothing tells it from others; "
-            "pass identity="
+            f"{type(model).__name__} was not loaded from files, so that it cannot be identified; pass "
+            "identity="
         )
     found = identity_of(origin, model.dtype)
     if (share := getattr(model, "share", None)) is not None:

@@ -100,7 +100,7 @@ def check_prompt(tokens: Sequence[int], config: ModelSizes, capacity: int) -> li
             raise TypeError
         if not len(tokens):
             raise RequestError(
-                "the prompt is empty and this model adds no BOS token; give a prompt with text"
+                "the prompt is empty and this model adds no BOS token; pass a prompt with text"
             )
         _check_length(len(tokens), config, capacity)
         found = [_id(token) for token in tokens]
@@ -122,7 +122,7 @@ def settings_for(tokenizer: Tokenizer | None, settings: GenerationOptions | None
     settings = settings or GenerationOptions()
     if settings.stop and tokenizer is None:
         raise RequestError(
-            f"stop={list(settings.stop)} is text and there is no tokenizer; give the engine one"
+            f"stop={list(settings.stop)} is text and there is no tokenizer; pass the engine one"
         )
     return settings
 

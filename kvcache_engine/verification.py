@@ -181,7 +181,7 @@ class Verifier:
             else:
                 branches.rollback(cache, winner.seq, stands)
                 branches.keep(cache, winner.seq, seq, others)
-        cache.rolled_back(seq)  # the session need not know: the remaining tokens are its own
+        cache.rolled_back(seq)  # the session is unaffected: the remaining tokens are its own
         self.speculation.drafts += 1
         self.speculation.drafted += len(winner.draft)
         self.speculation.accepted += right - known

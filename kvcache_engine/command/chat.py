@@ -1,4 +1,4 @@
-"""``kvcache chat``: several named conversations that share what they begin with."""
+"""``kvcache chat``: several named conversations that share common beginnings."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from kvcache_engine.warm_up import warm_up
 __all__ = ["Chat", "chat"]
 
 LIVE_NODES = 8
-"""Nodes of the radix tree that are drawn below an answer."""
+"""The number of nodes of the radix tree drawn below an answer."""
 MORE_ROOM = "/undo removes its last turn, /switch NAME starts another"
 SEQUENCES = 2
-"""One answers at a time: the other's share of the cache keeps what others have said."""
+"""Only one answers at a time; the other's share of the cache keeps other conversations."""
 
 
 @ungrouped
@@ -94,7 +94,7 @@ def chat(
             max_sequences=SEQUENCES,
             capacity=capacity,
             cache_dtype=dtypes.cache,
-            write_through=False,  # Conversations do so, where the store can be written
+            write_through=False,  # Conversations does this, if the store is writable
         )
         tiers: list[Tier] = [HostTier(), *([named_store(store)] if store else [])]
         with contextlib.ExitStack() as stack:
@@ -112,7 +112,7 @@ def chat(
 
 
 class Chat:
-    """Lines in, answers out: what is said, and commands, which begin with a slash."""
+    """The loop over input lines: text for the model, and commands, which begin with a slash."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Chat:
         self._live = live
 
     def run(self) -> None:
-        """To the end of the input, or /quit. Ctrl-C ends it only where the input is no terminal."""
+        """Run until the end of the input, or /quit. Ctrl-C ends it only if the input is not a terminal."""
         reader = Reader(self.completions, _say_aside if self._as_json else _show)
         if reader.typed and not self._as_json:
             _show(self._greeting())
@@ -152,7 +152,7 @@ class Chat:
         return f"{self._name}: {found}type a text for the model to continue, or /help{others}"
 
     def take(self, line: str) -> None:
-        """Do what one line asks for. What it is refused for is raised, and nothing has changed then."""
+        """Execute one line. An error is raised, and changes nothing."""
         if not line.strip():
             return
         if not line.startswith("/"):
@@ -185,7 +185,7 @@ class Chat:
         return "" if self._as_json else f"{self._name}> "
 
     def completions(self, before: str, word: str) -> list[str]:
-        """What ``word`` may become: a command, a conversation's name, a file."""
+        """The completions of ``word``: commands, conversations' names, files."""
         if not before.strip():
             return [each.begun for name, each in _COMMANDS.items() if f"/{name}".startswith(word)]
         found = _COMMANDS.get(before.split()[0].removeprefix("/"))
@@ -235,7 +235,7 @@ class Chat:
 
     @contextlib.contextmanager
     def _answer(self) -> Iterator[Callable[[str], None]]:
-        """Where an answer is written: on a terminal, after /live, with the cache drawn below it."""
+        """The output of an answer; on a terminal, after /live, with the cache drawn below it."""
         if self._as_json:
             yield lambda text: None
         elif not self._draws:
@@ -246,7 +246,7 @@ class Chat:
 
     @contextlib.contextmanager
     def _restoring(self, bars: Bars) -> Iterator[None]:
-        """Show what comes back from host memory or a store."""
+        """Show the progress of restoring from host memory or a store."""
         prefix = self.conversations.engine.prefix
         prefix.on_restore = bars.restored
         try:
@@ -265,7 +265,7 @@ class Chat:
     # Commands.
 
     def inspect(self, file: str = "") -> Reply:
-        """Draw what is kept, and the cells; or write the page."""
+        """Draw kept content and the cells, or write the page."""
         picture = self._picture()
         if file:
             size = write_page(picture, Path(file))
@@ -338,7 +338,7 @@ class Chat:
 
     @property
     def _tokens(self) -> int:
-        """Of the current conversation."""
+        """The number of tokens of the current conversation."""
         return len(self.conversations.current.tokens)
 
 
@@ -347,7 +347,7 @@ class _Command:
         self.usage, self.what, self.run = usage, what, run
         name, *words = usage.split()
         self.begun = f"{name} " if words else name
-        """As far as it is typed for whoever asks for its completion."""
+        """The text inserted by completion."""
         self.arguments = sum(not word.startswith("[") for word in words), len(words)
 
 
@@ -374,10 +374,10 @@ _COMMANDS = {
 
 @contextlib.contextmanager
 def stop_flag() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that what is under way comes to a clean end; a second one interrupts it."""
+    """Ctrl-C sets the event, so that the current answer ends cleanly; a second one interrupts it."""
     stopped = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield stopped  # signals are the main thread's
+        yield stopped  # only the main thread receives signals
         return
 
     def stop(number: int, frame: Any) -> None:
@@ -393,7 +393,7 @@ def stop_flag() -> Iterator[threading.Event]:
 
 
 def _kept(store: str, engine: Engine) -> KeptConversations | None:
-    """What a store keeps of conversations themselves: a folder does. It exists by now."""
+    """The conversations kept in the store's folder, which exists by now; None for other stores."""
     place = named_store(store)
     if isinstance(place, str):
         if not place.startswith("file:"):
@@ -413,7 +413,7 @@ def _kept(store: str, engine: Engine) -> KeptConversations | None:
 
 
 def _columns() -> int | None:
-    """Of the terminal; None: lines are not wrapped."""
+    """The columns of the terminal; None: lines are not wrapped."""
     return shutil.get_terminal_size().columns if draws(sys.stdout) else None
 
 

@@ -16,13 +16,14 @@ from ml import nn
 __all__ = ["LatentAttention", "LatentSizes", "latent_shapes", "load_latent_attention"]
 
 EPS = 1e-6
-"""Of the norms of latents, whatever config.json says of the others."""
+"""The epsilon of the latents' norms, which is not in config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """``rank`` numbers are the latent of a token, ``rope_dim`` its rotated ones; ``nope_dim`` of a head's
-    queries and keys are not rotated. Queries are made by way of ``query_rank`` numbers; None: at once.
+    """A token's latent has ``rank`` numbers, and its rotated part ``rope_dim``; ``nope_dim`` numbers of a
+    head's queries and keys are not rotated. Queries are computed through ``query_rank`` numbers; None:
+    directly.
     """
 
     heads: int
@@ -35,23 +36,23 @@ class LatentSizes:
 
     @property
     def stored(self) -> int:
-        """Numbers that are stored of a token."""
+        """The number of values stored for a token."""
         return self.rank + self.rope_dim
 
     @property
     def query_dim(self) -> int:
-        """Numbers of a head's query."""
+        """The size of a head's query."""
         return self.nope_dim + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Attention in the absorbed form: what is stored of a token is attended to as it is.
+    """Attention in the absorbed form: stored latents are attended to directly.
 
-    ``down``: hidden_size -> what queries are made of, then latent and rotated numbers, in one product.
-    ``query_norm`` and ``query_up`` make queries of ``query_rank`` numbers, where there are any. ``up_key``
-    and ``up_value`` are those of ``ml.nn.latent_attention``. An ``indexer``, which needs
-    ``query_rank``, chooses what each query attends to.
+    ``down``: hidden_size -> the input of queries, then latent and rotated part, in one product.
+    ``query_norm`` and ``query_up`` compute queries from ``query_rank`` numbers, if set. ``up_key`` and
+    ``up_value`` are those of ``ml.nn.latent_attention``. An ``indexer``, which needs ``query_rank``, selects
+    the tokens that each query attends to.
     """
 
     down: Linear
@@ -101,7 +102,7 @@ def load_latent_attention(
     scale: float,
     indexer: Indexer | None = None,
 ) -> LatentAttention:
-    """Of the tensors below ``prefix``."""
+    """Load it from the tensors under ``prefix``."""
     by_rank = sizes.query_rank is not None
     query = f"{prefix}.q_a_proj" if by_rank else f"{prefix}.q_proj"
     up = load.rows(f"{prefix}.kv_b_proj").reshape(sizes.heads, sizes.nope_dim + sizes.v_dim, sizes.rank)

@@ -129,7 +129,7 @@ class _Service:
         except BaseException as error:
             trace.end(error)
             raise
-        if not isinstance(response, EventStream):  # which ends it when it is over itself
+        if not isinstance(response, EventStream):  # which ends the trace itself
             trace.end()
         return response
 

@@ -98,7 +98,7 @@ class Fields:
     """The fields of a JSON object; each is checked as it is read. ApiError names the one that is wrong."""
 
     def __init__(self, body: bytes, defaults: Mapping[str, Any] | None = None) -> None:
-        """``defaults``: numbers by the names of the fields that a request may leave out."""
+        """``defaults``: numbers by the names of the fields that a request may omit."""
         self._defaults = defaults or {}
         try:
             text = body.decode("utf-8")
@@ -107,7 +107,7 @@ class Fields:
             raise ApiError(400, f"the body is not valid JSON ({error})") from None
         if not isinstance(found, dict):
             raise ApiError(400, "the body must be a JSON object")
-        if "\\u" in text:  # the only way to half of a surrogate pair
+        if "\\u" in text:  # the only source of half of a surrogate pair
             for name, value in found.items():
                 _check_unicode(name, value)
         self._found: Mapping[str, Any] = found
@@ -116,7 +116,7 @@ class Fields:
         return self._found.get(name)
 
     def model(self, served: str) -> None:
-        """There is one model; a request names it, or none."""
+        """Check the model's name; it may be absent."""
         name = self._found.get("model")
         if name not in (None, served):
             message = f"The model '{str(name)[:_SHOWN]}' does not exist; there is {served}"
@@ -300,13 +300,13 @@ def _message(found: Any, i: int) -> dict[str, str]:
 
 
 def _text(part: Any) -> str | None:
-    """The text of a part of a message's content; None for an image, a sound, or no part at all."""
+    """The text of a part of a message's content; None for an image, a sound, or an invalid part."""
     found = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
     return found if isinstance(found, str) else None
 
 
 def _same(value: Any, idle: Any) -> bool:
-    """As JSON has it: 0 is 0.0, and not false."""
+    """JSON equality: 0 equals 0.0, but not false."""
     return bool(value == idle) and isinstance(value, bool) == isinstance(idle, bool)
 
 

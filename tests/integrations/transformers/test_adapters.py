@@ -303,7 +303,7 @@ def test_an_engine_finds_prefixes_for_the_adapters_that_computed_them() -> None:
         engine.submit(other, settings)
         engine.step()
         made.set_adapter("one")
-        with pytest.raises(RequestError, match="have changed, and requests that began before are not done"):
+        with pytest.raises(RequestError, match="have changed, while earlier requests are unfinished"):
             engine.submit(ids[0].tolist(), settings)
         while engine.busy:
             engine.step()
