@@ -1,4 +1,4 @@
-"""The way into codes in host memory, by a kernel of numba."""
+"""Writing codes in host memory with a numba kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _kernel = functools.partial(kernels, "cpu_quantize")
 
 
 def floats(array: np.ndarray) -> np.ndarray:
-    """As F32, and as the kernels take it: itself, where it is so."""
+    """An array as F32 in the kernels' layout; itself if it already is."""
     if array.dtype == np.float32 and array.flags.c_contiguous and array.flags.aligned:
         return array
     return np.require(array, np.float32, ("C", "A"))
@@ -25,7 +25,7 @@ def floats(array: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Codes and scales of a buffer, (cells, kv_heads, ...) each, as the kernel takes them."""
+    """Codes and scales of a buffer, each (cells, kv_heads, ...), as arguments of the kernel."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -33,7 +33,7 @@ class Codes:
 
     @classmethod
     def of(cls, parts: Sequence[np.ndarray], name: str) -> Codes | None:
-        """Of a format's arrays where they lie; None where it is another format, or codes lie apart."""
+        """From a format's arrays, in place; None for another format, or if codes are not contiguous."""
         if name not in BITS or len(parts) != 2 or Stored.of([Array.of(x) for x in parts], name) is None:
             return None
         codes, scales = parts
@@ -41,7 +41,7 @@ class Codes:
 
     @property
     def dim(self) -> int:
-        """Values of a head."""
+        """The number of values of a head."""
         blocks: int = self.scales.shape[2]
         return blocks * BLOCK
 
@@ -51,7 +51,7 @@ class Codes:
 
 
 def encoded(values: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Codes and scales (..., width) of floats (..., dim); None without kernels, and of another format."""
+    """Codes and scales (..., width) of floats (..., dim); None without kernels, and for another format."""
     bits = BITS.get(name)
     found = None if bits is None else _kernel()
     if found is None or bits is None:
@@ -91,9 +91,8 @@ class CodesStore:
         key: Codes | None,
         value: Codes | None,
     ) -> CodesStore | None:
-        """None without codes to write into, or without numba.
-
-        ``host``: the floats of a tensor of the backend as an array; None for what is no such tensor.
+        """None without codes to write, or without numba. ``host`` returns a tensor's floats as an array; None
+        for anything else.
         """
         if key is None or value is None or (found := _kernel()) is None:
             return None
@@ -115,5 +114,5 @@ class CodesStore:
         return True
 
     def read(self, ctx: Any, start: int, count: int) -> None:
-        """Never: codes are read as floats elsewhere."""
+        """None: codes are decoded elsewhere."""
         return

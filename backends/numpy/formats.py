@@ -16,7 +16,7 @@ _FLOAT8_NUMBERS = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float32
 
 
 def encoded(x: np.ndarray, name: str) -> tuple[np.ndarray, ...] | None:
-    """The parts of floats (..., dim); None for a format that is not known here."""
+    """The parts of floats (..., dim); None for an unknown format."""
     if name in ("Q8_0", "Q4_0"):
         return _to_blocks(x, name == "Q8_0")
     if name == "F8_E4M3":
@@ -38,7 +38,7 @@ def decoded(parts: Sequence[np.ndarray], name: str) -> np.ndarray | None:
 def _to_blocks(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]:
     """GGML's Q8_0 where ``eight``, else its Q4_0.
 
-    Of a block that holds NaN or infinity the scale is not finite, and the codes are any.
+    For a block with NaN or infinity, the scale is not finite and the codes are arbitrary.
     """
     *outer, dim = values.shape
     blocks = values.astype(np.float32, copy=False).reshape(*outer, dim // BLOCK, BLOCK)
@@ -49,7 +49,7 @@ def _to_blocks(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]
         codes = scaled.astype(np.int8)
     else:
         peak = np.abs(blocks).argmax(-1, keepdims=True)
-        scale = (np.take_along_axis(blocks, peak, -1) + np.float32(0)) * np.float32(-1 / 8)  # of -0.0 as of 0
+        scale = (np.take_along_axis(blocks, peak, -1) + np.float32(0)) * np.float32(-1 / 8)  # no -0.0
         whole = (blocks * _inverse(scale) + np.float32(8.5)).clip(0, 15).astype(np.uint8)
         codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
     return codes.reshape(*outer, dim if eight else dim // 2), scale.astype(np.float16)[..., 0]
@@ -58,7 +58,7 @@ def _to_blocks(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]
 @np.errstate(all="ignore")
 def _from_blocks(codes: np.ndarray, scales: np.ndarray, eight: bool) -> np.ndarray:
     *outer, count = scales.shape
-    if not eight:  # bytes, which are fewer than the floats will be: what is below 0 wraps
+    if not eight:  # bytes are smaller than floats; negative ones wrap
         packed = codes.reshape(*outer, count, BLOCK // 2)
         codes = (np.concatenate((packed & 15, packed >> 4), -1) - np.uint8(8)).view(np.int8)
     found = codes.reshape(*outer, count, BLOCK).astype(np.float32)
@@ -67,7 +67,9 @@ def _from_blocks(codes: np.ndarray, scales: np.ndarray, eight: bool) -> np.ndarr
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:
-    """1 / scale, and 0 where that is not finite: an integer of infinity is another on each processor."""
+    """1 / scale, and 0 if that is not finite, since casting infinity to an integer depends on the
+    processor.
+    """
     found = np.float32(1) / scale
     found[~np.isfinite(found)] = 0
     return found

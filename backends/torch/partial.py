@@ -116,7 +116,7 @@ def _level(
 
 
 def _read(ctx: Placement, buffer: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """What a call reads of (cells, heads, size), as (batch, heads, length, size)."""
+    """The rows of (cells, heads, size) that a call reads, as (batch, heads, length, size)."""
     _, heads, size = buffer.shape
     cell, head, element = buffer.stride()
     if call.cells is None:
@@ -136,7 +136,7 @@ def _bias(
     history: int,
     mask: TorchTensor | CausalMask | None,
 ) -> Bias:
-    """The mask as (batch or 1, tokens, history) of the query's dtype, or what the kernel says itself."""
+    """The mask as (batch or 1, tokens, history) in the query's dtype, or the kernel's own flag."""
     if mask is None:
         return None
     if isinstance(mask, CausalMask):

@@ -1,8 +1,8 @@
 """Per-sequence states of fixed size: slots, the sequences that share them, and checkpoints.
 
 Every layer of a recurrent model keeps one state per sequence, in buffers (slots, *shape). Two sequences may
-share a slot until one of them is about to be written. The sequences of a pass get slots of their own,
-adjacent and in the batch's order, so that a pass reads and writes them as one view::
+share a slot until one of them is about to be written. The sequences of a pass get unshared slots, adjacent
+and in the batch's order, so that a pass reads and writes them as one view::
 
     before   sequence 0 -> slot 0    sequence 1 -> slot 0 (shared)    sequence 2 -> slot 1
     pass over 2, 1:      slots [1, 2] hold the states of 2 and 1; slot 0 stays sequence 0's
@@ -30,8 +30,8 @@ States = Mapping[tuple[str, int], ml.Tensor]
 class HeldStates:
     """The states of one sequence at some position: still in a slot of a cache, or copies.
 
-    In a slot they cost nothing. They are copied out just before the slot is written, and when ``tensors`` is
-    read.
+    In a slot they take no additional memory. They are copied out just before the slot is written, and when
+    ``tensors`` is read.
     """
 
     __slots__ = ("__weakref__", "_buffers", "_nbytes", "_tensors", "lost", "slot")
@@ -45,7 +45,7 @@ class HeldStates:
         self._nbytes: int | None = None
         """The bytes of copies, once computed."""
         self.slot = slot
-        """The slot in which they lie; None if they are copies."""
+        """The slot with the states; None if they are copies."""
         self.lost = False
         """The device failed while they were copied out, or they lack a layer."""
 
@@ -157,7 +157,7 @@ class StateRow:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Where the states of a pass lie, and how they get there.
+    """The slots of a pass's states, and how the states get there.
 
     ``slots`` maps every sequence to its new slot; ``moves`` are (from, to) of states that move; ``loads`` are
     (checkpoint or None for zeros, to). The pass will write ``count`` slots from ``start``.
@@ -181,7 +181,7 @@ def arrange(
     in_use: Collection[int] = frozenset(),
     start: int | None = None,
 ) -> Arrangement:
-    """Give ``sequences`` slots of their own, adjacent and in this order, moving as few states as possible.
+    """Assign unshared slots to ``sequences``, adjacent and in this order, moving as few states as possible.
 
     Slots ``in_use`` by snapshots are overwritten only if no others are available. ``start``: the first slot;
     None: the best one.
