@@ -33,7 +33,7 @@ NO_NVRTC = 'Failure finding "libnvrtc.so.12":\n  No such file'
         ),
         (
             {"getDeviceCount": fails(NO_DRIVER), "driverGetVersion": lambda: 11040},
-            f"the CUDA driver is too old: it is for 11.4, but CuPy was built with 12.9 ({NO_DRIVER})",
+            f"the CUDA driver is too old: it is for 11.4, and CuPy was built with 12.9 ({NO_DRIVER})",
         ),
         ({"getDeviceCount": fails(NO_DEVICE)}, f"no CUDA device ({NO_DEVICE})"),
         ({"getDeviceCount": lambda: 0}, "no CUDA device (cudaGetDeviceCount: 0)"),
