@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import ml
 from kvcache import TenantBudget
 from kvcache.cache import CacheDType
+from kvcache.stores import StoreValueError, parse_bytes
 from kvcache_engine.config import ModelSizes
 from kvcache_engine.errors import RequestError, check_whole
 
@@ -27,7 +28,7 @@ class EngineOptions:
     ``context`` is the most tokens of one request (None: ``capacity``). All sequences share ``max_sequences *
     capacity`` tokens, so a larger ``context`` lets some exceed their share while others need less. ``budget``
     limits the bytes of kept snapshots on the device, including those in the cache's own cells (None: twice
-    the size of the cache). ``interval`` and ``block_size`` are options of PrefixCache: entries of stores, and
+    the size of the cache); as all sizes, it is a number or a text such as ``"2GiB"``, which becomes a number. ``interval`` and ``block_size`` are options of PrefixCache: entries of stores, and
     blocks in events, have ``block_size`` tokens, and keys depend on it. ``tenant_budget``, ``read_ahead``,
     ``backlog`` and ``write_through`` are options of PrefixCache too; with ``write_through``, a thread writes
     each answer to the stores when it ends.
@@ -49,13 +50,13 @@ class EngineOptions:
     prefill_chunk: int = 512
     cache_dtype: CacheDType = ml.DType.F32
     context: int | None = None
-    budget: int | None = None
+    budget: int | str | None = None
     interval: int = 512
     block_size: int = 128
     tenant_budget: TenantBudget | Callable[[str], TenantBudget] | None = None
     fetch: Fetch = "measured"
-    read_ahead: int = 256 << 20
-    backlog: int = 256 << 20
+    read_ahead: int | str = 256 << 20
+    backlog: int | str = 256 << 20
     write_through: bool = True
     batch_invariant: bool = False
 
@@ -66,6 +67,11 @@ class EngineOptions:
             raise RequestError("EngineOptions: block_size=1; with batch_invariant it must be at least 2")
         if self.fetch not in get_args(Fetch):
             raise RequestError(f"EngineOptions: fetch={self.fetch!r}; it must be 'measured' or 'always'")
+        for name in ("budget", "read_ahead", "backlog"):
+            try:
+                object.__setattr__(self, name, parse_bytes(getattr(self, name), f"EngineOptions: {name}"))
+            except StoreValueError as error:
+                raise RequestError(str(error)) from None
         for name in ("read_ahead", "backlog"):
             check_whole("EngineOptions", name, getattr(self, name), 0)
 

@@ -24,7 +24,6 @@ from kvcache.stores import (
     check_budget,
     check_key,
     hookimpl,
-    parse_bytes,
 )
 from kvcache.stores.buffers import as_bytes, as_writable
 from ml import Availability
@@ -34,7 +33,7 @@ TABLE = """create table if not exists entries
 
 
 class SqliteStore:
-    def __init__(self, path: str, budget: int | None = None) -> None:
+    def __init__(self, path: str, budget: int | str | None = None) -> None:
         self.budget = check_budget(budget)
         self._lock = threading.Lock()
         self._clock = 0.0
@@ -142,7 +141,7 @@ def open_sqlite(url: str | None = None, *, path: str | None = None, budget: Any 
     where = path if url is None else unquote(urlsplit(url).path)
     if not where:
         raise StoreValueError("open_store: give sqlite:///absolute/file or path=")
-    return SqliteStore(where, parse_bytes(budget))
+    return SqliteStore(where, budget)
 
 
 @hookimpl

@@ -309,10 +309,11 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
     def _started(self, op: str) -> P:
         """The current pass. Raises OrderError if there is none, or if it belongs to another thread."""
         self._bound(op)
-        if self._pass is None:
+        current = self._pass  # read once: another thread may begin a pass meanwhile
+        if current is None:
             raise OrderError(f"{op}: there is no current pass; call start_forward first")
-        check_thread(op, self._pass.thread)
-        return self._pass
+        check_thread(op, current.thread)
+        return current
 
     def take_over(self) -> None:
         """Let this thread continue the current pass, which another thread began: see PreparedCalls."""

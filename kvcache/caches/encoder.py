@@ -201,10 +201,10 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     def undo_forward(self, resume: object = None) -> None:
         """Discard the pass and what was put in it, and continue with ``resume``, the previous pass."""
         self._bound("undo_forward")
-        if self._pass is not None:
-            check_thread("undo_forward", self._pass.thread)
-            self._entries = self._pass.previous
-            self._used = not self._pass.first
+        current = self._pass
+        if current is not None:
+            check_thread("undo_forward", current.thread)
+            self._entries, self._used = current.previous, not current.first
         self._pass = resume if isinstance(resume, _Pass) else None
 
     def encoder_cached(self, seq: int | None = None) -> bool:

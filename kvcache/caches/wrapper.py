@@ -28,6 +28,7 @@ from kvcache.cache import (
     KVCacheError,
     Mask,
     NotSupportedError,
+    OrderError,
     PutOptions,
     SupportsRollback,
     SupportsSnapshots,
@@ -37,6 +38,7 @@ from kvcache.cache import (
     whole_numbers,
 )
 from kvcache.caches.base import PreparedCalls
+from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.one_thread import joined, one_call, one_thread
 from kvcache.caches.sequences import drop_middle
@@ -74,6 +76,9 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         self._type = 0
         self._thread: int | None = None
         """The thread that began the last pass."""
+        attending = [cache for cache in caches if isinstance(cache, CausalCache)]
+        self._unselected = attending if len(attending) > 1 else []
+        """Caches with attention, if there are several, until ``set_layer_type`` is first called."""
         self._prepared: list[Any] = [cache for cache in caches if _prepares(cache)]
         self._others = [cache for cache in caches if not _prepares(cache)]
         if len(self._others) > 1:
@@ -101,13 +106,16 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         return self.caches[self._type]
 
     def set_layer_type(self, i: int) -> None:
-        """Select the cache for the following layers by its index in the constructor; initially 0."""
+        """Select the cache for the following layers by its index in the constructor.
+
+        A pass begins with 0.
+        """
         if isinstance(i, float | bool) or i not in range(len(self.caches)):
             kinds = ", ".join(f"{j}: {type(cache).__name__}" for j, cache in enumerate(self.caches))
             raise InvalidRangeError(f"set_layer_type: {i!r:.40}; it must be the place of a cache ({kinds})")
         if self._thread is not None and self._thread != get_ident():
             check_thread("set_layer_type", self._thread)
-        self._type = i
+        self._type, self._unselected = i, []
 
     def init(
         self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
@@ -136,6 +144,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def close(self) -> None:
         for cache in self.caches:
             cache.close()
+        self._thread = None
 
     @one_call
     def start_forward(
@@ -143,7 +152,12 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     ) -> None:
         """Start a pass in all caches or in none: if one refuses, those that had started return to their
         previous pass.
+
+        Raises OrderError if ``set_layer_type`` was never called, although several layers have been put, and
+        the batch continues a sequence of which one of several caches with attention has stored nothing.
         """
+        if self._unselected and self._thread is not None and isinstance(batch, Batch):
+            self._check_selected(batch)
         options = {"read_only": True} if read_only else {}  # third-party caches may not have this parameter
         passes, started = [cache.pass_under_way() for cache in self._prepared], 0
         uploads = self._uploads
@@ -170,6 +184,22 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
                 self._together(None)
             self._uploads = None
         self._type, self._thread = 0, get_ident()
+
+    def _check_selected(self, batch: Batch) -> None:
+        """Refuse to continue without ``set_layer_type`` if its calls were certainly forgotten.
+
+        A pass may leave a cache without layers, so that the first pass may be right. The next one of the same
+        sequence cannot be: a cache without the keys of that sequence's tokens can no longer attend to them.
+        """
+        count = max(len(cache.storage.buffers) for cache in self._unselected)
+        for cache in self._unselected if count > 1 else ():
+            if not cache.storage.buffers and (continued := cache.held().keys() & {*batch.sequences}):
+                raise OrderError(
+                    f"start_forward: sequence {min(continued)} continues, {count} layers were put into "
+                    f"another cache, and none into {type(cache).__name__} (type {self.caches.index(cache)}); "
+                    "call set_layer_type before each layer (once with 0 if all layers belong to the first "
+                    "cache), and compute the sequence again"
+                )
 
     def upload_with(self, uploads: Uploads | None) -> None:
         """As CausalCache.upload_with, of all wrapped caches."""

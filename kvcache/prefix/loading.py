@@ -605,11 +605,11 @@ def _sources(tree: PrefixTree, nodes: Nodes) -> tuple[int, list[Snapshot], list[
     count = 0
     for node in nodes:
         entry = node.data
-        if entry is None or (entry.snapshot is None and not entry.present):
+        if entry is None or not entry.present:
             break
         if before is not None and entry.begin != before.end:
             break
-        source = entry.snapshot or content_of(entry)
+        source = entry.snapshot or entry.serialized or content_of(entry)
         if isinstance(source, SerializedSnapshot):
             if snapshots or (before is not None and (tree.divisible or len(before.children) > 1)):
                 break

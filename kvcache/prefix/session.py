@@ -513,7 +513,9 @@ class OpenSessions:
     def _follow(self, session: Session, path: Path) -> None:
         """Keep the predecessor of a session's next snapshot in place as long as the session is open."""
         session.following.close()
-        before = (node for node in reversed(path.nodes) if node.end <= session.kept)
+        # What it shares with an open session may reach further than its path, whose last edge may part.
+        kept = min(session.kept, path.length)
+        before = (node for node in reversed(path.nodes) if node.end <= kept)
         session.point = next((node for node in before if node.parent is not None), None)
         if self._tree.divisible or session.point is None:
             return

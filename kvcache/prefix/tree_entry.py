@@ -68,8 +68,12 @@ class TreeEntry:
 
     @property
     def present(self) -> bool:
-        below = self.serialized is not None or self.writing is not None or self.leaving is not None
-        return self.snapshot is not None or below
+        return (
+            self.snapshot is not None
+            or self.serialized is not None
+            or self.writing is not None
+            or self.leaving is not None
+        )
 
     @property
     def host(self) -> SerializedSnapshot | None:
@@ -165,6 +169,14 @@ def is_present(node: Node[TreeEntry]) -> bool:
 
 def chain_of(nodes: Sequence[Node[TreeEntry]], start: int = 0) -> tuple[Node[TreeEntry], ...]:
     """The nodes of a path whose snapshots are consecutive from ``start``, as far as possible."""
+    end = start
+    for node in nodes:
+        entry = node.data
+        if entry is None or entry.begin != end or not entry.present:
+            break
+        end = node.end
+    else:
+        return tuple(nodes)
     usable = Usable(start)
     for node in nodes:
         usable.add(node)

@@ -15,7 +15,7 @@ from kvcache.stores.errors import StoreError, StoreValueError
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
 from kvcache.stores.memory import MemoryStore
 from kvcache.stores.options import parse_bytes, read_truth
-from kvcache.stores.protocol import SnapshotStore, check_budget
+from kvcache.stores.protocol import SnapshotStore
 from ml import Availability
 
 __all__ = ["BuiltinStore", "path_of", "specs"]
@@ -136,7 +136,7 @@ def _file_arguments(
     wait = read_truth("open_store", "durable", durable)
     limit = None if budget == "none" else budget
     if limit != _SHARE:
-        limit = check_budget(parse_bytes(limit, "open_store: budget"))
+        limit = parse_bytes(limit, "open_store: budget")
     check_digest("FileStore", digest, secret)
     return {"path": where, "budget": limit, "durable": wait, "digest": digest, "secret": secret}
 

@@ -26,7 +26,8 @@ class _Entry:
 
 
 class MemoryStore(Closing):
-    """Entries in host memory. Beyond ``budget`` bytes, the least recently used are evicted.
+    """Entries in host memory. Beyond ``budget``, a number of bytes or a size such as ``"2GiB"``, the
+    least recently used are evicted.
 
     >>> from kvcache.stores import MemoryStore
     >>> with MemoryStore(budget=1 << 20) as store:
@@ -39,7 +40,7 @@ class MemoryStore(Closing):
     b'hello world'
     """
 
-    def __init__(self, budget: int | None = None) -> None:
+    def __init__(self, budget: int | str | None = None) -> None:
         self.budget = check_budget(budget)
         self._entries: OrderedDict[str, _Entry] | None = OrderedDict()  # least recently used first
         self._nbytes = 0

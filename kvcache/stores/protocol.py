@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from kvcache.stores.buffers import Buffer, WritableBuffer
 from kvcache.stores.errors import StoreValueError
+from kvcache.stores.options import parse_bytes
 
 __all__ = [
     "AdvisedStore",
@@ -168,7 +169,6 @@ def check_keys(keys: Sequence[str]) -> None:
         check_key(key)
 
 
-def check_budget(budget: int | None) -> int | None:
-    if budget is not None and (type(budget) is not int or budget < 0):
-        raise StoreValueError(f"budget={budget!r}; it must be a number of bytes from 0, or None for no limit")
-    return budget
+def check_budget(budget: int | str | None) -> int | None:
+    """The bytes of a number, or of a size such as "64MiB"; None: no limit. StoreValueError otherwise."""
+    return parse_bytes(budget, "budget")

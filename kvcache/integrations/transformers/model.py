@@ -144,7 +144,7 @@ class TransformersModel(DrivenModel):
             given["logits_to_keep"] = wanted
         for part in self._placing:
             part.rope_deltas = None
-        with torch.no_grad():
+        with torch.inference_mode():
             logits: torch.Tensor = self.model(**given, use_cache=True).logits
         flat = logits.reshape(-1, logits.shape[-1])
         return self._bridge.to_backend(ctx.input(), (flat if some else flat[wanted]).float())

@@ -183,6 +183,17 @@ def test_a_model_goes_on_to_work_by_itself() -> None:
         assert hf.generate(made, hf.inputs("llama", 2)).distance(before) < 1e-4
 
 
+def test_a_model_can_be_trained_after_the_engine_has_driven_it() -> None:
+    """Passes run in inference mode; nothing that they leave in a model may be of that mode."""
+    model = llama().requires_grad_(True)
+    with Engine(TransformersModel(model), options=EngineOptions(capacity=64)) as engine:
+        engine.complete([ids(9)], GenerationOptions(3))
+    batch = torch.tensor([ids(8)])
+    model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    assert not any(one.is_inference() for one in (*model.parameters(), *model.buffers()))
+
+
 def refused(made: Any, reason: str) -> None:
     before = getattr(made.config.get_text_config(decoder=True), "_attn_implementation", None)
     with pytest.raises(NotSupportedError, match=reason):

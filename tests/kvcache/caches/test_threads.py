@@ -252,6 +252,26 @@ def test_threads_that_use_one_cache_get_what_is_right_or_an_error(backend: ml.Ba
         assert not [value for at in range(3) for value in _evaluated(cache, ctx, seq, at)]
 
 
+@pytest.mark.parametrize("kind", ["causal", "window", "chunks", "encoder"])
+def test_a_pass_that_another_thread_begins_during_a_call_is_not_taken_for_its_own(
+    backend: ml.Backend, ctx: ml.Context, other: Any, kind: str
+) -> None:
+    """A call looks once at which pass is under way."""
+    cache: Any = bound(KINDS[kind](), backend, 2, 8, 4)
+    passes = []
+    for seq, start in enumerate((other, lambda call: call())):
+        start(lambda seq=seq: cache.start_forward(ctx, Batch([0], [seq])))
+        passes.append(cache.pass_under_way())
+    theirs, mine = passes
+
+    class Racing(type(cache)):  # type: ignore[misc]
+        looks = iter([mine])
+        _pass = property(lambda self: next(self.looks, theirs), lambda self, begun: None)
+
+    cache.__class__ = Racing
+    assert cache._started("put") is mine
+
+
 def test_one_thread_at_a_time_is_in_a_call(backend: ml.Backend, ctx: ml.Context, other: Any) -> None:
     """As while one makes room: what it looks at would change."""
     cache = bound(CausalCache(), backend, 2, 2, 2)

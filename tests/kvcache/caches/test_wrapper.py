@@ -60,6 +60,50 @@ def test_layers_go_to_the_cache_of_their_type(wrapped: Callable[..., WrapperRig]
     r.drain()
 
 
+@pytest.mark.parametrize("others", [[], [CausalCache]], ids=["two", "three"])
+def test_a_forgotten_layer_type_is_refused_in_the_second_pass(
+    backend: ml.Backend, ctx: ml.Context, others: list[type[CausalCache]]
+) -> None:
+    window = SlidingWindowCache(1)
+    cache = WrapperCache(window, CausalCache(), *(make() for make in others))
+    with pytest.raises(kvcache.OrderError, match=r"^start_forward: the cache has not been init"):
+        cache.start_forward(ctx, Batch([0], [0]))
+    bound(cache, backend, 2, 8, 8)
+
+    def evaluate(position: int, seq: int = 0, layers: int = 2) -> None:
+        cache.start_forward(ctx, Batch([position], [seq]))
+        for layer in range(layers):
+            cache.set_layer(layer)
+            cache.put(ctx, ctx.zeros((1, 1, 4), DType.F32), ctx.zeros((1, 1, 4), DType.F32))
+
+    evaluate(0, layers=1)  # the first pass fails behind its first layer, and is taken back
+    cache.remove(0, 0)
+    evaluate(0)
+    evaluate(0, seq=1)  # nothing of this sequence is lacking yet
+    held = window.held()
+    with pytest.raises(
+        kvcache.OrderError, match=r"sequence 0 continues.*CausalCache \(type 1\).*set_layer_type"
+    ):
+        evaluate(1)
+    assert window.held() == held
+    cache.set_layer_type(0)  # all layers are of the first cache, on purpose
+    evaluate(1)
+    cache.close()
+    with pytest.raises(kvcache.ClosedError, match=r"^start_forward"):
+        evaluate(2)
+
+
+def test_a_cache_of_an_encoder_may_stay_without_layers(backend: ml.Backend, ctx: ml.Context) -> None:
+    cache = bound(WrapperCache(CausalCache(), EncoderCache()), backend, 1, 8, 8)
+    for position in range(3):  # text only
+        cache.start_forward(ctx, Batch([position], [0]))
+        for layer in range(2):
+            cache.set_layer(layer)
+            cache.put(ctx, ctx.zeros((1, 1, 4), DType.F32), ctx.zeros((1, 1, 4), DType.F32))
+    assert cache.offset(0) == 3
+    cache.close()
+
+
 def test_except_lists_reach_all_caches_and_wrong_ones_none(wrapped: Callable[..., WrapperRig]) -> None:
     r = wrapped()
     r.forward(range(4), [0] * 4, lifted=[0, 1])

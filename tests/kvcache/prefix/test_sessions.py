@@ -15,7 +15,7 @@ from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import InjectedError
 from ml import DType
 
-from .rigs.conversing import LONG, SOME, STATEFUL, WHOLE, Rig, Talk, some_caches
+from .rigs.conversing import LONG, SOME, STATEFUL, WHOLE, Rig, Talk, longest, some_caches
 
 
 @some_caches
@@ -257,3 +257,19 @@ def test_clear_forgets_all_but_stores_and_what_open_sessions_hold_for_themselves
     assert r.peek([*LONG, 1, 2]) == 0
     r.prefix.clear()
     r.check_empty()
+
+
+@pytest.mark.parametrize("cache", SOME)
+def test_what_leaves_a_kept_conversation_before_it_leaves_an_open_one_is_kept_where_it_belongs(
+    talk: Talk, cache: str
+) -> None:
+    """Shared with the open session it reaches further than its path in the tree, whose last edge parts."""
+    r = talk(cache)
+    one, other = [*LONG[:8], 1, 2], [*LONG[:8], 3, 4]
+    running = r.chat(one)
+    r.keep([LONG[0], 60, 61, 62])
+    r.keep(other)
+    running.close(keep=False)
+    assert longest(r, [LONG[0], 60, 61, 62, *other[4:]]) == [4], "wrong tokens"
+    assert longest(r, other) == [len(other)]
+    assert r.peek([*other, 5]) == len(other)

@@ -91,6 +91,7 @@ def test_a_file_store_is_opened_by_name_and_by_url(tmp_path: Path, monkeypatch: 
         open_store(Path("k v"), durable=False, budget=4096),
         open_store("./k v", durable=False, budget=4096),
         open_store(f"{tmp_path}/k v", durable=False, budget=4096),
+        FileStore("k v", "4KiB", durable=False),
     ):
         assert isinstance(store, FileStore)
         assert (store.path, store.budget, store.durable) == (tmp_path / "k v", 4096, False)
@@ -98,7 +99,9 @@ def test_a_file_store_is_opened_by_name_and_by_url(tmp_path: Path, monkeypatch: 
 
 
 def test_other_stores_are_opened_by_name_and_by_url_and_contact_nobody() -> None:
-    for store in (open_store("memory", budget="2kB"), open_store("memory:?budget=2000")):
+    for store in (
+        open_store("memory", budget="2kB"), open_store("memory:?budget=2000"), MemoryStore("2kB"),
+    ):  # fmt: skip
         assert isinstance(store, MemoryStore)
         assert store.budget == 2000
     pytest.importorskip("valkey")
