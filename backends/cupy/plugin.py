@@ -58,7 +58,9 @@ def _kind(runtime: Any, error: Exception) -> str:
     if not driver:
         return "no CUDA driver"
     if "InsufficientDriver" in str(error):
-        return f"the CUDA driver is too old: it is for {_cuda(driver)}, and CuPy was built with {_cuda(needed)}"
+        return (
+            f"the CUDA driver is too old: it is for {_cuda(driver)}, and CuPy was built with {_cuda(needed)}"
+        )
     return "CUDA cannot be used"
 
 
