@@ -48,8 +48,8 @@ def kernels(module: str = "cpu_kernels") -> ModuleType | None:
 
 def reads_in_place(*sizes: int) -> bool:
     """Whether there are kernels that read F32 heads of these sizes in place, which must be whole vectors."""
-    found: Any = kernels()
-    return found is not None and not any(size % found.LANES for size in sizes)
+    compiled: Any = kernels()
+    return compiled is not None and not any(size % compiled.LANES for size in sizes)
 
 
 def values_shape(codes: Sequence[int], scales: Sequence[int], name: str) -> tuple[int, int, int]:
@@ -105,7 +105,7 @@ class Stored(NamedTuple):
 
     shape: Sequence[int]
     """(cells, kv_heads, dim) of the values."""
-    given: tuple[int, ...]
+    arguments: tuple[int, ...]
     """Kind, address, steps of a cell and of a head; then the last three for scales, or zeros."""
 
     @classmethod
@@ -174,11 +174,11 @@ class Work:
 
 def _reach(op: str, plan: RaggedPlan) -> int:
     """One more than the largest row that is read. Raises BoundsError for invalid rows."""
-    found: Any = kernels()
-    reach: int = found.survey(plan.segments, plan.readers, plan.index)
-    if reach == found.WRONG_READER:
+    compiled: Any = kernels()
+    reach: int = compiled.survey(plan.segments, plan.readers, plan.index)
+    if reach == compiled.WRONG_READER:
         raise BoundsError(f"{op}: a reader of the plan sees rows outside of its segment, or none")
-    if reach == found.WRONG_SEGMENT:
+    if reach == compiled.WRONG_SEGMENT:
         raise BoundsError(f"{op}: a segment of the plan has rows that no buffer has")
     return reach
 
@@ -200,7 +200,7 @@ def attend(
     read once for up to ``ABREAST`` queries of a segment. The temporary memory is a few chunks of cells, and
     one result for each piece of a history.
     """
-    found: Any = kernels()
+    compiled: Any = kernels()
     (tokens, heads, head_dim), (cells, kv_heads, v_dim) = query.shape, value.shape
     check_shapes(op, query.shape, key.shape, value.shape)
     if tokens != plan.tokens:
@@ -214,26 +214,26 @@ def attend(
     parts = np.empty((work.count, heads, v_dim), np.float32)
     totals = np.empty((work.count, heads, 2), np.float32)
     sizes = kv_heads, group, head_dim, v_dim
-    floats = found.scratch_size(work.abreast * group, head_dim, v_dim)
-    given = (
-        query.given[:4], scale, key.given, value.given, sizes, work.tasks, plan.segments, plan.readers,
+    floats = compiled.scratch_size(work.abreast * group, head_dim, v_dim)
+    operands = (
+        query.arguments[:4], scale, key.arguments, value.arguments, sizes, work.tasks, plan.segments, plan.readers,
         work.slots, plan.index, work.piece, parts, totals,
     )  # fmt: skip
     units = len(work.tasks) * kv_heads
     threads = min(threads, units, work.rows * kv_heads // WORTH)
     if threads < 2:
-        found.attend(*given, *_scratch(floats, work.abreast), 0, units)
+        compiled.attend(*operands, *_scratch(floats, work.abreast), 0, units)
     else:
 
         def run(begin: int, end: int) -> None:
-            found.attend(*given, *_scratch(floats, work.abreast), begin, end)
+            compiled.attend(*operands, *_scratch(floats, work.abreast), begin, end)
 
         edges = [units * i // threads for i in range(threads + 1)]
         others = [_pool(os.getpid(), threads - 1).submit(run, *edges[i : i + 2]) for i in range(1, threads)]
         run(*edges[:2])
         for other in others:
             other.result()
-    found.merge(parts, totals, work.edges, NO_SINKS if sinks is None else sinks, out)
+    compiled.merge(parts, totals, work.edges, NO_SINKS if sinks is None else sinks, out)
 
 
 _own = threading.local()

@@ -53,8 +53,8 @@ class Codes:
 def encoded(values: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Codes and scales (..., width) of floats (..., dim); None without kernels, and for another format."""
     bits = BITS.get(name)
-    found = None if bits is None else _kernel()
-    if found is None or bits is None:
+    kernel = None if bits is None else _kernel()
+    if kernel is None or bits is None:
         return None
     values = floats(values)
     *outer, dim = values.shape
@@ -62,7 +62,7 @@ def encoded(values: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray] | No
     scales = np.empty((*outer, dim // BLOCK), np.float16)
     rows = math.prod(outer)
     flat = [array.reshape(rows, 1, array.shape[-1]) for array in (values, codes, scales)]
-    found.store(flat[0], flat[1].view(np.int8), flat[2].view(np.uint16), bits, 0)
+    kernel.store(flat[0], flat[1].view(np.int8), flat[2].view(np.uint16), bits, 0)
     return codes, scales
 
 
@@ -94,9 +94,9 @@ class CodesStore:
         """None without codes to write, or without numba. ``host`` returns a tensor's floats as an array; None
         for anything else.
         """
-        if key is None or value is None or (found := _kernel()) is None:
+        if key is None or value is None or (kernel := _kernel()) is None:
             return None
-        return cls(backend, host, key, value, found.store)
+        return cls(backend, host, key, value, kernel.store)
 
     def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
         backend = self._backend

@@ -104,12 +104,12 @@ class PlacedBackend(BaseBackend):
 
     def device_of_layer(self, i: int) -> int:
         """The index of the device of layer ``i``."""
-        found = self._device_of
-        if found is None:
+        devices = self._device_of
+        if devices is None:
             return 0
-        if i >= len(found):
-            raise BoundsError(f"layer: {i} of {len(found)}; the backend was opened with layers={len(found)}")
-        return found[i]
+        if i >= len(devices):
+            raise BoundsError(f"layer: {i} of {len(devices)}; the backend was opened with layers={len(devices)}")
+        return devices[i]
 
     def place_layer(self, i: int, device: int) -> None:
         """Place everything created for layer ``i`` from now on on ``devices[device]``."""
@@ -181,11 +181,11 @@ class PlacedContext(BaseContext):
         return self.backend.device_of_layer(i)
 
     def _on_device(self, device: int) -> PlacedContext:
-        found = self._family.get(device)
-        if found is None or found.active_backend is None:
-            found = type(self)(self.backend, self.max_graph_nodes, device)
-            found.join(self._family)
-        return found
+        context = self._family.get(device)
+        if context is None or context.active_backend is None:
+            context = type(self)(self.backend, self.max_graph_nodes, device)
+            context.join(self._family)
+        return context
 
     def join(self, family: dict[int, PlacedContext]) -> None:
         """Join the contexts that close together, as the context of this device."""

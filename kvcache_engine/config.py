@@ -173,9 +173,9 @@ def refuse(raw: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None
     default.
     """
     for name, values in allowed.items():
-        found = raw.get(name, values[0])
-        if found not in values:
-            raise ModelError(f"{name}={found!r} is not supported; only {values[0]!r} is")
+        value = raw.get(name, values[0])
+        if value not in values:
+            raise ModelError(f"{name}={value!r} is not supported; only {values[0]!r} is")
 
 
 def refuse_quantized(raw: Mapping[str, Any]) -> None:

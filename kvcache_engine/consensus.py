@@ -46,8 +46,8 @@ class Agreement:
         """For each value, the minimum over all ranks."""
         if self._group is None or not values:
             return list(values)
-        found: list[int] = np.reshape(self._of_all(*values), (-1, len(values))).min(0).tolist()
-        return found
+        least_values: list[int] = np.reshape(self._of_all(*values), (-1, len(values))).min(0).tolist()
+        return least_values
 
     def begin(self, prefix: PrefixCache, tokens: Sequence[int], **whose: Any) -> Session:
         """Begin a session at the same position on all ranks: tokens that one of them lacks are reused by
@@ -100,8 +100,8 @@ class Agreement:
             self.abandon(error)
             return
         own = NO_ROOM if isinstance(error, CacheFullError) else FAILED
-        if min(found := self._of_all(own)) < own:
-            raise failed_elsewhere("forward", found) from error
+        if min(values := self._of_all(own)) < own:
+            raise failed_elsewhere("forward", values) from error
 
     def abandon(self, error: BaseException) -> None:
         """End the group: the other ranks continue with the call that failed here."""

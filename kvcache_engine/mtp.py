@@ -40,9 +40,9 @@ class MTPDraft(GuessedDraft):
     def _drafted(
         self, seq: int, tokens: Sequence[int], count: int, width: int, by: Draw | None
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        cache, held = self._cache, len(tokens) - 1
-        count = min(count, TAIL - 1, self._model.config.max_positions - held)
-        if cache is None or count < 1 or cache.offset(seq) != held:
+        cache, stored = self._cache, len(tokens) - 1
+        count = min(count, TAIL - 1, self._model.config.max_positions - stored)
+        if cache is None or count < 1 or cache.offset(seq) != stored:
             return None
         with self._model.backend.new_context() as ctx:
             guesser = Guesser(ctx.input(), self._vocabulary, count, 1, by)
@@ -50,5 +50,5 @@ class MTPDraft(GuessedDraft):
                 guessed = self._mtp.guess(ctx, cache, seq, tokens, count, guesser)
                 return guesser.read(ctx.input()) if guessed else None
             finally:
-                branches.rollback(cache, seq, held)
+                branches.rollback(cache, seq, stored)
                 cache.rolled_back(seq)  # the session is unaffected: it still has all of its tokens

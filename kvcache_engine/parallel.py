@@ -55,10 +55,10 @@ def join(backend: ml.Backend, size: int | None = None, timeout: float = 60.0) ->
         raise no_engine(backend.name)
     group = backend.distributed(timeout)
     if size is not None and group.size != size:
-        found = group.size
+        started = group.size
         group.close()
         raise ml.GroupError(
-            f"tensor parallelism: {size} ranks were requested but the launcher has started {found}; use the "
+            f"tensor parallelism: {size} ranks were requested but the launcher has started {started}; use the "
             "same number for both"
         )
     return group
@@ -114,13 +114,13 @@ class Share:
         (``kvcache_engine.consensus``), raise CacheFullError as that one does.
         """
         try:
-            found = of_all(ctx, self.group, _digest(batch))
+            digests = of_all(ctx, self.group, _digest(batch))
         except BaseException as error:  # the other ranks wait for it
             self.group.abandon("forward", error)
             raise
-        if min(found) < 0:
-            raise failed_elsewhere("forward", found)
-        others = [rank for rank, digest in enumerate(found) if digest != found[0]]
+        if min(digests) < 0:
+            raise failed_elsewhere("forward", digests)
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise ml.GroupError(
                 f"forward: rank {self.group.rank} of {self.group.size} found that rank {others[0]} computes "
@@ -175,13 +175,13 @@ def sizes_of(config: ModelConfig) -> list[int]:
 def of_all(ctx: ml.Context, group: ml.Group, *values: int) -> list[int]:
     """Each rank's ``values``, I64, in rank order."""
     gathered = group.all_gather(ctx, ctx.from_numpy(list(values), ml.DType.I64))
-    return [int(found) for found in gathered.to_numpy()]
+    return [int(value) for value in gathered.to_numpy()]
 
 
-def failed_elsewhere(op: str, found: Sequence[int]) -> Exception:
-    """The error if the smallest of the ranks' values ``found`` is NO_ROOM or FAILED."""
-    rank, size = found.index(min(found)), len(found)
-    if found[rank] != NO_ROOM:
+def failed_elsewhere(op: str, values: Sequence[int]) -> Exception:
+    """The error if the smallest of the ranks' ``values`` is NO_ROOM or FAILED."""
+    rank, size = values.index(min(values)), len(values)
+    if values[rank] != NO_ROOM:
         return ml.GroupError(f"{op}: rank {rank} of {size} failed before this; look for its own error")
     error = CacheFullError(0, 0, {}, op)
     error.args = (f"{op}: rank {rank} of {size} has no room for this; all ranks stop",)
@@ -243,10 +243,10 @@ def _scaled(part: range, by: int) -> range:
 def _digest(batch: Batch) -> int:
     """A 63-bit digest of a pass."""
     inputs: Any = batch.inputs
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for part in (batch.positions, batch.sequences, inputs, batch.outputs):
         host = part.to_numpy() if isinstance(part, ml.Tensor) else [] if part is None else part
         array = np.asarray(host, np.int64)
-        found.update(len(array).to_bytes(8, "little") + array.tobytes())
-    found.update(bytes([batch.outputs is None]))
-    return int.from_bytes(found.digest(), "little") >> 1
+        digest.update(len(array).to_bytes(8, "little") + array.tobytes())
+    digest.update(bytes([batch.outputs is None]))
+    return int.from_bytes(digest.digest(), "little") >> 1

@@ -223,9 +223,9 @@ class _Ranks:
                 "did "
                 "that, the machine may be out of memory: use a smaller --capacity or a narrower --dtype"
             )
-        told = self.told(first.number)
-        shared = len([rank for rank in failed if self.told(rank.number) == told]) > 1
-        return told if first.number == 0 or shared else f"{first}: {told}"
+        message = self.told(first.number)
+        shared = len([rank for rank in failed if self.told(rank.number) == message]) > 1
+        return message if first.number == 0 or shared else f"{first}: {message}"
 
     def _check_left_behind(self, limits: Limits) -> None:
         done = [rank for rank in self.all if rank.code == 0]

@@ -17,26 +17,26 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._withheld = ""
         self.found = False
 
     def push(self, text: str) -> str:
         """The text that is certain to come before any stop string."""
         if self.found:
             return ""
-        text = self._held + text
+        text = self._withheld + text
         at = min((i for stop in self._stops if (i := text.find(stop)) >= 0), default=-1)
         if at >= 0:
-            self.found, self._held = True, ""
+            self.found, self._withheld = True, ""
             return text[:at]
         hold = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - hold :]
+        self._withheld = text[len(text) - hold :]
         return text[: len(text) - hold]
 
     def flush(self) -> str:
         """The held back text, at the end of a text without a stop string."""
-        held, self._held = self._held, ""
-        return held
+        withheld, self._withheld = self._withheld, ""
+        return withheld
 
 
 class RequestState:

@@ -66,12 +66,12 @@ class SavedConversation:
     @property
     def dtype(self) -> ml.DType:
         """The dtype in which the model computed."""
-        found = str(_naming(self.model)["dtype"])
-        if found not in ml.DType.__members__:
+        name = str(_naming(self.model)["dtype"])
+        if name not in ml.DType.__members__:
             raise ConversationError(
-                f"the conversation is of a model in {found!r:.40}, which is not a known dtype"
+                f"the conversation is of a model in {name!r:.40}, which is not a known dtype"
             )
-        return ml.DType[found]
+        return ml.DType[name]
 
     @property
     def cache_dtype(self) -> CacheDType:
@@ -263,11 +263,11 @@ def write_whole(target: Path, parts: Sequence[memoryview]) -> None:
 def _naming(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a model's identity or a cache's settings that names a dtype or format."""
     for key in ("dtype", "attention", "caches"):
-        found = record.get(key)
-        if key == "dtype" and isinstance(found, str):
+        value = record.get(key)
+        if key == "dtype" and isinstance(value, str):
             return record
-        if isinstance(found, list) and found:
-            found = found[0]
-        if isinstance(found, Mapping):
-            return _naming(found)
+        if isinstance(value, list) and value:
+            value = value[0]
+        if isinstance(value, Mapping):
+            return _naming(value)
     raise ConversationError("the conversation has no dtype")

@@ -54,8 +54,8 @@ def narrow_product(left: Any, right: Any, dtype: DType, out: Any) -> None:
 
 
 def _operation(cublas: Any, x: _Matrices) -> int:
-    found: int = cublas.CUBLAS_OP_T if x.transposed else cublas.CUBLAS_OP_N
-    return found
+    operation: int = cublas.CUBLAS_OP_T if x.transposed else cublas.CUBLAS_OP_N
+    return operation
 
 
 def _at(x: _Matrices, where: Shape) -> int:

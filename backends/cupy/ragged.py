@@ -96,10 +96,10 @@ def ragged_attention(
     out: CupyTensor = ctx.empty((plan.tokens, shape.heads, shape.v_dim), query.dtype)
     module = _module(query.dtype, shape)
     strides = [np.int64(step) for x in (query, key, value) for step in x.strides]
-    given = [x.native for x in (query, key, value, plan.packed(ctx), done.work)]
+    arrays = [x.native for x in (query, key, value, plan.packed(ctx), done.work)]
     with ctx.place.work("ragged_attention"):
         parts, merge = (module.get_function(name) for name in ("ragged_parts", "ragged_merge"))
         kept = [x.native for x in (sums, stats)]
-        parts((done.tasks, shape.blocks), (THREADS,), (*given, np.float32(scale), *strides, *kept))
+        parts((done.tasks, shape.blocks), (THREADS,), (*arrays, np.float32(scale), *strides, *kept))
         merge((plan.tokens, shape.heads), (THREADS,), (*kept, done.work.native, logits.native, out.native))
     return out

@@ -132,10 +132,10 @@ def _rows(array: Any) -> tuple[int, int, int] | None:
 
 def _copy(device: Any, host: np.ndarray, out: bool) -> None:
     """One copy between a device's rows and a host array that is contiguous or has the same rows."""
-    found = _rows(device)
-    if found is None:
+    layout = _rows(device)
+    if layout is None:
         raise DeviceError(f"page: {device.shape} with strides {device.strides} is not in evenly spaced rows")
-    rows, width, pitch = found
+    rows, width, pitch = layout
     there = None if host.flags.c_contiguous else _rows(host)
     apart = width if there is None else there[2]
     if rows == 1 and there is not None:  # one device row is as many as the host has

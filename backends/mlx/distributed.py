@@ -203,7 +203,7 @@ class _Watch:
 def _connections(hosts: list[list[str]], rank: int) -> list[socket.socket]:
     """The ring's connections to the previous and next rank, identified by the ports in the hostfile."""
     local, remote = (_ports(hosts[index % len(hosts)]) for index in (rank, rank + 1))
-    found: list[socket.socket] = []
+    connections: list[socket.socket] = []
     for name in os.listdir("/dev/fd"):  # noqa: PTH208
         try:
             connection = socket.socket(fileno=os.dup(int(name)))
@@ -214,10 +214,10 @@ def _connections(hosts: list[list[str]], rank: int) -> list[socket.socket]:
         except (OSError, IndexError, TypeError):
             ours = False
         if ours:
-            found.append(connection)
+            connections.append(connection)
         else:
             connection.close()
-    return found
+    return connections
 
 
 def _ports(addresses: list[str]) -> set[int]:

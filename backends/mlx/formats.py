@@ -52,8 +52,8 @@ def decoded(parts: Sequence[MlxTensor], name: str) -> MlxTensor | None:
         scale, bias = (mx.astype(one, mx.float32) for one in scales)
         if not codes.size:  # MLX cannot reshape empty arrays
             return parts[0].wrap(mx.zeros((*codes.shape[:-1], codes.shape[-1] * 32 // bits)), DType.F32)
-        found = mx.dequantize(mx.view(codes, mx.uint32), scale, bias, group, bits)
-        return parts[0].wrap(found, DType.F32)
+        values = mx.dequantize(mx.view(codes, mx.uint32), scale, bias, group, bits)
+        return parts[0].wrap(values, DType.F32)
 
 
 def blocks_of(values: Any, eight: bool) -> tuple[Any, Any]:
@@ -90,8 +90,8 @@ def _inverse(scale: Any) -> Any:
     """1 / scale, and 0 if that is not finite, since casting infinity to an integer depends on the
     processor.
     """
-    found = mx.reciprocal(scale)
-    return mx.where(mx.isfinite(found), found, 0.0)
+    reciprocal = mx.reciprocal(scale)
+    return mx.where(mx.isfinite(reciprocal), reciprocal, 0.0)
 
 
 def _to_float8(x: MlxTensor) -> tuple[MlxTensor, MlxTensor]:

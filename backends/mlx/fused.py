@@ -112,14 +112,14 @@ def grouped_matmul(x: MlxTensor, weight: MlxTensor, groups: MlxTensor) -> MlxTen
     work, (rows, size) = x.storage.work, x.shape
     if 0 in (rows, *weight.shape) or (work.widens and x.dtype is not DType.F32):
         return None
-    found = mx.gather_mm(
+    product = mx.gather_mm(
         mx.reshape(x.read(), (rows, 1, size), stream=work.stream),
         weight.read(),
         rhs_indices=groups.read(),
         sorted_indices=True,
         stream=work.stream,
     )
-    return x.wrap(mx.reshape(found, (rows, weight.shape[2]), stream=work.stream))
+    return x.wrap(mx.reshape(product, (rows, weight.shape[2]), stream=work.stream))
 
 
 @functools.lru_cache(maxsize=64)

@@ -114,8 +114,8 @@ def _attend(plan: RaggedPlan, segment: int, query: Any, keys: _Groups, values: _
     totals = mx.sum(weights, axis=-1, keepdims=True)
     out = values.product(mx.reshape(weights, (heads, count * group, length)), rows, False)
     out = mx.reshape(out, (heads, count, group, values.dim))
-    found = tuple(part.transpose(1, 0, 2, 3) for part in (out, tops, totals))
-    return (None if everyone else from_host(np.ascontiguousarray(who))), found
+    partial = tuple(part.transpose(1, 0, 2, 3) for part in (out, tops, totals))
+    return (None if everyone else from_host(np.ascontiguousarray(who))), partial
 
 
 def _merge(one: Any, other: Any) -> Any:

@@ -57,10 +57,10 @@ def may_overlap(shape: Shape, strides: Shape) -> bool:
 def region_of(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> Region | None:
     """A non-empty view as a block, or None if it is not one."""
     for base in (allocated or (1,), base_of(math.prod(allocated), shape, strides)):
-        found = None if base is None else regular_region(base, offset, shape, strides)
-        if base is None or found is None or any(part.step != 1 for part in found[0]):
+        region = None if base is None else regular_region(base, offset, shape, strides)
+        if base is None or region is None or any(part.step != 1 for part in region[0]):
             continue
-        slices, placed = found
+        slices, placed = region
         sizes = tuple(part.stop - part.start for part in slices)
         axes = tuple(k for k, size in enumerate(sizes) if size != base[k]) or (0,)
         start = mx.array([slices[k].start for k in axes], mx.int32)
@@ -71,10 +71,10 @@ def region_of(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> Re
 @lru_cache(maxsize=4096)
 def row_region_of(allocated: Shape, offset: int, shape: Shape, strides: Shape, axis: int) -> RowRegion | None:
     """The place of rows along ``axis`` of a view in the storage, if each is a whole layer of it."""
-    found = regular_region(allocated, offset, shape, strides)
-    if found is None or found[1][axis] < 0:
+    region = regular_region(allocated, offset, shape, strides)
+    if region is None or region[1][axis] < 0:
         return None
-    slices, placed = found
+    slices, placed = region
     along = placed[axis]
     if any(
         part != slice(0, n, 1)

@@ -102,25 +102,25 @@ class _Ring:
 
     def _connect(self) -> socket.socket | None:
         try:
-            found = socket.create_connection(_address(self._hosts[self._next]), timeout=self._left_of(1.0))
+            connection = socket.create_connection(_address(self._hosts[self._next]), timeout=self._left_of(1.0))
         except OSError:
             return None
-        self._opened.enter_context(found)
+        self._opened.enter_context(connection)
         with contextlib.suppress(OSError):
-            found.sendall(self._hello(self.rank))
-        return found
+            connection.sendall(self._hello(self.rank))
+        return connection
 
     def _accept(self) -> socket.socket | None:
         """The previous rank's connection, if it has connected; other connections are ignored."""
         self.listener.settimeout(_STEP)
         try:
-            found, _ = self.listener.accept()
+            connection, _ = self.listener.accept()
         except OSError:
             return None
-        self._opened.enter_context(found)
+        self._opened.enter_context(connection)
         expected = self._hello(self._before)
         try:
-            return found if self._read(found, len(expected), self._left_of(1.0)) == expected else None
+            return connection if self._read(connection, len(expected), self._left_of(1.0)) == expected else None
         except OSError:
             return None
 
@@ -138,14 +138,14 @@ class _Ring:
 
     @staticmethod
     def _read(connection: socket.socket, size: int, seconds: float) -> bytes:
-        until, found = time.monotonic() + seconds, b""
-        while len(found) < size:
+        until, received = time.monotonic() + seconds, b""
+        while len(received) < size:
             connection.settimeout(max(0.001, until - time.monotonic()))
-            part = connection.recv(size - len(found))
+            part = connection.recv(size - len(received))
             if not part:
                 break
-            found += part
-        return found
+            received += part
+        return received
 
     def _hello(self, rank: int) -> bytes:
         """The greeting, which identifies a rank of this ring."""

@@ -93,9 +93,9 @@ class MlxStorage(Storage):
             self._settle_layout()
         if math.prod(shape) > SIZE_LIMIT:  # a repeating view; MLX would crash
             raise DeviceError(f"read: {shape} has {math.prod(shape)} elements; MLX supports {SIZE_LIMIT}")
-        found = mx.as_strided(self.array, shape, strides, offset, stream=stream)
+        view = mx.as_strided(self.array, shape, strides, offset, stream=stream)
         # MLX's reductions treat axes of stride 1 as separate rows, and write beyond their result.
-        return mx.contiguous(found, stream=stream) if may_overlap(shape, strides) else found
+        return mx.contiguous(view, stream=stream) if may_overlap(shape, strides) else view
 
     def put_block(self, region: Region, value: Any) -> None:
         """``self[region] = value``. ``value`` has the region's sizes, and does not alias this buffer."""

@@ -65,22 +65,22 @@ class Half:
         """The array of ``source`` with its axes in the storage's order; None unless it is the plain case."""
         if type(source) is not MlxTensor or source.dtype is not self.dtype or source.backend is not backend:
             return None
-        held, strides, shape = source.storage, source.strides, source.shape
+        storage, strides, shape = source.storage, source.strides, source.shape
         if shape != (self.row if count == 1 else (count, *self.shape)):
             return None
-        if held is self.storage or held.array is None:
+        if storage is self.storage or storage.array is None:
             return None
         if (
             count == 1
-            and held.shape == self.one
+            and storage.shape == self.one
             and source.offset == 0
             and strides[2] == 1
             and strides[1] == shape[2]
         ):
-            held.read_at = held.work.epoch
-            return held.array
+            storage.read_at = storage.work.epoch
+            return storage.array
         i, j, k = self.order
-        return held.read(source.offset, (shape[i], shape[j], shape[k]), (strides[i], strides[j], strides[k]))
+        return storage.read(source.offset, (shape[i], shape[j], shape[k]), (strides[i], strides[j], strides[k]))
 
     def view(self, start: int, count: int) -> MlxTensor:
         """Rows ``[start, start + count)``; MlxTensor's constructor, inlined."""
@@ -186,17 +186,17 @@ class MlxQuantizedStore:
             return False
         try:
             with work.lock, work.on_stream:
-                given = [
+                sources = [
                     self._floats(x, count, shape) for x, shape in zip((key, value), self._shapes, strict=True)
                 ]
-                if given[0] is None or given[1] is None:
+                if sources[0] is None or sources[1] is None:
                     return False
-                found = self._encoded(given[0], given[1])
-                for half, new in zip(halves, found, strict=True):
+                encoded = self._encoded(sources[0], sources[1])
+                for half, new in zip(halves, encoded, strict=True):
                     if not half.storage.claim():
                         half.storage.prepare_write(new)
                     half.storage.array[(*half.before, slice(start, start + count))] = new
-                nbytes = sum(new.nbytes for new in found)
+                nbytes = sum(new.nbytes for new in encoded)
                 work.defer_pair(halves[0].ref, halves[1].ref, nbytes)
                 work.defer_pair(halves[2].ref, halves[3].ref, 0)
         except MLX_ERRORS:
@@ -211,12 +211,12 @@ class MlxQuantizedStore:
         """The array of ``source`` with its axes in the storages' order; None unless it is the plain case."""
         if type(source) is not MlxTensor or source.backend is not self._backend or not source.dtype.is_float:
             return None
-        held = source.storage
-        if source.shape != (count, *shape) or held.array is None:
+        storage = source.storage
+        if source.shape != (count, *shape) or storage.array is None:
             return None
         i, j, k = self._halves[0].order
         sizes, steps = source.shape, source.strides
-        return held.read(source.offset, (sizes[i], sizes[j], sizes[k]), (steps[i], steps[j], steps[k]))
+        return storage.read(source.offset, (sizes[i], sizes[j], sizes[k]), (steps[i], steps[j], steps[k]))
 
     def _encoded(self, key: Any, value: Any) -> tuple[Any, Any, Any, Any]:
         """Codes and scales of both, encoded together if they have the same format."""

@@ -64,7 +64,7 @@ class MlxWork:
         self.storages: dict[int, weakref.ref[Storage]] = {}
         """All live storages, by ``id``."""
         self.epoch, self.drained = 1, 0
-        self._held = 0
+        self._awaited = 0
         """The epoch that the next flush waits for."""
         self.ranks: Ranks | None = None
         self._pending: list[weakref.ref[Storage]] = []
@@ -95,7 +95,7 @@ class MlxWork:
         wait: the stream runs in order, so waiting for the last one waits for all.
         """
         with self.lock:
-            if self._held > self.drained:
+            if self._awaited > self.drained:
                 self._wait()
             pending, self._pending, self._pending_bytes = self._pending, [], 0
             self.epoch += 1
@@ -125,7 +125,7 @@ class MlxWork:
             return
         if epoch == self.epoch:
             self.flush(*arrays)
-        self._held = max(self._held, epoch)
+        self._awaited = max(self._awaited, epoch)
 
     def _wait(self) -> None:
         """Return when all submitted work has run."""

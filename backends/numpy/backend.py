@@ -61,16 +61,16 @@ class NumpyBackend(BaseBackend):
     def quantize(self, ctx: NumpyContext, x: NumpyTensor, format: str) -> tuple[NumpyTensor, ...] | None:
         """See ``ml.SupportsKVStorage``."""
         ctx.check("quantize", x)
-        found = compiled(x.native, format) or encoded(x.native, format)
-        if found is None:
+        parts = compiled(x.native, format) or encoded(x.native, format)
+        if parts is None:
             return None
-        return tuple(NumpyTensor.own(ctx, part, DType.from_numpy(part.dtype)) for part in found)
+        return tuple(NumpyTensor.own(ctx, part, DType.from_numpy(part.dtype)) for part in parts)
 
     def dequantize(self, ctx: NumpyContext, parts: Sequence[NumpyTensor], format: str) -> NumpyTensor | None:
         """See ``ml.SupportsKVStorage``."""
         ctx.check("dequantize", parts[0])
-        found = decoded([part.native for part in parts], format)
-        return None if found is None else NumpyTensor.own(ctx, found, DType.F32)
+        values = decoded([part.native for part in parts], format)
+        return None if values is None else NumpyTensor.own(ctx, values, DType.F32)
 
     def ragged_attention(
         self,

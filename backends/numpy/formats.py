@@ -29,8 +29,8 @@ def decoded(parts: Sequence[np.ndarray], name: str) -> np.ndarray | None:
     if name in ("Q8_0", "Q4_0"):
         return _from_blocks(parts[0], parts[1], name == "Q8_0")
     if name == "F8_E4M3":
-        found: np.ndarray = _FLOAT8_NUMBERS[parts[0]] * parts[1]
-        return found
+        values: np.ndarray = _FLOAT8_NUMBERS[parts[0]] * parts[1]
+        return values
     return _from_groups(parts, *AFFINE[name]) if name in AFFINE else None
 
 
@@ -61,18 +61,18 @@ def _from_blocks(codes: np.ndarray, scales: np.ndarray, eight: bool) -> np.ndarr
     if not eight:  # bytes are smaller than floats; negative ones wrap
         packed = codes.reshape(*outer, count, BLOCK // 2)
         codes = (np.concatenate((packed & 15, packed >> 4), -1) - np.uint8(8)).view(np.int8)
-    found = codes.reshape(*outer, count, BLOCK).astype(np.float32)
-    found *= scales.astype(np.float32)[..., None]
-    return found.reshape(*outer, count * BLOCK)
+    values = codes.reshape(*outer, count, BLOCK).astype(np.float32)
+    values *= scales.astype(np.float32)[..., None]
+    return values.reshape(*outer, count * BLOCK)
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:
     """1 / scale, and 0 if that is not finite, since casting infinity to an integer depends on the
     processor.
     """
-    found = np.float32(1) / scale
-    found[~np.isfinite(found)] = 0
-    return found
+    reciprocal = np.float32(1) / scale
+    reciprocal[~np.isfinite(reciprocal)] = 0
+    return reciprocal
 
 
 @np.errstate(all="ignore")
@@ -110,7 +110,7 @@ def _from_groups(parts: Sequence[np.ndarray], bits: int, group: int) -> np.ndarr
     codes = words.astype("<i4", order="C").view(np.uint8)
     if bits == 4:
         codes = np.stack((codes & 15, codes >> 4), -1)
-    found = codes.reshape(*scales.shape, group).astype(np.float32)
-    found *= scales.astype(np.float32)[..., None]
-    found += biases.astype(np.float32)[..., None]
-    return found.reshape(*scales.shape[:-1], scales.shape[-1] * group)
+    values = codes.reshape(*scales.shape, group).astype(np.float32)
+    values *= scales.astype(np.float32)[..., None]
+    values += biases.astype(np.float32)[..., None]
+    return values.reshape(*scales.shape[:-1], scales.shape[-1] * group)

@@ -65,13 +65,13 @@ def _find(wanted: str | torch.device) -> Place:
             return Place(str(device), torch.device("cpu"))
         if str(device) in existing_devices() and device.type == "cuda":  # testing it would use its memory
             return Place(str(device), device)
-        found = torch.empty(0, device=device).device  # with its index: "cuda" is "cuda:0"
+        existing = torch.empty(0, device=device).device  # with its index: "cuda" is "cuda:0"
     except Exception as error:  # torch raises AssertionError, RuntimeError and others here
         raise DeviceError(
             f"open_backend: torch has no device {str(wanted)!r} here; available: "
             f"{', '.join(existing_devices())} ({_first_line(error)})"
         ) from error
-    return Place("mps" if found.type == "mps" else str(found), found)
+    return Place("mps" if existing.type == "mps" else str(existing), existing)
 
 
 def device_memory(place: Place) -> tuple[int | None, int | None]:

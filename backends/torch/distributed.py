@@ -69,8 +69,8 @@ def _keep_to_loopback() -> None:
     interface.
     """
     names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    if os.environ.get("MASTER_ADDR") == _LOOPBACK and (found := names & {"lo", "lo0"}):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", min(found))
+    if os.environ.get("MASTER_ADDR") == _LOOPBACK and (interfaces := names & {"lo", "lo0"}):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", min(interfaces))
 
 
 def _rendezvous(rank: int, size: int, began: float, seconds: float) -> Any:

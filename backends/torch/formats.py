@@ -34,14 +34,14 @@ def decoded(ctx: Placement, parts: Sequence[TorchTensor], name: str) -> TorchTen
     """F32 (..., dim)."""
     stored = [part.native_on(ctx) for part in parts]
     if name in ("Q8_0", "Q4_0"):
-        found = _from_blocks(stored[0], stored[1], name == "Q8_0")
+        values = _from_blocks(stored[0], stored[1], name == "Q8_0")
     elif name == "F8_E4M3" and stored[0].device.type != "mps":
-        found = stored[0].view(torch.float8_e4m3fn).float().mul_(stored[1])
+        values = stored[0].view(torch.float8_e4m3fn).float().mul_(stored[1])
     elif name in AFFINE:
-        found = _from_groups(stored, *AFFINE[name])
+        values = _from_groups(stored, *AFFINE[name])
     else:
         return None
-    return TorchTensor.own(ctx, found, DType.F32)
+    return TorchTensor.own(ctx, values, DType.F32)
 
 
 def _to_blocks(values: torch.Tensor, eight: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,8 +72,8 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
     """1 / scale, and 0 if that is not finite, since casting infinity to an integer depends on the
     processor.
     """
-    found = scale.reciprocal()
-    return torch.where(found.isfinite(), found, torch.zeros_like(found))
+    reciprocal = scale.reciprocal()
+    return torch.where(reciprocal.isfinite(), reciprocal, torch.zeros_like(reciprocal))
 
 
 def _scalar(like: torch.Tensor, number: float) -> torch.Tensor:
@@ -112,5 +112,5 @@ def _from_groups(parts: Sequence[torch.Tensor], bits: int, group: int) -> torch.
     codes = words.contiguous().view(torch.uint8)
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    found = codes.reshape(*scales.shape, group).float().mul_(scales.unsqueeze(-1).float())
-    return found.add_(biases.unsqueeze(-1).float()).flatten(-2)
+    values = codes.reshape(*scales.shape, group).float().mul_(scales.unsqueeze(-1).float())
+    return values.add_(biases.unsqueeze(-1).float()).flatten(-2)

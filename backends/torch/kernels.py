@@ -67,11 +67,11 @@ def beside(ctx: Placement, tensor: TorchTensor, device: torch.device) -> torch.T
     return tensor.native.to(device) if ctx.moves else tensor.native
 
 
-def home(ctx: Placement, found: torch.Tensor, dtype: DType) -> TorchTensor:
+def home(ctx: Placement, result: torch.Tensor, dtype: DType) -> TorchTensor:
     """A result on the context's device."""
     if ctx.moves:
-        found = found.to(ctx.torch_device)
-    return TorchTensor.own(ctx, found, dtype)
+        result = result.to(ctx.torch_device)
+    return TorchTensor.own(ctx, result, dtype)
 
 
 def causal_bias(masks: CausalMasks, q: torch.Tensor, v: torch.Tensor, batch: int, history: int) -> Bias:
@@ -87,11 +87,11 @@ def causal_bias(masks: CausalMasks, q: torch.Tensor, v: torch.Tensor, batch: int
     return masks.of(q, history).unsqueeze(0)
 
 
-def with_sinks(found: Pair, logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def with_sinks(pair: Pair, logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Attention with an additional key of value 0 per head, whose logit broadcasts to the log-sum-exp. This
     only scales a row by exp(lse) / (exp(lse) + exp(logit)).
     """
-    out, lse = found
+    out, lse = pair
     shrunk: torch.Tensor = out * torch.sigmoid(lse - logits).unsqueeze(-1)
     return shrunk.to(dtype)
 
@@ -172,15 +172,15 @@ def _kernel(
     if q.is_mps and not with_lse:
         out = functional.scaled_dot_product_attention(q, k, v, _shown(bias), scale=scale)
         return out, out
-    keys, values, found = k.float().transpose(-1, -2), v.float(), []
+    keys, values, blocks = k.float().transpose(-1, -2), v.float(), []
     step = max(1, SCORES_LIMIT // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], step):
         scores = torch.matmul(q[:, :, start : start + step].float() * scale, keys)
         if isinstance(bias, torch.Tensor):
             scores += bias if bias.shape[-2] == 1 else bias[..., start : start + step, :]
         lse = scores.logsumexp(-1) if with_lse else scores
-        found.append((torch.matmul(scores.softmax(-1), values).to(q.dtype), lse))
-    outs, lses = zip(*found, strict=True)
+        blocks.append((torch.matmul(scores.softmax(-1), values).to(q.dtype), lse))
+    outs, lses = zip(*blocks, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 

@@ -106,12 +106,12 @@ def _level(
             stacked = own.reshape(call.batch, -1, *own.shape[1:])
             check_mask("attention_calls", call.mask, stacked.shape[1], call.length, call.batch)
             bias = _bias(ctx, masks, stacked, v, call.length, cast("Any", call.mask))
-        found = attend_grouped(own, _read(ctx, k, call), _read(ctx, v, call), bias, scale, with_lse)
+        pair = attend_grouped(own, _read(ctx, k, call), _read(ctx, v, call), bias, scale, with_lse)
         if whole:
-            return found
-        out[tokens] = found[0]
+            return pair
+        out[tokens] = pair[0]
         if with_lse:
-            lse[tokens] = found[1]
+            lse[tokens] = pair[1]
     return out, lse
 
 

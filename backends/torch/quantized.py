@@ -71,10 +71,10 @@ def encode(ctx: Placement, x: TorchTensor, name: str) -> tuple[TorchTensor, ...]
     """Codes and scales; None if the kernels do not support the case."""
     if name not in BITS or not x.native.is_cpu or ctx.torch_device.type != "cpu":
         return None
-    found = encoded(_host(x.native), name)
-    if found is None:
+    parts = encoded(_host(x.native), name)
+    if parts is None:
         return None
-    return tuple(TorchTensor.own(ctx, torch.from_numpy(part), DType.from_numpy(part.dtype)) for part in found)
+    return tuple(TorchTensor.own(ctx, torch.from_numpy(part), DType.from_numpy(part.dtype)) for part in parts)
 
 
 def quantized_store(

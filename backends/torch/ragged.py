@@ -79,12 +79,12 @@ def stored_of(parts: Sequence[TorchTensor], kind: str) -> Stored | None:
     Cached with the first tensor, since caches pass the same ones in each pass.
     """
     first, asked = parts[0], (kind, *parts[1:])
-    known, found = getattr(first, "on_cpu", ((), None))
+    known, stored = getattr(first, "on_cpu", ((), None))
     if known != asked:
         on_cpu = all(part.native.is_cpu for part in parts)
-        found = Stored.of([array_of(part.native) for part in parts], kind) if on_cpu else None
-        first.on_cpu = asked, found
-    return found
+        stored = Stored.of([array_of(part.native) for part in parts], kind) if on_cpu else None
+        first.on_cpu = asked, stored
+    return stored
 
 
 def array_of(native: torch.Tensor) -> Array:

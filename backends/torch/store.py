@@ -30,8 +30,8 @@ def _find_alias() -> Callable[[torch.Tensor, Shape, Shape, int], torch.Tensor]:
     try:
         alias = importlib.import_module("torch._C._dynamo.guards")._reinterpret_tensor
         sample = torch.arange(6)
-        found = alias(sample, (2, 1), (2, 1), 1)
-        if found.tolist() == [[1], [3]] and found.data_ptr() == sample[1:].data_ptr():
+        view = alias(sample, (2, 1), (2, 1), 1)
+        if view.tolist() == [[1], [3]] and view.data_ptr() == sample[1:].data_ptr():
             return cast("Callable[[torch.Tensor, Shape, Shape, int], torch.Tensor]", alias)
     except Exception:  # private to torch, and may change: as_strided is equivalent
         pass

@@ -80,10 +80,10 @@ class UploadedStorage(TorchStorage):
         if not hasattr(self, "_wide"):
             self._wide: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         key = int(indices.storage_offset()), indices.numel(), device
-        found = self._wide.get(key)
-        if found is None:
-            found = self._wide[key] = indices.to(device, torch.int64)
-        return found
+        wide = self._wide.get(key)
+        if wide is None:
+            wide = self._wide[key] = indices.to(device, torch.int64)
+        return wide
 
 
 def wide_indices(indices: TorchTensor, device: torch.device) -> torch.Tensor:
@@ -288,8 +288,8 @@ class TorchTensor(BaseTensor):
     @_guarded
     def _gather(self, ctx: Placement, indices: Any, axis: int) -> Self:
         native = self.native  # selected on its own device: only the rows move to the context's
-        found = native.index_select(axis, self._rows(indices, native.device))
-        return self.own(ctx, found.to(ctx.torch_device) if ctx.moves else found, self.dtype)
+        gathered = native.index_select(axis, self._rows(indices, native.device))
+        return self.own(ctx, gathered.to(ctx.torch_device) if ctx.moves else gathered, self.dtype)
 
     @_guarded
     def _concat(self, ctx: Placement, other: Self, axis: int) -> Self:
@@ -321,10 +321,10 @@ class TorchTensor(BaseTensor):
         flat = x.flatten()  # oneDNN supports 12 axes
         if tanh:
             return self.own(ctx, functional.gelu(flat, approximate="tanh").view(x.shape), self.dtype)
-        found = functional.gelu(flat).view(x.shape)
+        result = functional.gelu(flat).view(x.shape)
         if x.is_cpu and x.numel() and not bool(x.amax() <= _GELU_LARGEST):
-            found = torch.where(x > _GELU_LINEAR, x, found)
-        return self.own(ctx, found, self.dtype)
+            result = torch.where(x > _GELU_LINEAR, x, result)
+        return self.own(ctx, result, self.dtype)
 
     @_guarded
     def _clamp(self, ctx: Placement, lo: float | None, hi: float | None) -> Self:

@@ -234,12 +234,12 @@ def attend(
     out = q.new_empty((tokens, heads, v_dim))
     scratch = q.new_empty(work.slots * heads * (v_dim + 1), dtype=torch.float32)
     sink, step = (out, 0) if sinks is None else (sinks, sinks.stride(0))
-    given = [out if one is None else one for one in scales]
-    steps = [stride for x in (q, k, v, *given) for stride in x.stride()]
+    scale_tensors = [out if one is None else one for one in scales]
+    steps = [stride for x in (q, k, v, *scale_tensors) for stride in x.stride()]
     with torch.cuda.device_of(q):
         launch(
             attend_items, (work.items, kv_heads * -(-group // tile.heads)),
-            (q, k, v, *given, packed, sink, out, scratch), (float(scale),), (*steps, step),
+            (q, k, v, *scale_tensors, packed, sink, out, scratch), (float(scale),), (*steps, step),
             {
                 "GROUP": group, "HEADS_PER_TILE": tile.heads, "HEADS": heads, "HEAD_DIM": head_dim,
                 "V_DIM": v_dim, "PAD": padded(head_dim), "V_PAD": padded(v_dim), "BLOCK_M": tile.rows,

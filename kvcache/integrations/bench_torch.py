@@ -112,11 +112,11 @@ def peers(
     """
     if importlib.util.find_spec("transformers") is None:
         return {}
-    found = {}
+    caches = {}
     for name, cache in _caches(history + (ROOM if grow else new), heads, dim, window):
         peer = _Peer(cache, history, new, heads, dim, dtype)
-        found[name] = Contender(peer.step, peer.prepare, (lambda: None) if grow else peer.undo)
-    return found
+        caches[name] = Contender(peer.step, peer.prepare, (lambda: None) if grow else peer.undo)
+    return caches
 
 
 def _caches(capacity: int, heads: int, dim: int, window: int) -> Iterator[tuple[str, Any]]:

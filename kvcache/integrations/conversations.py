@@ -30,8 +30,8 @@ _FIELDS = [field.name for field in fields(PrefixOptions)]
 
 def names_of(*inits: Callable[..., Any]) -> list[str]:
     """The options of constructors: their parameters after the first two, without ``**options``."""
-    found = [list(inspect.signature(init).parameters.values())[2:] for init in inits]
-    return [one.name for each in found for one in each if one.kind is not one.VAR_KEYWORD]
+    parameters = [list(inspect.signature(init).parameters.values())[2:] for init in inits]
+    return [one.name for each in parameters for one in each if one.kind is not one.VAR_KEYWORD]
 
 
 def check_known(
@@ -49,15 +49,15 @@ def check_known(
             raise error(f"{op}: no option {name!r}; {remedy}")
 
 
-def check_missing(op: str, prompt: int, held: int, count: int, drafts: int = MOST_DRAFTS) -> None:
+def check_missing(op: str, prompt: int, stored: int, count: int, drafts: int = MOST_DRAFTS) -> None:
     """Raise OrderError for a pass over tokens that a conversation's cache already has. The conversation began
-    with ``prompt`` tokens (0: unknown), and the cache has ``held``. A pass may complete the prompt, and up to
+    with ``prompt`` tokens (0: unknown), and the cache has ``stored``. A pass may complete the prompt, and up to
     ``drafts`` tokens may follow it.
     """
-    most = drafts + 1 if held == prompt - 1 else prompt - held
-    if held < prompt and count > most:
+    most = drafts + 1 if stored == prompt - 1 else prompt - stored
+    if stored < prompt and count > most:
         raise OrderError(
-            f"{op}: {count} tokens from position {held} on, in a conversation of {prompt} tokens; pass the "
+            f"{op}: {count} tokens from position {stored} on, in a conversation of {prompt} tokens; pass the "
             "model only the missing tokens, session.remaining; extend the session before another turn"
         )
 
@@ -68,9 +68,9 @@ class Conversation:
     _owner: Any
     """The SharedPrefixes that created it."""
 
-    def __init__(self, session: Session, rows: Any, held: Callable[[], int]) -> None:
-        """``rows`` are the runtime's, and contain ``held`` tokens of the conversation."""
-        self._session, self._rows, self._held = session, rows, held
+    def __init__(self, session: Session, rows: Any, stored_tokens: Callable[[], int]) -> None:
+        """``rows`` are the runtime's, and contain ``stored_tokens()`` tokens of the conversation."""
+        self._session, self._rows, self._stored_tokens = session, rows, stored_tokens
         self.cached = session.cached
         rows.prompt = len(session.tokens)
 
@@ -94,7 +94,7 @@ class Conversation:
     def remaining(self) -> list[int]:
         """The tokens to evaluate next: those of the prompt and of ``extend`` that the cache lacks."""
         tokens: list[Any] = list(self._session.tokens)
-        return tokens[self._held() :]
+        return tokens[self._stored_tokens() :]
 
     def _parts(self, size: int) -> Iterator[tuple[int, int]]:
         """(begin, end) of each part of ``remaining`` without its last token; each part is one pass. A part
@@ -102,7 +102,7 @@ class Conversation:
         valid.
         """
         check_whole("prefill", "size", size, least=1)
-        session, begin = self._session, self._held()
+        session, begin = self._session, self._stored_tokens()
         session.extend([])
         last = len(session.tokens) - 1
         while begin < last:

@@ -74,11 +74,11 @@ def use_entry(tier: StoreTier, key: str, use: Callable[[SerializedSnapshot], T])
     """The result of ``use(entry)``; the entry's arrays are valid only during that call. None if no store has
     an intact copy, or if ``use`` raised SnapshotCorruptError; the entry was then dropped.
     """
-    with tier.serialized(key) as found:
-        if found is None:
+    with tier.serialized(key) as entry:
+        if entry is None:
             return None
         try:
-            return use(found)
+            return use(entry)
         except SnapshotCorruptError as error:
             log.warning("%s; it is dropped and computed again", error)
             tier.drop(key)
@@ -90,8 +90,8 @@ def at_exit(close: Callable[[], None]) -> None:
     method = weakref.WeakMethod(close)
 
     def call() -> None:
-        if (found := method()) is not None:
-            found()
+        if (bound := method()) is not None:
+            bound()
 
     atexit.register(call)
 

@@ -250,7 +250,7 @@ class StateBuffers:
         self.reserved: dict[tuple[str, int], ml.Tensor] = {}
         """Buffers that only reserve passes have used: nothing is stored in them."""
         self._backend = backend
-        self._held: dict[int, weakref.ref[HeldStates]] = {}
+        self._references: dict[int, weakref.ref[HeldStates]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -279,23 +279,23 @@ class StateBuffers:
 
     def hold(self, slot: int) -> HeldStates:
         """Refer to the states in a slot as they are now, whatever happens to the slot later."""
-        ref = self._held.get(slot)
+        ref = self._references.get(slot)
         state = None if ref is None else ref()
         if state is None:
             state = HeldStates(buffers=self, slot=slot)
-            self._held[slot] = weakref.ref(state)
+            self._references[slot] = weakref.ref(state)
         return state
 
     def held(self, slots: Iterable[int] | None = None) -> dict[int, HeldStates]:
         """The states that still lie in ``slots`` (None: in any slot) and are referred to."""
-        if not self._held:
+        if not self._references:
             return {}
-        wanted = [*self._held] if slots is None else [slot for slot in slots if slot in self._held]
+        wanted = [*self._references] if slots is None else [slot for slot in slots if slot in self._references]
         states = {}
         for slot in wanted:
-            state = self._held[slot]()
+            state = self._references[slot]()
             if state is None:
-                del self._held[slot]
+                del self._references[slot]
             else:
                 states[slot] = state
         return states
@@ -315,7 +315,7 @@ class StateBuffers:
         ctx.compute(*(tensor for states in copies for tensor in states.values()))
         for (slot, state), states in zip(waiting.items(), copies, strict=True):
             state.moved_out(states)
-            del self._held[slot]
+            del self._references[slot]
 
     def release_all(self) -> None:
         """Copy out all states that are referred to; what the device can no longer return is lost."""
@@ -324,13 +324,13 @@ class StateBuffers:
                 self.copy_out([slot])
             except Exception:
                 state.lose()
-        self._held = {}
+        self._references = {}
 
     def lose_all(self) -> None:
         """Mark all states in slots as lost: a layer that is used from now on lacks them."""
         for state in self.held().values():
             state.lose()
-        self._held = {}
+        self._references = {}
 
     def copied(self, slot: int) -> States:
         """Copies of the states in a slot, which stay referred to."""

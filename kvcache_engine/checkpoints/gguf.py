@@ -146,18 +146,18 @@ class _Metadata:
         self._architecture = architecture
 
     def __getitem__(self, key: str) -> Any:
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             raise KeyError(f"{self._architecture}.{key}")
-        return found
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        found = self._file.get(f"{self._architecture}.{key}", default)
-        if not isinstance(found, list):
-            return found
-        if len(set(found)) != 1:
+        value = self._file.get(f"{self._architecture}.{key}", default)
+        if not isinstance(value, list):
+            return value
+        if len(set(value)) != 1:
             raise ModelError(f"{self._architecture}.{key} differs between layers, which is not supported")
-        return found[0]
+        return value[0]
 
 
 def _parse(file: GGUFFile) -> ModelConfig:

@@ -58,13 +58,13 @@ def tokenizer_from_gguf(file: GGUFFile) -> tuple[Any, list[int]]:
 def merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
     """The merges of a SentencePiece BPE: every split of a piece into two pieces, best score first."""
     ids = {piece: i for i, piece in enumerate(scores)}
-    found = []
+    merges = []
     for piece, score in scores.items():
         cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
         pairs = sorted((ids[a], ids[b], a, b) for a, b in cuts if a in ids and b in ids)
-        found += [(score, a, b) for _, _, a, b in pairs]
-    found.sort(key=lambda merge: -merge[0])
-    return [(a, b) for _, a, b in found]
+        merges += [(score, a, b) for _, _, a, b in pairs]
+    merges.sort(key=lambda merge: -merge[0])
+    return [(a, b) for _, a, b in merges]
 
 
 def _sentencepiece(file: GGUFFile, tokens: Sequence[str]) -> Any:

@@ -52,18 +52,18 @@ def located(path: str | Path) -> Path:
     """The existing path or, if there is none, the model of this name on the Hugging Face Hub. Raises
     ModelError if the Hub does not have it.
     """
-    found = Path(path).expanduser()
-    return model_on_hub(str(path)) if not found.exists() and is_hub_name(str(path)) else found
+    local = Path(path).expanduser()
+    return model_on_hub(str(path)) if not local.exists() and is_hub_name(str(path)) else local
 
 
 def existing_model_path(path: str | Path) -> Path:
     """The folder or .gguf file that ``located`` finds. Raises ModelError for anything else."""
-    found = located(path)
-    if not found.exists():
-        raise ModelError(f"{found}: no such model folder or .gguf file")
-    if found.is_file() and found.suffix != ".gguf":
-        raise ModelError(f"{found}: a model must be a folder in the Hugging Face format, or a .gguf file")
-    return found
+    place = located(path)
+    if not place.exists():
+        raise ModelError(f"{place}: no such model folder or .gguf file")
+    if place.is_file() and place.suffix != ".gguf":
+        raise ModelError(f"{place}: a model must be a folder in the Hugging Face format, or a .gguf file")
+    return place
 
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.-]+))?(?:/(?P<file>[\w.-]+\.gguf))?")
@@ -107,9 +107,9 @@ def _find(name: str, local: bool) -> Path:
     """Find it in the cache (``local``), or download it. Raises the errors of huggingface_hub."""
     from huggingface_hub import errors, hf_hub_download, snapshot_download
 
-    found = _NAME.fullmatch(name)
-    assert found is not None
-    repo, revision, file = found.group("repo", "revision", "file")
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    repo, revision, file = match.group("repo", "revision", "file")
     if file is not None:
         return Path(hf_hub_download(repo, file, revision=revision, local_files_only=local))
     folder = Path(

@@ -110,10 +110,10 @@ def open_weights(path: str | Path) -> WeightSource:
     """
     from kvcache_engine.checkpoints.gguf import GGUFSource, open_gguf
 
-    found = existing_model_path(path)
-    if found.is_file():
-        return GGUFSource(open_gguf(found))
-    return SafetensorsSource(found)
+    place = existing_model_path(path)
+    if place.is_file():
+        return GGUFSource(open_gguf(place))
+    return SafetensorsSource(place)
 
 
 def _check_safetensors(path: Path) -> None:
@@ -149,14 +149,14 @@ def _shards(index: Path) -> dict[str, list[str]]:
 
 
 def _other_formats(folder: Path) -> str:
-    found = sorted(
+    files = sorted(
         path.name for pattern in ("*.gguf", "*.bin", "*.pth", "*.npz") for path in folder.glob(pattern)
     )
-    if not found:
+    if not files:
         return "; is it a model folder in the Hugging Face format?"
-    if found[0].endswith(".gguf"):
-        return f"; it holds {found[0]}: name that file as the model"
+    if files[0].endswith(".gguf"):
+        return f"; it holds {files[0]}: name that file as the model"
     return (
-        f"; it holds {found[0]}, which is not supported: convert it with "
+        f"; it holds {files[0]}, which is not supported: convert it with "
         "save_pretrained(safe_serialization=True)"
     )

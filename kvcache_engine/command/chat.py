@@ -144,12 +144,12 @@ class Chat:
                 self._tell(Reply(f"\n{text}", {"error": text}))
 
     def _greeting(self) -> str:
-        found = (
+        greeting = (
             f"continues after {counted(self._tokens, 'token')} (/show prints them); " if self._tokens else ""
         )
         names = [each.name for each in self.conversations if each is not self.conversations.current]
         others = f"; /switch goes to {', '.join(names)}" if names else ""
-        return f"{self._name}: {found}type a text for the model to continue, or /help{others}"
+        return f"{self._name}: {greeting}type a text for the model to continue, or /help{others}"
 
     def take(self, line: str) -> None:
         """Execute one line. An error is raised, and changes nothing."""
@@ -159,15 +159,15 @@ class Chat:
             self._tell(self._say(line))
             return
         name, *arguments = words_of(line[1:]) or [""]
-        found = _COMMANDS.get(name)
-        if found is None:
+        command = _COMMANDS.get(name)
+        if command is None:
             close = difflib.get_close_matches(name, _COMMANDS, 1)
             meant = f"did you mean /{close[0]}? " if close else ""
             raise RequestError(f"there is no /{name}; {meant}/help lists the commands")
-        least, most = found.arguments
+        least, most = command.arguments
         if not least <= len(arguments) <= most:
-            raise RequestError(f"usage: {found.usage}")
-        reply = found.run(self, *arguments)
+            raise RequestError(f"usage: {command.usage}")
+        reply = command.run(self, *arguments)
         self._tell(Reply(reply.text, {"command": f"/{name}", **reply.record}))
 
     def _tell(self, reply: Reply) -> None:
@@ -188,10 +188,10 @@ class Chat:
         """The completions of ``word``: commands, conversations' names, files."""
         if not before.strip():
             return [each.begun for name, each in _COMMANDS.items() if f"/{name}".startswith(word)]
-        found = _COMMANDS.get(before.split()[0].removeprefix("/"))
-        if not before.startswith("/") or found is None:
+        command = _COMMANDS.get(before.split()[0].removeprefix("/"))
+        if not before.startswith("/") or command is None:
             return []
-        expected = found.usage.split()[1:]
+        expected = command.usage.split()[1:]
         at = len(before.split()) - 1
         kind = expected[at].strip("[]") if at < len(expected) else ""
         if kind == "FILE":

@@ -27,7 +27,7 @@ class Reader:
             sys.stdin.reconfigure(errors="surrogateescape")
         self._say = say
         self._complete = complete
-        self._found: list[str] = []
+        self._completions: list[str] = []
         self._editor = _editor() if self.typed else None
         if self._editor is not None:
             self._editor.set_completer_delims(" \t")
@@ -52,10 +52,10 @@ class Reader:
         if index == 0:
             assert self._editor is not None
             before = self._editor.get_line_buffer()[: self._editor.get_begidx()]
-            self._found = []
+            self._completions = []
             with contextlib.suppress(Exception):  # readline would print errors into the line
-                self._found = self._complete(before, word)
-        return self._found[index] if index < len(self._found) else None
+                self._completions = self._complete(before, word)
+        return self._completions[index] if index < len(self._completions) else None
 
 
 def _editor() -> Any:

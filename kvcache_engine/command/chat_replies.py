@@ -67,8 +67,8 @@ def engine_record(engine: Engine) -> dict[str, Any]:
 
 def _origins(engine: Engine) -> dict[str, int]:
     """The origins of tokens that were not computed."""
-    found = engine.prefix.stats
-    return {"live": found.live, "device": found.device, "host": found.host, "store": found.store}
+    stats = engine.prefix.stats
+    return {"live": stats.live, "device": stats.device, "host": stats.host, "store": stats.store}
 
 
 def aligned(rows: list[tuple[str, str]], width: int | None = None) -> str:

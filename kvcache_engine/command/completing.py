@@ -47,8 +47,8 @@ def backend_names(incomplete: str) -> list[tuple[str, str]]:
         specs = ml.plugins.registry().specs()
     except Exception:  # any error of a plugin: a shell must not show a traceback
         return []
-    found = sorted(name for name in specs if name.startswith(incomplete))
-    return [(name, escape(specs[name].install_hint)) for name in found]
+    names = sorted(name for name in specs if name.startswith(incomplete))
+    return [(name, escape(specs[name].install_hint)) for name in names]
 
 
 def cache_types(incomplete: str) -> list[str]:
@@ -66,12 +66,12 @@ def stores(incomplete: str) -> list[str]:
     from kvcache.stores import store_schemes
     from kvcache.views.disk import is_store
 
-    found = [name for name, path in _beside(incomplete) if path.is_dir() and is_store(path)]
+    folders = [name for name, path in _beside(incomplete) if path.is_dir() and is_store(path)]
     try:
         schemes = [f"{name}://" for name in store_schemes()]
     except Exception:
         schemes = []
-    return [*found, *(scheme for scheme in schemes if scheme.startswith(incomplete))]
+    return [*folders, *(scheme for scheme in schemes if scheme.startswith(incomplete))]
 
 
 def conversations(incomplete: str) -> list[str]:

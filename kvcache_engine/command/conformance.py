@@ -251,10 +251,10 @@ def record(run: Run, selection: Selection) -> dict[str, Any]:
 
 def _areas(run: Run) -> dict[str, list[Result]]:
     """The results by area, in the order of the suites."""
-    found: dict[str, list[Result]] = {}
+    areas: dict[str, list[Result]] = {}
     for result in run.results:
-        found.setdefault(result.area, []).append(result)
-    return found
+        areas.setdefault(result.area, []).append(result)
+    return areas
 
 
 def _show(run: Run, selection: Selection) -> None:

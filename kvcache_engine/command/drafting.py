@@ -98,14 +98,14 @@ class Drafting:
             )
 
 
-def speculation_rows(found: Speculation) -> list[tuple[str, str]]:
+def speculation_rows(speculation: Speculation) -> list[tuple[str, str]]:
     """Rows of the summary; empty if nothing was drafted."""
-    if not found.drafted:
+    if not speculation.drafted:
         return []
-    accepted = f"{found.accepted} of {found.drafted} ({found.acceptance:.0%})"
-    return [("drafts accepted", accepted), ("tokens per pass", f"{found.tokens_per_pass:.2f}")]
+    accepted = f"{speculation.accepted} of {speculation.drafted} ({speculation.acceptance:.0%})"
+    return [("drafts accepted", accepted), ("tokens per pass", f"{speculation.tokens_per_pass:.2f}")]
 
 
-def speculation_record(found: Speculation) -> dict[str, Any]:
+def speculation_record(speculation: Speculation) -> dict[str, Any]:
     """JSON-able data."""
-    return {**asdict(found), "acceptance": found.acceptance, "tokens_per_pass": found.tokens_per_pass}
+    return {**asdict(speculation), "acceptance": speculation.acceptance, "tokens_per_pass": speculation.tokens_per_pass}

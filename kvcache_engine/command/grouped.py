@@ -32,9 +32,9 @@ def ungrouped(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameters(command: Callable[..., None], hints: dict[str, Any]) -> Iterator[inspect.Parameter]:
     by_name = inspect.Parameter.KEYWORD_ONLY
-    for name, given in inspect.signature(command).parameters.items():
+    for name, parameter in inspect.signature(command).parameters.items():
         if not is_dataclass(hints[name]):
-            yield given.replace(kind=by_name, annotation=hints[name])
+            yield parameter.replace(kind=by_name, annotation=hints[name])
             continue
         kinds = get_type_hints(hints[name], include_extras=True)
         for each in fields(hints[name]):

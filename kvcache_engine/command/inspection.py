@@ -167,7 +167,7 @@ def _run(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     take: Callable[[], Picture],
-    told: Callable[[Event], None],
+    listener: Callable[[Event], None],
 ) -> Picture:
     """Run one request after another, so that each reuses earlier ones; the last one stays open."""
     picture: Picture | None = None
@@ -177,7 +177,7 @@ def _run(
             for event in engine.step():
                 if isinstance(event, Failed):
                     raise event.error
-                told(event)
+                listener(event)
             if engine.running and i == len(prompts) - 1:
                 picture = take()
     return picture or take()

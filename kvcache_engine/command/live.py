@@ -184,13 +184,13 @@ class EngineBoard:
 
     def _note_counts(self, engine: Engine, prefix: PrefixPicture) -> None:
         """Record an event for each count that has grown since the last picture."""
-        found = {"preempted": engine.preemptions, "evicted from the prefix tree": prefix.evicted}
-        found |= {f"lost on the way to {tier}": count for tier, count in engine.prefix.failed.items()}
-        found |= {f"store errors ({kind})": count for kind, count in engine.prefix.store_errors.items()}
-        for what, count in found.items():
+        counts = {"preempted": engine.preemptions, "evicted from the prefix tree": prefix.evicted}
+        counts |= {f"lost on the way to {tier}": count for tier, count in engine.prefix.failed.items()}
+        counts |= {f"store errors ({kind})": count for kind, count in engine.prefix.store_errors.items()}
+        for what, count in counts.items():
             if more := count - self._counted.get(what, 0):
                 self._note(f"{more:,} {what}")
-        self._counted = found
+        self._counted = counts
 
 
 @contextlib.contextmanager

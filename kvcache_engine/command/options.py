@@ -184,19 +184,19 @@ class Place:
         """The chosen runtime. Raises NotSupportedError, and RequestError for options that need our own
         models.
         """
-        found = runtime_for(self.path, self.runtime)
-        if found is Runtime.OWN:
-            return found
-        if self.backend not in ("numpy", found.backend):
+        chosen_runtime = runtime_for(self.path, self.runtime)
+        if chosen_runtime is Runtime.OWN:
+            return chosen_runtime
+        if self.backend not in ("numpy", chosen_runtime.backend):
             raise RequestError(
-                f"--backend {self.backend}: {found.value} computes on {found.backend}; omit --backend, or "
+                f"--backend {self.backend}: {chosen_runtime.value} computes on {chosen_runtime.backend}; omit --backend, or "
                 "choose a model that --runtime own supports"
             )
         if self.devices is not None:
             raise RequestError(
-                f"--devices {self.devices} is for --runtime own; this is a model of {found.value}"
+                f"--devices {self.devices} is for --runtime own; this is a model of {chosen_runtime.value}"
             )
-        return found
+        return chosen_runtime
 
     @property
     def backend_name(self) -> str:
@@ -293,6 +293,6 @@ class Sampling:
     def settings(self, max_tokens: int, path: Path, stop: Sequence[str] | None = None) -> GenerationOptions:
         """The requested settings, completed by the defaults of the model at ``path``."""
         names = ("temperature", "top_k", "top_p", "min_p")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        drawn = {**sampling_defaults(path), **given}
+        requested = {name: value for name in names if (value := getattr(self, name)) is not None}
+        drawn = {**sampling_defaults(path), **requested}
         return GenerationOptions(max_tokens, seed=self.seed, stop=tuple(stop or ()), **drawn)

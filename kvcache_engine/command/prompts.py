@@ -14,13 +14,13 @@ STDIN = "-"
 """The name of standard input, as a prompt or as a file."""
 
 
-def gathered(given: Sequence[str], files: Sequence[Path], lines: Sequence[Path]) -> list[str]:
-    """``given``, then each whole file of ``files``, then every non-blank line of ``lines``. Lines end at line
+def gathered(texts: Sequence[str], files: Sequence[Path], lines: Sequence[Path]) -> list[str]:
+    """``texts``, then each whole file of ``files``, then every non-blank line of ``lines``. Lines end at line
     feeds, as for other commands: a form feed or U+2028 is part of a prompt. Without any of these, standard
     input is the prompt unless it is a terminal. Trailing line ends of a file are removed. Empty if there is
     no prompt. Raises RequestError for unreadable files, standard input named twice, and a file without text.
     """
-    named = [*given, *map(str, files), *map(str, lines)]
+    named = [*texts, *map(str, files), *map(str, lines)]
     if named.count(STDIN) > 1:
         raise RequestError("prompt: '-' is given more than once, but standard input can be read only once")
     if not named:
@@ -28,11 +28,11 @@ def gathered(given: Sequence[str], files: Sequence[Path], lines: Sequence[Path])
             return []
         text = _read(STDIN)
         return [text] if text.strip() else []
-    found = [text_or_stdin(text) for text in given]
-    found += [_read_some(path) for path in files]
+    prompts = [text_or_stdin(text) for text in texts]
+    prompts += [_read_some(path) for path in files]
     for path in lines:
-        found += [line for line in _read_some(path).split("\n") if line.strip()]
-    return found
+        prompts += [line for line in _read_some(path).split("\n") if line.strip()]
+    return prompts
 
 
 def text_or_stdin(text: str) -> str:

@@ -70,8 +70,8 @@ def run(job: Job, config: ModelConfig) -> None:
     except RanksError as error:
         gc.freeze()  # shortens the interpreter's exit, which is part of the timeout
         if job.debug:
-            for rank, told in enumerate(error.told):
-                typer.echo("".join(f"[{rank}] {line}\n" for line in told.splitlines()), err=True, nl=False)
+            for rank, stderr in enumerate(error.told):
+                typer.echo("".join(f"[{rank}] {line}\n" for line in stderr.splitlines()), err=True, nl=False)
         raise
 
 

@@ -278,12 +278,12 @@ def _watching(worker: Worker) -> AbstractContextManager[None]:
     return watching(worker, Console(highlight=False))
 
 
-def _name(given: str | None, model: Path | None, path: Path) -> str:
+def _name(requested: str | None, model: Path | None, path: Path) -> str:
     """The value of --name, else OWNER/NAME on the Hub, else the name of the folder or file. Raises
     RequestError for a name that is not valid UTF-8.
     """
     on_hub = model is not None and not model.expanduser().exists()
-    name = given or (str(model) if on_hub else path.resolve().name)
+    name = requested or (str(model) if on_hub else path.resolve().name)
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -69,8 +69,8 @@ class CommandGroup(TyperGroup):
             if type(error).__name__ == "NoArgsIsHelpError":  # ``kvcache`` without arguments: the full help
                 error.show()
             else:
-                given = sys.argv[1:] if args is None else args
-                typer.echo(_usage_line(error, self._command(error, given), given), err=True)
+                arguments = sys.argv[1:] if args is None else args
+                typer.echo(_usage_line(error, self._command(error, arguments), arguments), err=True)
             sys.exit(error.exit_code)
         except BrokenPipeError:
             raise
@@ -115,8 +115,8 @@ def _wrong_value(error: Any, param: Any, args: Sequence[str]) -> str:
     text = one_line(error.message).removeprefix("Value error, ").rstrip(".")
     if param is None:
         return _begun_small(text)
-    for found, wanted in _WANTED:
-        text = found.sub(wanted, text)
+    for message, wanted in _WANTED:
+        text = message.sub(wanted, text)
     value = _given(error, args)
     return f"{_name(param)}{'' if value is None else f' is {value!r}'}; it must be {text}"
 
@@ -151,11 +151,11 @@ def _given(error: Any, args: Sequence[str]) -> str | None:
 
 def _values(param: Any, args: Sequence[str]) -> list[str | None]:
     """The values of an option, as typed."""
-    found: list[str | None] = []
+    values: list[str | None] = []
     for option in getattr(param, "opts", ()):
         for word, after in zip(args, [*args, None][1:], strict=True):
             if word == option:
-                found.append(after)
+                values.append(after)
             elif word.startswith(f"{option}="):
-                found.append(word.removeprefix(f"{option}="))
-    return found
+                values.append(word.removeprefix(f"{option}="))
+    return values

@@ -159,10 +159,10 @@ class DeepSeek(MoE[DeepSeekConfig]):
     @classmethod
     def mixer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
         hidden, latent = config.hidden_size, config.latent
-        found = latent_shapes("self_attn", hidden, latent)
+        shapes = latent_shapes("self_attn", hidden, latent)
         if config.index is not None:
-            found |= index_shapes("self_attn.indexer", hidden, latent.query_rank, config.index)
-        return found
+            shapes |= index_shapes("self_attn.indexer", hidden, latent.query_rank, config.index)
+        return shapes
 
     def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         step = super().begin_pass(ctx, batch, cache)

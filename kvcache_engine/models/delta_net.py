@@ -118,10 +118,10 @@ def delta_shapes(prefix: str, hidden: int, sizes: DeltaSizes, split: bool) -> di
         rows = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
     else:
         rows = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
-    found: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}.in_proj_{name}.weight": (count, hidden) for name, count in rows.items()
     }
-    return found | {
+    return shapes | {
         f"{prefix}.conv1d.weight": (sizes.channels, 1, sizes.kernel),
         f"{prefix}.A_log": (heads,),
         f"{prefix}.dt_bias": (heads,),

@@ -158,8 +158,8 @@ class GroupLimited:
         hits = kept.compare(ctx, "==", ctx.arange(0, self.groups, 1, ml.DType.I32))
         shown = hits.cast(ctx, ml.DType.F32).sum(ctx, 1).compare(ctx, ">", ctx.zeros((1,), ml.DType.F32))
         other = ctx.full((1,), left_out, ml.DType.F32)
-        found = shown.reshape(ctx, tokens, self.groups, 1).where(ctx, members, other)
-        return found.reshape(ctx, tokens, experts)
+        masked = shown.reshape(ctx, tokens, self.groups, 1).where(ctx, members, other)
+        return masked.reshape(ctx, tokens, experts)
 
 
 def group_routing(raw: Mapping[str, Any], corrected: bool = True) -> GroupLimited:
@@ -244,10 +244,10 @@ def expert_shapes(
     prefix: str, count: int, hidden: int, inner: int, names: Sequence[str] = PROJECTIONS
 ) -> dict[str, Shape]:
     """The tensors that ``load_each_expert`` reads."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for i in range(count):
-        found |= mlp_shapes(f"{prefix}.{i}", hidden, inner, names=names)
-    return found
+        shapes |= mlp_shapes(f"{prefix}.{i}", hidden, inner, names=names)
+    return shapes
 
 
 def load_corrected(

@@ -98,14 +98,14 @@ class Indexer:
         if _SEEN not in step.tensors:
             mask, zero = step.cache.get(ctx)[2], ctx.zeros((1,), ml.DType.I32)
             if mask is None or (mask is ml.CAUSAL and tokens == 1):
-                found = zero.compare(ctx, "==", zero).reshape(ctx, 1, 1)
+                seen = zero.compare(ctx, "==", zero).reshape(ctx, 1, 1)
             elif mask is ml.CAUSAL:
                 last = ctx.arange(history - tokens, history, 1, ml.DType.I32).reshape(ctx, tokens, 1)
-                found = ctx.arange(0, history, 1, ml.DType.I32).compare(ctx, "<=", last)
+                seen = ctx.arange(0, history, 1, ml.DType.I32).compare(ctx, "<=", last)
             else:
                 shown = mask.slice(ctx, 0, 0, tokens)
-                found = shown.compare(ctx, "==", ctx.zeros((1,), shown.dtype))
-            step.tensors[_SEEN] = found
+                seen = shown.compare(ctx, "==", ctx.zeros((1,), shown.dtype))
+            step.tensors[_SEEN] = seen
         return step.tensors[_SEEN]
 
 

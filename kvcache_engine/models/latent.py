@@ -85,13 +85,13 @@ class LatentAttention:
         select = None if self.indexer is None else self.indexer.select(ctx, x, compressed, step)
 
         def attend(absorbed: ml.Tensor) -> ml.Tensor:
-            found: ml.Tensor = step.cache.attend(ctx, absorbed, self.scale, select=select)
-            return found
+            attended: ml.Tensor = step.cache.attend(ctx, absorbed, self.scale, select=select)
+            return attended
 
         nope = query.slice(ctx, 2, 0, sizes.nope_dim)
         rope = rotation.apply(ctx, query.slice(ctx, 2, sizes.nope_dim, sizes.query_dim))
-        found = nn.latent_attention(ctx, nope, rope, self.up_key, self.up_value, attend)
-        return self.output(ctx, merge_heads(ctx, found))
+        attended = nn.latent_attention(ctx, nope, rope, self.up_key, self.up_value, attend)
+        return self.output(ctx, merge_heads(ctx, attended))
 
 
 def load_latent_attention(
@@ -124,21 +124,21 @@ def load_latent_attention(
 def latent_shapes(prefix: str, hidden: int, sizes: LatentSizes) -> dict[str, Shape]:
     """The tensors that ``load_latent_attention`` reads."""
     queries = sizes.heads * sizes.query_dim
-    found: dict[str, Shape] = {
+    shapes: dict[str, Shape] = {
         f"{prefix}.kv_a_proj_with_mqa.weight": (sizes.stored, hidden),
         f"{prefix}.kv_a_layernorm.weight": (sizes.rank,),
         f"{prefix}.kv_b_proj.weight": (sizes.heads * (sizes.nope_dim + sizes.v_dim), sizes.rank),
         f"{prefix}.o_proj.weight": (hidden, sizes.heads * sizes.v_dim),
     }
     if sizes.query_rank is None:
-        found[f"{prefix}.q_proj.weight"] = (queries, hidden)
+        shapes[f"{prefix}.q_proj.weight"] = (queries, hidden)
     else:
-        found[f"{prefix}.q_a_proj.weight"] = (sizes.query_rank, hidden)
-        found[f"{prefix}.q_a_layernorm.weight"] = (sizes.query_rank,)
-        found[f"{prefix}.q_b_proj.weight"] = (queries, sizes.query_rank)
+        shapes[f"{prefix}.q_a_proj.weight"] = (sizes.query_rank, hidden)
+        shapes[f"{prefix}.q_a_layernorm.weight"] = (sizes.query_rank,)
+        shapes[f"{prefix}.q_b_proj.weight"] = (queries, sizes.query_rank)
     if sizes.bias:
-        found[f"{prefix}.kv_a_proj_with_mqa.bias"] = (sizes.stored,)
-        found[f"{prefix}.o_proj.bias"] = (hidden,)
+        shapes[f"{prefix}.kv_a_proj_with_mqa.bias"] = (sizes.stored,)
+        shapes[f"{prefix}.o_proj.bias"] = (hidden,)
         if sizes.query_rank is not None:
-            found[f"{prefix}.q_a_proj.bias"] = (sizes.query_rank,)
-    return found
+            shapes[f"{prefix}.q_a_proj.bias"] = (sizes.query_rank,)
+    return shapes

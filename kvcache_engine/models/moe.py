@@ -117,22 +117,22 @@ M = TypeVar("M", bound=MoEConfig)
 class MoE(CausalModel[M]):
     @classmethod
     def shapes(cls, config: Any) -> dict[str, Shape]:
-        found, last = super().shapes(config), config.layers
+        shapes, last = super().shapes(config), config.layers
         if config.mtp:
-            found |= cls.numbered(cls.layer_shapes(config, last) | mtp_shapes(config.hidden_size), last)
-        return found
+            shapes |= cls.numbered(cls.layer_shapes(config, last) | mtp_shapes(config.hidden_size), last)
+        return shapes
 
     @classmethod
     def mlp_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
         hidden, block, experts = config.hidden_size, config.block, config.experts
         if not config.sparse[i]:
             return super().mlp_shapes(config, i)
-        found: dict[str, Shape] = {f"{block}.gate.weight": (experts, hidden)}
+        shapes: dict[str, Shape] = {f"{block}.gate.weight": (experts, hidden)}
         if isinstance(config.routing, GroupLimited) and config.routing.corrected:
-            found[f"{block}.gate.e_score_correction_bias"] = (experts,)
+            shapes[f"{block}.gate.e_score_correction_bias"] = (experts,)
         if config.shared_size:
-            found |= mlp_shapes(f"{block}.shared_experts", hidden, config.shared_size)
-        return found | expert_shapes(f"{block}.experts", experts, hidden, config.expert_size, config.names)
+            shapes |= mlp_shapes(f"{block}.shared_experts", hidden, config.shared_size)
+        return shapes | expert_shapes(f"{block}.experts", experts, hidden, config.expert_size, config.names)
 
     def mlp(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> GatedMLP | SparseMLP:
         config, routing, block = self.config, self.config.routing, f"{prefix}.{self.config.block}"

@@ -66,15 +66,15 @@ def _runs(sequences: np.ndarray, wanted: Mapping[int, tuple[int, ...]]) -> list[
     for place, seq in enumerate(order):
         rows = np.flatnonzero(sequences == seq)
         by_length.setdefault(rows.size, []).append((place, rows))
-    found = []
+    runs = []
     for length, members in by_length.items():
         rows = np.concatenate([rows for _, rows in members])
         everything = np.array_equal(rows, np.arange(sequences.size))
         states = np.array([place for place, _ in members])
         own = tuple(order[place] for place, _ in members)
         cuts = {count for seq in own for count in wanted.get(seq, ())}
-        found.append(Runs(states, length, None if everything else rows, own, tuple(sorted(cuts))))
-    return found
+        runs.append(Runs(states, length, None if everything else rows, own, tuple(sorted(cuts))))
+    return runs
 
 
 def convolve(

@@ -99,20 +99,20 @@ class Whisper(CausalModel):
     @classmethod
     def layer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
         hidden, inner = config.hidden_size, config.intermediate_size
-        found: dict[str, Shape] = {
+        shapes: dict[str, Shape] = {
             "fc1.weight": (inner, hidden),
             "fc1.bias": (inner,),
             "fc2.weight": (hidden, inner),
             "fc2.bias": (hidden,),
         }
         for norm in ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"):
-            found |= {f"{norm}.weight": (hidden,), f"{norm}.bias": (hidden,)}
+            shapes |= {f"{norm}.weight": (hidden,), f"{norm}.bias": (hidden,)}
         for attention in ("self_attn", "encoder_attn"):
             for name in ("q", "k", "v", "out"):
-                found[f"{attention}.{name}_proj.weight"] = (hidden, hidden)
+                shapes[f"{attention}.{name}_proj.weight"] = (hidden, hidden)
                 if name != "k":
-                    found[f"{attention}.{name}_proj.bias"] = (hidden,)
-        return found
+                    shapes[f"{attention}.{name}_proj.bias"] = (hidden,)
+        return shapes
 
     def _load_more(self, load: Loader, ctx: ml.Context) -> None:
         self._positions = load.tensor(ctx, f"{_POSITIONS}.weight")

@@ -124,9 +124,9 @@ class LogprobsForm:
             "text_offset": [self._pass(token) for token, _ in pairs],
         }
 
-    def _chat_token(self, token: int, found: Logprobs) -> dict[str, Any]:
-        likeliest = [self._one(each, value) for each, value in found.top]
-        return {**self._one(token, found.token), "top_logprobs": likeliest}
+    def _chat_token(self, token: int, logprobs: Logprobs) -> dict[str, Any]:
+        likeliest = [self._one(each, value) for each, value in logprobs.top]
+        return {**self._one(token, logprobs.token), "top_logprobs": likeliest}
 
     def _one(self, token: int, value: float) -> dict[str, Any]:
         return {"token": self._text(token), "logprob": max(value, _LEAST), "bytes": list(self._texts[token])}
@@ -135,11 +135,11 @@ class LogprobsForm:
         r"""The text of a token; part of a character is bytes:\xe2, as in OpenAI's API, so that tokens stay
         distinct.
         """
-        found = self._texts[token]
+        text = self._texts[token]
         try:
-            return found.decode("utf-8")
+            return text.decode("utf-8")
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
 
     def _pass(self, token: int) -> int:
         """The offset of a token in the answer's text, in characters."""

@@ -257,7 +257,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def _health(engine: Engine, show_cached: bool) -> dict[str, Any]:
-    found = {
+    health = {
         "status": "ok",
         "running": len(engine.running),
         "waiting": len(engine.waiting),
@@ -265,6 +265,6 @@ def _health(engine: Engine, show_cached: bool) -> dict[str, Any]:
         "limit": engine.limit,
     }
     if not show_cached:  # all of these reveal how much of a prompt was cached
-        return found
+        return health
     reused = {"reused": asdict(engine.prefix.stats), "kept_bytes": engine.prefix.nbytes}
-    return {**found, "statistics": asdict(engine.statistics), **reused}
+    return {**health, "statistics": asdict(engine.statistics), **reused}

@@ -110,14 +110,14 @@ class Fields:
         if "\\u" in text:  # the only source of half of a surrogate pair
             for name, value in found.items():
                 _check_unicode(name, value)
-        self._found: Mapping[str, Any] = found
+        self._fields: Mapping[str, Any] = found
 
     def raw(self, name: str) -> Any:
-        return self._found.get(name)
+        return self._fields.get(name)
 
     def model(self, served: str) -> None:
         """Check the model's name; it may be absent."""
-        name = self._found.get("model")
+        name = self._fields.get("model")
         if name not in (None, served):
             message = f"The model '{str(name)[:_SHOWN]}' does not exist; there is {served}"
             raise ApiError(404, message, "model", "model_not_found")
@@ -146,7 +146,7 @@ class Fields:
         return str(self._read(name, "", fits, f"a string of 1 to {most} characters"))
 
     def stops(self) -> tuple[str, ...]:
-        found = self._found.get("stop")
+        found = self._fields.get("stop")
         stops = () if found is None else (found,) if isinstance(found, str) else found
         if (
             not isinstance(stops, (list, tuple))
@@ -158,7 +158,7 @@ class Fields:
 
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage, which is the only supported field of ``stream_options``."""
-        found = self._found.get("stream_options")
+        found = self._fields.get("stream_options")
         options = {} if found is None else found
         idle = isinstance(options, dict) and not any(
             value for name, value in options.items() if name != "include_usage"
@@ -171,7 +171,7 @@ class Fields:
 
     def refuse(self, served: Collection[str]) -> None:
         """Refuse unsupported fields by name, rather than ignore them."""
-        for name, value in self._found.items():
+        for name, value in self._fields.items():
             if value is None or name in served or name in _NO_MATTER:
                 continue
             if not any(_same(value, idle) for idle in _IDLE.get(name, ())):
@@ -181,7 +181,7 @@ class Fields:
                 )
 
     def _read(self, name: str, default: Any, fits: Callable[[Any], bool], what: str) -> Any:
-        value = self._found.get(name)
+        value = self._fields.get(name)
         if value is None:
             return self._defaults.get(name, default)
         if not fits(value):
@@ -242,52 +242,52 @@ def _asked(
     return Asked(prompts, choices, max_tokens, settings, stream, usage, salt, retention)
 
 
-def _retention(found: Any) -> Retention | None:
+def _retention(ranges: Any) -> Retention | None:
     """Ranges of tokens, each with some of begin, end, priority and duration."""
-    if found is None:
+    if ranges is None:
         return None
     names = {"begin", "end", "priority", "duration"}
-    if not isinstance(found, list) or not all(isinstance(each, dict) and {*each} <= names for each in found):
+    if not isinstance(ranges, list) or not all(isinstance(each, dict) and {*each} <= names for each in ranges):
         raise ApiError(
             400,
             "'cache_retention' must be an array of objects with begin, end, priority and duration",
             "cache_retention",
         )
-    if any(isinstance(value, int) and value > _LARGEST for each in found for value in each.values()):
+    if any(isinstance(value, int) and value > _LARGEST for each in ranges for value in each.values()):
         raise ApiError(400, f"'cache_retention' has a number above {_LARGEST}", "cache_retention")
     try:
-        return Retention([TokenRange(**each) for each in found])
+        return Retention([TokenRange(**each) for each in ranges])
     except InvalidRangeError as error:
         raise ApiError(400, f"'cache_retention': {error}", "cache_retention") from None
 
 
-def _prompts(found: Any) -> list[Prompt]:
+def _prompts(prompt: Any) -> list[Prompt]:
     """A text, texts, token ids, or lists of token ids."""
-    if isinstance(found, str):
-        return [Text(found)]
-    if isinstance(found, list) and found:
-        if all(isinstance(item, str) for item in found):
-            return [Text(item) for item in found]
-        if all(type(item) is int for item in found):
-            return [found]
+    if isinstance(prompt, str):
+        return [Text(prompt)]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(item, str) for item in prompt):
+            return [Text(item) for item in prompt]
+        if all(type(item) is int for item in prompt):
+            return [prompt]
         if all(
-            isinstance(item, list) and item and all(type(token) is int for token in item) for item in found
+            isinstance(item, list) and item and all(type(token) is int for token in item) for item in prompt
         ):
-            return list(found)
+            return list(prompt)
     raise ApiError(
         400, "'prompt' must be a non-empty string, or a non-empty array of strings or of token ids", "prompt"
     )
 
 
-def _message(found: Any, i: int) -> dict[str, str]:
+def _message(message: Any, i: int) -> dict[str, str]:
     where = f"messages[{i}]"
-    if not isinstance(found, dict) or not isinstance(found.get("role"), str):
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ApiError(400, f"'{where}' must be an object with a role and a content", where)
-    for name, value in found.items():
+    for name, value in message.items():
         if name not in ("role", "content", "name") and value not in (None, "", [], {}):
             what = f"{where}.{name[:_SHOWN]}"
             raise ApiError(400, f"'{what}' is not supported by this server", what, "unsupported_parameter")
-    content = found.get("content")
+    content = message.get("content")
     if isinstance(content, list):
         parts = [_text(part) for part in content]
         if None in parts:
@@ -295,14 +295,14 @@ def _message(found: Any, i: int) -> dict[str, str]:
         content = "".join(part for part in parts if part is not None)
     if not isinstance(content, str):
         raise ApiError(400, f"'{where}.content' must be a string", where)
-    name = found.get("name")
-    return {"role": found["role"], "content": content, **({"name": name} if isinstance(name, str) else {})}
+    name = message.get("name")
+    return {"role": message["role"], "content": content, **({"name": name} if isinstance(name, str) else {})}
 
 
 def _text(part: Any) -> str | None:
     """The text of a part of a message's content; None for an image, a sound, or an invalid part."""
-    found = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-    return found if isinstance(found, str) else None
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    return text if isinstance(text, str) else None
 
 
 def _same(value: Any, idle: Any) -> bool:

@@ -27,7 +27,7 @@ class Shedding:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._told = -AGAIN
+        self._warned_at = -AGAIN
 
     def make_room(self, connections: set[Any], most: int | None = None) -> None:
         """Close connections without a complete request until ``most`` are left (None: the usual limit)."""
@@ -42,8 +42,8 @@ class Shedding:
 
     def tell(self) -> None:
         """Log a warning, but not too often."""
-        if time.monotonic() - self._told >= AGAIN:
-            self._told = time.monotonic()
+        if time.monotonic() - self._warned_at >= AGAIN:
+            self._warned_at = time.monotonic()
             log.warning(
                 "more than %d connections, the most that the limit of open files (ulimit -n) allows: closing "
                 "those that have waited longest for their client",

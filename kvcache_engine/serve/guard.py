@@ -90,8 +90,8 @@ def has_key(headers: Headers, api_key: str | None) -> bool:
     """Whether a request has the key, if one is required; compared in constant time."""
     if api_key is None:
         return True
-    given = headers.getlist("authorization")
-    scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    headers_sent = headers.getlist("authorization")
+    scheme, _, key = headers_sent[0].partition(" ") if len(headers_sent) == 1 else ("", "", "")
     digests = (hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in (key.strip(), api_key))
     return hmac.compare_digest(*digests) and scheme.lower() == "bearer"
 

@@ -41,9 +41,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(worker, name, show_cached))
 
-        def histogram(what: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+        def histogram(what: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
             metric = Histogram(
-                f"kvcache:{what}", told, ["model_name"], registry=self._registry, buckets=buckets
+                f"kvcache:{what}", help_text, ["model_name"], registry=self._registry, buckets=buckets
             )
             return metric.labels(name)
 
@@ -177,8 +177,8 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         families = self._worker.post(self._read).result()
-        told = "Requests refused (429), timed out (504), or cancelled by the client."
-        families.append(_counter("requests_dropped", told, self._worker.dropped, "why"))
+        help_text = "Requests refused (429), timed out (504), or cancelled by the client."
+        families.append(_counter("requests_dropped", help_text, self._worker.dropped, "why"))
         if self._show_cached and (kept := _bytes_in_stores(self._worker.engine.prefix.stores)):
             families.append(_gauge("store_bytes", "Bytes of entries by store.", kept, "store"))
         for family in families:
@@ -189,20 +189,20 @@ class _EngineCollector(Collector):
 
 def _bytes_in_stores(stores: Sequence[SnapshotStore]) -> dict[str, int]:
     """By location of the store, for stores that know their size without a network request."""
-    found = {}
+    sizes = {}
     for i, store in enumerate(stores):
         if isinstance(store, (FileStore, MemoryStore)):
             with contextlib.suppress(StoreError, OSError):  # it failed or is already closed
-                found[str(i)] = store.usage().nbytes
-    return found
+                sizes[str(i)] = store.usage().nbytes
+    return sizes
 
 
-def _counter(name: str, told: str, value: float | Mapping[str, int], label: str = "") -> Family:
-    return _filled(CounterMetricFamily(f"kvcache:{name}", told, labels=[label] if label else []), value)
+def _counter(name: str, help_text: str, value: float | Mapping[str, int], label: str = "") -> Family:
+    return _filled(CounterMetricFamily(f"kvcache:{name}", help_text, labels=[label] if label else []), value)
 
 
-def _gauge(name: str, told: str, value: float | Mapping[str, int], label: str = "") -> Family:
-    return _filled(GaugeMetricFamily(f"kvcache:{name}", told, labels=[label] if label else []), value)
+def _gauge(name: str, help_text: str, value: float | Mapping[str, int], label: str = "") -> Family:
+    return _filled(GaugeMetricFamily(f"kvcache:{name}", help_text, labels=[label] if label else []), value)
 
 
 def _filled(family: Family, value: float | Mapping[str, int]) -> Family:

@@ -93,9 +93,9 @@ def memory_line(engine: Engine) -> str:
             unlimited.append(names[name])
         else:
             limits[names[name]] = limit
-    told = ", ".join(f"{name} {bytes_text(limit)}" for name, limit in limits.items())
+    parts = ", ".join(f"{name} {bytes_text(limit)}" for name, limit in limits.items())
     more = "".join(f", {name} without a limit" for name in unlimited)
-    return f"at most {bytes_text(sum(limits.values()))} of memory in addition to the weights: {told}{more}"
+    return f"at most {bytes_text(sum(limits.values()))} of memory in addition to the weights: {parts}{more}"
 
 
 def configured(app: Any, options: ServeOptions, where: Sequence[str]) -> uvicorn.Config:

@@ -50,9 +50,9 @@ def template_of(path: Path) -> Template:
         raise ModelError(f"{file}: the chat template{line}: {error}") from error
 
     def render(messages: list[dict[str, str]]) -> Text:
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return Text(compiled.render(given, **special), bos=False)
+            return Text(compiled.render(variables, **special), bos=False)
         except Exception as error:  # templates may raise anything for unexpected messages
             message = f"the model's chat template refuses the messages: {error}"
             raise ApiError(400, message, "messages") from None
@@ -104,8 +104,8 @@ def _compiled(source: str) -> Any:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    found = read_json(file) if file.is_file() else {}
-    return found if isinstance(found, dict) else {}
+    config = read_json(file) if file.is_file() else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _read(file: Path) -> str:

@@ -47,8 +47,8 @@ def tracing(model: str) -> Begin:
     tracer = trace.get_tracer("kvcache_engine.serve")
 
     def begin(headers: Mapping[str, str], chat: bool) -> Trace:
-        found = _Recorded(tracer, headers, "chat" if chat else "text_completion", model)
-        return found if found.recording else Trace()
+        recorded = _Recorded(tracer, headers, "chat" if chat else "text_completion", model)
+        return recorded if recorded.recording else Trace()
 
     return begin
 
@@ -145,16 +145,16 @@ class _Recorded(Trace):
 
 def _stages(ticket: Ticket, now: float) -> Iterator[Stage]:
     """The stages of an answer, as far as it got by ``now``."""
-    found = ticket.lookup
-    yield "queue", ticket.asked, now if found is None else found.began, {}
-    if found is None:
+    lookup = ticket.lookup
+    yield "queue", ticket.asked, now if lookup is None else lookup.began, {}
+    if lookup is None:
         return
-    matched = found.began + found.match_seconds
-    tokens = sum(found.origins.values())
-    yield "prefix match", found.began, matched, {"kvcache.matched_tokens": tokens}
-    restored = matched + found.restore_seconds
+    matched = lookup.began + lookup.match_seconds
+    tokens = sum(lookup.origins.values())
+    yield "prefix match", lookup.began, matched, {"kvcache.matched_tokens": tokens}
+    restored = matched + lookup.restore_seconds
     if tokens:
-        origins = {f"kvcache.restored_tokens.{origin}": count for origin, count in found.origins.items()}
+        origins = {f"kvcache.restored_tokens.{origin}": count for origin, count in lookup.origins.items()}
         yield "restore", matched, restored, origins
     yield "prefill", restored, ticket.first or now, {}
     if ticket.first is not None:
@@ -166,9 +166,9 @@ def _latencies(tickets: Sequence[Ticket], now: float) -> dict[str, float]:
     if not tickets:
         return {}
     asked = min(ticket.asked for ticket in tickets)
-    found = {"gen_ai.latency.e2e": now - asked}
+    latencies = {"gen_ai.latency.e2e": now - asked}
     if began := [ticket.lookup.began for ticket in tickets if ticket.lookup is not None]:
-        found["gen_ai.latency.time_in_queue"] = min(began) - asked
+        latencies["gen_ai.latency.time_in_queue"] = min(began) - asked
     if first := [ticket.first for ticket in tickets if ticket.first is not None]:
-        found["gen_ai.latency.time_to_first_token"] = min(first) - asked
-    return found
+        latencies["gen_ai.latency.time_to_first_token"] = min(first) - asked
+    return latencies

@@ -209,8 +209,8 @@ class Worker:
             if len(engine.waiting) + len(engine.running) >= self.room:
                 self.dropped["refused"] += answers
                 waiting = self._options.max_waiting
-                found = f"{waiting} requests are waiting" if waiting else "no sequence is free"
-                raise Overloaded(f"{found}; try again later", self._pause())
+                reason = f"{waiting} requests are waiting" if waiting else "no sequence is free"
+                raise Overloaded(f"{reason}; try again later", self._pause())
             ticket.request = engine.submit(tokens, settings, salt=salt, retention=retention)
             self._tickets[ticket.request.id] = ticket
 
@@ -265,9 +265,9 @@ class Worker:
         """Fail the remaining calls, so that no caller waits for them."""
         with contextlib.suppress(queue.Empty):
             while True:
-                found = self._calls.get_nowait()
-                if found is not None and found[1].set_running_or_notify_cancel():
-                    found[1].set_exception(Stopped("the engine has stopped"))
+                call = self._calls.get_nowait()
+                if call is not None and call[1].set_running_or_notify_cancel():
+                    call[1].set_exception(Stopped("the engine has stopped"))
 
     def _serve(self, engine: Engine) -> None:
         keeper = _Keeper(engine, self._options.write_interval)
@@ -323,13 +323,13 @@ class Worker:
 
     def _dispatch(self, event: EngineEvent) -> None:
         if isinstance(event, (Finished, Failed)):
-            found = self._tickets.pop(event.request, None)
+            ticket = self._tickets.pop(event.request, None)
             self._ends.append(time.monotonic())
-            if found is not None:
-                found.outcome = event
+            if ticket is not None:
+                ticket.outcome = event
         else:
-            found = self._tickets.get(event.request)
-        if found is not None:
+            ticket = self._tickets.get(event.request)
+        if ticket is not None:
             for observe in tuple(self.observers):
-                observe(found, event)
-            found.deliver(event)
+                observe(ticket, event)
+            ticket.deliver(event)

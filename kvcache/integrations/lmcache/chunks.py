@@ -36,14 +36,14 @@ class ConnectorOptions:
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> Self:
         """Raises InvalidRangeError for an unknown ``kvcache.`` option and for an invalid value."""
-        given = {
+        ours = {
             name.removeprefix(PREFIX): value
             for name, value in extra_config.items()
             if name.startswith(PREFIX)
         }
-        found = parse_options("extra_config", given, [field.name for field in fields(cls)], PREFIX)
-        check_number(f"extra_config: {PREFIX}threads", found.get("threads", 1), int, 1)
-        return cls(**found)
+        options = parse_options("extra_config", ours, [field.name for field in fields(cls)], PREFIX)
+        check_number(f"extra_config: {PREFIX}threads", options.get("threads", 1), int, 1)
+        return cls(**options)
 
 
 def identity_of_model(name: str) -> dict[str, Any]:

@@ -50,8 +50,8 @@ class Adapters:
         layers = {name: part for name, part in self._model.named_modules() if hasattr(part, "lora_a")}
         own: list[Named] = []
         base: list[Named] = []
-        found: Any = tree_flatten(self._model.parameters())
-        for name, array in found:
+        named_arrays: Any = tree_flatten(self._model.parameters())
+        for name, array in named_arrays:
             layer, _, leaf = name.rpartition(".")
             if layer in layers and leaf in _ADAPTER:
                 own.append((name, array))

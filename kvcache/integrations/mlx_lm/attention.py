@@ -39,7 +39,7 @@ _schedule: Any = mx.async_eval
 class Attending(LayerCache):
     """K and V of a layer."""
 
-    _given: tuple[ForwardPass, Any, Any] | None = None
+    _fetched: tuple[ForwardPass, Any, Any] | None = None
     """The result of ``update_and_fetch``, until the model attends to it or the next pass begins."""
 
     @waiting
@@ -48,24 +48,24 @@ class Attending(LayerCache):
         The arrays are in the order of ``make_mask``'s columns. They are snapshots: drop them before the next
         pass, or its write copies the buffer.
         """
-        self._given = None
+        self._fetched = None
         one = self.rows.pass_for(self._seen, keys.shape[2], keys.shape[0])
         self._storage.put(self.layer, one, keys, values)
         self._seen = self.rows.events
-        found = self._read(one, keys.dtype, values.dtype)
+        fetched = self._read(one, keys.dtype, values.dtype)
         if self._storage.attends(self.layer, one):
-            self._given = one, *found
-        return found
+            self._fetched = one, *fetched
+        return fetched
 
     @waiting
     def attend(self, queries: Any, keys: Any, values: Any, scale: float, mask: Any, sinks: Any) -> Any:
         """The result of mlx-lm's ``scaled_dot_product_attention``; None to leave it to that function. Used if
         K, V and the mask are unchanged results of this entry, and if it reads less.
         """
-        given, self._given = self._given, None
-        if given is None or given[1] is not keys or given[2] is not values:
+        fetched, self._fetched = self._fetched, None
+        if fetched is None or fetched[1] is not keys or fetched[2] is not values:
             return None
-        one, storage = given[0], self._storage
+        one, storage = fetched[0], self._storage
         if not one.shows(mask, storage.attention_of(self.layer)):
             _schedule(keys, values)
             return None
@@ -131,7 +131,7 @@ class Attending(LayerCache):
         if self._spec.window is None or (self._storage.rollback and not self.rows.kept):
             return True
         cache = self._storage.attention_of(self.layer)
-        stored = [cache.positions(held.seq) for held in self.rows.claimed if held.seq is not None]
+        stored = [cache.positions(claim.seq) for claim in self.rows.claimed if claim.seq is not None]
         return all(not x.size or x[-1] + 1 == x.size for x in stored)
 
     # Stored tokens, in the order of positions.
@@ -142,9 +142,9 @@ class Attending(LayerCache):
         self.rows.settle()
         if not any(self.rows.lengths):
             return None, None
-        sequences = [held.seq for held in self.rows.claimed]
-        found = self._storage.stored(self.layer, sequences, self.rows.live())
-        return self._kept(found[0]), self._kept(found[1])
+        sequences = [claim.seq for claim in self.rows.claimed]
+        stored = self._storage.stored(self.layer, sequences, self.rows.live())
+        return self._kept(stored[0]), self._kept(stored[1])
 
     def _kept(self, x: Any) -> Any:
         window, keep = self._spec.window or 0, self._spec.keep
@@ -212,9 +212,9 @@ class Attending(LayerCache):
 
     def _with_codes(self, *state: Any) -> SavedState:
         """The state that mlx-lm's class loads, with the stored codes of one row."""
-        held, storage = self.rows.claimed, self._storage
+        claimed, storage = self.rows.claimed, self._storage
         return SavedState.of(
-            state, self.layer, lambda: storage.codes(self.layer, held[0].seq) if len(held) == 1 else None
+            state, self.layer, lambda: storage.codes(self.layer, claimed[0].seq) if len(claimed) == 1 else None
         )
 
     def _saved_offset(self) -> int | BatchState:
@@ -226,7 +226,7 @@ class Attending(LayerCache):
     @waiting
     def nbytes(self) -> int:
         """Bytes of this layer's rows; shared tokens are counted for each row."""
-        tokens = sum(self._storage.tokens_of(self.layer, held.seq) for held in self.rows.claimed)
+        tokens = sum(self._storage.tokens_of(self.layer, claim.seq) for claim in self.rows.claimed)
         return self._storage.token_bytes(self.layer) * tokens
 
 
@@ -447,7 +447,7 @@ def _scaled_dot_product_attention(
     if isinstance(keys, Given):
         return keys.attend(queries, values, scale, mask, sinks)
     if isinstance(cache, Attending):
-        found = cache.attend(queries, keys, values, scale, mask, sinks)
-        if found is not None:
-            return found
+        attended = cache.attend(queries, keys, values, scale, mask, sinks)
+        if attended is not None:
+            return attended
     return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

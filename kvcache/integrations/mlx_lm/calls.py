@@ -69,7 +69,7 @@ def _batch_of(entry: Any) -> Any:
     return mlx_caches.BatchKVCache(padding) if type(entry) is mlx_caches.KVCache else entry
 
 
-_told: weakref.WeakSet[Any] = weakref.WeakSet()
+_announcing: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def told_by(kind: Any) -> None:
@@ -120,29 +120,29 @@ def _tell(rows: BatchRows, inputs: Any, prompt_cache: Sequence[Any]) -> Any:
     return rows.alike(inputs.shape[1])
 
 
-def _rows(given: Any) -> BatchRows | None:
+def _rows(prompt_cache: Any) -> BatchRows | None:
     """The rows of one of our prompt caches; None for anything else."""
-    several = given if isinstance(given, (list, tuple)) else ()
-    found = (getattr(entry, "rows", None) for entry in several)
-    return next((rows for rows in found if isinstance(rows, BatchRows)), None)
+    several = prompt_cache if isinstance(prompt_cache, (list, tuple)) else ()
+    all_rows = (getattr(entry, "rows", None) for entry in several)
+    return next((rows for rows in all_rows if isinstance(rows, BatchRows)), None)
 
 
 def _parted(model: Any, inputs: Any, prompt_cache: Sequence[Any], groups: Sequence[Any]) -> Any:
     """The output for all rows, computed group by group; 0 in padding."""
     rows: BatchRows = prompt_cache[0].rows
     tokens = inputs.shape[1]
-    found: dict[int, Any] = {}
+    outputs: dict[int, Any] = {}
     with rows.parted(tokens):
         for chosen, begin, count in groups:
             with rows.lent(chosen) as lent:
                 entries = [_entry_of(entry, lent) for entry in prompt_cache]
                 out = model(inputs[mx.array(chosen), begin : begin + count], cache=entries)
             for row, one in zip(chosen, out, strict=True):
-                found[row] = mx.pad(one, [(begin, tokens - begin - count), *[(0, 0)] * (one.ndim - 1)])
+                outputs[row] = mx.pad(one, [(begin, tokens - begin - count), *[(0, 0)] * (one.ndim - 1)])
     for entry in entries_in(prompt_cache):
         entry.catch_up()
-    nothing = mx.zeros_like(next(iter(found.values())))
-    return mx.stack([found.get(row, nothing) for row in range(inputs.shape[0])])
+    nothing = mx.zeros_like(next(iter(outputs.values())))
+    return mx.stack([outputs.get(row, nothing) for row in range(inputs.shape[0])])
 
 
 def _entry_of(entry: Any, rows: BatchRows) -> Any:

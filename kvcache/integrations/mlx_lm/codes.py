@@ -27,9 +27,9 @@ class SavedState(tuple[Any, ...]):
 
     @classmethod
     def of(cls, state: Sequence[Any], layer: int, codes: Callable[[], Codes | None]) -> SavedState:
-        found = cls(state)
-        found.layer, found.codes = layer, codes
-        return found
+        saved = cls(state)
+        saved.layer, saved.codes = layer, codes
+        return saved
 
 
 @functools.cache

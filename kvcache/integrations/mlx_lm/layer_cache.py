@@ -210,8 +210,8 @@ def _integers(values: Any) -> tuple[int, ...]:
 
 def _rows(op: str, rows: Any) -> tuple[int, ...]:
     """Row numbers; negative ones count from the end. A BOOL mask is refused, as by mlx-lm's own entries."""
-    found: Any = rows.tolist() if isinstance(rows, mx.array) else list(rows)
-    for row in found:
+    numbers: Any = rows.tolist() if isinstance(rows, mx.array) else list(rows)
+    for row in numbers:
         if isinstance(row, bool | np.bool_):
             raise InvalidRangeError(f"{op}: {row!r:.20} for a row; give the numbers of the rows, not a mask")
-    return _integers(found)
+    return _integers(numbers)

@@ -177,7 +177,7 @@ def compressed_layers(model: Any, wanted: Sequence[Any], capacity: int) -> list[
     parts = [layer.self_attn for layer in model.layers]
     every = [max(1, part.ratio) if part.is_kv_source else 0 for part in parts]
     model(mx.zeros((1, max(every) or 1), mx.int32), cache=wanted)  # MLX is lazy: nothing is computed
-    found = []
+    layers = []
     for entry, one in zip(wanted, every, strict=True):
         grown = {"window": (entry.window_size, Growth(0))}
         if one:
@@ -187,7 +187,7 @@ def compressed_layers(model: Any, wanted: Sequence[Any], capacity: int) -> list[
         shapes = tuple((grown[name][0], state.shape[2]) for name, state in states.items())
         dtypes = tuple(state.dtype for state in states.values())
         growing = tuple(grown[name][1] for name in states)
-        found.append(
+        layers.append(
             Recurrent(
                 shapes,
                 dtypes,
@@ -198,7 +198,7 @@ def compressed_layers(model: Any, wanted: Sequence[Any], capacity: int) -> list[
                 capacity=max(capacity, one) if one else None,
             )
         )
-    return found
+    return layers
 
 
 def _check_kind(i: int, entry: Any) -> None:
@@ -225,7 +225,7 @@ class _Call:
     entry: Any
     name: str
     window: int | None = None
-    told: str = ""
+    value: str = ""
     """For assigned K and V: their new value; for K and V that are put: whether they are one array."""
 
 
@@ -280,9 +280,9 @@ def _noting_writes(calls: list[_Call], kind: Any) -> Callable[..., None]:
 
 def _numbered(like: Any) -> Any:
     """Nonzero numbers that replace the model's own K or V."""
-    found = mx.broadcast_to(mx.arange(1, like.shape[-1] + 1).astype(like.dtype), like.shape)
-    mx.eval(found)
-    return found
+    numbers = mx.broadcast_to(mx.arange(1, like.shape[-1] + 1).astype(like.dtype), like.shape)
+    mx.eval(numbers)
+    return numbers
 
 
 _FEW = 8
@@ -327,7 +327,7 @@ def _layer(i: int, entry: Any, calls: Sequence[_Call], first: Sequence[tuple[int
 def _attention(
     i: int, entry: Any, calls: Sequence[_Call], window: int | None, max_size: int | None = None
 ) -> Attention:
-    own = {(call.name, call.told) for call in calls if call.entry is entry}
+    own = {(call.name, call.value) for call in calls if call.entry is entry}
     keep = getattr(entry, "keep", 0)
     if entry.keys is None:
         return Attention(window, max_size=max_size, used=False, keep=keep)

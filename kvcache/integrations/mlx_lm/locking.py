@@ -21,7 +21,7 @@ class PoolLock:
 
     def __init__(self, cache: Any) -> None:
         self.inner = RLock()
-        self._told = Condition(self.inner)
+        self._freed = Condition(self.inner)
         self._cache, self._thread = cache, get_ident()
 
     def __enter__(self) -> None:
@@ -33,12 +33,12 @@ class PoolLock:
 
     def wait(self, timeout: float) -> None:
         """Release the lock until another thread calls ``tell``, for at most ``seconds``."""
-        self._told.wait(timeout)
+        self._freed.wait(timeout)
         self._go_on_here()
 
     def tell(self) -> None:
         """Wake all threads in ``wait``, once the lock is free."""
-        self._told.notify_all()
+        self._freed.notify_all()
 
     def _go_on_here(self) -> None:
         if self._thread != get_ident():

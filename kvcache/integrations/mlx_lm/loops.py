@@ -42,8 +42,8 @@ def is_serving() -> bool:
 
 def rows_of(prompt_cache: Sequence[Any] | None) -> list[BatchRows]:
     """The rows of our entries in a prompt cache; empty for anything else."""
-    found = [getattr(entry, "rows", None) for entry in prompt_cache or ()]
-    return [rows for rows in found if isinstance(rows, BatchRows)]
+    entry_rows = [getattr(entry, "rows", None) for entry in prompt_cache or ()]
+    return [rows for rows in entry_rows if isinstance(rows, BatchRows)]
 
 
 @functools.cache
@@ -67,8 +67,8 @@ def _insert_cache(
         rows.pool.keepers.add(lru)
     if found and is_serving():
         # The server no longer uses the list, but has live references that would hold the sequence.
-        prompt_cache, given = list(prompt_cache), prompt_cache
-        given.clear()
+        prompt_cache, original_cache = list(prompt_cache), prompt_cache
+        original_cache.clear()
     if prompt_cache:
         original(lru, model, tokens, prompt_cache, **more)
 
@@ -166,7 +166,7 @@ class _Rounds:
             while True:
                 self.handled, self.working = sys.exception(), True
                 try:
-                    found = next(tokens)
+                    token = next(tokens)
                 except StopIteration:
                     return
                 except BaseException:
@@ -174,7 +174,7 @@ class _Rounds:
                     self._go_back()
                     raise
                 self.working = False
-                yield found
+                yield token
         finally:
             self.working = False
             tokens.close()
@@ -193,9 +193,9 @@ def _trim_after_a_round(original: Callable[..., Any], prompt_cache: Any, count: 
         return original(prompt_cache, count)
     if rounds.fails:
         return 0
-    found = original(prompt_cache, count)
+    trimmed = original(prompt_cache, count)
     rounds.lengths = [rows.lengths[0] for rows in rounds.rows]
-    return found
+    return trimmed
 
 
 def _speculative(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -217,8 +217,8 @@ def _speculative(original: Callable[..., Any], *arguments: Any, **options: Any) 
 
 
 def _check_both(prompt_cache: Any) -> None:
-    found = rows_of(prompt_cache)
-    if found and len(prompt_cache) <= len(found[0].pool.storage.entries):
+    rows = rows_of(prompt_cache)
+    if rows and len(prompt_cache) <= len(rows[0].pool.storage.entries):
         raise InvalidRangeError(
             f"speculative_generate_step: prompt_cache has {len(prompt_cache)} entries, those of the model "
             "alone; pass make_prompt_cache(model) + make_prompt_cache(draft_model)"

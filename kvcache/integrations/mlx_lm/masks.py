@@ -70,10 +70,10 @@ def read_positions(cache: CellCache, ctx: ml.Context) -> np.ndarray:
     other sequences' cells. Available before ``put``. Raises OrderError without a pass.
     """
     _, reading = _shared("read_positions", cache, ctx)
-    found = np.full(reading.length, -1)
+    positions = np.full(reading.length, -1)
     for row, columns in zip(reading.rows, reading.columns, strict=True):
-        found[np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns] = row.positions
-    return found
+        positions[np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns] = row.positions
+    return positions
 
 
 def _shared(op: str, cache: CellCache, ctx: ml.Context) -> tuple[ForwardPass, History]:

@@ -117,8 +117,8 @@ class MLXModel(DrivenModel):
         total = hashlib.sha256()
         args = {**self._args, "text_config": _named(self._args.get("text_config"))}
         total.update(json.dumps(args, sort_keys=True, default=str).encode())
-        found: Any = tree_flatten(self.model.parameters())
-        for name, array in sorted(found, key=lambda named: str(named[0])):
+        named_arrays: Any = tree_flatten(self.model.parameters())
+        for name, array in sorted(named_arrays, key=lambda named: str(named[0])):
             total.update(f"{name} {array.dtype} {array.shape}".encode())
             if array.size:
                 total.update(np.array(array.reshape(-1).view(mx.uint8)).data)
@@ -144,9 +144,9 @@ class MLXModel(DrivenModel):
             starts = np.flatnonzero(np.diff(sequences, prepend=-1))
             rows, pool = len(starts), self._sequences
             pool.current = None
-            held = [pool.lent(int(seq)) for seq in sequences[starts]]
+            lent = [pool.lent(int(seq)) for seq in sequences[starts]]
             entries = prompt_cache_of(
-                storage, BatchRows(pool, held, positions[starts].tolist(), batched=rows > 1)
+                storage, BatchRows(pool, lent, positions[starts].tolist(), batched=rows > 1)
             )
         logits = self.model(tokens.reshape(rows, -1), cache=entries)
         if self.layout is not Layout.PACKED:
@@ -188,11 +188,11 @@ class MLXModel(DrivenModel):
             if isinstance(layer, Recurrent)
             for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True)
         )
-        told: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for config in (self._args, self._config):
-            told |= {**config, **_named(config.get("text_config"))}
-        eos = told.get("eos_token_id")
-        most = positions_in(SimpleNamespace(**told))
+            settings |= {**config, **_named(config.get("text_config"))}
+        eos = settings.get("eos_token_id")
+        most = positions_in(SimpleNamespace(**settings))
         return Sizes(
             vocab_size=vocabulary,
             max_positions=int(min(most, storage.longest)),

@@ -55,8 +55,8 @@ class Given:
         cache, ctx = one.storage.attention_of(entry.layer), one.ctx.layer(entry.layer)
         cache.set_layer(entry.layer)
         logits = None if sinks is None else ctx.from_native(sinks)
-        found = cache.attend(ctx, ctx.from_native(queries[:, :, 0]), scale, logits)
-        return found.native[:, :, None].astype(queries.dtype)
+        attended = cache.attend(ctx, ctx.from_native(queries[:, :, 0]), scale, logits)
+        return attended.native[:, :, None].astype(queries.dtype)
 
 
 class _Packed:

@@ -76,14 +76,14 @@ def _is_kept_out(model: Any, pool: Any) -> bool:
     least, changed = _EXACT if precise else _ROUNDED, False
     try:
         for passes in (_RIGHT, _LEFT):
-            told = _states(model, pool, passes)
+            announced = _states(model, pool, passes)
             for row in (0, 1):
                 own = [((columns[row],), dict[str, list[int]]()) for columns, _ in passes]
-                untold = _states(model, pool, own)
+                unannounced = _states(model, pool, own)
                 alone = _states(model, pool, [((x[0].replace(".", ""),), none) for x, none in own])
-                for right, found, spoilt in zip(alone, told, untold, strict=True):
+                for right, announced_state, spoilt in zip(alone, announced, unannounced, strict=True):
                     size, harm = _largest(right), _largest(spoilt - right)
-                    if not _largest(found[row : row + 1] - right) <= least * max(size, harm):
+                    if not _largest(announced_state[row : row + 1] - right) <= least * max(size, harm):
                         return False
                     changed |= harm > least * size
     finally:
@@ -106,9 +106,9 @@ def _states(model: Any, pool: Any, passes: Iterable[_Pass]) -> list[mx.array]:
             pool.storage.ctx.compute()
     layers = zip(entries_in(prompt_cache), pool.storage.layers, strict=True)
     kept = [state for entry, layer in layers if isinstance(layer, Recurrent) for state in entry.cache]
-    found = [state.astype(mx.float32) for state in kept]
-    mx.eval(found)
-    return found
+    states = [state.astype(mx.float32) for state in kept]
+    mx.eval(states)
+    return states
 
 
 def _largest(x: mx.array) -> float:
@@ -126,11 +126,11 @@ def keep_whole_steps() -> None:
     def ssm_attn(*arguments: Any, **named: Any) -> Any:
         bound = inspect.signature(original).bind(*arguments, **named)
         bound.apply_defaults()
-        given, columns = bound.arguments, arguments[0].shape[1]
-        if given["lengths"] is not None and columns > given["step"]:
-            ends = [count for count in given["lengths"].tolist() if 0 < count < columns]
-            while any(count % given["step"] == 0 for count in ends):
-                given["step"] -= 1
-        return original(**given)
+        operands, columns = bound.arguments, arguments[0].shape[1]
+        if operands["lengths"] is not None and columns > operands["step"]:
+            ends = [count for count in operands["lengths"].tolist() if 0 < count < columns]
+            while any(count % operands["step"] == 0 for count in ends):
+                operands["step"] -= 1
+        return original(**operands)
 
     ssm.ssm_attn = ssm_attn

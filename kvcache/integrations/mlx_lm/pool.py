@@ -70,12 +70,12 @@ class PoolOptions:
     def of(cls, op: str, options: Mapping[str, Any]) -> PoolOptions:
         """The options from keywords. Raises InvalidRangeError for an unknown name or an invalid size."""
         check_known(op, options, [field.name for field in fields(cls)])
-        found = cls(**options)
+        checked = cls(**options)
         for name, least in _LEAST.items():
-            size = getattr(found, name)
+            size = getattr(checked, name)
             if size is not None:
                 check_whole(op, name, size, least)
-        return found
+        return checked
 
 
 _LEAST = {

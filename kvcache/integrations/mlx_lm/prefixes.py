@@ -174,8 +174,8 @@ class MLXPrefixCache(SharedPrefixes):
         claims = [self._claims[seq] for seq in taken if seq in self._claims]
         if any(owner is threading.current_thread() for owner, _ in claims):
             return False
-        held = sum(count for _, count in claims)
-        full = len(claims) >= self.pool.sequences.max_sequences or held + claim > self.pool.room
+        claimed = sum(count for _, count in claims)
+        full = len(claims) >= self.pool.sequences.max_sequences or claimed + claim > self.pool.room
         return full and any(owner.is_alive() for owner, _ in claims)
 
     def _left(self, session: Session) -> None:
@@ -237,13 +237,13 @@ _MAX_TOKENS = int(inspect.signature(generate_step).parameters["max_tokens"].defa
 
 def _shapes(pool: CachePool) -> Mapping[int, LayerShape]:
     """What the layers store, as far as known; not inferred from stored entries."""
-    found = {}
+    shapes = {}
     for i, layer in enumerate(pool.storage.layers):
         if isinstance(layer, Attention) and layer.kv_heads and layer.key_dim and layer.value_dim is not None:
             values = layer.key_dim if layer.keys_only else layer.value_dim
             shape = (layer.kv_heads, layer.key_dim), (layer.kv_heads, values)
-            found[i] = LayerShape(*shape, layer.keys_only)
-    return found
+            shapes[i] = LayerShape(*shape, layer.keys_only)
+    return shapes
 
 
 def _of_whole_prompt(prompt: Sequence[int], processor: Callable[..., Any]) -> Callable[..., Any]:

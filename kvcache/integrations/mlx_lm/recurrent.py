@@ -78,13 +78,13 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         another.
         """
         spec = self._spec
-        found = [self._storage.kept_state(self.layer, idx, held.seq) for held in self.rows.claimed]
-        sizes = [state.shape[1:] for state in found if state is not None]
+        states = [self._storage.kept_state(self.layer, idx, claim.seq) for claim in self.rows.claimed]
+        sizes = [state.shape[1:] for state in states if state is not None]
         if not sizes:
             return None
         whole = tuple(map(max, *sizes)) if len(sizes) > 1 else sizes[0]
         none = mx.zeros((1, *whole), spec.dtypes[idx])
-        return mx.concatenate([none if state is None else padded(state, whole) for state in found])
+        return mx.concatenate([none if state is None else padded(state, whole) for state in states])
 
     def advance(self, N: int) -> None:  # noqa: N803
         """Advance the layer by ``N`` columns."""
@@ -130,7 +130,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         spec, rows = self._spec, self.rows
         states = zip(spec.shapes, spec.dtypes, strict=True)
         one = sum(int(np.prod(shape)) * int(dtype.size) for shape, dtype in states)
-        return one * sum(held.seq is not None for held in rows.claimed)
+        return one * sum(claim.seq is not None for claim in rows.claimed)
 
 
 def _named(name: str) -> Any:
@@ -138,8 +138,8 @@ def _named(name: str) -> Any:
 
     def get(self: CompressedCache) -> Any:
         names = self._spec.names
-        found = self[names.index(name)] if name in names else None
-        return found if found is None or found.shape[1] else None
+        state = self[names.index(name)] if name in names else None
+        return state if state is None or state.shape[1] else None
 
     def put(self: CompressedCache, value: Any) -> None:
         self[self._spec.names.index(name)] = value
@@ -167,9 +167,9 @@ class CompressedCache(ArraysCache):
     def update_window(self, kv: Any) -> Any:
         """The window (rows, tokens, dim) followed by ``kv``, of which the last ``window_size`` are stored."""
         before = self.window
-        found = kv if before is None else mx.concatenate([before, kv], axis=1)
-        self.window = found[:, -self.window_size :]
-        return found
+        window = kv if before is None else mx.concatenate([before, kv], axis=1)
+        self.window = window[:, -self.window_size :]
+        return window
 
     def saved(self) -> Any:
         """The state of mlx-lm's LayerCache for one row: five states (None if empty), and the offset."""

@@ -71,8 +71,8 @@ class BatchRows(ClaimedRows):
         self.before = [0]
 
     def __del__(self) -> None:
-        if held := getattr(self, "claimed", ()):  # an interrupt may occur before __init__ begins
-            self.pool.drop(held)
+        if claimed := getattr(self, "claimed", ()):  # an interrupt may occur before __init__ begins
+            self.pool.drop(claimed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchRows:
         self.pool.check_sharing("deepcopy")
@@ -203,7 +203,7 @@ class BatchRows(ClaimedRows):
         for row, count in enumerate(counts):
             if count:
                 self._own(row)
-        one.sequences = [held.seq for held in self.claimed]
+        one.sequences = [claim.seq for claim in self.claimed]
         return one
 
     def check_room(self, op: str, counts: Sequence[int]) -> None:
@@ -252,8 +252,8 @@ class BatchRows(ClaimedRows):
             groups.setdefault((begin, count, min(length, limit)), []).append(row)
         if len(groups) == 1 and next(iter(groups))[:2] == (0, tokens):
             return None
-        found = [(chosen, begin, count) for (begin, count, _), chosen in groups.items() if count]
-        return sorted(found, key=lambda group: -len(group[0]) * group[2])  # too large groups fail first
+        chosen_groups = [(chosen, begin, count) for (begin, count, _), chosen in groups.items() if count]
+        return sorted(chosen_groups, key=lambda group: -len(group[0]) * group[2])  # too large groups fail first
 
     @contextmanager
     def parted(self, tokens: int) -> Iterator[None]:
@@ -277,9 +277,9 @@ class BatchRows(ClaimedRows):
         """These rows as a separate prompt cache that writes in place. If its pass fails midway, the rows are
         empty; if no pass was begun, they are unchanged.
         """
-        held = [self.claimed[row] for row in chosen]
+        claims = [self.claimed[row] for row in chosen]
         lengths = [self.lengths[row] for row in chosen]
-        lent = BatchRows(self.pool, held, lengths, batched=self.batched and len(held) > 1)
+        lent = BatchRows(self.pool, claims, lengths, batched=self.batched and len(claims) > 1)
         for row in chosen:
             self.swap(row, self.pool.hold())
             self.lengths[row] = 0
@@ -295,19 +295,19 @@ class BatchRows(ClaimedRows):
 
     def _own(self, row: int) -> None:
         """A sequence that is not shared."""
-        held = self.claimed[row]
-        self.pool.make_way(held)
-        if held.claims > 1:
-            new = self.pool.fork(held, self.lengths[row])
+        claim = self.claimed[row]
+        self.pool.make_way(claim)
+        if claim.claims > 1:
+            new = self.pool.fork(claim, self.lengths[row])
             self.swap(row, new)
-            held = new
-        self.pool.occupy(held)
+            claim = new
+        self.pool.occupy(claim)
 
-    def _replace(self, held: list[SharedSequence], lengths: list[int]) -> None:
+    def _replace(self, claims: list[SharedSequence], lengths: list[int]) -> None:
         """Replace the rows, and cancel announced padding."""
-        self.replace_all(held)
+        self.replace_all(claims)
         self.lengths = lengths
-        self.skip, self.left = [0] * len(held), None
+        self.skip, self.left = [0] * len(claims), None
 
     # mlx-lm's operations on prompt caches.
 
@@ -348,8 +348,8 @@ class BatchRows(ClaimedRows):
     def cut(self, lengths: Sequence[int]) -> None:
         """Keep the first ``lengths[i]`` tokens of row i. An error leaves all rows unchanged."""
         storage = self.pool.storage
-        for held, old, new in zip(self.claimed, self.lengths, lengths, strict=True):
-            if 0 < new < old and not storage.cache.can_resume(held.seq, new):
+        for claim, old, new in zip(self.claimed, self.lengths, lengths, strict=True):
+            if 0 < new < old and not storage.cache.can_resume(claim.seq, new):
                 raise NotSupportedError(
                     f"trim: {old - new} of {old} tokens, and what a token at {new} attends to is no longer "
                     f"stored: sliding layers keep rollback={storage.rollback} tokens beyond their window, "
@@ -358,32 +358,32 @@ class BatchRows(ClaimedRows):
         shorter = {row: new for row, new in enumerate(lengths) if new < self.lengths[row]}
         copies = self._copies(shorter)
         for row, length in shorter.items():
-            held = self.claimed[row]
+            claim = self.claimed[row]
             if row in copies:
                 self.swap(row, copies[row])
             else:
-                assert held.seq is not None
-                self.pool.cut(held.seq, length)
+                assert claim.seq is not None
+                self.pool.cut(claim.seq, length)
             self.lengths[row] = length
 
     def _copies(self, lengths: Mapping[int, int]) -> dict[int, SharedSequence]:
         """By row, the replacement of a sequence that is shared, or of which nothing is kept."""
-        pool, found = self.pool, dict[int, SharedSequence]()
+        pool, copies = self.pool, dict[int, SharedSequence]()
         try:
             for row, length in lengths.items():
-                held = self.claimed[row]
+                claim = self.claimed[row]
                 if not length and not pool.given_away:
-                    found[row] = pool.hold()
+                    copies[row] = pool.hold()
                     continue
-                pool.make_way(held)
-                if held.claims - sum(self.claimed[other] is held for other in found) > 1:
-                    found[row] = pool.fork(held, length)
+                pool.make_way(claim)
+                if claim.claims - sum(self.claimed[other] is claim for other in copies) > 1:
+                    copies[row] = pool.fork(claim, length)
         except BaseException:
-            for copy in found.values():
+            for copy in copies.values():
                 copy.claims += 1
                 copy.release()
             raise
-        return found
+        return copies
 
     def filter(self, keep: Sequence[int]) -> None:
         """Keep these rows, in this order."""
@@ -419,20 +419,20 @@ class BatchRows(ClaimedRows):
         if padded and storage.alike_from and not storage.calls_told:
             raise NotSupportedError(f"prepare: padding, which {_ALL_ALIKE}")
         if skip is not None and storage.states is not None and not storage.alike_from:
-            for row, (pad, held) in enumerate(zip(skip, self.lengths, strict=False)):
-                if pad > 0 and held:
+            for row, (pad, stored) in enumerate(zip(skip, self.lengths, strict=False)):
+                if pad > 0 and stored:
                     raise NotSupportedError(
-                        f"prepare: left_padding={pad} of row {row}, which holds {held} tokens; the padding "
+                        f"prepare: left_padding={pad} of row {row}, which holds {stored} tokens; the padding "
                         "would change the states of recurrent layers; pad on the right: lengths= and "
                         "right_padding="
                     )
-        for name, given in (("lengths", lengths), ("left_padding", skip)):
-            if given is not None and len(given) != len(self.claimed):
+        for name, counts in (("lengths", lengths), ("left_padding", skip)):
+            if counts is not None and len(counts) != len(self.claimed):
                 if len(self.claimed) == 1 and not self.lengths[0]:
-                    self.widen(len(given))
+                    self.widen(len(counts))
                 else:
                     raise InvalidRangeError(
-                        f"prepare: {name} of {len(given)} rows; there are {len(self.claimed)}"
+                        f"prepare: {name} of {len(counts)} rows; there are {len(self.claimed)}"
                     )
         if skip is not None:
             self.skip = [old + int(new) for old, new in zip(self.skip, skip, strict=True)]
@@ -464,8 +464,8 @@ class BatchRows(ClaimedRows):
             one.settle()
             one.check_finalized("merge")
         pool = several[0].pool
-        held = [held for one in several for held in one.held_in(pool)]
-        return BatchRows(pool, held, [length for one in several for length in one.lengths], batched=True)
+        claim = [claim for one in several for claim in one.held_in(pool)]
+        return BatchRows(pool, claim, [length for one in several for length in one.lengths], batched=True)
 
     def held_in(self, pool: SequencePool) -> list[SharedSequence]:
         """The sequences of these rows, which must belong to ``pool``, for use by another prompt cache too."""
@@ -480,9 +480,9 @@ class BatchRows(ClaimedRows):
 
     def derived(self, name: str, of: tuple, layer: int, make: Callable[[], BatchRows]) -> BatchRows:
         """The result of ``make``, which every layer may fetch once."""
-        found = self._derived.get(name)
-        if found is not None:
-            known, reference, layers = found
+        derived = self._derived.get(name)
+        if derived is not None:
+            known, reference, layers = derived
             rows = reference()
             if rows is not None and known == (self.events, of) and layer not in layers and not rows.events:
                 layers.add(layer)

@@ -50,9 +50,9 @@ def load_prompt_cache(
         raise InvalidRangeError(
             f"load_prompt_cache: pool is a {type(pool).__name__}; it must be the CachePool to load into"
         )
-    found, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
-    codes = codes_in(file_name, len(found), pool.storage.layers)
-    prompt_cache = _adopted(found, pool, tokens, codes)
+    loaded, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
+    codes = codes_in(file_name, len(loaded), pool.storage.layers)
+    prompt_cache = _adopted(loaded, pool, tokens, codes)
     return (prompt_cache, metadata) if return_metadata else prompt_cache
 
 
@@ -168,8 +168,8 @@ def _grouped(entry: Any, layer: Recurrent) -> tuple[Any, ...]:
     if entry.empty():
         return ()
     named = zip(layer.names, layer.shapes, layer.dtypes, strict=True)
-    found = ((getattr(entry, name), shape, dtype) for name, shape, dtype in named)
-    return tuple(mx.zeros((1, 0, *shape[1:]), dtype) if x is None else x for x, shape, dtype in found)
+    states = ((getattr(entry, name), shape, dtype) for name, shape, dtype in named)
+    return tuple(mx.zeros((1, 0, *shape[1:]), dtype) if x is None else x for x, shape, dtype in states)
 
 
 def _sizes(layer: Layer) -> tuple[int | None, int]:
@@ -190,7 +190,7 @@ def _codes_of(entry: Any, storage: Storage) -> Codes | None:
 def _in_order(entry: Any) -> tuple[Any, Any]:
     if type(entry) is mlx_caches.QuantizedKVCache:
         sizes = {"bits": entry.bits, "group_size": entry.group_size}
-        keys, values = (mx.dequantize(*found, **sizes) for found in entry.keys_and_values())
+        keys, values = (mx.dequantize(*parts, **sizes) for parts in entry.keys_and_values())
         return keys, values
     if type(entry) in (mlx_caches.KVCache, mlx_caches.ChunkedKVCache):
         size = entry.offset - getattr(entry, "start_position", 0)
@@ -204,14 +204,14 @@ def _in_order(entry: Any) -> tuple[Any, Any]:
 
 
 def _length(contents: Sequence[_Content], layers: Sequence[Layer], tokens: int | None) -> int:
-    told = {content.tokens for content in contents if content.tokens is not None}
+    lengths = {content.tokens for content in contents if content.tokens is not None}
     pairs = zip(contents, layers, strict=True)
     filled = {bool(content.arrays) for content, layer in pairs if isinstance(layer, Recurrent)}
-    length = max(told) if told else max(1, tokens or 1) if True in filled else 0
-    if len(told) > 1 or filled - {length > 0}:
+    length = max(lengths) if lengths else max(1, tokens or 1) if True in filled else 0
+    if len(lengths) > 1 or filled - {length > 0}:
         states = f" and states that are {'' if True in filled else 'not '}set" if filled else ""
         raise InvalidRangeError(
-            f"adopt: entries of {sorted(told)} tokens{states}; all entries of a prompt cache must hold "
+            f"adopt: entries of {sorted(lengths)} tokens{states}; all entries of a prompt cache must hold "
             "the same number"
         )
     if tokens is not None and tokens != length:

@@ -137,11 +137,11 @@ class SequencePool(Sequences):
             pass
 
     def _none_free(self, count: int) -> Exception:
-        held = "" if getattr(sys, "last_traceback", None) is None else _IN_TRACEBACK
+        hint = "" if getattr(sys, "last_traceback", None) is None else _IN_TRACEBACK
         return SequencesTakenError(
             f"start_forward: all {self.max_sequences} sequences of the pool are held; drop a prompt "
             "cache, or make the pool with a larger max_sequences (rows of batches, copies that are "
-            f"written, and prompt caches that are kept take one each){held}"
+            f"written, and prompt caches that are kept take one each){hint}"
         )
 
     # Passes.
@@ -151,8 +151,8 @@ class SequencePool(Sequences):
         for cache in self.storage.caches.whole:
             while cache.free_cells < tokens:
                 if not self.relieve():
-                    held = cache.held()
-                    raise CacheFullError(tokens, cache.free_cells, held, "update", _FULL)
+                    stored = cache.held()
+                    raise CacheFullError(tokens, cache.free_cells, stored, "update", _FULL)
 
     def begin(self, new: ForwardPass) -> None:
         """Find cells for the tokens of ``new``, whose rows have sequences."""

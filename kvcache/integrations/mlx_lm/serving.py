@@ -68,22 +68,22 @@ def _is_batchable(responder: Any, original: Callable[..., bool], *arguments: Any
 
 
 def _next_request(responder: Any, original: Callable[..., Any], *arguments: Any) -> Any:
-    found = original(responder, *arguments)
-    if found is not None:
-        incoming.queue = found[0]
-    return found
+    request = original(responder, *arguments)
+    if request is not None:
+        incoming.queue = request[0]
+    return request
 
 
 def _tokenize(responder: Any, original: Callable[..., Any], tokenizer: Any, request: Any, asked: Any) -> Any:
     """Refuse a prompt that can never fit, and limit the answer to the room of the pool."""
     incoming.serving = True
-    found = original(responder, tokenizer, request, asked)
+    tokenized = original(responder, tokenizer, request, asked)
     pool = _pool_of(responder.model_provider.model)
     if pool is not None:
-        room = pool.room - len(found[0])
+        room = pool.room - len(tokenized[0])
         if room <= 0:
             raise InvalidRangeError(
-                f"a prompt of {len(found[0])} tokens; the pool of its model has room for {pool.room}, the "
+                f"a prompt of {len(tokenized[0])} tokens; the pool of its model has room for {pool.room}, the "
                 "answer included: shorten it, or install with a larger capacity or max_sequences"
             )
         if room < asked.max_tokens:
@@ -93,7 +93,7 @@ def _tokenize(responder: Any, original: Callable[..., Any], tokenizer: Any, requ
                 room,
             )
             asked.max_tokens = int(room)
-    return found
+    return tokenized
 
 
 def _serve_single(
@@ -132,8 +132,8 @@ class _Generator:
     @property
     def waiting(self) -> deque[Any]:
         """Requests: (id, segments, max_tokens, prompt cache, tokens before, ...)."""
-        found: deque[Any] = self._generator._unprocessed_sequences
-        return found
+        requests: deque[Any] = self._generator._unprocessed_sequences
+        return requests
 
     @property
     def prompts(self) -> Any:
@@ -153,9 +153,9 @@ class _Generator:
         """The largest final number of tokens of each row of the two batches."""
         prompts, answers = self.prompts, self.answers
         begun = zip(prompts.tokens, self._generator._currently_processing, prompts.max_tokens, strict=True)
-        held = [len(tokens) + sum(map(len, rest[0])) + most for tokens, rest, most in begun]
+        lengths = [len(tokens) + sum(map(len, rest[0])) + most for tokens, rest, most in begun]
         counts = zip(answers.tokens, answers.max_tokens, answers._num_tokens, strict=True)
-        return held + [len(tokens) + most - done for tokens, most, done in counts]
+        return lengths + [len(tokens) + most - done for tokens, most, done in counts]
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -180,9 +180,9 @@ def _insert_segments(
     pool, count = _pool_of(generator.model), len(segments)
     if pool is None or not is_serving():
         return original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
-    given = zip(segments, caches or [None] * count, all_tokens or [[]] * count, strict=True)
+    requests = zip(segments, caches or [None] * count, all_tokens or [[]] * count, strict=True)
     # Recompute a request that has nothing left to compute.
-    fitted = [one if any(one[0]) else ([one[2]], None, []) for one in given]
+    fitted = [one if any(one[0]) else ([one[2]], None, []) for one in requests]
     segments, caches, all_tokens = (list(column) for column in zip(*fitted, strict=True))
     uids = original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
     # The request that made the server load a model with a pool was accepted before this module was active.
@@ -200,7 +200,7 @@ def _anew(tokens: list[int], segments: Sequence[list[int]]) -> list[list[int]]:
 
 
 def _holds(prompt_cache: Any) -> bool:
-    return any(held.seq is not None for rows in rows_of(prompt_cache)[:1] for held in rows.claimed)
+    return any(claim.seq is not None for rows in rows_of(prompt_cache)[:1] for claim in rows.claimed)
 
 
 def _next(generator: Any, original: Callable[[Any], Any]) -> Any:
@@ -228,21 +228,21 @@ def _admitted(pool: CachePool, running: _Generator) -> int:
     """The number of waiting requests that there is room for, including what earlier ones may add. Other
     requests release a conversation that they have found if its room may be needed.
     """
-    held, waiting, most_rows = running.largest(), running.waiting, pool.sequences.max_sequences
+    lengths, waiting, most_rows = running.largest(), running.waiting, pool.sequences.max_sequences
     largest_pass = pool.sequences.largest_pass or math.inf
     count = 0
     for _, segments, most, _, tokens, *_ in waiting:
         own = len(tokens) + sum(map(len, segments)) + most
-        if held and (len(held) >= min(most_rows, largest_pass) or sum(held) + own > pool.room):
+        if lengths and (len(lengths) >= min(most_rows, largest_pass) or sum(lengths) + own > pool.room):
             break
-        held.append(own)
+        lengths.append(own)
         count += 1
     for i in range(count, len(waiting)):
         uid, segments, most, cache, tokens, *more = waiting[i]
         if not _holds(cache):
             continue
-        if len(held) < most_rows and sum(held) + len(tokens) <= pool.room:
-            held.append(len(tokens))
+        if len(lengths) < most_rows and sum(lengths) + len(tokens) <= pool.room:
+            lengths.append(len(tokens))
         else:
             waiting[i] = (uid, _anew(tokens, segments), most, pool.make_prompt_cache(), [], *more)
     return count

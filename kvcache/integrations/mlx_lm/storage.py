@@ -118,8 +118,8 @@ class Storage:
     def computed(self) -> ml.DType:
         """The dtype of the first K whose dtype is known; F32 if none is."""
         known = (x.dtype for x in self.layers if isinstance(x, Attention) and x.dtype is not None)
-        found = next(known, None)
-        return ml.DType.F32 if found is None else _dtype(self.ctx, found)
+        dtype = next(known, None)
+        return ml.DType.F32 if dtype is None else _dtype(self.ctx, dtype)
 
     # K and V.
 
@@ -142,9 +142,9 @@ class Storage:
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
         words = [mx.view(x, mx.int32) if x.dtype == mx.uint32 else x for x in codes.parts]
-        found = [ctx.from_native(one.stored(x)) for x in words]
+        parts = [ctx.from_native(one.stored(x)) for x in words]
         spec = self._spec(layer)
-        cache.put_stored(ctx, found, ml.DType[codes.activations], spec.key_dim if spec.keys_only else None)
+        cache.put_stored(ctx, parts, ml.DType[codes.activations], spec.key_dim if spec.keys_only else None)
         one.written = True
 
     def is_affine(self, bits: int, group_size: int) -> bool:
@@ -162,11 +162,11 @@ class Storage:
             return None
         cells = cache.storage.table.rows[seq].cells
         cache.storage.table.join_arrivals(cells)
-        found = read_layers(self.ctx.backend, {layer: cache.storage.buffers[layer]}, cells)
-        if not found:
+        layers = read_layers(self.ctx.backend, {layer: cache.storage.buffers[layer]}, cells)
+        if not layers:
             return None
-        arrays = tuple(x.permute(self.ctx, 1, 0, 2).native[None] for x in found[layer].tensors)
-        return Codes(self.format.name, found[layer].activations.name, arrays)
+        arrays = tuple(x.permute(self.ctx, 1, 0, 2).native[None] for x in layers[layer].tensors)
+        return Codes(self.format.name, layers[layer].activations.name, arrays)
 
     def get(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
         """K and V of a layer as arrays (rows, kv_heads, history, dim), for this pass."""
@@ -215,14 +215,14 @@ class Storage:
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
         logits = None if sinks is None else ctx.from_native(sinks)
-        found = cache.attend(ctx, ctx.from_native(one.stored(queries)), scale, logits)
-        return one.given_back(found.native)
+        attended = cache.attend(ctx, ctx.from_native(one.stored(queries)), scale, logits)
+        return one.given_back(attended.native)
 
     def reading(self, cache: CausalCache, one: ForwardPass) -> DenseBatch:
-        found: DenseBatch | None = one.readings.get(id(cache))
-        if found is None:
-            found = one.readings[id(cache)] = DenseBatch(cache, one.sequences, uneven=True)
-        return found
+        reading: DenseBatch | None = one.readings.get(id(cache))
+        if reading is None:
+            reading = one.readings[id(cache)] = DenseBatch(cache, one.sequences, uneven=True)
+        return reading
 
     def attention_of(self, layer: int) -> CausalCache:
         cache = self.attention[layer]
@@ -274,13 +274,13 @@ class Storage:
 
         ``is_set``: whether it is already the state after the pass.
         """
-        found, spec = self.asked_state(layer, i).native, self.layers[layer]
+        state, spec = self.asked_state(layer, i).native, self.layers[layer]
         assert isinstance(spec, Recurrent)
-        found = _grown(spec, i, found.astype(spec.dtypes[i]), max(one.after if is_set else one.before))
+        state = _grown(spec, i, state.astype(spec.dtypes[i]), max(one.after if is_set else one.before))
         if len(one.active) == one.rows:
-            return found
-        whole = mx.zeros((one.rows, *found.shape[1:]), found.dtype)
-        whole[mx.array(one.active)] = found
+            return state
+        whole = mx.zeros((one.rows, *state.shape[1:]), state.dtype)
+        whole[mx.array(one.active)] = state
         return whole
 
     def set_state(self, layer: int, i: int, one: ForwardPass, value: Any) -> None:
@@ -302,8 +302,8 @@ class Storage:
             return None
         offset = self.states.offset(seq)
         kept = self.states.snapshot(seq, offset, offset).states
-        found = kept.get((_name(i), layer))
-        return None if found is None else _grown(spec, i, found.native.astype(spec.dtypes[i]), offset)
+        state = kept.get((_name(i), layer))
+        return None if state is None else _grown(spec, i, state.native.astype(spec.dtypes[i]), offset)
 
 
 def _kind(layer: Layer) -> Kind | None:

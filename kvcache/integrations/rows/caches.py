@@ -84,11 +84,11 @@ class ModelCaches:
     @classmethod
     def over(cls, kinds: Iterable[Kind], cache: Any) -> ModelCaches:
         """The caches combined in ``cache``: for these kinds of attention, and for states if it has more."""
-        found = cls.__new__(cls)
-        found.tops, found.all, found.encoder = unwrapped(cache), cache, None
-        found.caches = dict(zip(dict.fromkeys(kinds), found.tops, strict=False))
-        found.states = next(iter(found.tops[len(found.caches) :]), None)
-        return found
+        family = cls.__new__(cls)
+        family.tops, family.all, family.encoder = unwrapped(cache), cache, None
+        family.caches = dict(zip(dict.fromkeys(kinds), family.tops, strict=False))
+        family.states = next(iter(family.tops[len(family.caches) :]), None)
+        return family
 
     @property
     def cross(self) -> EncoderCache:

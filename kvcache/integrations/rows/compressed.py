@@ -91,9 +91,9 @@ class CompressedCache(PreparedCalls[AttentionSnapshot]):
         """The entries of tokens ``[0, end)``; None: all."""
         if begin:
             self._cannot("snapshot", f"from {begin}")
-        found = self.entries.snapshot(seq, 0, None if end is None else end // self.rate)
-        found.end = found.end * self.rate if end is None else end  # in tokens, like the other caches
-        return found
+        snapshot = self.entries.snapshot(seq, 0, None if end is None else end // self.rate)
+        snapshot.end = snapshot.end * self.rate if end is None else end  # in tokens, like the other caches
+        return snapshot
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: AttentionSnapshot, target: int | None = None

@@ -135,10 +135,10 @@ class DenseBatch:
             return None
         buffer, shape = buffers.extra[name], (len(self._cells), self.tokens)
         if self.even is not None:
-            found = buffer.read_batch(ctx, *self.even, *shape)
+            extra = buffer.read_batch(ctx, *self.even, *shape)
         else:
-            found = buffer.gather_batch(ctx, self._index.on(ctx), *shape)
-        return found.reshape(ctx, *shape, buffer.dim)
+            extra = buffer.gather_batch(ctx, self._index.on(ctx), *shape)
+        return extra.reshape(ctx, *shape, buffer.dim)
 
 
 def _rows_of(table: CellTable, sequences: Sequence[int | None]) -> list[Row]:
@@ -165,11 +165,11 @@ def read_encoded(
     one sequence, else a copy. Raises OrderError if one has none, InvalidRangeError if the outputs differ in
     length.
     """
-    found = {seq: pair for seq in sequences if (pair := cache.encoder_output(seq, layer)) is not None}
-    missing = [seq for seq in sequences if seq not in found]
+    outputs = {seq: pair for seq in sequences if (pair := cache.encoder_output(seq, layer)) is not None}
+    missing = [seq for seq in sequences if seq not in outputs]
     if missing:
         raise OrderError(f"read_encoded: sequences {missing} have no encoder output in layer {layer}")
-    pairs = [found[seq] for seq in sequences]
+    pairs = [outputs[seq] for seq in sequences]
     lengths = {key.shape[0] for key, _ in pairs}
     if len(lengths) != 1:
         raise InvalidRangeError(f"read_encoded: encoder outputs of {sorted(lengths)} positions in one read")

@@ -104,7 +104,7 @@ class DrivenModel(ABC):
         inputs: Any = batch.inputs
         on_device = hasattr(inputs, "native")
         ids: Any = inputs if on_device else np.asarray(inputs, np.int64)
-        found: list[ml.Tensor] = []
+        logits_of_calls: list[ml.Tensor] = []
         places: list[np.ndarray] = []
         for chosen in self._calls(positions, sequences, outputs):
             there = np.flatnonzero(np.isin(outputs, chosen))
@@ -113,13 +113,13 @@ class DrivenModel(ABC):
             own = ids.rows(ctx, chosen.tolist()) if on_device else ids[chosen]
             logits = self.call(ctx, cache, own, positions[chosen], sequences[chosen], wanted)
             if len(there) == len(outputs):
-                found, places = [logits], [there]
+                logits_of_calls, places = [logits], [there]
             elif len(there):
-                found.append(logits)
+                logits_of_calls.append(logits)
                 places.append(there)
-        if len(found) == 1:
-            return found[0]
-        joined = functools.reduce(lambda before, more: before.concat(ctx, more, 0), found)
+        if len(logits_of_calls) == 1:
+            return logits_of_calls[0]
+        joined = functools.reduce(lambda before, more: before.concat(ctx, more, 0), logits_of_calls)
         return joined.rows(ctx, np.argsort(np.concatenate(places)).tolist())
 
     def _calls(self, positions: np.ndarray, sequences: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:
@@ -200,11 +200,11 @@ class DrivenModel(ABC):
 def positions_in(config: Any) -> int:
     """The number of positions in a config; practically unlimited if it has none."""
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"):
-        if isinstance(found := getattr(config, name, None), int) and found > 0:
-            return found
+        if isinstance(positions := getattr(config, name, None), int) and positions > 0:
+            return positions
     return UNLIMITED
 
 
 def _first_line(error: Exception) -> str:
-    told = (str(error).strip() or "it says nothing").splitlines()[0]
-    return told if isinstance(error, KVCacheError | ml.MLError) else f"{type(error).__name__}: {told}"
+    text = (str(error).strip() or "it says nothing").splitlines()[0]
+    return text if isinstance(error, KVCacheError | ml.MLError) else f"{type(error).__name__}: {text}"

@@ -88,8 +88,8 @@ def pages_of(pool: Any) -> HostPages:
 
 def as_bytes(page: torch.Tensor) -> np.ndarray:
     """A flat page as uint8 (bytes,), without a copy if it is contiguous, as SGLang's pages are."""
-    found: np.ndarray = page.contiguous().view(torch.uint8).reshape(-1).numpy()
-    return found
+    raw: np.ndarray = page.contiguous().view(torch.uint8).reshape(-1).numpy()
+    return raw
 
 
 def page_size(pool: Any) -> int:

@@ -39,16 +39,16 @@ def identity_of_server(args: Any, adapters: Sequence[Any] = ()) -> dict[str, Any
         revision = getattr(args, "speculative_draft_model_revision", None)
         changes["speculative_draft_model"] = _weights("draft model", draft, revision)
     lora = {adapter.lora_name: _weights("adapter", adapter.lora_path) for adapter in adapters}
-    found = {"files": files_digest(path), "dtype": str(args.dtype), "sglang": changes, "lora": lora}
-    return {name: value for name, value in found.items() if value}
+    identity = {"files": files_digest(path), "dtype": str(args.dtype), "sglang": changes, "lora": lora}
+    return {name: value for name, value in identity.items() if value}
 
 
 def _weights(what: str, path: str, revision: str | None = None) -> str:
     folder = model_folder(path, revision)
-    found = folder and weights_digest(str(folder))
-    if not found:
+    digest = folder and weights_digest(str(folder))
+    if not digest:
         raise _unknown(f"the {what} {path!r}")
-    return found
+    return digest
 
 
 def _unknown(what: str) -> UnknownModelError:

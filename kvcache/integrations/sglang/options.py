@@ -34,7 +34,7 @@ class StorageOptions:
         """Raises InvalidRangeError for an unknown option and for an invalid value."""
         known = [field.name for field in fields(cls)]
         ours = {name: value for name, value in given.items() if name in known or name not in SGLANGS}
-        found = parse_options(WHERE, ours, known)
-        found["interface_v1"] = bool(given.get("interface_v1", False))
-        check_number(f"{WHERE}: threads", found.get("threads", 1), int, 1)
-        return cls(**found)
+        options = parse_options(WHERE, ours, known)
+        options["interface_v1"] = bool(given.get("interface_v1", False))
+        check_number(f"{WHERE}: threads", options.get("threads", 1), int, 1)
+        return cls(**options)

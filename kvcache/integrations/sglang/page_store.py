@@ -88,8 +88,8 @@ class PageStore:
         if any(_filled(reader, kind, parts) for reader in self._tier.readers(key)):
             return True
 
-        def copy(found: SerializedSnapshot) -> bool:
-            for part, array in zip(parts, _parts_of(found, kind), strict=True):
+        def copy(page: SerializedSnapshot) -> bool:
+            for part, array in zip(parts, _parts_of(page, kind), strict=True):
                 part[:] = array
             return True
 
@@ -115,10 +115,10 @@ def _filled(reader: Reader, kind: PageKind, parts: Sequence[np.ndarray]) -> bool
 
 
 def _parts_of(page: SerializedSnapshot, kind: PageKind) -> Iterator[np.ndarray]:
-    found = [page.arrays.get(str(i)) for i in range(len(kind.sizes))]
+    parts = [page.arrays.get(str(i)) for i in range(len(kind.sizes))]
     right = [
         array
-        for array, size in zip(found, kind.sizes, strict=True)
+        for array, size in zip(parts, kind.sizes, strict=True)
         if array is not None and array.dtype == np.uint8 and array.shape == (size,)
     ]
     if page.meta != kind.meta or len(page.arrays) != len(right) or len(right) != len(kind.sizes):

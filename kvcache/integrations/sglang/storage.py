@@ -128,8 +128,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         """The flat page ``target_location``, filled; None if it is not stored."""
-        found = self._store.read(self._flat_kind(target_location), key, [as_bytes(target_location)])
-        return target_location if found else None
+        filled = self._store.read(self._flat_kind(target_location), key, [as_bytes(target_location)])
+        return target_location if filled else None
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
@@ -160,8 +160,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         with self._lock:
-            found, self._stats = self._stats, {name: [] for name in _STATS}
-        return StorageMetrics(**found)
+            stats, self._stats = self._stats, {name: [] for name in _STATS}
+        return StorageMetrics(**stats)
 
     def close(self) -> None:
         """Release the stores. A second call has no effect."""
@@ -209,7 +209,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
 
     def _settings(self, name: Any, pool: Any, pages: HostPages) -> dict[str, Any]:
         config, dtype = self.storage_config, getattr(pool, "dtype", None)
-        found = {
+        settings = {
             "model": dict(self._identity),
             "share": share_of(config, config.is_mla_model and name != PoolName.MAMBA),
             "pool": [str(name), type(pool).__name__, getattr(pool, "storage_format_tag", None)],
@@ -218,11 +218,11 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             "tokens": page_size(pool),
         }
         if dtype is None or not dtype.is_floating_point:  # a pool stores both kinds of FP8 as bytes
-            found["kv_cache_dtype"] = self._stored_as
+            settings["kv_cache_dtype"] = self._stored_as
         if config.pp_size > 1:
             cut = os.environ.get("SGLANG_PP_LAYER_PARTITION")
-            found["layers"] = [getattr(pool, f"{end}_layer", cut) for end in ("start", "end")]
-        return found
+            settings["layers"] = [getattr(pool, f"{end}_layer", cut) for end in ("start", "end")]
+        return settings
 
     def _restorable(self, transfer: PoolTransfer, keys: Sequence[str]) -> frozenset[int]:
         """The prefix lengths in pages, up to all of ``keys``, that a pool can restore."""

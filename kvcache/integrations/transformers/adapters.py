@@ -48,10 +48,10 @@ class Adapters:
         _check(self._model, layers, active)
         own = self._look(modules)
         digests = {name: self._digest(name, own) for name in {name for each in active for name, _ in each}}
-        told: list[Part] = [[(digests[name], scale) for name, scale in each] for each in active]
+        parts: list[Part] = [[(digests[name], scale) for name, scale in each] for each in active]
         if not any(active):
             return self._weights.version
-        return self._weights.version, told if any(one != told[0] for one in told) else told[:1]
+        return self._weights.version, parts if any(one != parts[0] for one in parts) else parts[:1]
 
     def are(self, variant: Part) -> bool:
         """Whether the current variant is this one."""
@@ -117,14 +117,14 @@ def _object(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _modules_of(model: Any) -> list[tuple[str, Any]]:
     """All modules, each with the prefix of its tensors' names."""
-    found = [("", model)] if isinstance(model, torch.nn.Module) else []
+    modules = [("", model)] if isinstance(model, torch.nn.Module) else []
     seen = {id(model)}
-    for name, module in found:  # the list grows during the loop
+    for name, module in modules:  # the list grows during the loop
         for key, child in module._modules.items():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                found.append((f"{name}{key}.", child))
-    return found
+                modules.append((f"{name}{key}.", child))
+    return modules
 
 
 def _layers_of(model: Any, modules: Sequence[tuple[str, Any]]) -> list[Any]:

@@ -57,29 +57,29 @@ class _Pattern:
 
     def boolean(self, skip: bool) -> torch.Tensor | None:
         """The mask for SDPA; None if ``is_causal`` is equivalent and ``skip`` allows it."""
-        found: torch.Tensor | None = sdpa_mask(**{**self.options, "allow_is_causal_skip": skip})
-        return found
+        mask: torch.Tensor | None = sdpa_mask(**{**self.options, "allow_is_causal_skip": skip})
+        return mask
 
     def additive(self) -> torch.Tensor:
         """The additive mask, for models' own code and for SDPA."""
-        found: torch.Tensor = eager_mask(**self.options)
-        return found
+        mask: torch.Tensor = eager_mask(**self.options)
+        return mask
 
 
 def causal_mask(**options: Any) -> torch.Tensor | None:
     """The function for transformers' mask interface; a plain causal mask is deferred until it is read."""
     padding = options["attention_mask"]
     if not options.get("allow_is_causal_skip", True) or is_tracing(padding):
-        found: torch.Tensor | None = eager_mask(**options)
-        return found
+        mask: torch.Tensor | None = eager_mask(**options)
+        return mask
     if isinstance(options.get("q_offset"), torch.Tensor):  # a static layer's counter, which update() advances
         options["q_offset"] = options["q_offset"].clone()
     pattern = _Pattern(options)
     shape = options["batch_size"], 1, options["q_length"], options["kv_length"]
     like = torch.empty((), dtype=options["dtype"], device=options["device"])
-    found = Deferred.of(like, shape, pattern.additive)
-    found.pattern = pattern
-    return found
+    mask = Deferred.of(like, shape, pattern.additive)
+    mask.pattern = pattern
+    return mask
 
 
 def attention(
@@ -125,30 +125,30 @@ def attention(
     if chosen is not None:
         made = _only(made, chosen, key)
     key, value = (x.resolve() if isinstance(x, Deferred) else x for x in (key, value))
-    found: tuple[torch.Tensor, torch.Tensor | None] = (body or sdpa_attention_forward)(
+    attended: tuple[torch.Tensor, torch.Tensor | None] = (body or sdpa_attention_forward)(
         module, query, key, value, made, dropout=dropout, scaling=scaling, **options
     )
-    return found
+    return attended
 
 
-def _says(module: torch.nn.Module, name: str, given: object) -> bool:
+def _says(module: torch.nn.Module, name: str, value: object) -> bool:
     """Whether a keyword has an effect; an unknown one counts unless the module only passes it on."""
-    if name in _SAYS_NOTHING or given is None or given is False:
+    if name in _SAYS_NOTHING or value is None or value is False:
         return False
     kind: Any = type(module)  # mypy takes the class of a Module for unhashable
-    return name in _KNOWN or isinstance(given, torch.Tensor | float) or name in _own_names(kind)
+    return name in _KNOWN or isinstance(value, torch.Tensor | float) or name in _own_names(kind)
 
 
 @functools.cache
 def _own_names(kind: type) -> frozenset[object]:
     """The constants in the code of a module's class, which include the keywords that it passes by name."""
-    found: set[object] = set()
+    names: set[object] = set()
     for one in itertools.takewhile(lambda one: one is not torch.nn.Module, kind.__mro__):
         for member in vars(one).values():
             code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
             for constant in code.co_consts if code is not None else ():
-                found.update(constant if isinstance(constant, tuple) else (constant,))
-    return frozenset(found)
+                names.update(constant if isinstance(constant, tuple) else (constant,))
+    return frozenset(names)
 
 
 def _other_way(
@@ -194,8 +194,8 @@ def _only(mask: torch.Tensor | None, chosen: torch.Tensor, key: torch.Tensor) ->
 
 @untraced
 def _attend(key: Any, *arguments: Any) -> torch.Tensor | None:
-    found: torch.Tensor | None = key.stored.attend(*arguments)
-    return found
+    attended: torch.Tensor | None = key.stored.attend(*arguments)
+    return attended
 
 
 def _eager(module: torch.nn.Module, asked: Sequence[str], reason: str) -> Callable[..., Any]:

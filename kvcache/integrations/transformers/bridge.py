@@ -51,8 +51,8 @@ class TorchBridge(Bridge):
     def to_backend(self, ctx: Any, array: torch.Tensor) -> ml.Tensor:
         if array.device != ctx.torch_device:
             array = array.to(ctx.torch_device)
-        found: ml.Tensor = ctx.from_native(array.detach() if array.requires_grad else array)
-        return found
+        tensor: ml.Tensor = ctx.from_native(array.detach() if array.requires_grad else array)
+        return tensor
 
     def to_torch(self, tensor: ml.Tensor, like: torch.Tensor) -> torch.Tensor:
         native: torch.Tensor = tensor.native
@@ -65,8 +65,8 @@ class TorchBridge(Bridge):
         return native
 
     def aliases(self, ctx: Any, like: torch.Tensor) -> bool:
-        found: bool = like.device == ctx.torch_device
-        return found
+        shared: bool = like.device == ctx.torch_device
+        return shared
 
 
 class NumpyBridge(Bridge):
@@ -112,11 +112,11 @@ def stored_dtype(dtype: HFDType | None) -> CacheFormat | None:
     """
     if dtype is None:
         return None
-    given = dtype if isinstance(dtype, tuple) else (dtype,)
-    named = (getattr(torch, one) if one in _NAMES else one for one in given)
-    found: Any = tuple(dtype_of(one) if isinstance(one, torch.dtype) else one for one in named)
+    requested = dtype if isinstance(dtype, tuple) else (dtype,)
+    named = (getattr(torch, one) if one in _NAMES else one for one in requested)
+    formats: Any = tuple(dtype_of(one) if isinstance(one, torch.dtype) else one for one in named)
     try:
-        return CacheFormat.of(found if isinstance(dtype, tuple) else found[0])
+        return CacheFormat.of(formats if isinstance(dtype, tuple) else formats[0])
     except ml.DTypeError as error:
         raise ml.DTypeError(
             f"HFCache: dtype={dtype!r:.60}; it must be an ml.DType, a torch.dtype, a storage format or its "

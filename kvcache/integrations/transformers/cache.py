@@ -188,14 +188,14 @@ class HFCache(RowsCache):
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep these rows: a tensor or a sequence of indices, or a boolean mask."""
-        found, rows = torch.as_tensor(indices), len(self.rows.sequences)
-        whole = found.ndim == 1 and not (found.numel() and found.is_floating_point())
+        selected, rows = torch.as_tensor(indices), len(self.rows.sequences)
+        whole = selected.ndim == 1 and not (selected.numel() and selected.is_floating_point())
         check_type("batch_select_indices", "indices", indices, "whole numbers, or a boolean mask", whole)
-        if found.dtype is torch.bool:
-            if rows and len(found) != rows:
-                raise InvalidRangeError(f"batch_select_indices: a mask of {len(found)} for {rows} rows")
-            found = found.nonzero().flatten()
-        self.rows.select(found.tolist())
+        if selected.dtype is torch.bool:
+            if rows and len(selected) != rows:
+                raise InvalidRangeError(f"batch_select_indices: a mask of {len(selected)} for {rows} rows")
+            selected = selected.nonzero().flatten()
+        self.rows.select(selected.tolist())
 
     def crop(self, tokens: int) -> None:
         """Remove the last ``-tokens`` tokens (as in transformers), or keep the first ``tokens`` if it is > 0.
@@ -203,9 +203,9 @@ class HFCache(RowsCache):
         longer has the tokens visible from there (see ``lookback``), or a recurrent state without a
         checkpoint.
         """
-        given: Any = tokens
-        count = int(given) if isinstance(given, torch.Tensor) and given.numel() == 1 else given
-        check_type("crop", "tokens", given, "a whole number", isinstance(count, int))
+        requested: Any = tokens
+        count = int(requested) if isinstance(requested, torch.Tensor) and requested.numel() == 1 else requested
+        check_type("crop", "tokens", requested, "a whole number", isinstance(count, int))
         self._states.crop(count if count > 0 else self.rows.length + count)
 
     def reset(self) -> None:
@@ -289,14 +289,14 @@ class HFCache(RowsCache):
         is on ``device`` until the layers have put keys from their own devices.
         """
         _check_store("load", store)
-        found = get_snapshot(store, key)
-        if found is None:
+        snapshot = get_snapshot(store, key)
+        if snapshot is None:
             return False
-        self._check_layers("load", found.meta.get("layers", len(self.rows.pool.plan.layers)))
-        pool, like = self.rows.pool, like_of(found, torch.device(device))
-        with pool.bound_to(len(found.meta["rows"]), like):
+        self._check_layers("load", snapshot.meta.get("layers", len(self.rows.pool.plan.layers)))
+        pool, like = self.rows.pool, like_of(snapshot, torch.device(device))
+        with pool.bound_to(len(snapshot.meta["rows"]), like):
             pool.know(layer_devices(device_map or {}))
-            self.restore(load(found, pool.backend, torch.device(device), len(pool.plan.layers)))
+            self.restore(load(snapshot, pool.backend, torch.device(device), len(pool.plan.layers)))
         return True
 
     def reserve(self, capacity: int) -> None:
@@ -356,8 +356,8 @@ class HFMiniMaxCache(HFCache, MiniMaxCache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._states.settle(key_states)
-        found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx)
-        return found
+        pair: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx)
+        return pair
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
         """The current sums of keys times values (rows, heads, head_dim, head_dim); None before the first."""

@@ -41,9 +41,9 @@ class Deferred(torch.Tensor):
     @staticmethod
     def of(like: torch.Tensor, shape: tuple[int, ...], make: Callable[[], torch.Tensor]) -> Deferred:
         """``like`` has one element and gives the dtype and device; no memory is allocated for ``shape``."""
-        found = like.expand(shape).as_subclass(Deferred)
-        found.made, found._make = None, make
-        return found
+        deferred = like.expand(shape).as_subclass(Deferred)
+        deferred.made, deferred._make = None, make
+        return deferred
 
     def resolve(self) -> torch.Tensor:
         if self.made is None:
@@ -55,9 +55,9 @@ class Deferred(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             like = torch.empty((), dtype=self.dtype, device=device)
             shape = tuple(self.shape)
-        found = Deferred.of(like, shape, lambda: self.resolve().to(device))
-        vars(found).update({name: x for name, x in vars(self).items() if name in ("pattern", "stored")})
-        return found
+        deferred = Deferred.of(like, shape, lambda: self.resolve().to(device))
+        vars(deferred).update({name: x for name, x in vars(self).items() if name in ("pattern", "stored")})
+        return deferred
 
     @classmethod
     def __torch_function__(

@@ -49,8 +49,8 @@ class IndexedLayer(AttentionLayer):
     @property
     def indexer_keys(self) -> torch.Tensor | None:
         """All keys (rows, tokens, dim) of the indexer; None before the first."""
-        found = self.rows.peek(self._part, self.kind)
-        return None if found is None else found[0][:, 0]
+        pair = self.rows.peek(self._part, self.kind)
+        return None if pair is None else pair[0][:, 0]
 
     @property
     @untraced
@@ -63,11 +63,11 @@ class IndexedLayer(AttentionLayer):
             return None
         rows, pool = self.rows, self.rows.pool
         reading = rows.reading(self.kind, rows.length)
-        found = reading.read_extra(pool.ctx.layer(self._part), self._part, _PLACES)
-        if found is None:
+        stored = reading.read_extra(pool.ctx.layer(self._part), self._part, _PLACES)
+        if stored is None:
             return None
         like = pool.places.like(self._part).to(torch.int64)
-        return pool.bridge.to_torch(found, like)[:, : rows.seen[self._part]].permute(2, 0, 1)
+        return pool.bridge.to_torch(stored, like)[:, : rows.seen[self._part]].permute(2, 0, 1)
 
     @indexer_position_ids.setter
     @untraced

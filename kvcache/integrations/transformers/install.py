@@ -94,13 +94,13 @@ def _prepare(
 ) -> Any:
     """Called by ``generate`` before its first pass, when the longest possible text is known."""
     name, installed = cache_argument(model), _installed
-    given = model_kwargs.get(name)
-    found = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+    passed = model_kwargs.get(name)
+    prepared = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
     if installed is not None:
         _check_name(name, model_kwargs)
-        if isinstance(given, HFCache) and not given.rows.pool.given_away:
-            given.reserve(max_cache_length)
-        elif given is None:
+        if isinstance(passed, HFCache) and not passed.rows.pool.given_away:
+            passed.reserve(max_cache_length)
+        elif passed is None:
             wanted = generation_config.use_cache is not False
             crosses = not _CROSSED.isdisjoint(k for k, x in model_kwargs.items() if x is not None)
             theirs = model_kwargs.get(name)
@@ -109,23 +109,23 @@ def _prepare(
                 model_kwargs[name] = ours
                 if generation_config.is_assistant:
                     ours.activate_past_recording()
-    if isinstance(given, RowsCache) and generation_config.num_beams == 1:  # beams share cells
-        _end_in_time(given, generation_config, batch_size, max_cache_length)
-    return found
+    if isinstance(passed, RowsCache) and generation_config.num_beams == 1:  # beams share cells
+        _end_in_time(passed, generation_config, batch_size, max_cache_length)
+    return prepared
 
 
 def _end_in_time(cache: RowsCache, generation_config: Any, batch: int, length: int) -> None:
     """End an answer when the cache is full, instead of losing it to an error; a warning is logged. ``length``
     is the most tokens of each row. A prompt that does not fit is refused by its pass.
     """
-    found = cache.rows.most(batch * (generation_config.num_return_sequences or 1))
-    if found is None or length <= found[0] or found[0] <= cache.rows.length:
+    most = cache.rows.most(batch * (generation_config.num_return_sequences or 1))
+    if most is None or length <= most[0] or most[0] <= cache.rows.length:
         return
     asked = generation_config.max_length
-    generation_config.max_length = asked - (length - found[0])
+    generation_config.max_length = asked - (length - most[0])
     _log.warning(
         "generate: an answer that may be %d tokens long with its prompt ends after %d: %s",
-        asked, generation_config.max_length, found[1],
+        asked, generation_config.max_length, most[1],
     )  # fmt: skip
 
 
@@ -149,12 +149,12 @@ def _ours(
             return kind(model.config, **{**options, "capacity": capacity, "grow": True})
         # As in transformers: not smaller than the last one, for which code may be compiled.
         capacity = max(capacity, getattr(model, "_previous_max_cache_length", 0))
-        found = HFStaticCache(model.config, capacity=capacity, backend=options["backend"])
+        ours = HFStaticCache(model.config, capacity=capacity, backend=options["backend"])
         first = decoder.layers[0]
         if first.is_initialized:  # the first pass, in chunks, is compiled and cannot allocate
             rows, heads, _, dim = first.keys.shape
-            found.early_initialization(rows, heads, dim, first.keys.dtype, first.keys.device)
-        return found
+            ours.early_initialization(rows, heads, dim, first.keys.dtype, first.keys.device)
+        return ours
     except ml.NotSupportedError as error:
         _warn(type(model).__name__, str(error))
         return None

@@ -166,8 +166,8 @@ class Plan:
         """The layers that read an encoder's output: all if the model has an encoder, else those for
         images.
         """
-        found = tuple(i for i, kind in enumerate(self.layers) if kind.name == CROSS)
-        return found if found or not self.encoder else range(len(self.layers))
+        crossing = tuple(i for i, kind in enumerate(self.layers) if kind.name == CROSS)
+        return crossing if crossing or not self.encoder else range(len(self.layers))
 
     @property
     def is_hybrid(self) -> bool:
@@ -188,9 +188,9 @@ def layer_plan(config: Any) -> Plan:
         )
     decoder = config.get_text_config(decoder=True)
     traits = frozenset(trait for trait, types in _TRAITS.items() if decoder.model_type in types.split())
-    found = Plan((), model_type=decoder.model_type, traits=traits)
+    plan = Plan((), model_type=decoder.model_type, traits=traits)
     for trait in (Trait.NO_CACHE, Trait.ANEW):
-        found.refuse("HFCache", trait, "use it without one")
+        plan.refuse("HFCache", trait, "use it without one")
     try:
         types, arguments = get_layer_types_and_kwargs(decoder)
     except AttributeError as error:
@@ -269,5 +269,5 @@ def _is_grouped(config: Any) -> bool:
 def _decoder_layers(config: Any, count: int) -> int:
     """The number of a decoder's layers; ``num_hidden_layers`` of its config may be the encoder's."""
     # get_text_config() renames some attributes; getattr() then returns the class's default.
-    told = vars(config)
-    return int(told.get("decoder_layers") or told.get("num_decoder_layers") or count)
+    settings = vars(config)
+    return int(settings.get("decoder_layers") or settings.get("num_decoder_layers") or count)

@@ -59,12 +59,12 @@ class LayerViews:
         ):
             return None
         try:
-            found = k.step(key, reading.even, reading.tokens), v.step(value, reading.even, reading.tokens)
+            views = k.step(key, reading.even, reading.tokens), v.step(value, reading.even, reading.tokens)
         except RuntimeError:  # for example of the device: ``put`` writes both again and reports it
             return None
         forward.note_put(self.buffers)
         self.buffers.note_read()
-        return found
+        return views
 
 
 class _Half:

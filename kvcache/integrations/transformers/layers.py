@@ -62,11 +62,11 @@ class RowsCache(TransformersCache):  # type: ignore[misc]
         counted, and pass those already in the states again.
         """
         own: Any = self if hasattr(self, "layers") else self.self_attention_cache  # an encoder-decoder
-        found = [
+        linear = [
             isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
             for layer in own.layers
         ]
-        return [False] * len(found) if all(found) and self.rows.length else found
+        return [False] * len(linear) if all(linear) and self.rows.length else linear
 
     def check_mask(self, mask: torch.Tensor, tokens: int, recurrent: bool) -> None:
         """Refuse a mask (rows, tokens so far), for a pass of ``tokens``, that does not fit these rows.
@@ -140,11 +140,11 @@ class _KeysAndValues:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        return None if (found := self.found) is None else found[0]
+        return None if (pair := self.found) is None else pair[0]
 
     @property
     def values(self) -> torch.Tensor | None:
-        return None if (found := self.found) is None else found[1]
+        return None if (pair := self.found) is None else pair[1]
 
 
 class AttentionLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignore[misc]
@@ -197,9 +197,9 @@ class CrossLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignore[mi
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Store K and V (rows, heads, length, dim) of the encoder's output; returns the stored ones."""
         self.rows.put_encoded(self.layer, key_states, value_states)
-        found = self.found
-        assert found is not None
-        return found
+        pair = self.found
+        assert pair is not None
+        return pair
 
     @property
     def found(self) -> Pair | None:

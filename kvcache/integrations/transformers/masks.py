@@ -23,24 +23,24 @@ _MADE_BY = (
 )  # fmt: skip
 
 
-def check_width(mask: torch.Tensor, held: int, tokens: int) -> None:
-    """Raise InvalidRangeError unless the mask's width is ``held`` stored tokens plus ``tokens`` new ones."""
-    if mask.shape[1] != held + tokens:
+def check_width(mask: torch.Tensor, stored: int, tokens: int) -> None:
+    """Raise InvalidRangeError unless the mask's width is ``stored`` tokens plus ``tokens`` new ones."""
+    if mask.shape[1] != stored + tokens:
         raise InvalidRangeError(
-            f"HFCache: an attention_mask of {mask.shape[1]} columns for {tokens} new tokens after {held} "
-            f"stored ones; it must have {held + tokens}, without the columns removed by remove()"
+            f"HFCache: an attention_mask of {mask.shape[1]} columns for {tokens} new tokens after {stored} "
+            f"stored ones; it must have {stored + tokens}, without the columns removed by remove()"
         )
 
 
-def check_positions(given: Mapping[str, Any], held: int, tokens: int, removed: int) -> None:
+def check_positions(arguments: Mapping[str, Any], stored: int, tokens: int, removed: int) -> None:
     """Raise InvalidRangeError for positions that count tokens removed by ``remove``. ``generate`` counts
     positions by its mask, which it does not pass to the model if it is all ones.
     """
-    positions = given.get("position_ids")
+    positions = arguments.get("position_ids")
     last = -1 if positions is None else int(positions.max())
-    if last >= held + tokens:
+    if last >= stored + tokens:
         raise InvalidRangeError(
-            f"HFCache: position {last} for {tokens} new tokens after {held} stored ones: {removed} were "
+            f"HFCache: position {last} for {tokens} new tokens after {stored} stored ones: {removed} were "
             "removed, and later ones have moved down; pass tokens, attention_mask and position_ids without "
             "the removed ones"
         )
@@ -76,17 +76,17 @@ def watch_masks(kind: type) -> None:
 def _watched(original: Any, kind: type, recurrent: bool) -> Any:
     @functools.wraps(original)
     def create(*args: Any, **options: Any) -> Any:
-        given = (
+        arguments = (
             dict(zip(("config", "inputs_embeds", "attention_mask", "cache"), args, strict=False)) | options
         )
-        mask, cache = given.get("attention_mask"), given.get("cache", given.get("past_key_values"))
+        mask, cache = arguments.get("attention_mask"), arguments.get("cache", arguments.get("past_key_values"))
         if (
             isinstance(cache, kind)
             and isinstance(mask, torch.Tensor)
             and mask.ndim == 2
             and not is_tracing(mask)
         ):
-            cache.check_mask(mask, given["inputs_embeds"].shape[1], recurrent)  # type: ignore[attr-defined]
+            cache.check_mask(mask, arguments["inputs_embeds"].shape[1], recurrent)  # type: ignore[attr-defined]
         return original(*args, **options)
 
     create.watches = kind  # type: ignore[attr-defined]

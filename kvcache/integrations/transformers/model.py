@@ -135,17 +135,17 @@ class TransformersModel(DrivenModel):
         passing.call = Call(
             ctx, sequences[starts].tolist(), positions[starts].tolist(), counts.tolist(), rows, tokens
         )
-        given: dict[str, Any] = {"input_ids": self._ids(ids).view(rows, tokens), self._cache_name: passing}
+        arguments: dict[str, Any] = {"input_ids": self._ids(ids).view(rows, tokens), self._cache_name: passing}
         if self._takes_positions:
-            given["position_ids"] = torch.from_numpy(positions).to(self.device).view(rows, tokens)
+            arguments["position_ids"] = torch.from_numpy(positions).to(self.device).view(rows, tokens)
         wanted = torch.from_numpy(outputs).to(self.device)
         some = self._takes_rows and rows == 1
         if some:
-            given["logits_to_keep"] = wanted
+            arguments["logits_to_keep"] = wanted
         for part in self._placing:
             part.rope_deltas = None
         with torch.inference_mode():
-            logits: torch.Tensor = self.model(**given, use_cache=True).logits
+            logits: torch.Tensor = self.model(**arguments, use_cache=True).logits
         flat = logits.reshape(-1, logits.shape[-1])
         return self._bridge.to_backend(ctx.input(), (flat if some else flat[wanted]).float())
 
@@ -201,8 +201,8 @@ class TransformersModel(DrivenModel):
         for part in self._placing:
             part.rope_deltas = None
         with torch.no_grad(), silently():
-            found: np.ndarray = self.model(input_ids=ids, use_cache=False).logits[0].float().cpu().numpy()
-        return found
+            logits: np.ndarray = self.model(input_ids=ids, use_cache=False).logits[0].float().cpu().numpy()
+        return logits
 
     def sizes(self, cache: Any, vocabulary: int) -> Sizes:
         """The sizes from the layers' storage and the model's config."""

@@ -110,10 +110,10 @@ class PassCache(TransformersCache):  # type: ignore[misc]
         call = self.call
         reading = DenseBatch(self.caches[kind], [call.sequences[i]], first_seen(kind, call.begins[i]))
         keys, values = reading.read(call.ctx.layer(layer), layer)
-        found = self.bridge.to_torch(keys, like), self.bridge.to_torch(values, like)
+        pair = self.bridge.to_torch(keys, like), self.bridge.to_torch(values, like)
         if Trait.CONTIGUOUS in self.plan.traits:
-            return found[0].contiguous(), found[1].contiguous()
-        return found
+            return pair[0].contiguous(), pair[1].contiguous()
+        return pair
 
 
 def first_seen(kind: Kind, begin: int) -> int:
@@ -161,8 +161,8 @@ class PassKeys:
         ctx = self.current.ctx.layer(self._layer)
         cache.set_layer(self._layer)
         logits = None if sinks is None else bridge.to_backend(ctx, sinks)
-        found = cache.attend(ctx, bridge.to_backend(ctx, tokens_of(query)), scale, logits)
-        return bridge.to_torch(found, query).view(*query.shape[0:3:2], query.shape[1], -1)
+        attended = cache.attend(ctx, bridge.to_backend(ctx, tokens_of(query)), scale, logits)
+        return bridge.to_torch(attended, query).view(*query.shape[0:3:2], query.shape[1], -1)
 
     @property
     def several(self) -> bool:
@@ -299,13 +299,13 @@ class IndexedPassLayer(AttentionPassLayer):
         if not self.is_indexer_initialized:
             return None
         call, cache = self.owner.call, self.owner.caches[self.kind]
-        held = call.begins[0] + (call.tokens if self._indexed is call else 0)
+        count = call.begins[0] + (call.tokens if self._indexed is call else 0)
         reading = DenseBatch(cache, call.sequences[:1], unwritten=True)
-        found = reading.read_extra(call.ctx.layer(self._part), self._part, PLACES)
-        if found is None:
+        stored = reading.read_extra(call.ctx.layer(self._part), self._part, PLACES)
+        if stored is None:
             return None
         like = torch.empty((), dtype=torch.int64, device=self.owner.device)
-        return self.owner.bridge.to_torch(found, like)[:, :held].permute(2, 0, 1)
+        return self.owner.bridge.to_torch(stored, like)[:, :count].permute(2, 0, 1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ class ForwardPass:
     """K and V that ``cut`` can restore: what layers of those kinds saw before the pass, and the new tokens
     while passes are recorded.
     """
-    given: list[weakref.ref[Deferred]] = field(default_factory=list)
+    deferred: list[weakref.ref[Deferred]] = field(default_factory=list)
     """Deferred K and V returned to layers."""
     masks: dict[Kind, Shown] = field(default_factory=dict)
     """By kind, the mask of attention."""

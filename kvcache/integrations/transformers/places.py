@@ -75,14 +75,14 @@ def layer_devices(device_map: Mapping[str, Any]) -> dict[int, torch.device]:
 
     Offloaded layers (``"cpu"``, ``"disk"``) are left out: they are computed on another device.
     """
-    found = {}
+    devices = {}
     for name, device in device_map.items():
         layer = None if _OTHERS.search(name) else _LAYER.search(name)
         if layer is not None and device not in ("cpu", "disk"):
-            found[int(layer[1])] = (
+            devices[int(layer[1])] = (
                 torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
             )
-    return found
+    return devices
 
 
 class Places:
@@ -92,7 +92,7 @@ class Places:
 
     def __init__(self, ctx: Any, like: torch.Tensor, follows: bool) -> None:
         self._ctx, self._dtype, self._follows = ctx, like.dtype, follows
-        self.found: dict[int, ml.Context] = {}
+        self.contexts: dict[int, ml.Context] = {}
         """By layer, the context of its device, once its keys have arrived."""
         self._likes: dict[int, torch.Tensor] = {}
         self._default = torch.empty((), dtype=like.dtype, device=like.device)
@@ -103,30 +103,30 @@ class Places:
         """A tensor of one element with the dtype and the device of the layer's keys, as far as known."""
         return self._likes.get(layer, self._default)
 
-    def learn(self, layer: int, device: torch.device, held: bool) -> ml.Context:
+    def learn(self, layer: int, device: torch.device, has_data: bool) -> ml.Context:
         """The context on the device of a layer whose first keys are on ``device``."""
         self._likes[layer] = torch.empty((), dtype=self._dtype, device=device)
         if self._follows and device != self._ctx.layer(layer).torch_device:
             if str(device) not in self._names:
                 _say(str(device), ", ".join(self._names))
-            elif held:
+            elif has_data:
                 self.moving[layer] = device
             else:
                 self._place(layer, device)
-        self.found[layer] = self._ctx.layer(layer)
-        return self.found[layer]
+        self.contexts[layer] = self._ctx.layer(layer)
+        return self.contexts[layer]
 
     def know(self, devices: Mapping[int, torch.device]) -> None:
         """Place layers that store nothing yet."""
         for layer, device in devices.items():
-            if layer not in self.found:
+            if layer not in self.contexts:
                 self.learn(layer, device, held=False)
 
     def settle(self) -> None:
         """Place layers in ``moving``, for memory allocated from now on."""
         for layer, device in self.moving.items():
             self._place(layer, device)
-            self.found[layer] = self._ctx.layer(layer)
+            self.contexts[layer] = self._ctx.layer(layer)
         self.moving = {}
 
     @property

@@ -126,10 +126,10 @@ class CachePool:
         dtype.
         """
         for tensor in brought if self.options.dtype is None else ():
-            found = dtype_of(tensor.dtype)
-            if self.dtype.plain not in (found, ml.DType.F32):
+            dtype = dtype_of(tensor.dtype)
+            if self.dtype.plain not in (dtype, ml.DType.F32):
                 raise ml.DTypeError(
-                    f"HFCache: layer {layer} puts {found.name}; keys and values are stored as "
+                    f"HFCache: layer {layer} puts {dtype.name}; keys and values are stored as "
                     f"{self.dtype.name}, the dtype of the first; pass dtype=torch.float32 to store all "
                     "exactly"
                 )
@@ -180,9 +180,9 @@ class CachePool:
 
     def read(self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """K and V of a layer, with the dtypes and on the device of ``key`` and ``value``."""
-        keys, values = reading.read(self.places.found.get(layer) or self.ctx.layer(layer), layer)
-        found = self.bridge.to_torch(keys, key), self.bridge.to_torch(values, value)
-        return (found[0].contiguous(), found[1].contiguous()) if self._in_one_piece else found
+        keys, values = reading.read(self.places.contexts.get(layer) or self.ctx.layer(layer), layer)
+        pair = self.bridge.to_torch(keys, key), self.bridge.to_torch(values, value)
+        return (pair[0].contiguous(), pair[1].contiguous()) if self._in_one_piece else pair
 
     def step(
         self, kind: Kind, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor
@@ -208,11 +208,11 @@ class CachePool:
 
     def place(self, layer: int, key: torch.Tensor) -> ml.Context:
         """The context of a layer's K and V like ``key``: see ``Places``."""
-        found = self.places.found.get(layer)
-        if found is not None:
-            return found
-        held = any(layer in cache.storage.buffers for cache in self.family.caches.values())
-        return self.places.learn(layer, key.device, held)
+        context = self.places.contexts.get(layer)
+        if context is not None:
+            return context
+        has_data = any(layer in cache.storage.buffers for cache in self.family.caches.values())
+        return self.places.learn(layer, key.device, has_data)
 
     def know(self, devices: Mapping[int, torch.device]) -> None:
         """Place layers that store nothing yet, and their indexers with them."""
@@ -282,6 +282,6 @@ class CachePool:
         changes. Only some models return them.
         """
         if own is not None and own is self.current:
-            for reference in own.given:
+            for reference in own.deferred:
                 if (kept := reference()) is not None:
                     kept.resolve()

@@ -167,8 +167,8 @@ def _asked(model: Any, options: dict[str, Any], name: str) -> Any:
     if name in options:
         return options[name]
     configs = [options.get("generation_config"), model.generation_config]
-    found = [getattr(config, name, None) for config in configs]
-    return next((value for value in found if value is not None), None)
+    values = [getattr(config, name, None) for config in configs]
+    return next((value for value in values if value is not None), None)
 
 
 def _check_inputs(model: Any, options: dict[str, Any]) -> None:

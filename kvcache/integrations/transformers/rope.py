@@ -46,16 +46,16 @@ def rotation_limit(config: Any) -> tuple[int, str] | None:
     total length.
     """
     decoder = config.get_text_config(decoder=True)
-    given = getattr(decoder, "rope_parameters", None) or {}
-    found = []
-    for one in [value for value in given.values() if isinstance(value, Mapping)] or [given]:
+    parameters = getattr(decoder, "rope_parameters", None) or {}
+    limits = []
+    for one in [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]:
         kind = str(one.get("rope_type", "default"))
         if kind == "longrope":
             longest = one.get("original_max_position_embeddings") or decoder.max_position_embeddings
-            found.append((int(longest), kind))
+            limits.append((int(longest), kind))
         elif "dynamic" in kind:
-            found.append((decoder.max_position_embeddings - 1, kind))
-    return min(found, default=None)
+            limits.append((decoder.max_position_embeddings - 1, kind))
+    return min(limits, default=None)
 
 
 def check_rotation(op: str, tokens: int, limit: tuple[int, str]) -> None:
@@ -72,9 +72,9 @@ def _layer(config: Any, i: int) -> Callable[..., ml.Tensor] | None:
     """The rotation of layer ``i``; None if it has none."""
     if config.model_type in _PAIRS and not config.no_rope_layers[i]:
         return None
-    given = {name: getattr(config, name) for name in ("rope_parameters", "max_position_embeddings")}
+    parameters = {name: getattr(config, name) for name in ("rope_parameters", "max_position_embeddings")}
     types = getattr(config, "layer_types", None)
     kind = "full_attention" if types is None else types[i]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    spec = nn.parse_rope(given, head_dim, kind, partial=True)
+    spec = nn.parse_rope(parameters, head_dim, kind, partial=True)
     return nn.rope_shift(replace(spec, interleaved=config.model_type in _PAIRS))

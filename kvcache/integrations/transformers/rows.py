@@ -52,10 +52,10 @@ def untraced(method: Method) -> Method:
     return cast("Method", torch.compiler.disable(method))  # type: ignore[no-untyped-call]
 
 
-def cannot_crop(length: int, held: int) -> InvalidRangeError:
-    """The error for a crop of ``held`` tokens to a ``length`` that is negative or larger."""
-    wanted = f"keep {length}" if length > held else f"take back {held - length}"
-    return InvalidRangeError(f"crop: cannot {wanted} tokens; the cache has {held}")
+def cannot_crop(length: int, stored: int) -> InvalidRangeError:
+    """The error for a crop of ``stored`` tokens to a ``length`` that is negative or larger."""
+    wanted = f"keep {length}" if length > stored else f"take back {stored - length}"
+    return InvalidRangeError(f"crop: cannot {wanted} tokens; the cache has {stored}")
 
 
 class BatchRows(ClaimedRows):
@@ -90,10 +90,10 @@ class BatchRows(ClaimedRows):
 
     def most(self, rows: int) -> tuple[int, str] | None:
         """The most tokens of each of ``rows`` rows, and the reason; None: any number."""
-        pool, options, found = self.pool, self.pool.options, []
+        pool, options, limits = self.pool, self.pool.options, []
         if self.limit is not None:
             longest, kind = self.limit
-            found.append((longest, f"of more the model rotates all keys otherwise ({kind}), and shares none"))
+            limits.append((longest, f"of more the model rotates all keys otherwise ({kind}), and shares none"))
         whole = [kind for kind in pool.plan.kinds if kind.name in (FULL, CHUNKED)]
         if whole and not options.grow:
             count = (options.max_sequences or rows) if not pool.bound else pool.sequences.max_sequences
@@ -106,8 +106,8 @@ class BatchRows(ClaimedRows):
                 tokens = count * options.capacity // rows
             remedy = "" if pool.given_away else ", or grow=True"
             cells = f"{count} x capacity={options.capacity} cells"
-            found.append((tokens, f"there is no more room in {cells}; pass a larger capacity={remedy}"))
-        return min(found, default=None)
+            limits.append((tokens, f"there is no more room in {cells}; pass a larger capacity={remedy}"))
+        return min(limits, default=None)
 
     # One pass.
 
@@ -307,16 +307,16 @@ class BatchRows(ClaimedRows):
         if reading is None:
             reading = current.readings[kind] = self.reading(kind, current.begin)
         recorded = torch.is_grad_enabled() and is_recorded(key, value)
-        found = None if recorded else pool.step(kind, reading, layer, key, value)
-        if found is None:
+        pair = None if recorded else pool.step(kind, reading, layer, key, value)
+        if pair is None:
             self._put(pool.family.caches[kind], layer, key, value)
             pool.learn_views(kind, layer, key)
         self.seen[layer] = self.length
         if defer and current.attends and not recorded:
-            return Stored(pool, layer, kind, current, reading).pair(key, value, found)
-        if found is None:
-            found = pool.read(reading, layer, key, value)
-        return without_gradients(found, key, value) if recorded else found
+            return Stored(pool, layer, kind, current, reading).pair(key, value, pair)
+        if pair is None:
+            pair = pool.read(reading, layer, key, value)
+        return without_gradients(pair, key, value) if recorded else pair
 
     def _update_short(
         self, current: ForwardPass, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor
@@ -422,10 +422,10 @@ class BatchRows(ClaimedRows):
         self._pass = None
         self._settle()
 
-    def become(self, held: list[SharedSequence]) -> None:
+    def become(self, claims: list[SharedSequence]) -> None:
         """Replace the sequences; those without other claims are emptied."""
-        self.replace_all(held)
-        self.sequences = [one.seq for one in held if one.seq is not None]
+        self.replace_all(claims)
+        self.sequences = [one.seq for one in claims if one.seq is not None]
         if self.pool.bound:
             self.pool.sequences.reclaim()
 
@@ -451,15 +451,15 @@ class BatchRows(ClaimedRows):
     def _all_at(self, length: int) -> list[int]:
         """The count of each layer when all have ``length`` tokens; 0 for indices without content."""
         plan = self.pool.plan
-        held = [i for i, kind in enumerate(plan.layers) if grows(kind)]
-        held += [
+        storing = [i for i, kind in enumerate(plan.layers) if grows(kind)]
+        storing += [
             plan.part(i)
             for i, kind in enumerate(plan.layers)
             if (self._indexes(i) if i in plan.indexed else kind.attends and plan.states[i])
         ]
         for i, compression in plan.compressed.items():
-            held += [part for n in range(len(compression.names)) for part in plan.parts(i, n)]
-        return [length if number in held else 0 for number in range(plan.numbers)]
+            storing += [part for n in range(len(compression.names)) for part in plan.parts(i, n)]
+        return [length if number in storing else 0 for number in range(plan.numbers)]
 
     def _indexes(self, layer: int) -> bool:
         """Whether a layer has its own indexer keys; some layers use the selection of another's indexer."""
@@ -573,12 +573,12 @@ class BatchRows(ClaimedRows):
             others = [
                 c for c in family.tops if c not in aside.values() and not (marked and c is family.states)
             ]
-            found = min(
+            reached = min(
                 (c.resume_point(seq, length) for c in others for seq in self.sequences), default=length
             )
-            if found == length:
+            if reached == length:
                 break
-            length, marked = found, False
+            length, marked = reached, False
         return length
 
     def _aside(self, length: int) -> dict[Kind, CausalCache]:
@@ -628,17 +628,17 @@ class BatchRows(ClaimedRows):
         self.inputs.clear()
 
     def _why(self) -> str:
-        family, told = self.pool.family, []
+        family, reasons = self.pool.family, []
         if family.states is not None:
             points = [{*family.states.checkpoints(seq), family.states.offset(seq)} for seq in self.sequences]
-            held = sorted(set.intersection(*points))
-            told.append(f"recurrent states can go back to {held} and 0 only (call checkpoint() to add one)")
+            common = sorted(set.intersection(*points))
+            reasons.append(f"recurrent states can go back to {common} and 0 only (call checkpoint() to add one)")
         if any(kind.name == SLIDING for kind in family.caches):
             option = f"HFCache(lookback={self.pool.options.lookback})"
-            told.append(
+            reasons.append(
                 f"sliding windows no longer have the tokens that are visible from there; {option} keeps more"
             )
-        return ", and ".join(told)
+        return ", and ".join(reasons)
 
     def remove(self, begin: int, end: int) -> None:
         """Remove positions ``[begin, end)`` of every row; later ones move down."""

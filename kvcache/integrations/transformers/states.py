@@ -68,14 +68,14 @@ class States:
 
     def _state(self, layer: int, which: str) -> torch.Tensor:
         pool = self.rows.pool
-        found = pool.bridge.alias(self._cache.state(self._at(layer), which, layer))
+        state = pool.bridge.alias(self._cache.state(self._at(layer), which, layer))
         device = pool.places.like(layer).device
-        if found.device != device:
+        if state.device != device:
             raise NotSupportedError(
-                f"HFCache: recurrent states of layer {layer} on {found.device} for a model on {device}, "
+                f"HFCache: recurrent states of layer {layer} on {state.device} for a model on {device}, "
                 "which writes them in place; open the backend on the model's device"
             )
-        return found
+        return state
 
     @untraced
     def update_conv(self, layer: int, inputs: torch.Tensor, kernel: int | None, i: int = 0) -> torch.Tensor:
@@ -193,16 +193,16 @@ class States:
         if rows.inputs.keys() != {(i, state_name("conv", n)) for i in layers for n in range(plan.states[i])}:
             return []
         cache, bridge = self._cache, rows.pool.bridge
-        found: list[dict[tuple[str, int], ml.Tensor]] = [{} for _ in rows.sequences]
+        marks: list[dict[tuple[str, int], ml.Tensor]] = [{} for _ in rows.sequences]
         for (layer, which), past in rows.inputs.items():
             gone, spec = rows.seen[self._part(layer)] - length, cache.state_spec(which, layer)
             assert spec is not None
             size = spec.shape[-1]
             state = past[..., : past.shape[-1] - gone][..., -size:]
             state = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
-            for row, states in enumerate(found):
+            for row, states in enumerate(marks):
                 states[which, layer] = bridge.to_backend(self._at(layer), state[row : row + 1].contiguous())
-        return [StateSnapshot(length, length, states) for states in found]
+        return [StateSnapshot(length, length, states) for states in marks]
 
     def convolves(self, layer: int) -> bool:
         """Whether a layer has only convolution states, which can be recomputed from their inputs."""

@@ -105,8 +105,8 @@ class HFStaticCache(RowsCache):
         """
         if tokens == 0:
             return
-        held = self.rows.held()
-        most, least = max(held, default=0), min(held, default=0)
+        lengths = self.rows.held()
+        most, least = max(lengths, default=0), min(lengths, default=0)
         length = tokens if tokens > 0 else most + tokens
         if not 0 <= length <= least:
             raise cannot_crop(length, least)
@@ -177,8 +177,8 @@ class StaticBatchRows(BatchRows):
 
     def check_complete(self, op: str, whole: bool = False) -> None:
         """Raise after a pass that did not reach all layers, if the host knows of it."""
-        if len({*self.seen} - {0}) > 1 and len({*(held := self.held())}) > 1:
-            raise self.unfinished(op, min(held), max(held))
+        if len({*self.seen} - {0}) > 1 and len({*(lengths := self.held())}) > 1:
+            raise self.unfinished(op, min(lengths), max(lengths))
 
     def unfinished(self, op: str, least: int, most: int) -> OrderError:
         """The error for layers with ``least`` to ``most`` tokens."""
@@ -281,12 +281,12 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
             self._check_begun(key_states.shape[2])
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        found: Pair = super().update(key_states.to(self.keys.dtype), value_states.to(self.values.dtype))
+        pair: Pair = super().update(key_states.to(self.keys.dtype), value_states.to(self.values.dtype))
         if not (is_torchdynamo_compiling() or _is_captured(key_states)):
             self.rows.seen[self.layer] += key_states.shape[2]
         if Trait.CONTIGUOUS in self.rows.pool.plan.traits:
-            return found[0].contiguous(), found[1].contiguous()
-        return found
+            return pair[0].contiguous(), pair[1].contiguous()
+        return pair
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(capacity, 0). Outside of compiled code, raises CacheFullError for tokens that do not fit, and
@@ -299,21 +299,21 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
 
     def _check_like(self, *new: torch.Tensor) -> None:
         """Refuse rows, heads or sizes other than the layer's, and dtypes that would be rounded."""
-        for name, one, held in zip(("keys", "values"), new, (self.keys, self.values), strict=True):
-            wanted = (*held.shape[:2], one.shape[2], held.shape[3])
-            rounded = torch.promote_types(one.dtype, held.dtype) != held.dtype
+        for name, one, buffer in zip(("keys", "values"), new, (self.keys, self.values), strict=True):
+            wanted = (*buffer.shape[:2], one.shape[2], buffer.shape[3])
+            rounded = torch.promote_types(one.dtype, buffer.dtype) != buffer.dtype
             if tuple(one.shape) != wanted or rounded:
                 raise InvalidRangeError(
                     f"HFStaticCache: {name} {tuple(one.shape)} in {one.dtype} for layer {self.layer}, whose "
-                    f"shapes are fixed: they must be {wanted} in {held.dtype}"
+                    f"shapes are fixed: they must be {wanted} in {buffer.dtype}"
                 )
 
     def _check(self, tokens: int) -> None:
         on_cpu = self.cumulative_length.device.type == "cpu"
-        held = int(self.cumulative_length) if on_cpu else self.rows.seen[self.layer]
-        if held + tokens > self.max_cache_len:
+        stored = int(self.cumulative_length) if on_cpu else self.rows.seen[self.layer]
+        if stored + tokens > self.max_cache_len:
             raise CacheFullError(
-                tokens, self.max_cache_len - held, dict.fromkeys(self.rows.sequences, held), "HFStaticCache",
+                tokens, self.max_cache_len - stored, dict.fromkeys(self.rows.sequences, stored), "HFStaticCache",
                 f"a row has capacity={self.max_cache_len} cells, padding included: pass a larger capacity=",
             )  # fmt: skip
 
@@ -357,8 +357,8 @@ class StaticIndexerLayer(StaticAttentionLayer, StaticIndexedLayer):  # type: ign
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         if not self.is_indexer_initialized:
             self.lazy_initialization_indexer(indexer_key_states)
-        found: torch.Tensor = super().update_indexer(indexer_key_states.to(self.indexer_keys.dtype))
-        return found
+        keys: torch.Tensor = super().update_indexer(indexer_key_states.to(self.indexer_keys.dtype))
+        return keys
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -390,7 +390,7 @@ class StaticCrossLayer(CrossLayer):
 
     def __init__(self, rows: StaticBatchRows, layer: int) -> None:
         super().__init__(rows, layer)
-        self._found: Pair | None = None
+        self._pair: Pair | None = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         rows = self.rows
@@ -398,19 +398,19 @@ class StaticCrossLayer(CrossLayer):
         rows.claim(key_states.shape[0], key_states)
         rows.put_encoded(self.layer, key_states, value_states)
         keys, values = rows.encoded(self.layer) or (key_states, value_states)
-        self._found = _addressed(keys), _addressed(values)
-        return self._found
+        self._pair = _addressed(keys), _addressed(values)
+        return self._pair
 
     @property
     def found(self) -> Pair | None:
-        return self._found
+        return self._pair
 
     def reset(self) -> None:
-        self._found = None
+        self._pair = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beams of one input read the same output; others are reordered as the decoder's are."""
-        _reorder(self._found or (), beam_idx)
+        _reorder(self._pair or (), beam_idx)
 
 
 class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
@@ -444,16 +444,16 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         if recurrent_states is not None:
             name = state_name("recurrent", state_idx)
             cache.learn_state(name, StateSpec(tuple(recurrent_states.shape[1:]), ml.DType.F32), self.layer)
-            found = pool.bridge.alias(cache.state(at, name, self.layer))
-            self.recurrent_states[state_idx] = _addressed(found)
+            state = pool.bridge.alias(cache.state(at, name, self.layer))
+            self.recurrent_states[state_idx] = _addressed(state)
             self.is_recurrent_states_initialized[state_idx] = True
 
     def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Raises InvalidRangeError for a batch with a different number of rows."""
         if not is_torchdynamo_compiling():
             self.rows.claim(conv_states.shape[0], conv_states)
-        found: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
-        return found
+        state: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
+        return state
 
     def activate_past_recording(self) -> None:
         """A no-op: states of fixed shapes cannot go back, as ``crop`` reports."""

@@ -37,7 +37,7 @@ class Stored:
     kind: Kind
     current: ForwardPass
     reading: DenseBatch
-    _found: Pair | None = None
+    _read_pair: Pair | None = None
 
     def pair(self, key: torch.Tensor, value: torch.Tensor, found: Pair | None) -> Pair:
         """All K and V (rows, heads, tokens, dim) that the pass sees; their attribute ``stored`` is this
@@ -51,16 +51,16 @@ class Stored:
                 Deferred.of(one, (*heads, tokens, key.shape[3]), lambda: self._read(key, value)[0]),
                 Deferred.of(one, (*heads, tokens, value.shape[3]), lambda: self._read(key, value)[1]),
             )
-            self.current.given += map(weakref.ref, found)
+            self.current.deferred += map(weakref.ref, found)
         for tensor in found:
             tensor.stored = self  # type: ignore[attr-defined]
         return found
 
     def _read(self, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        if self._found is None:
+        if self._read_pair is None:
             self.pool.check_current(self.current)
-            self._found = self.pool.read(self.reading, self.layer, key, value)
-        return self._found
+            self._read_pair = self.pool.read(self.reading, self.layer, key, value)
+        return self._read_pair
 
     def attend(
         self,
@@ -90,8 +90,8 @@ class Stored:
         ctx, bridge = self.pool.ctx.layer(self.layer), self.pool.bridge
         cache.set_layer(self.layer)
         logits = None if sinks is None else bridge.to_backend(ctx, sinks)
-        found = cache.attend(ctx, bridge.to_backend(ctx, tokens_of(query)), scale, logits)
-        out = bridge.to_torch(found, query).view(query.shape[0], tokens, query.shape[1], -1)
+        attended = cache.attend(ctx, bridge.to_backend(ctx, tokens_of(query)), scale, logits)
+        out = bridge.to_torch(attended, query).view(query.shape[0], tokens, query.shape[1], -1)
         if shown.blind is not None:
             out[torch.from_numpy(shown.blind).to(out.device)] = 0
         return out
@@ -137,8 +137,8 @@ def _goes_on(before: np.ndarray | None, shown: np.ndarray | None) -> bool:
     """
     if before is None or shown is None:
         return before is shown
-    held = before.shape[1]
-    return np.array_equal(shown[:, :held], before) and bool(shown[:, held - 1 :].all())
+    length = before.shape[1]
+    return np.array_equal(shown[:, :length], before) and bool(shown[:, length - 1 :].all())
 
 
 def _hide(forward: Reading, shown: np.ndarray, blind: np.ndarray | None) -> None:
@@ -205,12 +205,12 @@ def is_recorded(key: torch.Tensor, value: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
 
 
-def without_gradients(found: Pair, key: torch.Tensor, value: torch.Tensor) -> Pair:
-    """``found``; its ``backward`` raises NotSupportedError if gradients of ``key`` are recorded."""
+def without_gradients(pair: Pair, key: torch.Tensor, value: torch.Tensor) -> Pair:
+    """``pair``; its ``backward`` raises NotSupportedError if gradients of ``key`` are recorded."""
     if not is_recorded(key, value):
-        return found
+        return pair
     apply: Any = _Refusing.apply
-    keys, values = (apply(x, key, value) for x in found)
+    keys, values = (apply(x, key, value) for x in pair)
     return keys, values
 
 
@@ -218,8 +218,8 @@ class _Refusing(torch.autograd.Function):
     """Gradients do not flow through a cache: requesting them raises instead of returning incomplete ones."""
 
     @staticmethod
-    def forward(ctx: Any, found: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return found.view_as(found)
+    def forward(ctx: Any, tensor: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

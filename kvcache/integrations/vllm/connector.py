@@ -95,15 +95,15 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         assert self._scheduler is not None
-        for found in metadata.values():
-            if not isinstance(found, PagesMetadata):
+        for rank_metadata in metadata.values():
+            if not isinstance(rank_metadata, PagesMetadata):
                 raise NotSupportedError(
-                    f"KVCacheConnector: its workers' handshake metadata are {type(found).__name__}: vLLM's "
+                    f"KVCacheConnector: its workers' handshake metadata are {type(rank_metadata).__name__}: vLLM's "
                     "MultiConnector passes those of its first connector that has any to all; name "
                     "KVCacheConnector before that one"
                 )
         config = self._kv_transfer_config
-        settings = {rank: found.settings for rank, found in metadata.items()}
+        settings = {rank: rank_metadata.settings for rank, rank_metadata in metadata.items()}
         # A pooler that needs every token of a prompt fails if a prefix is not computed.
         reads = config.is_kv_consumer and self._vllm_config.model_config.is_prefix_caching_supported
         self._scheduler.begin(settings, reads, config.is_kv_producer)
@@ -141,13 +141,13 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # blocks.
         unsure = self._vllm_config.max_concurrent_batches if scheduler_output.has_sync_kv_loads else 0
         admitted = {new.req_id for new in scheduler_output.scheduled_new_reqs} | cached.resumed_req_ids
-        held = lambda name: state.get_block_ids(name)[0]  # noqa: E731
-        return StepMetadata(self._planner.plan(after, held, unsure, admitted))
+        blocks = lambda name: state.get_block_ids(name)[0]  # noqa: E731
+        return StepMetadata(self._planner.plan(after, blocks, unsure, admitted))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        found = connector_output.kv_connector_worker_meta
-        if isinstance(found, ReportMetadata):
-            self._planner.heard(found.report)
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, ReportMetadata):
+            self._planner.heard(metadata.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._planner.finished(request.request_id)

@@ -36,5 +36,5 @@ class Counters:
     def take(self) -> dict[str, float]:
         """The counts since the last call."""
         with self._lock:
-            found, self._counts = self._counts, {}
-        return found
+            counts, self._counts = self._counts, {}
+        return counts

@@ -76,11 +76,11 @@ def identity_of_config(config: Any, options: ConnectorOptions) -> dict[str, Any]
     model = config.model_config
     more = {**_quantization(model), **_overrides(config), **_lengths(model)}
     if options.identity is not None:
-        found = dict(options.identity)
+        identity = dict(options.identity)
     else:
         dummy = str(config.load_config.load_format).rpartition(".")[2].lower() == "dummy"
-        found = {**identity_of(_folder(model, dummy), _dtype(model))}
-    return {**found, "vllm": more} if more else found
+        identity = {**identity_of(_folder(model, dummy), _dtype(model))}
+    return {**identity, "vllm": more} if more else identity
 
 
 def _dtype(model: Any) -> ml.DType:
@@ -101,8 +101,8 @@ def _folder(model: Any, dummy: bool) -> Path:
 
 def _quantization(model: Any) -> dict[str, Any]:
     """The quantization applied while loading; that of a quantized checkpoint is in its files."""
-    given = getattr(model.hf_config, "quantization_config", None)
-    return {"quantization": str(model.quantization)} if model.quantization and not given else {}
+    quantization = getattr(model.hf_config, "quantization_config", None)
+    return {"quantization": str(model.quantization)} if model.quantization and not quantization else {}
 
 
 def _overrides(config: Any) -> dict[str, Any]:
@@ -128,9 +128,9 @@ def _overrides(config: Any) -> dict[str, Any]:
 
 def _config_digest(config: Any) -> str:
     """The config's digest without the version of transformers that wrote it."""
-    found = json.loads(config.to_json_string())
-    found.pop("transformers_version", None)
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    config_fields = json.loads(config.to_json_string())
+    config_fields.pop("transformers_version", None)
+    return hashlib.sha256(json.dumps(config_fields, sort_keys=True).encode()).hexdigest()
 
 
 def _lengths(model: Any) -> dict[str, Any]:
@@ -139,13 +139,13 @@ def _lengths(model: Any) -> dict[str, Any]:
 
 
 def _ropes(model: Any) -> set[str]:
-    given = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    nested = [value for value in given.values() if isinstance(value, Mapping)]
-    return {str(one.get("rope_type", "default")) for one in nested or [given]}
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return {str(one.get("rope_type", "default")) for one in nested or [parameters]}
 
 
-def settings_of(config: Any, found: Mapping[str, Any], windows: list[int | None]) -> dict[str, Any]:
-    """The settings in the keys of pages, besides the model; ``found`` are those of the pages' format. If our
+def settings_of(config: Any, settings: Mapping[str, Any], windows: list[int | None]) -> dict[str, Any]:
+    """The settings in the keys of pages, besides the model; ``settings`` are those of the pages' format. If our
     caches would store the same K and V, they are a ``CausalCache``'s, so that other runtimes can read the
     pages; else they are marked as vLLM's.
     """
@@ -155,12 +155,12 @@ def settings_of(config: Any, found: Mapping[str, Any], windows: list[int | None]
         and _ropes(model) <= PLAIN_ROPES
         and config.parallel_config.tensor_parallel_size == 1
         and not any(windows)
-        and found["kind"] == "CausalCache"
+        and settings["kind"] == "CausalCache"
     )
     if alike:
-        return dict(found)
+        return dict(settings)
     return {
-        **found,
+        **settings,
         "computed_by": "vLLM",
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "windows": windows,

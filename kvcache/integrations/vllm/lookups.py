@@ -53,14 +53,14 @@ class Lookups:
     ) -> None:
         self._count, self._workers, self._counters, self._clock = count, workers, counters, clock
         self._wait, self._timeout = wait, timeout
-        self._found: dict[str, _Lookup] = {}
+        self._lookups: dict[str, _Lookup] = {}
 
     def pages(self, request: str, tokens: int, keys: Callable[[], PageKeys]) -> int | None:
         """The number of stored leading pages of a request with ``tokens`` tokens; None: not known yet."""
-        lookup = self._found.get(request)
+        lookup = self._lookups.get(request)
         if lookup is None or lookup.tokens != tokens:
             self.forget(request)
-            lookup = self._found[request] = _Lookup(tokens, self._clock())
+            lookup = self._lookups[request] = _Lookup(tokens, self._clock())
             self._counters.add("lookups")
             self._workers.submit(self._job(lookup, keys()))
             lookup.done.wait(self._wait)
@@ -70,13 +70,13 @@ class Lookups:
             self._counters.add("lookups_timed_out")
             log.warning("lookup: no answer in %.3g s; the prompt is computed instead", self._timeout)
             self.forget(request)
-            self._found[request] = late = _Lookup(tokens, lookup.asked)
+            self._lookups[request] = late = _Lookup(tokens, lookup.asked)
             late.done.set()
             return 0
         return None
 
     def forget(self, request: str) -> None:
-        lookup = self._found.pop(request, None)
+        lookup = self._lookups.pop(request, None)
         if lookup is not None:
             lookup.done.set()
 

@@ -72,19 +72,19 @@ class Pages:
         """The digest of an adapter's files at its first use, when vLLM loaded them."""
         if lora is None:
             return None
-        found = weights_digest(lora.lora_path)
+        digest = weights_digest(lora.lora_path)
         if not lora.load_inplace:  # else vLLM loads it again
-            first = self._adapters.setdefault((lora.lora_int_id, lora.lora_path), found)
-            if first != found:
+            first = self._adapters.setdefault((lora.lora_int_id, lora.lora_path), digest)
+            if first != digest:
                 raise NotSupportedError(
                     f"the files of its LoRA adapter {lora.lora_path!r} have changed since it was first used; "
                     "load it under another name"
                 )
-        if found is None:
+        if digest is None:
             raise NotSupportedError(
                 f"the files of its LoRA adapter {lora.lora_path!r} are not in a folder here"
             )
-        return found
+        return digest
 
     def keys(self, request: Request, tokens: int) -> list[list[str]]:
         """By rank, the keys of the full pages among a request's first ``tokens`` tokens."""

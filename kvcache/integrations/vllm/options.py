@@ -45,19 +45,19 @@ class ConnectorOptions:
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> ConnectorOptions:
         """Raises InvalidRangeError for an unknown option and for an invalid value."""
-        found = parse_options(WHERE, given, [field.name for field in fields(cls)])
-        if "host_memory" in found:
-            found["host_memory"] = parse_bytes(found["host_memory"], f"{WHERE}: host_memory")
+        options = parse_options(WHERE, given, [field.name for field in fields(cls)])
+        if "host_memory" in options:
+            options["host_memory"] = parse_bytes(options["host_memory"], f"{WHERE}: host_memory")
         for name, least in {"page_tokens": 0, "load_threads": 1, "lookup_threads": 1}.items():
-            check_number(f"{WHERE}: {name}", found.get(name, least), int, least)
+            check_number(f"{WHERE}: {name}", options.get(name, least), int, least)
         for name in ("lookup_wait", "lookup_timeout", "save_wait"):
-            check_number(f"{WHERE}: {name}", found.get(name, 0), (int, float), 0)
-        check_number(f"{WHERE}: save_generated", found.get("save_generated", True), bool, False)
-        if found.get("pages", "auto") not in PAGES:
+            check_number(f"{WHERE}: {name}", options.get(name, 0), (int, float), 0)
+        check_number(f"{WHERE}: save_generated", options.get("save_generated", True), bool, False)
+        if options.get("pages", "auto") not in PAGES:
             raise InvalidRangeError(
-                f"{WHERE}: pages={found['pages']!r}; it must be one of {', '.join(PAGES)}"
+                f"{WHERE}: pages={options['pages']!r}; it must be one of {', '.join(PAGES)}"
             )
-        return cls(**found)
+        return cls(**options)
 
     def tokens_of_page(self, block_size: int) -> int:
         """The tokens of a page. Raises InvalidRangeError unless ``page_tokens`` are whole blocks."""

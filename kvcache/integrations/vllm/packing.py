@@ -46,11 +46,11 @@ def places(planes: Sequence[np.ndarray], count: int) -> np.ndarray | None:
         return None
     numbers = sum((plane.astype(np.int64) - 1) * BASE**i for i, plane in enumerate(planes))
     where = np.flatnonzero(written[0])
-    found = np.asarray(numbers)[where]
-    if found.size != count or not np.array_equal(np.sort(found), np.arange(count)):
+    read_back = np.asarray(numbers)[where]
+    if read_back.size != count or not np.array_equal(np.sort(read_back), np.arange(count)):
         return None
     back = np.empty(count, np.int64)
-    back[found] = where
+    back[read_back] = where
     return back
 
 

@@ -112,14 +112,14 @@ def find_pages(
     dtypes = {_DTYPES.get(layer.cache.dtype) for layer in layers}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     for layer in layers if dtype is not None and not raw else ():
-        found = _by_token(layer, small)
-        if found is None:
+        by_token = _by_token(layer, small)
+        if by_token is None:
             log.warning(
                 "%s: its attention backend stores K and V in an unknown order; pages are raw",
                 layer.name,
             )
             break
-        made.append(found)
+        made.append(by_token)
     pages: PageFormat
     if dtype is not None and len(made) == len(layers):
         widths = tuple(((la.heads, la.key_dim), (la.heads, la.value_dim)) for la in layers)
@@ -167,8 +167,8 @@ def _probe(layer: CacheLayer, shapes: Sequence[tuple[int, ...]], count: int) -> 
     slots = torch.arange(tokens, 2 * tokens, dtype=torch.int64, device=cache.device)
     planes = []
     for plane in digits(count):
-        given = torch.from_numpy(plane).to(cache.device, cache.dtype)
-        key, value = given[:keys].view(shapes[0]), given[keys:].view(shapes[1])
+        numbers = torch.from_numpy(plane).to(cache.device, cache.dtype)
+        key, value = numbers[:keys].view(shapes[0]), numbers[keys:].view(shapes[1])
         scratch.zero_()
         try:
             layer.fill(key, value, scratch, slots)

@@ -89,12 +89,12 @@ class Planner:
             if not tracked.given_up:
                 tracked.done = max(tracked.done, computed // size)
             return 0, False
-        found = self._lookups.pages(request.request_id, tokens, lambda: keys.upto(last * size))
-        if found is None and self._reads:
+        stored = self._lookups.pages(request.request_id, tokens, lambda: keys.upto(last * size))
+        if stored is None and self._reads:
             return None, False
-        tracked.done = found or 0  # a request that loads nothing waits for no store
-        if found is not None and found < last:  # a timeout does not show that pages are missing
-            self._forget_written(keys, found, last)
+        tracked.done = stored or 0  # a request that loads nothing waits for no store
+        if stored is not None and stored < last:  # a timeout does not show that pages are missing
+            self._forget_written(keys, stored, last)
         more = tracked.done * size - computed
         return (more, True) if more > 0 and self._reads else (0, False)
 
@@ -174,11 +174,11 @@ class Planner:
         first, tracked.done = tracked.done, max(tracked.done, sure // size)
         if tracked.done == first:
             return
-        keys, held = named.upto(tracked.done * size), blocks(request.request_id)
+        keys, allocated = named.upto(tracked.done * size), blocks(request.request_id)
         count = size // self._block_size
         for page in range(first, tracked.done):
             own = tuple(keys[rank][page] for rank in range(self._pages.ranks))
-            lie = tuple(held[page * count : (page + 1) * count])
+            lie = tuple(allocated[page * count : (page + 1) * count])
             if own[0] in self._writing or own[0] in self._written or not all(lie):
                 continue
             self._writing[own[0]] = request.request_id, page
@@ -206,9 +206,9 @@ class Planner:
                 pages = len(tracked.request.all_token_ids) // self._pages.tokens
                 self._forget_written(tracked.keys, 0, pages)
 
-    def _forget_written(self, keys: RequestKeys, found: int, last: int) -> None:
-        """The stores lack pages from ``found`` on: those stored earlier are written again."""
-        for key in keys.upto(last * self._pages.tokens)[0][found:]:
+    def _forget_written(self, keys: RequestKeys, first_missing: int, last: int) -> None:
+        """The stores lack pages from ``first_missing`` on: those stored earlier are written again."""
+        for key in keys.upto(last * self._pages.tokens)[0][first_missing:]:
             self._written.pop(key, None)
 
     def _track(self, request: Request) -> _Tracked:

@@ -171,8 +171,8 @@ class Transfers:
 
     def invalid_blocks(self) -> set[int]:
         """Blocks of arrived requests that were not loaded; each reported once."""
-        found, self._invalid = self._invalid, set()
-        return found
+        invalid, self._invalid = self._invalid, set()
+        return invalid
 
     # Saving.
 
@@ -190,8 +190,8 @@ class Transfers:
     def _has_room(self, until: float) -> bool:
         while True:
             self.settle()
-            held = self._held()
-            if not held or held + self._pages.nbytes <= self._tier.writes.backlog:
+            pending = self._pending()
+            if not pending or pending + self._pages.nbytes <= self._tier.writes.backlog:
                 return True
             if time.monotonic() >= until:
                 return False
@@ -216,8 +216,8 @@ class Transfers:
 
     def report(self) -> Report | None:
         """The results since the last call; None if there are none."""
-        found, self._report = self._report, Report()
-        return found if found else None
+        report, self._report = self._report, Report()
+        return report if report else None
 
     def close(self) -> bool:
         """End the loads, and write everything copied. False if a store hangs and must not be closed. A slow
@@ -227,12 +227,12 @@ class Transfers:
             loading.stopped = True
         ended = self._workers.close(PATIENCE)
         until = 0.0
-        while (held := self._held()) and (held < self._least or time.monotonic() < until):
-            if held < self._least:
-                self._least, until = held, time.monotonic() + PATIENCE
+        while (pending := self._pending()) and (pending < self._least or time.monotonic() < until):
+            if pending < self._least:
+                self._least, until = pending, time.monotonic() + PATIENCE
             self.settle()
             time.sleep(POLL)
         self.settle()
-        if held:
-            log.warning("close: %d bytes are not written: a store does not answer in %g s", held, PATIENCE)
-        return self._tier.close(0.0 if held else PATIENCE) and ended
+        if pending:
+            log.warning("close: %d bytes are not written: a store does not answer in %g s", pending, PATIENCE)
+        return self._tier.close(0.0 if pending else PATIENCE) and ended
