@@ -151,8 +151,8 @@ class Work:
     @classmethod
     def of(cls, op: str, plan: RaggedPlan, kv_heads: int, group: int) -> Work:
         name = f"cpu {kv_heads} {group}"
-        found: Work | None = plan.memo.get(name)
-        if found is None:
+        cached: Work | None = plan.memo.get(name)
+        if cached is None:
             reach = _reach(op, plan)
             _, _, lengths, firsts, stops = plan.segments.T
             most, rows = int((stops - firsts).max()), int(lengths.sum())
@@ -168,8 +168,8 @@ class Work:
                 piece, to_slots, to_edges = packed[:3].tolist()
                 tasks = packed[8:to_slots].reshape(count, 4)
                 work = tasks, packed[to_slots:to_edges], packed[to_edges:], piece, parts
-            found = plan.memo[name] = cls(*work, abreast, rows, reach)
-        return found
+            cached = plan.memo[name] = cls(*work, abreast, rows, reach)
+        return cached
 
 
 def _reach(op: str, plan: RaggedPlan) -> int:

@@ -108,7 +108,9 @@ class PlacedBackend(BaseBackend):
         if devices is None:
             return 0
         if i >= len(devices):
-            raise BoundsError(f"layer: {i} of {len(devices)}; the backend was opened with layers={len(devices)}")
+            raise BoundsError(
+                f"layer: {i} of {len(devices)}; the backend was opened with layers={len(devices)}"
+            )
         return devices[i]
 
     def place_layer(self, i: int, device: int) -> None:

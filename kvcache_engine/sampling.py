@@ -219,10 +219,12 @@ class Choice:
         drawn = ids.concat(ctx, logits.max(ctx, 1, keepdims=True), 1)
         if self._asking is None:
             return Chosen(drawn.to_numpy())
-        found = nn.logprobs(ctx, logits.rows(ctx, self._asking), tokens.rows(ctx, self._asking), self._most)
-        whole = drawn.reshape(ctx, 2 * self._count).concat(ctx, found.reshape(ctx, math.prod(found.shape)), 0)
+        report = nn.logprobs(ctx, logits.rows(ctx, self._asking), tokens.rows(ctx, self._asking), self._most)
+        whole = drawn.reshape(ctx, 2 * self._count).concat(
+            ctx, report.reshape(ctx, math.prod(report.shape)), 0
+        )
         host = whole.to_numpy()
-        logprobs = host[2 * self._count :].reshape(found.shape)
+        logprobs = host[2 * self._count :].reshape(report.shape)
         return Chosen(host[: 2 * self._count].reshape(self._count, 2), self._read(logprobs))
 
     def _read(self, logprobs: np.ndarray | None) -> dict[int, Logprobs]:

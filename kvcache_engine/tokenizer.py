@@ -106,8 +106,8 @@ class Tokenizer:
         """
         ids = self.encode(text, bos=False, most=most)
         for anchor in _ANCHORS if self._begins_with_blank else ():
-            if (found := self._ids_after(anchor, text)) is not None:
-                return found
+            if (shared := self._ids_after(anchor, text)) is not None:
+                return shared
         return ids
 
     @cached_property

@@ -124,7 +124,9 @@ class Verifier:
         delivers them.
         """
         wants = (range(stored + 1, stored + 1 + len(branch.draft)) for branch in tried)
-        delivers = [branches.want_states(self._cache, b.seq, want) for b, want in zip(tried, wants, strict=True)]
+        delivers = [
+            branches.want_states(self._cache, b.seq, want) for b, want in zip(tried, wants, strict=True)
+        ]
         return all(delivers)
 
     @property

@@ -102,7 +102,9 @@ class _Ring:
 
     def _connect(self) -> socket.socket | None:
         try:
-            connection = socket.create_connection(_address(self._hosts[self._next]), timeout=self._left_of(1.0))
+            connection = socket.create_connection(
+                _address(self._hosts[self._next]), timeout=self._left_of(1.0)
+            )
         except OSError:
             return None
         self._opened.enter_context(connection)
@@ -120,7 +122,9 @@ class _Ring:
         self._opened.enter_context(connection)
         expected = self._hello(self._before)
         try:
-            return connection if self._read(connection, len(expected), self._left_of(1.0)) == expected else None
+            return (
+                connection if self._read(connection, len(expected), self._left_of(1.0)) == expected else None
+            )
         except OSError:
             return None
 

@@ -80,7 +80,9 @@ class Half:
             storage.read_at = storage.work.epoch
             return storage.array
         i, j, k = self.order
-        return storage.read(source.offset, (shape[i], shape[j], shape[k]), (strides[i], strides[j], strides[k]))
+        return storage.read(
+            source.offset, (shape[i], shape[j], shape[k]), (strides[i], strides[j], strides[k])
+        )
 
     def view(self, start: int, count: int) -> MlxTensor:
         """Rows ``[start, start + count)``; MlxTensor's constructor, inlined."""

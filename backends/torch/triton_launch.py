@@ -42,9 +42,9 @@ def launch(
             tuple([place % 16 for place in places]), tuple(integers), tuple(constants.values()), warps,
             stages,
         )  # fmt: skip
-        found = _compiled.get(key)
-        if found is not None:
-            found[*grid, 1](*places, *floats, *integers, *constants.values())
+        compiled = _compiled.get(key)
+        if compiled is not None:
+            compiled[*grid, 1](*places, *floats, *integers, *constants.values())
             return
     kernel = function[grid](*tensors, *floats, *integers, **constants, num_warps=warps, num_stages=stages)
     if key is not None and isinstance(kernel, CompiledKernel):

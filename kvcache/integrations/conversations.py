@@ -136,16 +136,16 @@ class Conversation:
             self._session.__exit__(kind, error, trace)
 
 
-def prefix_options(given: Mapping[str, Any], shapes: Callable[[], Layers | None]) -> dict[str, Any]:
+def prefix_options(passed: Mapping[str, Any], shapes: Callable[[], Layers | None]) -> dict[str, Any]:
     """The options of a PrefixCache under a runtime, where write-through is the default. ``shapes`` returns
     what the model stores in each layer; it is called if there is no option ``layers``.
     """
-    named = {name: value for name, value in given.items() if name in _FIELDS}
-    options = PrefixOptions.of(given.get("options"), named)
+    named = {name: value for name, value in passed.items() if name in _FIELDS}
+    options = PrefixOptions.of(passed.get("options"), named)
     through = options.write_through is not False
     layers = shapes() if options.layers is None else options.layers
     options = replace(options, write_through=through, layers=layers)
-    return {**{name: given[name] for name in given if name not in named}, "options": options}
+    return {**{name: passed[name] for name in passed if name not in named}, "options": options}
 
 
 def invariant_config(backend: ml.Backend) -> ml.CacheConfig:

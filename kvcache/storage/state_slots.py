@@ -290,7 +290,9 @@ class StateBuffers:
         """The states that still lie in ``slots`` (None: in any slot) and are referred to."""
         if not self._references:
             return {}
-        wanted = [*self._references] if slots is None else [slot for slot in slots if slot in self._references]
+        wanted = (
+            [*self._references] if slots is None else [slot for slot in slots if slot in self._references]
+        )
         states = {}
         for slot in wanted:
             state = self._references[slot]()

@@ -155,9 +155,9 @@ def attended(keys: Any, values: Any, mask: Any, tokens: Tokens) -> Seen:
     return [
         [
             [name for name, seen in zip(names[row], visible[row, query], strict=True) if seen]
-            for query in range(count - len(given), count)
+            for query in range(count - len(token_row), count)
         ]
-        for row, given in enumerate(tokens)
+        for row, token_row in enumerate(tokens)
     ]
 
 
@@ -239,8 +239,8 @@ class _Play:
         for count in lengths:
             fresh.append([*range(self.next, self.next + count)])
             self.next += count
-        told = [f"{row[0]}" if len(row) == 1 else f"{row[0]}..{row[-1]}" for row in fresh]
-        self.done.append(f"feed {', '.join(told)}")
+        fed = [f"{row[0]}" if len(row) == 1 else f"{row[0]}..{row[-1]}" for row in fresh]
+        self.done.append(f"feed {', '.join(fed)}")
         try:
             seen = self.driver.feed(fresh)
         except Exception as error:
@@ -249,9 +249,9 @@ class _Play:
             before = len(self.model[row])
             self.model[row] += new
             for i, token in enumerate(new):
-                right, found = self.model[row][self.span.of(before + i)], seen[row][i]
-                if sorted(found, key=str) != sorted(right, key=str):
-                    raise _WrongError(f"token {token} attends to {found}, not to {right}")
+                right, attended_to = self.model[row][self.span.of(before + i)], seen[row][i]
+                if sorted(attended_to, key=str) != sorted(right, key=str):
+                    raise _WrongError(f"token {token} attends to {attended_to}, not to {right}")
 
     def draft(self, count: int, rejected: int) -> None:
         self.done.append("draft")
@@ -285,9 +285,9 @@ class _Play:
             self.done.append("into the original:")
             self.driver, self.model = driver, model
 
-    def asked(self, told: str, call: Callable[[], Any]) -> bool:
+    def asked(self, description: str, call: Callable[[], Any]) -> bool:
         """Whether the cache executed the call; a refusal is recorded."""
-        self.done.append(told)
+        self.done.append(description)
         try:
             call()
         except Exception as error:
@@ -363,8 +363,8 @@ def _shrunk(make: Make, span: Span, rows: int, ops: list[Op]) -> str:
             if name == "feed" and max(argument) > 1:
                 less.append([*ops[:i], (name, tuple(max(1, n - 1) for n in argument)), *ops[i + 1 :]])
             for candidate in less:
-                if found := goes_wrong(candidate):
-                    ops, why, tried = candidate, found, True
+                if failure := goes_wrong(candidate):
+                    ops, why, tried = candidate, failure, True
                     break
             if tried:
                 break

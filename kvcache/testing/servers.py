@@ -139,11 +139,11 @@ def _answers(process: subprocess.Popen[bytes], port: int, tls: bool) -> bool:
 def wait_until(what: Callable[[], T], pause: float = 0.02) -> T:
     """The first true result. Raises TimeoutError after PATIENCE seconds without one."""
     end = time.monotonic() + PATIENCE
-    while not (found := what()):
+    while not (answer := what()):
         if time.monotonic() > end:
             raise TimeoutError(f"{what} stayed false for {PATIENCE} s")
         time.sleep(pause)
-    return found
+    return answer
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:
@@ -153,6 +153,6 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -94,16 +94,16 @@ def content(name: str, size: int = UNIT) -> bytes:
 
 def read(store: SnapshotStore, key: str) -> bytes | None:
     """The bytes of a key; None for a miss, including an entry evicted between the two calls."""
-    (found,) = store.stat([key])
-    if found is None:
+    (stat,) = store.stat([key])
+    if stat is None:
         return None
-    buffer = bytearray(found.nbytes)
+    buffer = bytearray(stat.nbytes)
     return bytes(buffer) if store.get_into(key, buffer) else None
 
 
 def present(store: SnapshotStore, keys: Sequence[str]) -> str:
     """The stored keys among these (single letters)."""
-    return "".join(key for key, found in zip(keys, store.stat(list(keys)), strict=True) if found is not None)
+    return "".join(key for key, stat in zip(keys, store.stat(list(keys)), strict=True) if stat is not None)
 
 
 def fill(store: SnapshotStore, keys: Sequence[str], size: int = UNIT) -> int:
@@ -195,8 +195,8 @@ class StoreTests:
     def test_stat_answers_in_order(self, store: SnapshotStore) -> None:
         for size, key in enumerate("abc"):
             store.put(key, [content(key, size)])
-        found = store.stat(["c", "x", "a", "b", "c"])
-        assert [stat and stat.nbytes for stat in found] == [2, None, 0, 1, 2]
+        stats = store.stat(["c", "x", "a", "b", "c"])
+        assert [stat and stat.nbytes for stat in stats] == [2, None, 0, 1, 2]
         assert store.stat([]) == []
 
     def test_every_kind_of_writable_buffer_is_filled(self, store: SnapshotStore) -> None:
@@ -409,9 +409,9 @@ class StoreTests:
             for _ in range(40):
                 key = rng.choice("abcdefghij")
                 store.put(key, [content(key)[:400], content(key)[400:]])
-                found = read(store, rng.choice(key + "abcdefghij"))
-                assert found is None or found in expected
-                hits += found is not None
+                entry = read(store, rng.choice(key + "abcdefghij"))
+                assert entry is None or entry in expected
+                hits += entry is not None
                 if rng.random() < 0.2:
                     store.delete(key)
             return hits

@@ -336,11 +336,11 @@ def _shrink(
         at = 0
         while at < len(ops):
             fewer = ops[:at] + ops[at + size :]
-            found = _run(backend, setup, lambda _, kept=fewer: iter(kept), computes)  # type: ignore[misc]
-            if found is None:
+            failure = _run(backend, setup, lambda _, kept=fewer: iter(kept), computes)  # type: ignore[misc]
+            if failure is None:
                 at += size
             else:
-                ops, error = fewer, found
+                ops, error = fewer, failure
         if size == 1:
             return ops, error
         size //= 2
@@ -355,8 +355,8 @@ def run_traces(
     most: int | None = None,
 ) -> list[Failure]:
     """The failures among the traces of ``seeds``; stops after ``most`` failures."""
-    found = (run_trace(backend, seed, floats, computes, cache) for seed in seeds)
-    return list(itertools.islice((failure for failure in found if failure is not None), most))
+    failures = (run_trace(backend, seed, floats, computes, cache) for seed in seeds)
+    return list(itertools.islice((failure for failure in failures if failure is not None), most))
 
 
 # The command.
@@ -367,8 +367,8 @@ def _chunk(cache: str, name: str, start: int, stop: int) -> list[str]:
     floats = [dtype for dtype in FLOATS if dtype in features.dtypes]
     with ml.open_backend(name) as backend:
         if cache in FAMILY:
-            found = (run_family(cache, backend, seed, floats, features) for seed in range(start, stop))
-            return [failure for failure in found if failure is not None]
+            outcomes = (run_family(cache, backend, seed, floats, features) for seed in range(start, stop))
+            return [failure for failure in outcomes if failure is not None]
         failures = run_traces(backend, range(start, stop), floats, features.has("matmul"), cache)
         return [str(failure) for failure in failures]
 
@@ -406,10 +406,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     began, done, failures = time.monotonic(), 0, 0
-    for count, found in _chunks(args):
+    for count, failed in _chunks(args):
         done += count
-        failures += len(found)
-        for failure in found[: max(0, 3 - failures + len(found))]:
+        failures += len(failed)
+        for failure in failed[: max(0, 3 - failures + len(failed))]:
             sys.stdout.write(f"\n{failure}\n")
         spent = time.monotonic() - began
         sys.stderr.write(

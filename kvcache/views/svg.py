@@ -185,9 +185,7 @@ def _cells(canvas: Canvas, cells: CellMap) -> None:
     canvas.legend(_cell_legend(cells))
 
 
-def _boxes(
-    cells: CellMap, bins: Binned, columns: int
-) -> Iterator[tuple[int, int, str, str, CellRun | None]]:
+def _boxes(cells: CellMap, bins: Binned, columns: int) -> Iterator[tuple[int, int, str, str, CellRun | None]]:
     """(first mark, marks, fill, tip, the run where it is exact), none of them over the end of a line."""
     if bins.size > 1:
         marks = zip(bins.codes.tolist(), bins.filled.tolist(), range(bins.codes.size), strict=True)

@@ -108,4 +108,8 @@ def speculation_rows(speculation: Speculation) -> list[tuple[str, str]]:
 
 def speculation_record(speculation: Speculation) -> dict[str, Any]:
     """JSON-able data."""
-    return {**asdict(speculation), "acceptance": speculation.acceptance, "tokens_per_pass": speculation.tokens_per_pass}
+    return {
+        **asdict(speculation),
+        "acceptance": speculation.acceptance,
+        "tokens_per_pass": speculation.tokens_per_pass,
+    }

@@ -113,13 +113,13 @@ class LogprobsForm:
         """The ``logprobs`` of a choice for the next tokens."""
         pairs = list(zip(tokens, logprobs, strict=True))
         if self._chat:
-            return {"content": [self._chat_token(token, found) for token, found in pairs], "refusal": None}
+            return {"content": [self._chat_token(token, one) for token, one in pairs], "refusal": None}
         return {
             "tokens": [self._text(token) for token, _ in pairs],
-            "token_logprobs": [max(found.token, _LEAST) for _, found in pairs],
+            "token_logprobs": [max(one.token, _LEAST) for _, one in pairs],
             "top_logprobs": [
-                {self._text(each): max(value, _LEAST) for each, value in (*found.top, (token, found.token))}
-                for token, found in pairs
+                {self._text(each): max(value, _LEAST) for each, value in (*one.top, (token, one.token))}
+                for token, one in pairs
             ],
             "text_offset": [self._pass(token) for token, _ in pairs],
         }

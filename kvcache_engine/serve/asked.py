@@ -102,15 +102,15 @@ class Fields:
         self._defaults = defaults or {}
         try:
             text = body.decode("utf-8")
-            found = json.loads(text)
+            content = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not valid JSON ({error})") from None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise ApiError(400, "the body must be a JSON object")
         if "\\u" in text:  # the only source of half of a surrogate pair
-            for name, value in found.items():
+            for name, value in content.items():
                 _check_unicode(name, value)
-        self._fields: Mapping[str, Any] = found
+        self._fields: Mapping[str, Any] = content
 
     def raw(self, name: str) -> Any:
         return self._fields.get(name)
@@ -146,8 +146,8 @@ class Fields:
         return str(self._read(name, "", fits, f"a string of 1 to {most} characters"))
 
     def stops(self) -> tuple[str, ...]:
-        found = self._fields.get("stop")
-        stops = () if found is None else (found,) if isinstance(found, str) else found
+        value = self._fields.get("stop")
+        stops = () if value is None else (value,) if isinstance(value, str) else value
         if (
             not isinstance(stops, (list, tuple))
             or len(stops) > 4
@@ -158,8 +158,8 @@ class Fields:
 
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage, which is the only supported field of ``stream_options``."""
-        found = self._fields.get("stream_options")
-        options = {} if found is None else found
+        stream_options = self._fields.get("stream_options")
+        options = {} if stream_options is None else stream_options
         idle = isinstance(options, dict) and not any(
             value for name, value in options.items() if name != "include_usage"
         )
@@ -247,7 +247,9 @@ def _retention(ranges: Any) -> Retention | None:
     if ranges is None:
         return None
     names = {"begin", "end", "priority", "duration"}
-    if not isinstance(ranges, list) or not all(isinstance(each, dict) and {*each} <= names for each in ranges):
+    if not isinstance(ranges, list) or not all(
+        isinstance(each, dict) and {*each} <= names for each in ranges
+    ):
         raise ApiError(
             400,
             "'cache_retention' must be an array of objects with begin, end, priority and duration",

@@ -295,13 +295,13 @@ class Worker:
             else:
                 self.idle.set()
             try:
-                found = self._calls.get(block=not engine.busy, timeout=longest)
+                queued = self._calls.get(block=not engine.busy, timeout=longest)
             except queue.Empty:
                 return True
-            if found is None:
+            if queued is None:
                 return False
             self.idle.clear()
-            call, done = found
+            call, done = queued
             if not done.set_running_or_notify_cancel():
                 continue  # cancelled by its caller
             try:

@@ -197,8 +197,8 @@ class AttentionTests(BackendCase):
         value = values.slice(ctx, 2, 2, 8).permute(ctx, 2, 0, 1)
         query = ctx.from_numpy(np.ascontiguousarray(q.transpose(1, 0, 2))).permute(ctx, 1, 0, 2)
         mask = ctx.from_numpy(np.pad(causal_matrix(2, 6), 1)).slice(ctx, 0, 1, 3).slice(ctx, 1, 1, 7)
-        for given in (CAUSAL, mask):
-            assert_attention(attend(query, key, value, given, 0.3), expected, dtype)
+        for one_mask in (CAUSAL, mask):
+            assert_attention(attend(query, key, value, one_mask, 0.3), expected, dtype)
 
     @each(dtype=FLOATS)
     def test_large_scores_do_not_overflow(self, attend: Attend, dtype: DType) -> None:
@@ -217,8 +217,8 @@ class AttentionTests(BackendCase):
 
     @each(misfit=MISFITS)
     def test_attention_refuses_what_does_not_fit(self, ctx: Context, attend: Attend, misfit: Misfit) -> None:
-        given = _call(ctx, misfit)
-        refused(lambda: attend(*given, 0.3), keep=given)
+        operands = _call(ctx, misfit)
+        refused(lambda: attend(*operands, 0.3), keep=operands)
 
     def test_attention_refuses_causal_queries_that_see_no_key_and_sinks_of_other_heads(
         self, ctx: Context, attend: Attend
@@ -238,9 +238,9 @@ class AttentionTests(BackendCase):
     ) -> None:
         own = [*_call(ctx), ctx.zeros((4,), DType.F32)]
         for other in (foreign, open_backend().new_context()):
-            for given in _partly_of(other, own):
-                with unchanged(*given):
-                    attend(*given[:4], 0.3, given[4])
+            for operands in _partly_of(other, own):
+                with unchanged(*operands):
+                    attend(*operands[:4], 0.3, operands[4])
 
     # Over latents.
 
@@ -262,9 +262,9 @@ class AttentionTests(BackendCase):
         value = np.einsum("tr,hrv->thv", latent, exact(up_value))
         query = np.concatenate([exact(nope), exact(rope)], 2)
 
-        def absorbed(given: Tensor) -> Tensor:
-            assert given.shape == (tokens, heads, 12)
-            return attend(given, stored, np.ascontiguousarray(stored[..., :8]), mask, 0.3)
+        def absorbed(absorbed_query: Tensor) -> Tensor:
+            assert absorbed_query.shape == (tokens, heads, 12)
+            return attend(absorbed_query, stored, np.ascontiguousarray(stored[..., :8]), mask, 0.3)
 
         query_nope, query_rope, *up = _tensors(ctx, nope, rope, up_key, up_value)
         actual = latent_attention(ctx, query_nope, query_rope, up[0], up[1], absorbed)
@@ -335,9 +335,9 @@ class AttentionTests(BackendCase):
             for head, cell, size in [whole.strides]
         )
         query = ctx.from_numpy(np.ascontiguousarray(q.transpose(2, 0, 1, 3))).permute(ctx, 1, 2, 0, 3)
-        for given in (None, CAUSAL):
-            matrix = None if given is None else causal_matrix(2, 6)
-            assert_part(partial(query, key, value, given, 0.3), q, k, v, matrix, 0.3, dtype)
+        for mask in (None, CAUSAL):
+            matrix = None if mask is None else causal_matrix(2, 6)
+            assert_part(partial(query, key, value, mask, 0.3), q, k, v, matrix, 0.3, dtype)
 
     @each(dtype=FLOATS)
     def test_large_scores_do_not_overflow_the_log_sum_exp(self, partial: Partial, dtype: DType) -> None:
@@ -358,8 +358,8 @@ class AttentionTests(BackendCase):
     def test_partial_attention_refuses_what_does_not_fit(
         self, ctx: Context, partial: Partial, misfit: Misfit
     ) -> None:
-        given = _call(ctx, misfit, (2,))
-        refused(lambda: partial(*given, 0.3), keep=given)
+        operands = _call(ctx, misfit, (2,))
+        refused(lambda: partial(*operands, 0.3), keep=operands)
 
     def test_partial_attention_refuses_other_batches_and_causal_queries_that_see_no_key(
         self, ctx: Context, partial: Partial
@@ -380,9 +380,9 @@ class AttentionTests(BackendCase):
     ) -> None:
         own = _call(ctx, batch=(1,))
         for other in (foreign, open_backend().new_context()):
-            for given in _partly_of(other, own):
-                with unchanged(*given):
-                    partial(*given, 0.3)
+            for operands in _partly_of(other, own):
+                with unchanged(*operands):
+                    partial(*operands, 0.3)
 
     def _batches(
         self, batch: int, tokens: int, heads: int, history: int, kv_heads: int, dtype: DType, v_dim: int = 8
@@ -494,8 +494,8 @@ class AttentionTests(BackendCase):
             keys, values = (
                 x.permute(ctx, 1, 0, 2).contiguous(ctx).permute(ctx, 1, 0, 2) for x in (keys, values)
             )
-        given = None if sinks is None else ctx.from_numpy(sinks)
-        actual = backend.attention_calls(ctx, ctx.from_numpy(query), keys, values, levels, 0.3, given)
+        sink_tensor = None if sinks is None else ctx.from_numpy(sinks)
+        actual = backend.attention_calls(ctx, ctx.from_numpy(query), keys, values, levels, 0.3, sink_tensor)
         if actual is None:
             pytest.skip("the backend does not run several calls at once")
         expected = ragged_reference(query, key, value, plan, 0.3, sinks)
@@ -505,17 +505,17 @@ class AttentionTests(BackendCase):
 def _call(ctx: Context, misfit: Misfit = (), batch: tuple[int, ...] = ()) -> list[Tensor]:
     """Query, key, value and mask of a call, all 0; a row of MISFITS replaces some of them."""
     shapes = {"query": (3, 4, 8), "key": (5, 2, 8), "value": (5, 2, 6), "mask": (3, 5)}
-    given = {name: (shape, DType.F32) for name, shape in shapes.items()}
-    given |= {name: (shape, dtype) for name, shape, dtype in misfit}
-    return [ctx.zeros((*batch, *shape), dtype) for shape, dtype in given.values()]
+    operands = {name: (shape, DType.F32) for name, shape in shapes.items()}
+    operands |= {name: (shape, dtype) for name, shape, dtype in misfit}
+    return [ctx.zeros((*batch, *shape), dtype) for shape, dtype in operands.values()]
 
 
-def _partly_of(other: Context, given: list[Tensor]) -> Iterator[list[Tensor]]:
+def _partly_of(other: Context, operands: list[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors like ``operands``: all of them made by ``other``, then one at a time."""
-    theirs = [other.zeros(x.shape, x.dtype) for x in given]
+    theirs = [other.zeros(x.shape, x.dtype) for x in operands]
     yield theirs
     for number, foreign in enumerate(theirs):
-        yield [*given[:number], foreign, *given[number + 1 :]]
+        yield [*operands[:number], foreign, *operands[number + 1 :]]
 
 
 def _tensors(ctx: Context, *values: Any) -> list[Any]:

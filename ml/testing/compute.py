@@ -273,9 +273,13 @@ class ComputeTests(BackendCase):
     @each(case=dict(_computed()), dtype=FLOATS)
     def test_functions_match_float64(self, ctx: Context, case: Computed, dtype: DType) -> None:
         tensors, hosts = {}, {}
-        for seed, (name, given) in enumerate(zip("ab", case.operands, strict=False)):
+        for seed, (name, operand) in enumerate(zip("ab", case.operands, strict=False)):
             with np.errstate(over="ignore"):
-                host = normal(given, dtype, seed) if isinstance(given, tuple) else given.astype(dtype.numpy)
+                host = (
+                    normal(operand, dtype, seed)
+                    if isinstance(operand, tuple)
+                    else operand.astype(dtype.numpy)
+                )
             layout = LAYOUTS[case.layouts[seed] if host.ndim > 1 else "contiguous"]
             tensors[name], hosts[name] = layout(ctx, host).tensor, exact(host)
         with np.errstate(all="ignore"):
@@ -326,13 +330,13 @@ class ComputeTests(BackendCase):
     def test_compare_gives_bool_by_symbol_and_by_name(
         self, ctx: Context, symbol: tuple[str, Callable[[Any, Any], Any]], dtype: DType
     ) -> None:
-        given, function = symbol
+        name, function = symbol
         pairs = [(counting((3, 4), dtype), counting((4,), dtype, start=4))]
         if dtype.is_float:
             ends = np.array([[np.nan, np.nan, -0.0, np.inf], [np.nan, 1.0, 0.0, np.inf]]).astype(dtype.numpy)
             pairs.append((ends[0], ends[1]))
         for a, b in pairs:
-            result = ctx.from_numpy(a).compare(ctx, given, ctx.from_numpy(b))
+            result = ctx.from_numpy(a).compare(ctx, name, ctx.from_numpy(b))
             assert_same(result, function(exact(a), exact(b)), DType.BOOL)
 
     @needs("where")

@@ -61,8 +61,8 @@ class CapabilityTests(BackendCase):
             pytest.skip("no SupportsRope: ml.nn uses its generic implementation")
         x = ctx.from_numpy(normal((5, 3, 16), dtype, 23))
         positions = np.array([0, 1, 7, 500, 3000], np.int32)
-        for given in (x, x.permute(ctx, 1, 0, 2).contiguous(ctx).permute(ctx, 1, 0, 2)):
-            fused = backend.rope(ctx, given, ctx.from_numpy(positions), spec)
+        for layout in (x, x.permute(ctx, 1, 0, 2).contiguous(ctx).permute(ctx, 1, 0, 2)):
+            fused = backend.rope(ctx, layout, ctx.from_numpy(positions), spec)
             if fused is None:
                 pytest.skip("the kernel leaves this spec to the generic implementation")
             generic = apply_rope(ctx, x, *rope_tables(ctx, positions, spec), spec)
@@ -98,13 +98,15 @@ class CapabilityTests(BackendCase):
     def test_arrays_that_go_together_arrive_as_one_by_one(self, backend: Backend, ctx: Context) -> None:
         if not isinstance(backend, SupportsTransfers):
             pytest.skip("no SupportsTransfers: arrays are uploaded one at a time")
-        given = [(_any_bits(dtype, shape), dtype) for dtype in DTYPES for shape in ((3, 5), (0, 2), (7,), ())]
-        given += [(np.arange(9)[::-2], DType.I32), (np.array([[0.5, -np.inf]]), DType.BF16)]
-        actual = backend.upload(ctx, given)
-        expected = [ctx.from_numpy(array, dtype).to_numpy() for array, dtype in given]
-        for array, _ in given:
+        arrays = [
+            (_any_bits(dtype, shape), dtype) for dtype in DTYPES for shape in ((3, 5), (0, 2), (7,), ())
+        ]
+        arrays += [(np.arange(9)[::-2], DType.I32), (np.array([[0.5, -np.inf]]), DType.BF16)]
+        actual = backend.upload(ctx, arrays)
+        expected = [ctx.from_numpy(array, dtype).to_numpy() for array, dtype in arrays]
+        for array, _ in arrays:
             array[...] = 1
-        for tensor, (_, dtype), right in zip(actual, given, expected, strict=True):
+        for tensor, (_, dtype), right in zip(actual, arrays, expected, strict=True):
             assert (tensor.shape, tensor.dtype) == (right.shape, dtype)
             assert tensor.to_numpy().tobytes() == right.tobytes()
         target = ctx.zeros((9, 2), DType.F32)
@@ -118,7 +120,7 @@ class CapabilityTests(BackendCase):
         if not isinstance(backend, SupportsHostMemory):
             pytest.skip("no SupportsHostMemory: arrays are copied")
         array = _any_bits(dtype, (2, 3, 4))
-        for given in (
+        for source in (
             array,
             array[:, ::2],
             _read_only(array),
@@ -128,12 +130,12 @@ class CapabilityTests(BackendCase):
             in_records(array),
             in_records(array[0, 0, :1]),
         ):
-            tensor = backend.borrow(ctx, given)
-            assert (tensor.shape, tensor.dtype) == (given.shape, dtype)
-            assert tensor.to_numpy().tobytes() == given.tobytes()
-            whole = ctx.zeros(given.shape, dtype)
+            tensor = backend.borrow(ctx, source)
+            assert (tensor.shape, tensor.dtype) == (source.shape, dtype)
+            assert tensor.to_numpy().tobytes() == source.tobytes()
+            whole = ctx.zeros(source.shape, dtype)
             tensor.copy(ctx, whole)
-            assert whole.to_numpy().tobytes() == given.tobytes()
+            assert whole.to_numpy().tobytes() == source.tobytes()
 
     @each(dtype=DTYPES)
     def test_what_is_written_over_a_tensor_from_outside_is_what_it_holds(

@@ -40,10 +40,10 @@ class OrderTests(BackendCase):
 
     def test_a_native_taken_before_a_write_does_not_freeze_the_tensor(self, ctx: Context) -> None:
         tensor = ctx.zeros((4,), DType.F32)
-        held = [tensor.native, tensor.slice(ctx, 0, 0, 2).native]
+        natives = [tensor.native, tensor.slice(ctx, 0, 0, 2).native]
         ctx.full((4,), 3, DType.F32).copy(ctx, tensor)
         assert_same(tensor, [3, 3, 3, 3], DType.F32)
-        assert len(held) == 2
+        assert len(natives) == 2
 
     @needs("add")
     def test_a_read_before_a_write_keeps_what_it_read(self, ctx: Context) -> None:

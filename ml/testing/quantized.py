@@ -188,8 +188,8 @@ class QuantizedTests(BackendCase):
         before, parts, store = self._store(backend, ctx, order, formats, dims, 0 if kind == "whole" else 3)
         new = [normal((count, 2, dim), dtype, 62 + i, spread=3) for i, dim in enumerate(dims)]
         new[0][0, 0, :32] = 0
-        given = [ctx.from_numpy(x.transpose(1, 0, 2).copy()).permute(ctx, 1, 0, 2) for x in new]
-        assert store.write(ctx, start, count, given[0], given[1])
+        sources = [ctx.from_numpy(x.transpose(1, 0, 2).copy()).permute(ctx, 1, 0, 2) for x in new]
+        assert store.write(ctx, start, count, sources[0], sources[1])
         for host, tensors, x, name in zip(before, parts, new, formats, strict=True):
             for old, tensor, written in zip(host, tensors, encoded(exact(x), name), strict=True):
                 old[start : start + count] = written

@@ -75,8 +75,8 @@ def assert_near(
     actual, least = exact(result), float(float_limits(dtype).tiny)
     right = np.zeros(actual.shape, bool)
     with np.errstate(all="ignore"):
-        for given in ([exact(x) for x in operands], [flushed(x, dtype) for x in operands]):
-            wanted = exact(np.asarray(reference(*given)).astype(result.dtype))
+        for values in ([exact(x) for x in operands], [flushed(x, dtype) for x in operands]):
+            wanted = exact(np.asarray(reference(*values)).astype(result.dtype))
             off = RELATIVE[dtype] * np.abs(wanted) + least + absolute
             right |= (actual == wanted) | (np.isfinite(wanted) & (np.abs(actual - wanted) <= off))
             right |= np.isnan(actual) & np.isnan(wanted)
@@ -126,9 +126,9 @@ class SpecialValueTests(BackendCase):
         expression, absolute = FUNCTIONS[call]
         for value in np.array([math.inf, -math.inf, math.nan, 1e30, 88.5, -0.0]):
             with np.errstate(over="ignore"):
-                given = np.full((1,), value).astype(dtype.numpy)
-            host = evaluate(call, ctx=ctx, a=ctx.from_numpy(given)).to_numpy()
-            assert_near(host, lambda a: evaluate(expression, gelu=gelu, a=a), [given], absolute)
+                single = np.full((1,), value).astype(dtype.numpy)
+            host = evaluate(call, ctx=ctx, a=ctx.from_numpy(single)).to_numpy()
+            assert_near(host, lambda a: evaluate(expression, gelu=gelu, a=a), [single], absolute)
 
     # Comparisons.
 

@@ -68,11 +68,11 @@ class KVStoreTests(BackendCase):
         key, value = halves(ctx, order)
         store = store_of(backend, key, value)
         new_key, new_value = numbers(count, DIM), numbers(count, V_DIM, 1000)
-        given = [  # rows whose own storage has the buffer's shape
+        sources = [  # rows whose own storage has the buffer's shape
             ctx.from_numpy(new.reshape([new.shape[axis] for axis in order])).reshape(ctx, *new.shape)
             for new in (new_key, new_value)
         ]
-        assert store.write(ctx, start, count, given[0], given[1])
+        assert store.write(ctx, start, count, sources[0], sources[1])
         expected_key, expected_value = np.zeros((ROWS, HEADS, DIM)), np.zeros((ROWS, HEADS, V_DIM))
         expected_key[start : start + count], expected_value[start : start + count] = new_key, new_value
         for whole, expected in ((key, expected_key), (value, expected_value)):

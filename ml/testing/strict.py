@@ -177,10 +177,10 @@ class _TensorRules(_Wrapper):
         if arguments and isinstance(arguments[0], _ContextRules):
             arguments[0]._check(name, ())
         if name in ("rows", "set_rows"):
-            given = arguments[1 + (name == "set_rows") :]
-            axis = given[1] if len(given) > 1 else 0
-            if given and isinstance(given[0], _TensorRules) and isinstance(axis, int):
-                _check_rows(name, given[0]._inner, self._inner.shape, axis)
+            operands = arguments[1 + (name == "set_rows") :]
+            axis = operands[1] if len(operands) > 1 else 0
+            if operands and isinstance(operands[0], _TensorRules) and isinstance(axis, int):
+                _check_rows(name, operands[0]._inner, self._inner.shape, axis)
 
     def _made(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
         if name in _WRITES:
@@ -233,12 +233,12 @@ def _check_rows(op: str, indices: Tensor, shape: tuple[int, ...], axis: int) -> 
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: _Wrapper, *args: Any, **options: Any) -> Any:
-        given = (*args, *options.values())
-        self._check(name, given)
+        operands = (*args, *options.values())
+        self._check(name, operands)
         plain = [self._unwrap(value) for value in args]
         named = {key: self._unwrap(value) for key, value in options.items()}
         result = self._run(name, lambda: getattr(self._inner, name)(*plain, **named))
-        return self._made(name, result, given)
+        return self._made(name, result, operands)
 
     method.__name__ = name
     return method

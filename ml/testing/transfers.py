@@ -50,12 +50,12 @@ class PageTransferTests(BackendCase):
     def test_any_array_comes_in(
         self, backend: Backend, ctx: Context, make: Callable[[np.ndarray], np.ndarray]
     ) -> None:
-        given = make(counting((5, 6), DType.F32, start=1))
+        array = make(counting((5, 6), DType.F32, start=1))
         tensor = ctx.zeros((6, 5), DType.F32).permute(ctx, 1, 0)
-        transfer = page_in(backend, ctx, [given], [tensor])
+        transfer = page_in(backend, ctx, [array], [tensor])
         transfer.wait()
         transfer.join()
-        np.testing.assert_array_equal(tensor.to_numpy(), given)
+        np.testing.assert_array_equal(tensor.to_numpy(), array)
 
     def test_memory_for_pages_is_the_callers(self, backend: Backend, ctx: Context) -> None:
         first, second = pinned_memory(backend, 4096), pinned_memory(backend, 4096)

@@ -90,11 +90,11 @@ class ChunkShape:
             meta = entry.meta[META]
             (data,) = entry.arrays.values()
             shapes = tuple(tuple(int(size) for size in shape) for shape in meta["shapes"])
-            found = cls(str(meta["form"]), shapes, tuple(str(name) for name in meta["dtypes"]))
+            layout = cls(str(meta["form"]), shapes, tuple(str(name) for name in meta["dtypes"]))
         except (KeyError, TypeError, ValueError) as error:
             raise SnapshotCorruptError(f"load: not a chunk of LMCache: {error!r}") from error
-        if data.dtype != np.uint8 or data.ndim != 1 or len(found.shapes) != len(found.dtypes):
+        if data.dtype != np.uint8 or data.ndim != 1 or len(layout.shapes) != len(layout.dtypes):
             raise SnapshotCorruptError(f"load: chunk of LMCache: {data.dtype} {data.shape}; it must be bytes")
         if any(size < 0 for shape in shapes for size in shape) or sum(map(math.prod, shapes)) > data.size:
             raise SnapshotCorruptError(f"load: chunk of LMCache: {data.size} bytes for other shapes")
-        return found, data
+        return layout, data

@@ -107,7 +107,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         return await self._loop.run_in_executor(self._threads, call, *args)
 
     def _get(self, key: Any) -> Any:
-        return use_entry(self._tier, self._name(key), lambda found: self._filled(*ChunkShape.unpack(found)))
+        return use_entry(self._tier, self._name(key), lambda entry: self._filled(*ChunkShape.unpack(entry)))
 
     def _filled(self, shape: ChunkShape, data: np.ndarray) -> Any:
         """A memory object with these bytes."""

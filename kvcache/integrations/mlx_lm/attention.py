@@ -214,7 +214,9 @@ class Attending(LayerCache):
         """The state that mlx-lm's class loads, with the stored codes of one row."""
         claimed, storage = self.rows.claimed, self._storage
         return SavedState.of(
-            state, self.layer, lambda: storage.codes(self.layer, claimed[0].seq) if len(claimed) == 1 else None
+            state,
+            self.layer,
+            lambda: storage.codes(self.layer, claimed[0].seq) if len(claimed) == 1 else None,
         )
 
     def _saved_offset(self) -> int | BatchState:

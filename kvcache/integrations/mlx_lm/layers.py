@@ -136,11 +136,11 @@ def layers_of(model: Any, max_kv_size: int | None = None, capacity: int = 4096) 
         model(mx.zeros((1, _MORE), mx.int32), cache=wanted)
     if any(is_compressed(entry) for entry in wanted):
         return [*compressed_layers(model, wanted, capacity)]
-    found: list[Layer | Several] = []
+    wanted_layers: list[Layer | Several] = []
     for i, entry in enumerate(wanted):
         layers = [_layer(i, inner, calls, first[id(inner)]) for inner in entries_in([entry])]
-        found.append(Several(tuple(layers)) if type(entry) is mlx_caches.CacheList else layers[0])
-    return found
+        wanted_layers.append(Several(tuple(layers)) if type(entry) is mlx_caches.CacheList else layers[0])
+    return wanted_layers
 
 
 KEEP = 4

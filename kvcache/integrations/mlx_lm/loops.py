@@ -61,11 +61,11 @@ def _insert_cache(
     prompt_cache: Any,
     **more: Any,
 ) -> None:
-    found = rows_of(prompt_cache)
-    for rows in found:
+    own_rows = rows_of(prompt_cache)
+    for rows in own_rows:
         rows.kept = True
         rows.pool.keepers.add(lru)
-    if found and is_serving():
+    if own_rows and is_serving():
         # The server no longer uses the list, but has live references that would hold the sequence.
         prompt_cache, original_cache = list(prompt_cache), prompt_cache
         original_cache.clear()
@@ -104,12 +104,12 @@ def _given(original: Callable[..., Any], *arguments: Any, **options: Any) -> ins
 
 def _generate_step(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     bound = _given(original, *arguments, **options)
-    given, prompt_cache = bound.arguments, bound.arguments["prompt_cache"]
-    embedded = given["input_embeddings"]
-    tokens = given["prompt"].size if embedded is None else len(embedded)
-    if not given["kv_bits"]:  # kv_bits removes layers from the pool
-        given["max_tokens"] = _fitting(
-            "generate_step", given["model"], prompt_cache, tokens, given["max_tokens"]
+    bound_arguments, prompt_cache = bound.arguments, bound.arguments["prompt_cache"]
+    embedded = bound_arguments["input_embeddings"]
+    tokens = bound_arguments["prompt"].size if embedded is None else len(embedded)
+    if not bound_arguments["kv_bits"]:  # kv_bits removes layers from the pool
+        bound_arguments["max_tokens"] = _fitting(
+            "generate_step", bound_arguments["model"], prompt_cache, tokens, bound_arguments["max_tokens"]
         )
     return original(*bound.args, **bound.kwargs)
 
@@ -145,7 +145,7 @@ class _Rounds:
     """
 
     def __init__(self, several: Sequence[Sequence[Any]], tokens: int) -> None:
-        self.rows = [found[0] for prompt_cache in several if (found := rows_of(prompt_cache))]
+        self.rows = [several_rows[0] for prompt_cache in several if (several_rows := rows_of(prompt_cache))]
         self.several = [prompt_cache for prompt_cache in several if rows_of(prompt_cache)]
         self.lengths = [rows.lengths[0] + tokens for rows in self.rows]
         """The tokens of each prompt cache before the current round."""
@@ -200,19 +200,23 @@ def _trim_after_a_round(original: Callable[..., Any], prompt_cache: Any, count: 
 
 def _speculative(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     bound = _given(original, *arguments, **options)
-    given = bound.arguments
-    model, prompt_cache, drafts = given["model"], given["prompt_cache"], given["num_draft_tokens"]
+    bound_arguments = bound.arguments
+    model, prompt_cache, drafts = (
+        bound_arguments["model"],
+        bound_arguments["prompt_cache"],
+        bound_arguments["num_draft_tokens"],
+    )
     if prompt_cache is None:
-        own, drafted = make_prompt_cache(model), make_prompt_cache(given["draft_model"])
+        own, drafted = make_prompt_cache(model), make_prompt_cache(bound_arguments["draft_model"])
     else:
         _check_both(prompt_cache)
         own, drafted = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers) :]
     _check_rollback(own, 1, drafts)
     _check_rollback(drafted, max(1, drafts - 1), drafts)
-    tokens, most = given["prompt"].size, given["max_tokens"]
-    for whose, of_one in (model, own), (given["draft_model"], drafted):
+    tokens, most = bound_arguments["prompt"].size, bound_arguments["max_tokens"]
+    for whose, of_one in (model, own), (bound_arguments["draft_model"], drafted):
         most = _fitting("speculative_generate_step", whose, of_one, tokens, most)
-    given["prompt_cache"], given["max_tokens"] = [*own, *drafted], most
+    bound_arguments["prompt_cache"], bound_arguments["max_tokens"] = [*own, *drafted], most
     return _Rounds((own, drafted), tokens - 1).steps(original(*bound.args, **bound.kwargs))
 
 

@@ -72,7 +72,9 @@ def read_positions(cache: CellCache, ctx: ml.Context) -> np.ndarray:
     _, reading = _shared("read_positions", cache, ctx)
     positions = np.full(reading.length, -1)
     for row, columns in zip(reading.rows, reading.columns, strict=True):
-        positions[np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns] = row.positions
+        positions[np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns] = (
+            row.positions
+        )
     return positions
 
 

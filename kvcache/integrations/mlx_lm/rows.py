@@ -253,7 +253,9 @@ class BatchRows(ClaimedRows):
         if len(groups) == 1 and next(iter(groups))[:2] == (0, tokens):
             return None
         chosen_groups = [(chosen, begin, count) for (begin, count, _), chosen in groups.items() if count]
-        return sorted(chosen_groups, key=lambda group: -len(group[0]) * group[2])  # too large groups fail first
+        return sorted(
+            chosen_groups, key=lambda group: -len(group[0]) * group[2]
+        )  # too large groups fail first
 
     @contextmanager
     def parted(self, tokens: int) -> Iterator[None]:

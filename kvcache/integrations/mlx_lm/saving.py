@@ -223,16 +223,16 @@ def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], 
     """Store the entries of one of the pool's caches."""
     recurrent = cache is storage.states
     own = [i for i, one in enumerate(storage.attention) if one is cache and contents[i].arrays]
-    held = length if recurrent or not own else contents[own[0]].held
-    positions = np.arange(length - held, length)
+    stored_tokens = length if recurrent or not own else contents[own[0]].held
+    positions = np.arange(length - stored_tokens, length)
     if isinstance(cache, SlidingWindowCache):
-        positions[: cache.keep] = np.arange(min(cache.keep, held))  # the first of them stay
+        positions[: cache.keep] = np.arange(min(cache.keep, stored_tokens))  # the first of them stay
         recent = positions >= length - max(
             1, cache.memory
         )  # mlx-lm's caches hold more until the token after a prompt
         columns = np.flatnonzero(recent | (positions < cache.keep))
     else:
-        columns = np.arange(held)
+        columns = np.arange(stored_tokens)
     stored = columns.size
     cache.start_forward(storage.ctx, Batch(positions[columns].tolist(), [seq] * stored))
     one = ForwardPass(stored, [length - stored], [0], [stored], [seq])

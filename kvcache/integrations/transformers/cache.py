@@ -204,7 +204,9 @@ class HFCache(RowsCache):
         checkpoint.
         """
         requested: Any = tokens
-        count = int(requested) if isinstance(requested, torch.Tensor) and requested.numel() == 1 else requested
+        count = (
+            int(requested) if isinstance(requested, torch.Tensor) and requested.numel() == 1 else requested
+        )
         check_type("crop", "tokens", requested, "a whole number", isinstance(count, int))
         self._states.crop(count if count > 0 else self.rows.length + count)
 

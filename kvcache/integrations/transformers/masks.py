@@ -79,7 +79,10 @@ def _watched(original: Any, kind: type, recurrent: bool) -> Any:
         arguments = (
             dict(zip(("config", "inputs_embeds", "attention_mask", "cache"), args, strict=False)) | options
         )
-        mask, cache = arguments.get("attention_mask"), arguments.get("cache", arguments.get("past_key_values"))
+        mask, cache = (
+            arguments.get("attention_mask"),
+            arguments.get("cache", arguments.get("past_key_values")),
+        )
         if (
             isinstance(cache, kind)
             and isinstance(mask, torch.Tensor)

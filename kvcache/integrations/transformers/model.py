@@ -135,7 +135,10 @@ class TransformersModel(DrivenModel):
         passing.call = Call(
             ctx, sequences[starts].tolist(), positions[starts].tolist(), counts.tolist(), rows, tokens
         )
-        arguments: dict[str, Any] = {"input_ids": self._ids(ids).view(rows, tokens), self._cache_name: passing}
+        arguments: dict[str, Any] = {
+            "input_ids": self._ids(ids).view(rows, tokens),
+            self._cache_name: passing,
+        }
         if self._takes_positions:
             arguments["position_ids"] = torch.from_numpy(positions).to(self.device).view(rows, tokens)
         wanted = torch.from_numpy(outputs).to(self.device)

@@ -185,8 +185,8 @@ class PassKeys:
         name = type(module).__name__
         if pattern is None:
             raise NotSupportedError(f"{name} has a mask of its own, which treats all tokens as one text")
-        for asked, given in options.items():
-            if isinstance(given, torch.Tensor) and given.ndim > 1:
+        for asked, option in options.items():
+            if isinstance(option, torch.Tensor) and option.ndim > 1:
                 raise NotSupportedError(f"attention of {name} asks for {asked}, which applies to one text")
         out: torch.Tensor | None = None
         for i, rows, columns in self.current.parts():

@@ -198,9 +198,9 @@ def _check_inputs(model: Any, options: dict[str, Any]) -> None:
     if any(getattr(config, "cache_implementation", None) for config in configs):
         options["cache_implementation"] = None
     for name in ("token_type_ids", "mm_token_type_ids"):  # from a tokenizer: all of one text
-        given = options.get(name)
+        passed = options.get(name)
         embedded = name == "token_type_ids" and model.config.model_type in _EMBEDDED
-        if isinstance(given, torch.Tensor) and not bool(given.any()) and not embedded:
+        if isinstance(passed, torch.Tensor) and not bool(passed.any()) and not embedded:
             del options[name]
     known = inspect.signature(generating(model).generate).parameters
     for name, value in options.items():

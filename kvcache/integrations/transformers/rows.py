@@ -93,7 +93,9 @@ class BatchRows(ClaimedRows):
         pool, options, limits = self.pool, self.pool.options, []
         if self.limit is not None:
             longest, kind = self.limit
-            limits.append((longest, f"of more the model rotates all keys otherwise ({kind}), and shares none"))
+            limits.append(
+                (longest, f"of more the model rotates all keys otherwise ({kind}), and shares none")
+            )
         whole = [kind for kind in pool.plan.kinds if kind.name in (FULL, CHUNKED)]
         if whole and not options.grow:
             count = (options.max_sequences or rows) if not pool.bound else pool.sequences.max_sequences
@@ -632,7 +634,9 @@ class BatchRows(ClaimedRows):
         if family.states is not None:
             points = [{*family.states.checkpoints(seq), family.states.offset(seq)} for seq in self.sequences]
             common = sorted(set.intersection(*points))
-            reasons.append(f"recurrent states can go back to {common} and 0 only (call checkpoint() to add one)")
+            reasons.append(
+                f"recurrent states can go back to {common} and 0 only (call checkpoint() to add one)"
+            )
         if any(kind.name == SLIDING for kind in family.caches):
             option = f"HFCache(lookback={self.pool.options.lookback})"
             reasons.append(

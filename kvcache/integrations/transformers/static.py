@@ -84,8 +84,8 @@ class HFStaticCache(RowsCache):
 
     def __repr__(self) -> str:
         pool = self.rows.pool
-        held = max(self.rows.held(), default=0)
-        stored = f"rows: {len(self.rows.sequences)}, tokens of each: {held}" if pool.bound else "empty"
+        longest = max(self.rows.held(), default=0)
+        stored = f"rows: {len(self.rows.sequences)}, tokens of each: {longest}" if pool.bound else "empty"
         return f"<HFStaticCache, layers: {len(self.layers)}, capacity: {pool.options.capacity}, {stored}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

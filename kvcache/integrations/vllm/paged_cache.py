@@ -42,7 +42,7 @@ class CacheLayer:
 class _Strided:
     """K and V by token as strided views."""
 
-    def __init__(self, words: torch.Tensor, tokens: int, layer: CacheLayer, found: Sequence[Strides]) -> None:
+    def __init__(self, words: torch.Tensor, tokens: int, layer: CacheLayer, pair: Sequence[Strides]) -> None:
         shapes = ((tokens, layer.heads, dim) for dim in (layer.key_dim, layer.value_dim))
         self._views = [
             words.as_strided(
@@ -50,7 +50,7 @@ class _Strided:
                 (words.stride(0), *strides.steps),
                 words.storage_offset() + strides.offset,
             )
-            for shape, strides in zip(shapes, found, strict=True)
+            for shape, strides in zip(shapes, pair, strict=True)
         ]
 
     def gather(self, blocks: torch.Tensor) -> list[torch.Tensor]:
@@ -147,9 +147,9 @@ def _by_token(layer: CacheLayer, tokens: int) -> _Blocks | None:
     logical = np.unravel_index(where, tuple(layer.cache.shape[1:]))
     lies = sum(index * step for index, step in zip(logical, layer.cache.stride()[1:], strict=True))
     parts = np.split(np.asarray(lies), [sizes[0]])
-    found = [strides_of(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)]
-    strides = [one for one in found if one is not None]
-    if len(strides) == len(found):
+    both = [strides_of(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)]
+    strides = [one for one in both if one is not None]
+    if len(strides) == len(both):
         return _Strided(_words(layer.cache), tokens, layer, strides)
     return _Scattered(_words(layer.cache), tokens, layer, where)
 

@@ -104,14 +104,14 @@ class RawPages:
                 f"load: not vLLM's blocks of [{begin}, {begin + self.tokens}), {self.layout}"
             )
         arrays = [page.arrays.get(str(i)) for i in range(len(self.layers))]
-        found = [
+        blocks = [
             array
             for array, nbytes in zip(arrays, self.layers, strict=True)
             if array is not None and array.shape == (self.blocks, nbytes) and array.dtype == np.uint8
         ]
-        if len(found) != len(self.layers) or len(page.arrays) != len(found):
+        if len(blocks) != len(self.layers) or len(page.arrays) != len(blocks):
             raise SnapshotCorruptError(f"load: blocks of other layers than {list(self.layers)}")
-        return found
+        return blocks
 
     def _meta(self, begin: int) -> dict[str, Any]:
         return {"begin": begin, "end": begin + self.tokens, "layout": self.layout}

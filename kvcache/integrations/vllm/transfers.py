@@ -140,8 +140,8 @@ class Transfers:
                 self._some_arrived.set()
 
     def _read(self, page: PageLoad) -> bool:
-        def scatter(found: SerializedSnapshot) -> bool:
-            self._blocks.scatter(page.blocks, self._pages.unpack(page.begin, found))
+        def scatter(entry: SerializedSnapshot) -> bool:
+            self._blocks.scatter(page.blocks, self._pages.unpack(page.begin, entry))
             return True
 
         if use_entry(self._tier, page.keys[self._rank], scatter):

@@ -82,9 +82,9 @@ class BatchDecoding:
     @property
     def reads(self) -> StepReads:
         """What a step reads in each layer."""
-        found = reads_of(self._cache)
-        assert found is not None
-        return found
+        reads = reads_of(self._cache)
+        assert reads is not None
+        return reads
 
     def together(self) -> Contender:
         """All sequences in one pass."""

@@ -118,11 +118,11 @@ class Decoding:
 
     def step(self) -> Any:
         """Put the tokens; returns native K and V of all layers but the first."""
-        found = []
+        natives = []
         for i in range(1, self.layers):
             key, value = self.layer(i)
-            found.append((key.native, value.native))
-        return found
+            natives.append((key.native, value.native))
+        return natives
 
     def layer(self, i: int) -> tuple[ml.Tensor, ml.Tensor]:
         cache, ctx, token = self.cache, self.ctx, self.token

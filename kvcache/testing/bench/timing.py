@@ -111,26 +111,26 @@ def interleave(
     for i in range(warmup + _MOST_TRIES * rounds):
         turn = i % len(order)
         watch = Round()
-        found: dict[str, float] = {}
+        times_of_round: dict[str, float] = {}
         for name, contender in order[turn:] + order[:turn]:
             contender.prepare()
             start = time.perf_counter()
             contender.call()
-            found[name] = (time.perf_counter() - start) * 1e6
+            times_of_round[name] = (time.perf_counter() - start) * 1e6
             contender.finish()
         lost = watch.lost()
         if i < warmup:
             continue
         if not own_threads and lost < 1.0:
             lost = 0.0
-        runs.append((lost, found))
+        runs.append((lost, times_of_round))
         undisturbed += lost <= _TOLERATED
         if undisturbed >= rounds or time.perf_counter() - began > seconds:
             break
-    kept = [found for lost, found in runs if lost <= _TOLERATED]
+    kept = [times_of_round for lost, times_of_round in runs if lost <= _TOLERATED]
     if len(kept) < _FEWEST:
-        kept = [found for _, found in sorted(runs, key=lambda run: run[0])[:_FEWEST]]
-    times = {name: [found[name] for found in kept] for name in contenders}
+        kept = [times_of_round for _, times_of_round in sorted(runs, key=lambda run: run[0])[:_FEWEST]]
+    times = {name: [times_of_round[name] for times_of_round in kept] for name in contenders}
     candidates = list(floors) or [order[0][0]]
     floor = min(candidates, key=lambda name: statistics.median(times[name]))
     return Trial(times, len(runs) - len(kept), floor)

@@ -250,8 +250,8 @@ class Model:
         before = {p: token for p, token in row.items() if p < end}
         if end and not self._resumes(before, end):
             raise kvcache.NotSupportedError(f"{seq} at {end}")
-        held = {p: token for p, token in before.items() if self._is_held(p, end)}
-        return Copy(0, end, held, (self.setup.window, self.setup.keep))
+        kept = {p: token for p, token in before.items() if self._is_held(p, end)}
+        return Copy(0, end, kept, (self.setup.window, self.setup.keep))
 
     def restore(self, seq: int, copy: Copy, target: int | None, shared: bool) -> bool:
         """Restore a snapshot; returns whether it was possible. ``shared``: it is still in the cache, so its
@@ -272,10 +272,10 @@ class Model:
             content = {p: token for p, token in content.items() if self._is_held(p, end)}
         left = {p: token for p, token in row.items() if p < copy.begin}
         if not shared:
-            held = [*self.tokens[:seq], left, *self.tokens[seq + 1 :]]
-            free = self.setup.cells - len(_used(held))
+            remaining = [*self.tokens[:seq], left, *self.tokens[seq + 1 :]]
+            free = self.setup.cells - len(_used(remaining))
             if len(content) > free:
-                raise kvcache.CacheFullError(len(content), free, _held(held))
+                raise kvcache.CacheFullError(len(content), free, _held(remaining))
             self.again += 1
             content = {p: token % _AGAIN + self.again * _AGAIN for p, token in content.items()}
         self.tokens[seq] = left | content

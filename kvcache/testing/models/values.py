@@ -152,11 +152,11 @@ def encoding(dtype: kvcache.CacheDType, latent: bool = False) -> Encoding:
     """The encoding for a cache's dtype; ``latent``: the value is its key without the last number."""
     stored = CacheFormat.of(dtype)
     if stored.plain is not None:
-        found = _FLOATS
+        plain = _FLOATS
     else:
         (key, wide), (value, other) = (BLOCKS.get(one.name, ((), 1)) for one in (stored.key, stored.value))
-        found = Encoding(max(64, wide), max(32, other), 8, 5, 3, key, value)
-    return replace(found, value_dim=found.key_dim - 1, is_latent=True) if latent else found
+        plain = Encoding(max(64, wide), max(32, other), 8, 5, 3, key, value)
+    return replace(plain, value_dim=plain.key_dim - 1, is_latent=True) if latent else plain
 
 
 PLACE, NOISE = "place", "noise"

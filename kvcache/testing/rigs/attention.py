@@ -78,8 +78,8 @@ def look(
         for name, expected in values.extras(ids[some], positions[some], layer).items():
             _same(cache.get_extra(ctx, name).to_numpy()[some], expected)
     pairs = [(positions[row].tolist(), ids[row].tolist()) for row in seen]
-    for found, _ in pairs:
-        assert len(set(found)) == len(found), f"a position is seen twice: {found}"
+    for visible, _ in pairs:
+        assert len(set(visible)) == len(visible), f"a position is seen twice: {visible}"
     return [dict(zip(*pair, strict=True)) for pair in pairs]
 
 
@@ -99,8 +99,8 @@ def reference_attention(
         logits = np.concatenate([logits, sinks.astype(np.float64)[:, None]], axis=1)
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
-    found: np.ndarray = (weights[:, None, : key.shape[0]] @ wide_value)[:, 0]
-    return found
+    attended: np.ndarray = (weights[:, None, : key.shape[0]] @ wide_value)[:, 0]
+    return attended
 
 
 class Rig:
@@ -204,14 +204,14 @@ class Rig:
             self.cache.set_layer(layer)
             tensor = None if logits is None else self.ctx.from_numpy(logits, computed)
             asked = self.ctx.from_numpy(query, computed)
-            found = self.cache.attend(self.ctx, asked, 0.5, tensor)
-            assert found.shape == (len(positions), values.HEADS, rows.value_dim)
+            attended = self.cache.attend(self.ctx, asked, 0.5, tensor)
+            assert attended.shape == (len(positions), values.HEADS, rows.value_dim)
             wanted = []
             for i, (position, seq) in enumerate(zip(positions, sequences, strict=True)):
                 seen = self.model.visible(seq, position, i in lifted)
                 ids = list(seen.values())
                 wanted.append(reference_attention(query[i], *rows.pair(ids, list(seen), layer), 0.5, logits))
-            self._check_close(found, wanted)
+            self._check_close(attended, wanted)
 
     def check_selected(self, seed: int, sinks: bool = False) -> None:
         """Check ``attend`` over random selected rows of ``get`` against attention over the visible ones."""
@@ -229,19 +229,19 @@ class Rig:
             select = rng.integers(-2, history + 2, (count, rng.integers(1, 9))).astype(np.int32)
             select[:, 0] = [rng.choice(np.flatnonzero(own)) for own in seen]  # at least one that is seen
             tensor = None if logits is None else ctx.from_numpy(logits, computed)
-            found = self.cache.attend(
+            attended = self.cache.attend(
                 ctx, ctx.from_numpy(query, computed), 0.5, tensor, select=ctx.from_numpy(select)
             )
             wanted = []
             for i, chosen in enumerate(select):
                 own = [row for row in chosen.tolist() if 0 <= row < history and seen[i, row]]
                 wanted.append(reference_attention(query[i], host[0][own], host[1][own], 0.5, logits))
-            self._check_close(found, wanted)
+            self._check_close(attended, wanted)
 
-    def _check_close(self, found: ml.Tensor, wanted: Sequence[np.ndarray]) -> None:
+    def _check_close(self, attended: ml.Tensor, wanted: Sequence[np.ndarray]) -> None:
         limit, content = TOLERANCE[self.setup.computed], slice(self.setup.rows.content, None)
-        assert found.dtype is self.setup.computed, "as the query"
-        actual = found.to_numpy().astype(np.float64)[:, :, content]
+        assert attended.dtype is self.setup.computed, "as the query"
+        actual = attended.to_numpy().astype(np.float64)[:, :, content]
         np.testing.assert_allclose(actual, np.stack(wanted)[:, :, content], rtol=limit, atol=limit)
 
     def spoil(self, seq: int) -> None:
@@ -319,14 +319,14 @@ class Rig:
 
     def agree(self, real: Callable[[], object], model: Callable[[], object]) -> None:
         """Run both calls; both must succeed or raise the same error."""
-        found, expected = outcome(real), outcome(model)
-        assert (found is None) == (expected is None), f"raised {found!r}, expected {expected!r}"
+        raised, expected = outcome(real), outcome(model)
+        assert (raised is None) == (expected is None), f"raised {raised!r}, expected {expected!r}"
         if expected is not None:
-            assert isinstance(found, type(expected)), f"raised {found!r}, expected {expected!r}"
-        if isinstance(found, kvcache.CacheFullError):
+            assert isinstance(raised, type(expected)), f"raised {raised!r}, expected {expected!r}"
+        if isinstance(raised, kvcache.CacheFullError):
             assert isinstance(expected, kvcache.CacheFullError)
-            assert (found.asked, found.free, found.held) == (expected.asked, expected.free, expected.held)
-        self.refusal = found
+            assert (raised.asked, raised.free, raised.held) == (expected.asked, expected.free, expected.held)
+        self.refusal = raised
 
     def check_figures(self) -> None:
         """Check cells, positions, and ``can_resume`` around every position where its result may change."""
@@ -346,8 +346,10 @@ class Rig:
                 *(keep, keep + 1, slid - 1, slid, slid + 1),
                 *(position + 2 for position in row if position + 1 not in row),
             } - {-1}:
-                found = cache.can_resume(seq, position)
-                assert found == model.can_resume(seq, position), f"can_resume({seq}, {position}) is {found}"
+                resumes = cache.can_resume(seq, position)
+                assert resumes == model.can_resume(seq, position), (
+                    f"can_resume({seq}, {position}) is {resumes}"
+                )
 
     def drain(self) -> None:
         """Read back every stored token from the end of each sequence; empties the cache. A query directly

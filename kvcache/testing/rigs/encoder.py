@@ -106,9 +106,9 @@ class EncoderRig:
         query = values.queries(len(sequences), len(sequences))
         out = self.cache.attend(self.ctx, self.ctx.from_numpy(query, self.dtype), 0.5)
         limit = TOLERANCE[self.dtype]
-        for found, asked, seq in zip(out.to_numpy().astype(np.float64), query, sequences, strict=True):
+        for attended, asked, seq in zip(out.to_numpy().astype(np.float64), query, sequences, strict=True):
             wanted = reference_attention(asked, *self.held[seq].rows(layer), 0.5)
-            np.testing.assert_allclose(found[:, 3:], wanted[:, 3:], rtol=limit, atol=limit)
+            np.testing.assert_allclose(attended[:, 3:], wanted[:, 3:], rtol=limit, atol=limit)
 
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
         self.cache.copy_prefix(src, dst, length)

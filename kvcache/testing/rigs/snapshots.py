@@ -121,12 +121,12 @@ class CopyRig(Rig):
 
     def _both(self, real: Callable[[], Any], model: Callable[[], Any]) -> None:
         """Run both calls and add their results to the copies; both must succeed or raise the same error."""
-        found: list[Any] = []
+        results: list[Any] = []
         copies: list[Any] = []
         taken = self._in_cache()
-        self.agree(lambda: found.append(real()), lambda: copies.append(model()))
+        self.agree(lambda: results.append(real()), lambda: copies.append(model()))
         assert self._in_cache() == taken, "copied out needlessly"
-        for made, copy in zip(found, copies, strict=True):
+        for made, copy in zip(results, copies, strict=True):
             made_parts = made if isinstance(made, tuple) else (made,)
             parts = copy if isinstance(copy, tuple) else (copy,)
             for part, expected in zip(made_parts, parts, strict=True):

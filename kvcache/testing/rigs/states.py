@@ -140,7 +140,7 @@ class StateRig:
     def start_and_resume(self, sequences: Sequence[int]) -> None:
         """Start and undo a pass: the previous pass continues, and its views are unchanged."""
         order = list(dict.fromkeys(self.sequences))
-        held = {(kind, layer): self.state(kind, layer) for kind, layer in self.layout}
+        views = {(kind, layer): self.state(kind, layer) for kind, layer in self.layout}
         under_way = self.cache.pass_under_way()
         seen = [len(row.tokens) for row in self.model.rows]
         positions = []
@@ -154,7 +154,7 @@ class StateRig:
         else:
             self.cache.undo_forward(under_way)
             assert self.cache.wanted_states() == self.wanted
-        for (kind, layer), state in held.items():
+        for (kind, layer), state in views.items():
             rows, shape = self.model.rows, self.layout[kind, layer][0]
             expected = np.stack([state_values(rows[seq].seen, kind, layer, shape) for seq in order])
             for view in (state, self.state(kind, layer)):
@@ -221,9 +221,9 @@ class StateRig:
 
     def check_seen(self) -> None:
         seen = look(self.cache.attention, self.ctx, len(self.ids), ATTENTION_LAYER)
-        for found, seq, position in zip(seen, self.sequences, self.positions, strict=True):
+        for visible, seq, position in zip(seen, self.sequences, self.positions, strict=True):
             tokens = self.model.rows[seq].tokens[: position + 1]
-            assert found == {p: token for p, (_, token) in enumerate(tokens)}
+            assert visible == {p: token for p, (_, token) in enumerate(tokens)}
 
     def forward(self, *sequences: int, in_place: bool = False) -> bool:
         taken = self.start(sequences)
@@ -278,18 +278,18 @@ class StateRig:
 
     def restore(self, seq: int, which: int, target: int | None = None) -> bool:
         snapshot, copy = self.copies[which]
-        found: list[bool] = []
+        answers: list[bool] = []
         shared, slots = snapshot.parts[0].in_cache, self.slots()
         self.agree(
-            lambda: found.append(self.cache.restore(seq, snapshot, target)),
-            lambda: found.append(self.model.restore(seq, copy, target, shared)),
+            lambda: answers.append(self.cache.restore(seq, snapshot, target)),
+            lambda: answers.append(self.model.restore(seq, copy, target, shared)),
         )
-        assert len(set(found)) < 2, f"restore gave {found}"
-        if found and found[0]:
+        assert len(set(answers)) < 2, f"restore gave {answers}"
+        if answers and answers[0]:
             self.wants.pop(seq, None)
         assert self.slots() == slots, "copied out needlessly"
         self.check()
-        return bool(found and found[0])
+        return bool(answers and answers[0])
 
     def scheduled(self, seq: int, ahead: Sequence[int], count: int) -> None:
         """Schedule snapshots ``ahead`` of the end, and run a pass of ``count`` tokens."""
@@ -322,9 +322,9 @@ class StateRig:
 
     def agree(self, real: Callable[[], object], model: Callable[[], object]) -> bool:
         """Run both calls; returns whether they succeeded. Otherwise both must raise the same error."""
-        found, expected = outcome(real), outcome(model)
-        assert type(found) is type(expected), f"raised {found!r}, expected {expected!r}"
-        return found is None
+        raised, expected = outcome(real), outcome(model)
+        assert type(raised) is type(expected), f"raised {raised!r}, expected {expected!r}"
+        return raised is None
 
     def check(self) -> None:
         """Check offsets, checkpoints, positions, and the positions that each sequence can go back to."""

@@ -77,11 +77,11 @@ class WrapperRig:
         if expected:
             for m, tokens in zip(self.models, before, strict=True):
                 m.tokens = tokens
-        found = outcome(real)
-        assert (found is None) == (not expected), f"raised {found!r}, expected {expected!r}"
-        assert found is None or any(isinstance(found, type(error)) for error in expected)
+        raised = outcome(real)
+        assert (raised is None) == (not expected), f"raised {raised!r}, expected {expected!r}"
+        assert raised is None or any(isinstance(raised, type(error)) for error in expected)
         self.check()
-        return found is None
+        return raised is None
 
     def forward(
         self, positions: Sequence[int], sequences: Sequence[int], lifted: Collection[int] = ()
@@ -189,8 +189,8 @@ class WrapperRig:
             wanted.append(True)
 
         expected = outcome(ask)
-        found = outcome(lambda: answers.append(self.cache.restore(seq, snapshot, target)))
-        assert type(found) is type(expected), f"raised {found!r}, expected {expected!r}"
+        raised = outcome(lambda: answers.append(self.cache.restore(seq, snapshot, target)))
+        assert type(raised) is type(expected), f"raised {raised!r}, expected {expected!r}"
         assert answers == wanted
         done = answers == [True]
         if not done:

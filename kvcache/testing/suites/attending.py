@@ -173,8 +173,8 @@ class AttendingTests(CacheCase):
             if content != content:
                 cache.remove(0, 0)
                 continue
-            found = cache.attend(ctx, host, 0.1).to_numpy()
-            np.testing.assert_allclose(found, np.ones_like(found), rtol=0.01)
+            attended = cache.attend(ctx, host, 0.1).to_numpy()
+            np.testing.assert_allclose(attended, np.ones_like(attended), rtol=0.01)
 
     @attends
     @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 1), (6, 3), (8, 2)])
@@ -190,10 +190,10 @@ class AttendingTests(CacheCase):
         for start, stop in ((0, 5), (5, 7)):
             cache.start_forward(ctx, Batch(range(start, stop), [0] * (stop - start)))
             cache.put(ctx, ctx.from_numpy(key[start:stop]), ctx.from_numpy(value[start:stop]))
-            found = cache.attend(ctx, ctx.from_numpy(query[start:stop]), 0.4).to_numpy()
+            attended = cache.attend(ctx, ctx.from_numpy(query[start:stop]), 0.4).to_numpy()
             for i in range(start, stop):
                 expected = reference_attention(query[i], key[: i + 1], value[: i + 1], 0.4)
-                np.testing.assert_allclose(found[i - start], expected, rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(attended[i - start], expected, rtol=1e-4, atol=1e-5)
 
     @attends
     def test_a_query_of_another_number_of_tokens_is_refused(self, rig: MakeRig) -> None:

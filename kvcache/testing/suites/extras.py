@@ -96,9 +96,11 @@ class ExtrasTests(CacheCase):
         history = r.cache.get(r.ctx)[0].shape[0]
         query = r.ctx.from_numpy(r.setup.rows.queries(1, 1), r.setup.computed)
         chosen = np.arange(-1, max(history, r.cache.cells), dtype=np.int32)[None]
-        found = r.cache.attend(r.ctx, query, 0.5, select=r.ctx.from_numpy(chosen)).to_numpy()
-        np.testing.assert_allclose(found, r.cache.attend(r.ctx, query, 0.5).to_numpy(), rtol=1e-5, atol=1e-5)
-        assert np.isfinite(found).all()
+        attended = r.cache.attend(r.ctx, query, 0.5, select=r.ctx.from_numpy(chosen)).to_numpy()
+        np.testing.assert_allclose(
+            attended, r.cache.attend(r.ctx, query, 0.5).to_numpy(), rtol=1e-5, atol=1e-5
+        )
+        assert np.isfinite(attended).all()
 
     def test_latents_are_stored_once_and_values_are_a_view_of_them(self, rig: MakeRig) -> None:
         apart, once = rig(replace(BOTH, latent=False, extra=False)), rig(replace(BOTH, extra=False))
@@ -137,10 +139,10 @@ class ExtrasTests(CacheCase):
                 cache.put(ctx, ctx.zeros((3, 1, 4), DType.F32), extra={**extra, "one number": some})
             assert cache.get_extra(ctx, "one number").to_numpy().tolist() == [1] * 6
             for name, array in host.items():
-                found = cache.get_extra(ctx, name)
-                assert found.dtype is DType[name]
+                read_back = cache.get_extra(ctx, name)
+                assert read_back.dtype is DType[name]
                 twice = np.concatenate([array, array])
-                np.testing.assert_array_equal(found.to_numpy().astype(np.int64), twice)
+                np.testing.assert_array_equal(read_back.to_numpy().astype(np.int64), twice)
 
     @pytest.mark.parametrize("case", WRONG)
     def test_what_a_layer_does_not_store_is_refused_and_leaves_all_as_it_was(
@@ -155,10 +157,10 @@ class ExtrasTests(CacheCase):
         for name, wrong in (changes.get("extra") or {}).items():
             shape, dtype = ((2, 3), wrong) if isinstance(wrong, DType) else (wrong, DType.I32)
             extra[name] = r.ctx.zeros(shape, dtype)
-        given = {"v_dim": r.setup.rows.value_dim, **changes}
-        given["extra"] = None if changes.get("extra", 1) is None else extra
+        options = {"v_dim": r.setup.rows.value_dim, **changes}
+        options["extra"] = None if changes.get("extra", 1) is None else extra
         with pytest.raises(kvcache.InvalidRangeError, match=match):
-            r.cache.put(r.ctx, r.ctx.zeros((2, values.KV_HEADS, values.KEY_DIM), DType.F32), **given)
+            r.cache.put(r.ctx, r.ctx.zeros((2, values.KV_HEADS, values.KEY_DIM), DType.F32), **options)
         r.check_seen()
         r.drain()
 

@@ -193,11 +193,11 @@ def walk(ctx: ml.Context, cache: kvcache.CausalCache, steps: list[Step]) -> None
         cache.put(ctx, ctx.from_numpy(key), ctx.from_numpy(value))
         if step.lifted:
             cache.set_causal(ctx, except_=step.lifted)
-        found = {
+        actual = {
             _letter(token): {_letter(other) for other in seen.values()}
             for token, seen in zip(ids.tolist(), look(cache, ctx, len(pairs)), strict=True)
         }
-        assert found == step.sees()
+        assert actual == step.sees()
 
 
 def _letter(token: int) -> str:
@@ -240,8 +240,8 @@ class MaskTests(CacheCase):
             r.forward(positions, 0, lifted)
             key, _, mask = r.cache.get(r.ctx)
             assert mask is expected
-            found = values.decode(key.to_numpy().astype(np.float32))[1]
-            assert found.tolist() == list(range(positions[-1] + 1)), "rows lie in the order of positions"
+            stored = values.decode(key.to_numpy().astype(np.float32))[1]
+            assert stored.tolist() == list(range(positions[-1] + 1)), "rows lie in the order of positions"
 
     @pytest.mark.parametrize(
         ("setup", "batches"),

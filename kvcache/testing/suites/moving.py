@@ -72,19 +72,19 @@ class MovingTests(CacheCase):
         """
         if dtype not in floats:
             pytest.skip(f"declared absent: {dtype.name}")
-        given, expected = (part.reshape(26, 2, 26) for part in converted(DType.F32, dtype))
+        source, expected = (part.reshape(26, 2, 26) for part in converted(DType.F32, dtype))
         r = rig(dtype=dtype, capacity=26, max_batch=20, config=arranged)
         for tokens, sequences in (([i // 2 for i in range(20)], [0, 1] * 10), (range(10, 25), 0), ([25], 0)):
             r.cache.remove(1, 0)
             r.cache.start_forward(r.ctx, Batch(tokens, np.resize(sequences, len(tokens)).tolist()))
             r.cache.set_layer(0)
-            r.cache.put(r.ctx, *(r.ctx.from_numpy(part[[*tokens]]) for part in (given, given[::-1])))
+            r.cache.put(r.ctx, *(r.ctx.from_numpy(part[[*tokens]]) for part in (source, source[::-1])))
         key, value, mask = r.cache.get(r.ctx)
         seen = mask_of(mask, 1, key.shape[0], arranged)[0]
         wide = value.permute(r.ctx, 2, 0, 1) if arranged.permuted_v else value
-        for found, right in ((key, expected), (wide, expected[::-1])):
-            assert found.dtype is dtype
-            assert sorted(map(bytes, bits(found.to_numpy()[seen]))) == sorted(map(bytes, bits(right)))
+        for actual, right in ((key, expected), (wide, expected[::-1])):
+            assert actual.dtype is dtype
+            assert sorted(map(bytes, bits(actual.to_numpy()[seen]))) == sorted(map(bytes, bits(right)))
 
     def test_cells_in_any_order_come_apart_and_together(self, rig: MakeRig) -> None:
         """Every arrangement of four neighbouring cells, two of each sequence, including swaps and cycles."""

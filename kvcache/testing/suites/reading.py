@@ -99,11 +99,11 @@ class ReadingTests(CacheCase):
                 if layer == stored:
                     new = (ctx.from_numpy(part[first:stop] + layer) for part in (key, value))
                     cache.put(ctx, *new)
-                found = cache.attend(ctx, ctx.from_numpy(query[first:stop] - layer), 0.4).to_numpy()
+                attended = cache.attend(ctx, ctx.from_numpy(query[first:stop] - layer), 0.4).to_numpy()
                 for i in range(first, stop):
                     seen = key[: i + 1] + stored, value[: i + 1] + stored
                     expected = reference_attention(query[i] - layer, *seen, 0.4)
-                    np.testing.assert_allclose(found[i - first], expected, rtol=1e-4, atol=1e-5)
+                    np.testing.assert_allclose(attended[i - first], expected, rtol=1e-4, atol=1e-5)
 
     # The other caches.
 
@@ -152,8 +152,8 @@ class ReadingTests(CacheCase):
         assert mask.shape == (-(-4 // arranged.mask_batch_padding) * arranged.mask_batch_padding, cells)
         assert mask.dtype is arranged.mask_dtype
         if declared.has("matmul"):
-            found = r.cache.attend(r.ctx, r.ctx.from_numpy(values.queries(0, 4)), 1.0)
-            assert found.shape == (4, values.HEADS, wide[2])
+            attended = r.cache.attend(r.ctx, r.ctx.from_numpy(values.queries(0, 4)), 1.0)
+            assert attended.shape == (4, values.HEADS, wide[2])
         for first in (0, 3, 6):
             r.forward([first, first + 1, first + 2, first], [0, 0, 0, 1])
             r.reserve(5)

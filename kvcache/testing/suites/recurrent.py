@@ -39,7 +39,7 @@ class RecurrentTests(CacheCase):
         r.drain()
 
     def test_states_have_the_dtypes_that_the_class_says(self, backend: ml.Backend, ctx: ml.Context) -> None:
-        for dtype, given, expected in (
+        for dtype, requested, expected in (
             (DType.F32, None, DType.F32),
             (DType.F16, None, DType.F16),
             (DType.F16, DType.F32, DType.F32),
@@ -48,7 +48,7 @@ class RecurrentTests(CacheCase):
             ((DType.F16, DType.Q4_0), None, DType.F32),
         ):
             skip_undeclared(backend, dtype, expected)
-            cache = kvcache.RecurrentCache(CONV, DELTA, conv_dtype=given)
+            cache = kvcache.RecurrentCache(CONV, DELTA, conv_dtype=requested)
             cache.init(backend, dtype, 2, 8, 8)
             cache.start_forward(ctx, Batch([0, 0], [1, 0]))
             assert cache.conv_state(ctx, 0).dtype is expected
