@@ -68,7 +68,7 @@ test-paddle: .venv-paddle/.installed
 	$(PADDLE) -m pip install --quiet paddlepaddle==3.3.1 setuptools hatchling -e ".[testing,engine]"
 	touch $@
 
-# The peers' own tests of their caches, on ours: a table of what passes, for docs/models.md.
+# The peers' own tests of caches and generation, on ours; --record writes docs/benchmarks/peers-tests.json and its table.
 test-peers: $(VENV)/.installed-bench
 	$(BIN)/python -W ignore -m benchmarks.peers_tests mlx-lm
 	$(BIN)/python -W ignore -m benchmarks.peers_tests transformers $(if $(TRANSFORMERS),--source $(TRANSFORMERS))

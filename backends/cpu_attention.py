@@ -216,8 +216,8 @@ def attend(
     sizes = kv_heads, group, head_dim, v_dim
     floats = compiled.scratch_size(work.abreast * group, head_dim, v_dim)
     operands = (
-        query.arguments[:4], scale, key.arguments, value.arguments, sizes, work.tasks, plan.segments, plan.readers,
-        work.slots, plan.index, work.piece, parts, totals,
+        query.arguments[:4], scale, key.arguments, value.arguments, sizes, work.tasks, plan.segments,
+        plan.readers, work.slots, plan.index, work.piece, parts, totals,
     )  # fmt: skip
     units = len(work.tasks) * kv_heads
     threads = min(threads, units, work.rows * kv_heads // WORTH)

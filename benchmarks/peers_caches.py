@@ -23,6 +23,7 @@ import numpy as np
 
 import kvcache
 import ml
+from benchmarks import peers_ollama
 from benchmarks.pages import DOCS, fill, load, save, table
 from kvcache.testing import (
     AREAS,
@@ -44,41 +45,25 @@ RESIDUAL = 4
 """Tokens that a quantized cache of transformers' keeps as they are, but for FP8."""
 
 
-class Ours(CacheDriver):
-    """This library's caches, on NumPy."""
+class Sequences(CacheDriver):
+    """A ``cache`` of numbered sequences, of which a copy shares the cells of another."""
+
+    cache: Any
 
     def __init__(self, span: Span, sequences: int) -> None:
         super().__init__(span, sequences)
-        self.backend = ml.open_backend("numpy")
-        self.ctx = self.backend.new_context()
-        self.cache = self.make()
-        self.cache.init(self.backend, ml.DType.F32, 8, LONGEST, 64)
         self.free = list(range(8))
         self.names = [self.free.pop() for _ in range(sequences)]
         self.lengths = [0] * sequences
 
-    def make(self) -> Any:
-        if self.span.window is not None:  # ours counts the tokens before the query's own
-            return kvcache.SlidingWindowCache(self.span.window - 1, memory=LONGEST)
-        return kvcache.CausalCache() if self.span.chunk is None else kvcache.ChunkedCache(self.span.chunk)
-
-    def feed(self, tokens: Tokens) -> Seen:
+    def placed(self, tokens: Tokens) -> tuple[list[int], list[int]]:
+        """The positions and sequences of a batch, in which these follow what there is."""
         positions, sequences = [], []
         for i, row in enumerate(tokens):
             positions += range(self.lengths[i], self.lengths[i] + len(row))
             sequences += [self.names[i]] * len(row)
             self.lengths[i] += len(row)
-        self.cache.start_forward(self.ctx, kvcache.Batch(positions, sequences))
-        self.cache.set_layer(0)
-        keys, values = keys_and_values([[token for row in tokens for token in row]])
-        self.cache.put(self.ctx, *(self.ctx.from_numpy(x[0].swapaxes(0, 1)) for x in (keys, values)))
-        key, value, mask = (x.to_numpy() for x in self.cache.get(self.ctx))
-        history = [x.swapaxes(0, 1)[None] for x in (key, value)]
-        ends = np.cumsum([len(row) for row in tokens])
-        return [
-            attended(*history, mask[end - len(row) : end] == 0, [row])[0]
-            for row, end in zip(tokens, ends, strict=True)
-        ]
+        return positions, sequences
 
     def crop(self, count: int) -> None:
         for i, name in enumerate(self.names):
@@ -99,19 +84,48 @@ class Ours(CacheDriver):
             self.cache.copy_prefix(self.names[row], name, self.lengths[row])
         return names
 
-    def join(self, other: Self) -> None:
-        for seq, length in zip(other.names, other.lengths, strict=True):
-            page = kvcache.serialize(other.backend, other.cache.snapshot(seq))
-            self.names.append(self.free.pop())
-            self.lengths.append(length)
-            assert self.cache.restore(self.names[-1], kvcache.deserialize(self.backend, page))
-
     def copy(self) -> Self:
         """Beside it, in the same cache."""
         twin = copy.copy(self)
         twin.names, twin.lengths = self.shared(range(len(self.names))), list(self.lengths)
         self.free = twin.free = [name for name in self.free if name not in twin.names]
         return twin
+
+
+class Ours(Sequences):
+    """This library's caches, on NumPy."""
+
+    def __init__(self, span: Span, sequences: int) -> None:
+        super().__init__(span, sequences)
+        self.backend = ml.open_backend("numpy")
+        self.ctx = self.backend.new_context()
+        self.cache = self.make()
+        self.cache.init(self.backend, ml.DType.F32, 8, LONGEST, 64)
+
+    def make(self) -> Any:
+        if self.span.window is not None:  # ours counts the tokens before the query's own
+            return kvcache.SlidingWindowCache(self.span.window - 1, memory=LONGEST)
+        return kvcache.CausalCache() if self.span.chunk is None else kvcache.ChunkedCache(self.span.chunk)
+
+    def feed(self, tokens: Tokens) -> Seen:
+        self.cache.start_forward(self.ctx, kvcache.Batch(*self.placed(tokens)))
+        self.cache.set_layer(0)
+        keys, values = keys_and_values([[token for row in tokens for token in row]])
+        self.cache.put(self.ctx, *(self.ctx.from_numpy(x[0].swapaxes(0, 1)) for x in (keys, values)))
+        key, value, mask = (x.to_numpy() for x in self.cache.get(self.ctx))
+        history = [x.swapaxes(0, 1)[None] for x in (key, value)]
+        ends = np.cumsum([len(row) for row in tokens])
+        return [
+            attended(*history, mask[end - len(row) : end] == 0, [row])[0]
+            for row, end in zip(tokens, ends, strict=True)
+        ]
+
+    def join(self, other: Self) -> None:
+        for seq, length in zip(other.names, other.lengths, strict=True):
+            page = kvcache.serialize(other.backend, other.cache.snapshot(seq))
+            self.names.append(self.free.pop())
+            self.lengths.append(length)
+            assert self.cache.restore(self.names[-1], kvcache.deserialize(self.backend, page))
 
     def save(self) -> Self:
         loaded = type(self)(self.span, len(self.names))
@@ -120,6 +134,38 @@ class Ours(CacheDriver):
             page = kvcache.serialize(self.backend, self.cache.snapshot(name))
             assert loaded.cache.restore(target, kvcache.deserialize(loaded.backend, page))
         return loaded
+
+
+class Ollama(Sequences):
+    """The model of Ollama's, which is asked before a sequence is cut, as Ollama's runner does."""
+
+    absent = frozenset({"join", "save"})
+    memory = 0
+
+    def __init__(self, span: Span, sequences: int) -> None:
+        super().__init__(span, sequences)
+        window = 0 if span.window is None else span.window - 1  # without the query's own
+        self.cache = peers_ollama.Causal(window, self.memory, span.chunk or 0)
+        self.cache.init(8, LONGEST, 64)
+
+    def feed(self, tokens: Tokens) -> Seen:
+        self.cache.start_forward(*self.placed(tokens))
+        self.cache.put([token for row in tokens for token in row])
+        keys, mask = self.cache.get()
+        queries = iter(
+            [token for (token, _), visible in zip(keys, row, strict=True) if visible] for row in mask
+        )
+        return [[next(queries) for _ in row] for row in tokens]
+
+    def crop(self, count: int) -> None:
+        for name, length in zip(self.names, self.lengths, strict=True):
+            if not self.cache.can_resume(name, length - count):
+                raise kvcache.NotSupportedError("CanResume is false")
+        super().crop(count)
+
+
+class OllamaMemory(Ollama):
+    memory = LONGEST // 2
 
 
 class Transformers(CacheDriver):
@@ -437,6 +483,10 @@ CACHES: dict[str, tuple[str, str, type[CacheDriver], Span]] = {
     "BatchRotatingKVCache": ("mlx-lm", "window", MlxBatchRotating, WINDOW),
     "ArraysCache": ("mlx-lm", "state", MlxArrays, WINDOW),
     NANO: ("nano-vllm", "full", NanoVllm, FULL),
+    "Causal": ("Ollama", "full", Ollama, FULL),
+    "Causal, SWA": ("Ollama", "window", Ollama, WINDOW),
+    "Causal, SWA with memory": ("Ollama", "window", OllamaMemory, WINDOW),
+    "Causal, chunked": ("Ollama", "chunk", Ollama, CHUNK),
 }
 """By name: the project, what its cache shows, its driver and what a query has to see."""
 
@@ -462,28 +512,45 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+_SHOWN = {"absent": "", "fails": "**fails**"}
+
+
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
-    """Those of the page."""
-    results, reasons = [], []
-    for name, (project, shows, *_) in CACHES.items():
-        areas = record["caches"].get(name)
-        if areas is None:
-            continue
-        told = {"absent": "", "fails": "**fails**"}
-        results.append([project, f"`{name}`", shows, *(told.get(areas[a][0], areas[a][0]) for a in AREAS)])
-        reasons += [[f"`{name}`", area, *map(_cell, areas[area])] for area in AREAS if areas[area][1]]
+    """Those of the page; caches of a project with the same results are in one row."""
+    caches = {name: record["caches"][name] for name in CACHES if name in record["caches"]}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, areas in caches.items():
+        project, sees, *_ = CACHES[name]
+        results = [_SHOWN.get(areas[area][0], areas[area][0]) for area in AREAS]
+        rows.setdefault((project, *results), []).append(f"`{name}` ({sees})")
+    alike = [[f"{row[0]}: {', '.join(names)}", *row[1:]] for row, names in rows.items()]
     return {
-        "results": table(["project", "cache", "a query sees", *AREAS], results),
+        "results": table(["caches (what a query sees)", *AREAS], alike),
         "reasons": table(
-            ["cache", "area", "result", "the shortest trace, or what the refusal says"], reasons
+            ["cache", "area", "result", "the shortest trace, or what the refusal says"], _reasons(caches)
         ),
-        "areas": table(["area", "what a trace does"], list(AREAS.items())),
-        "versions": table(["package", "version"], list(record["versions"].items())),
+        "areas": "\n".join(f"* {area}: {trace}" for area, trace in AREAS.items()),
+        "versions": ", ".join(f"{package} {number}" for package, number in record["versions"].items()) + ".",
     }
 
 
+def _reasons(caches: Mapping[str, Mapping[str, list[str]]]) -> list[list[str]]:
+    """One row of each reason, with all the areas and caches that it is the reason of."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, found in caches.items():
+        areas: dict[tuple[str, ...], list[str]] = {}
+        for area in AREAS:
+            result, why = found[area]
+            if why:
+                areas.setdefault((result, why), []).append(area)
+        for reason, same in areas.items():
+            rows.setdefault((", ".join(same), *reason), []).append(f"`{name}`")
+    return [["; ".join(names), *map(_cell, row)] for row, names in rows.items()]
+
+
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    """Without what an error adds to its first sentence."""
+    return text.partition(". ")[0].replace("|", "\\|").replace("<", "&lt;")
 
 
 def main() -> None:
@@ -496,6 +563,7 @@ def main() -> None:
     left_out = {QUANTO} if _version("optimum-quanto") == "not installed" else set()
     record = {"versions": {}, "caches": {}, **load(options.out / RECORD)}
     installed = {one: _version(one) for one in VERSIONS if _version(one) != "not installed"}
+    installed["Ollama"] = peers_ollama.COMMIT[:10]
     if options.nano_vllm is None:
         left_out.add(NANO)
     else:

@@ -26,6 +26,9 @@ from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations import mlx_lm as integration
 from kvcache.integrations.mlx_lm.layers import flat
 
+LEFT_OUT: dict[str, str] = {}
+"""Patterns of tests that are not run, and why."""
+
 _used: Counter[str] = Counter()
 _modules: list[ModuleType] = []
 _pools: dict[Any, integration.CachePool] = {}

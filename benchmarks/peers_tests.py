@@ -15,14 +15,17 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import unittest
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -30,15 +33,22 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer, decoders, models
 
+from benchmarks import pages
+
 KINDS = ("passed", "failed", "not ours")
-"""Always counted; "skipped", "alike" and "theirs too" where they occur."""
+"""Always counted; "skipped", "left out", "alike" and "theirs too" where they occur."""
 
 FILES = {
     "mlx-lm": ("ml-explore/mlx-lm", "test_prompt_cache.py test_generate.py test_server.py test_models.py"),
-    "transformers": ("huggingface/transformers", "utils/test_cache_utils.py test_executorch.py"),
+    "transformers": (
+        "huggingface/transformers",
+        "utils/test_cache_utils.py test_executorch.py generation/test_utils.py",
+    ),
 }
 """The repository of each peer on GitHub, and its tests of caches: those that are there are run."""
 
+
+RECORD, PAGE = "benchmarks/peers-tests.json", "models.md"
 
 FETCHED = Path(__file__).parents[1] / ".peers"
 """Source distributions, by their names."""
@@ -67,6 +77,9 @@ def fetched(peer: str) -> Path:
 class Peer(Protocol):
     """A module that puts classes in place, for the test modules that ``prepared`` imports."""
 
+    LEFT_OUT: dict[str, str]
+    """Patterns of tests that are not run, and why."""
+
     def prepared(self, paths: Sequence[Path]) -> AbstractContextManager[tuple[list[ModuleType], Counter]]:
         """The modules, and a count, by name, of how often one of our classes is made."""
 
@@ -84,10 +97,16 @@ def run(peer: Peer, module: ModuleType, used: Counter[str]) -> Iterator[tuple[st
     """
     for case in unittest.defaultTestLoader.loadTestsFromModule(module):
         for test in case:  # type: ignore[union-attr]
+            name = ".".join(test.id().split(".")[-2:])
+            method = name.partition(".")[2]
+            why = next((why for pattern, why in peer.LEFT_OUT.items() if fnmatchcase(method, pattern)), "")
+            if why:
+                yield name, "left out", why
+                continue
             expected = _run(test, peer.theirs())
             used.clear()
             result = expected if expected.skipped else _run(test, peer.ours())
-            yield test.id().rpartition(".")[2], *_outcome(result, expected, used)
+            yield name, *_outcome(result, expected, used)
 
 
 def _run(test: Any, place: AbstractContextManager[None]) -> unittest.TestResult:
@@ -177,11 +196,28 @@ def named(modules: Sequence[Any], **found: Any) -> Iterator[None]:
             setattr(module, name, old)
 
 
+def table_of(record: Mapping[str, Any]) -> str:
+    """A row of each file: how many tests came to what."""
+    rows = []
+    for peer, files in record.items():
+        for file, found in files.items():
+            count = Counter({outcome: len(names) for outcome, names in found["tests"].items()})
+            theirs = count["alike"] + count["theirs too"]
+            rest = sum(count.values()) - count["passed"] - count["failed"] - theirs
+            shown = (count["passed"], count["failed"], theirs, rest)
+            rows.append([f"{peer} {found['version']}, `{file}`", *map(str, shown), f"{found['seconds']}"])
+    head = ["tests of", "passed", "failed", "fail on the runtime's own too"]
+    return pages.table([*head, "not about these classes, skipped, or left out", "s"], rows)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers_tests", description=__doc__)
     parser.add_argument("peer", choices=FILES)
     parser.add_argument("--source", type=Path, help="the peer's source; its source distribution by default")
     parser.add_argument("--file", action="append", default=[], help="run the test files of this name only")
+    parser.add_argument(
+        "--record", action="store_true", help=f"into docs/{RECORD}, and its table into docs/{PAGE}"
+    )
     options = parser.parse_args(arguments)
     options.source = options.source or fetched(options.peer)
     repository, names = FILES[options.peer]
@@ -189,17 +225,34 @@ def main(arguments: list[str] | None = None) -> int:
     if not any(path.is_file() for path in paths):
         raise SystemExit(f"{paths[0]} is not there; --source is the source of github.com/{repository}")
     paths = [path for path in paths if path.is_file() and (not options.file or path.name in options.file)]
+    os.environ["HF_HUB_OFFLINE"] = "1"  # what a test would download is missed at once
     peer: Peer = importlib.import_module(f"benchmarks.peers_{options.peer.replace('-', '_')}")  # type: ignore[assignment]
     counts: Counter[str] = Counter()
     with peer.prepared(paths) as (modules, used):
         for path, module in zip(paths, modules, strict=True):
-            print(f"{path.relative_to(options.source)}:")
+            file, began = str(path.relative_to(options.source / "tests")), time.process_time()
+            tests: dict[str, dict[str, str]] = {}
+            print(f"tests/{file}:")
             for name, outcome, reason in run(peer, module, used):
                 print(f"{outcome:8}  {name}\n          {reason}", flush=True)
+                tests.setdefault(outcome, {})[name] = reason
                 counts[outcome] += 1
+            seconds = round(time.process_time() - began)
+            print(f"{seconds} s of the processor")
+            if options.record:
+                _keep(
+                    options.peer, file, {"version": version(options.peer), "seconds": seconds, "tests": tests}
+                )
     for kind in (*KINDS, *sorted(counts.keys() - {*KINDS})):
         print(f"{kind}: {counts[kind]}")
     return 0
+
+
+def _keep(peer: str, file: str, found: Mapping[str, Any]) -> None:
+    record = pages.load(pages.DOCS / RECORD)
+    record.setdefault(peer, {})[file] = found
+    pages.save(pages.DOCS / RECORD, record)
+    pages.fill(pages.DOCS / PAGE, {"own-tests": table_of(record)})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""transformers' tests of its caches, with ours in the places of its DynamicCache and StaticCache.
+"""transformers' tests of caches and generation, with ours in the places of its DynamicCache and StaticCache.
 
 A DynamicCache without a config finds its number of layers as it goes; ours are told it, from the same test's
-run on transformers' own.
+run on transformers' own. The tests of generation that transformers mixes into those of each model run on a
+small model of each of ``GENERATING``.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import importlib
 import sys
@@ -22,9 +24,20 @@ import torch
 import transformers
 from transformers.integrations import executorch
 
+from benchmarks.census import transformers_types
 from benchmarks.peers_tests import SHAPE, load, named, tokenizer
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers import HFCache, HFStaticCache, install
+
+GENERATING = ("llama", "gemma3_text", "qwen3_next")
+"""Full attention, windows beside it, and states beside it."""
+LEFT_OUT = {
+    "test_*compil*": "compiles a model for minutes on a CPU; tests/integrations/transformers compile ours",
+    "test_*_quant_cache": "asks for a kind of cache that ours does not stand in for",
+    "test_torch_export*": "is of the exporter; test_executorch.py exports our static cache",
+    "test_onnx_export*": "is of the exporter",
+}
+"""Patterns of tests that are not run, and why."""
 
 _used: Counter[str] = Counter()
 _modules: list[ModuleType] = []
@@ -140,13 +153,59 @@ def _dropped_names(path: Path) -> list[tuple[str, str]]:
     return [(module, name) for module, name in wanted if not hasattr(importlib.import_module(module), name)]
 
 
+class _Tester:
+    """What the mixed-in tests ask about a model."""
+
+    batch_size, seq_length = 4, 7
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(
+            3, self.config.vocab_size, (self.batch_size, self.seq_length), generator=generator
+        )
+        return copy.deepcopy(self.config), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _add_cases(module: ModuleType) -> None:
+    """Cases of the file's mixin, which by itself is none."""
+    for label in GENERATING if hasattr(module, "GenerationTesterMixin") else ():
+        model = transformers_types.build(label)
+        members = {
+            "model_tester": _Tester(model.config),
+            "all_generative_model_classes": (type(model),),
+            "has_attentions": True,
+            "__module__": module.__name__,
+        }
+        setattr(module, label, type(label, (module.GenerationTesterMixin, unittest.TestCase), members))
+
+
+@contextlib.contextmanager
+def _their_tests(source: Path) -> Iterator[None]:
+    """``import tests`` means those of transformers, which import each other so."""
+    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "tests"}
+    sys.path.insert(0, str(source))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(source))
+        for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+            del sys.modules[name]
+        sys.modules.update(ours)
+
+
 def _load(path: Path) -> ModuleType:
     # Some imports put a new module in transformers' place: look at all of them before any is given a name.
     missing = _dropped_names(path)
     for module, name in missing:
         setattr(sys.modules[module], name, _Dropped(name))
     try:
-        return load(path)
+        with _their_tests(next(folder.parent for folder in path.parents if folder.name == "tests")):
+            module = load(path)
+        _add_cases(module)
+        return module
     finally:
         for module, name in missing:
             delattr(sys.modules[module], name)

@@ -58,8 +58,8 @@ def join(backend: ml.Backend, size: int | None = None, timeout: float = 60.0) ->
         started = group.size
         group.close()
         raise ml.GroupError(
-            f"tensor parallelism: {size} ranks were requested but the launcher has started {started}; use the "
-            "same number for both"
+            f"tensor parallelism: {size} ranks were requested but the launcher has started {started}; use "
+            "the same number for both"
         )
     return group
 

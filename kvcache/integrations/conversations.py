@@ -50,9 +50,10 @@ def check_known(
 
 
 def check_missing(op: str, prompt: int, stored: int, count: int, drafts: int = MOST_DRAFTS) -> None:
-    """Raise OrderError for a pass over tokens that a conversation's cache already has. The conversation began
-    with ``prompt`` tokens (0: unknown), and the cache has ``stored``. A pass may complete the prompt, and up to
-    ``drafts`` tokens may follow it.
+    """Raise OrderError for a pass over tokens that a conversation's cache already has.
+
+    The conversation began with ``prompt`` tokens (0: unknown), and the cache has ``stored``. A pass may
+    complete the prompt, and up to ``drafts`` tokens may follow it.
     """
     most = drafts + 1 if stored == prompt - 1 else prompt - stored
     if stored < prompt and count > most:

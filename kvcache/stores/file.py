@@ -52,8 +52,9 @@ class FileStore(Closing):
 
     ``budget``, a number or a size such as ``"2GiB"``, limits the bytes of entries (``Stat.nbytes``; their
     manifests of 512 bytes each are not counted) that all processes together keep, including those being
-    written. The least recently used entries are evicted first. None: no limit. Larger entries are neither written nor read. Give all stores of a
-    folder the same budget: a store that finds more than its own budget evicts the excess, and logs this once.
+    written. The least recently used entries are evicted first. None: no limit. Larger entries are neither
+    written nor read. Give all stores of a folder the same budget: a store that finds more than its own budget
+    evicts the excess, and logs this once.
     With ``durable``, ``put`` returns when its bytes are on the device; without it, a crash of the machine
     (not of the process) may damage entries, which are then detected and dropped.
 

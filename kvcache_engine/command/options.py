@@ -189,8 +189,8 @@ class Place:
             return chosen_runtime
         if self.backend not in ("numpy", chosen_runtime.backend):
             raise RequestError(
-                f"--backend {self.backend}: {chosen_runtime.value} computes on {chosen_runtime.backend}; omit --backend, or "
-                "choose a model that --runtime own supports"
+                f"--backend {self.backend}: {chosen_runtime.value} computes on "
+                f"{chosen_runtime.backend}; omit --backend, or choose a model that --runtime own supports"
             )
         if self.devices is not None:
             raise RequestError(

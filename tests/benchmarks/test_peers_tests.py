@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from benchmarks import peers_tests
+from benchmarks import pages, peers_tests, peers_transformers
 
 MLX_LM = """
 import unittest
@@ -100,12 +102,12 @@ class Some(unittest.TestCase):
 FILES = {"mlx-lm": "test_prompt_cache.py", "transformers": "utils/test_cache_utils.py"}
 OUTCOMES = {
     "mlx-lm": """
-failed    test_counts_wrong
-passed    test_model
-passed    test_stores
-alike     test_text_of_a_real_model
-not ours  test_theirs
-theirs too  test_wrong_on_theirs
+failed    Some.test_counts_wrong
+passed    Some.test_model
+passed    Some.test_stores
+alike     Some.test_text_of_a_real_model
+not ours  Some.test_theirs
+theirs too  Some.test_wrong_on_theirs
 passed: 2
 failed: 1
 not ours: 1
@@ -113,14 +115,14 @@ alike: 1
 theirs too: 1
 """,
     "transformers": """
-passed    test_any_number_of_layers
-theirs too  test_dropped
-passed    test_fixed
-passed    test_generates
-not ours  test_no_cache
-failed    test_private
-skipped   test_skipped
-alike     test_text_of_a_real_model
+passed    Some.test_any_number_of_layers
+theirs too  Some.test_dropped
+passed    Some.test_fixed
+passed    Some.test_generates
+not ours  Some.test_no_cache
+failed    Some.test_private
+skipped   Some.test_skipped
+alike     Some.test_text_of_a_real_model
 passed: 3
 failed: 1
 not ours: 1
@@ -146,8 +148,55 @@ def test_a_peers_tests_run_on_its_own_classes_and_then_on_ours(
     assert peers_tests.main([peer, "--source", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     lines = [line for line in told.splitlines() if not line.startswith(" ")]
+    (time,) = (line for line in lines if re.fullmatch(r"\d+ s of the processor", line))
+    lines.remove(time)
     assert lines == [f"tests/{FILES[peer]}:", *OUTCOMES[peer].strip().splitlines()]
     assert [text for text in TOLD[peer] if text not in told] == []
+
+
+GENERATION = """
+import unittest
+from tests.named_by_the_other import TOKENS
+
+class GenerationTesterMixin:
+    def test_generates(self):
+        (kind,) = self.all_generative_model_classes
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        found = kind(config).generate(**inputs, max_new_tokens=TOKENS)
+        self.assertEqual(found.shape, (4, 7 + TOKENS))
+
+    def test_generates_compiled(self):
+        raise AssertionError("left out")
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_transformers_mixes_into_each_models_tests_runs_on_some_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They import the package ``tests`` of their own folder; the record has every test."""
+    (tmp_path / "tests" / "generation").mkdir(parents=True)
+    (tmp_path / "tests" / "named_by_the_other.py").write_text("TOKENS = 3")
+    (tmp_path / "tests" / "generation" / "test_utils.py").write_text(GENERATION)
+    (tmp_path / peers_tests.PAGE).write_text("<!-- table: own-tests -->\n\n<!-- end -->")
+    monkeypatch.setattr(pages, "DOCS", tmp_path)
+    monkeypatch.setattr(peers_transformers, "GENERATING", ("llama", "qwen3_next"))
+    assert peers_tests.main(["transformers", "--source", str(tmp_path), "--record"]) == 0
+    record = json.loads((tmp_path / peers_tests.RECORD).read_text())["transformers"]
+    assert record["generation/test_utils.py"]["tests"] == {
+        "passed": {f"{name}.test_generates": "1 HFCache" for name in ("llama", "qwen3_next")},
+        "left out": dict.fromkeys(
+            ("llama.test_generates_compiled", "qwen3_next.test_generates_compiled"),
+            peers_transformers.LEFT_OUT["test_*compil*"],
+        ),
+    }
+    assert "`generation/test_utils.py` | 2 | 0 | 0 | 2 |" in (tmp_path / peers_tests.PAGE).read_text()
+
+
+def test_the_page_shows_the_record() -> None:
+    page = (pages.DOCS / peers_tests.PAGE).read_text(encoding="utf-8")
+    record = pages.load(pages.DOCS / peers_tests.RECORD)
+    assert pages.filled(page, {"own-tests": peers_tests.table_of(record)}) == page
 
 
 @pytest.mark.parametrize("peer", FILES)

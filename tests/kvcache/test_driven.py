@@ -12,7 +12,6 @@ from benchmarks.peers_caches import (
     CACHES,
     CHUNK,
     PAGE,
-    QUANTO,
     RECORD,
     WINDOW,
     MlxBatchRotating,
@@ -176,5 +175,5 @@ def test_failures_of_the_page_are_still_there(
 def test_the_page_shows_its_record() -> None:
     page = (DOCS / PAGE).read_text(encoding="utf-8")
     record = load(DOCS / RECORD)
-    assert {*record["caches"]} == {*CACHES} - {QUANTO}
+    assert {*record["caches"]} == {*CACHES}
     assert filled(page, tables(record)) == page

@@ -76,9 +76,9 @@ def told_by(kind: Any) -> None:
     """Make models of this class pass the shape of their calls to our prompt caches. A call holds the pool's
     lock. With any other cache their behaviour is unchanged.
     """
-    if kind in _told:
+    if kind in _announcing:
         return
-    _told.add(kind)
+    _announcing.add(kind)
     original: Callable[..., Any] = kind.__call__
 
     @functools.wraps(original)

@@ -83,8 +83,8 @@ def _tokenize(responder: Any, original: Callable[..., Any], tokenizer: Any, requ
         room = pool.room - len(tokenized[0])
         if room <= 0:
             raise InvalidRangeError(
-                f"a prompt of {len(tokenized[0])} tokens; the pool of its model has room for {pool.room}, the "
-                "answer included: shorten it, or install with a larger capacity or max_sequences"
+                f"a prompt of {len(tokenized[0])} tokens; the pool of its model has room for {pool.room}, "
+                "the answer included: shorten it, or install with a larger capacity or max_sequences"
             )
         if room < asked.max_tokens:
             log.warning(

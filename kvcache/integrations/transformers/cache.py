@@ -241,7 +241,6 @@ class HFCache(RowsCache):
         memo[id(self)] = copy = self.of(BatchRows(CachePool(pool.plan, options)))
         if self.rows.length:
             copy.restore(self.snapshot())
-            copy.rows.removed = self.rows.removed
         return copy
 
     def checkpoint(self) -> None:

@@ -478,7 +478,7 @@ class BatchRows(ClaimedRows):
             raise OrderError("snapshot: the cache is empty; run a forward pass first")
         pool = self.pool
         rows = tuple(pool.family.all.snapshot(seq) for seq in self.sequences)
-        return HFSnapshot(self.length, rows, pool.like, len(pool.plan.layers))
+        return HFSnapshot(self.length, rows, pool.like, len(pool.plan.layers), self.removed)
 
     def restore(self, snapshot: HFSnapshot) -> None:
         """Replace the rows by a snapshot. An error leaves them unchanged."""
@@ -505,6 +505,7 @@ class BatchRows(ClaimedRows):
         for seq, row in zip(self.sequences, snapshot.rows, strict=True):
             self.pool.put_back(self.pool.family, seq, row)
         self.length, self.seen = snapshot.length, self._all_at(snapshot.length)
+        self.removed = snapshot.removed
         self._settle()
         self.pool.current = None
 

@@ -30,6 +30,8 @@ class HFSnapshot:
     """An empty tensor with the dtype and on the device of the model's keys."""
     layers: int
     """The number of the model's layers."""
+    removed: int = 0
+    """Tokens that ``HFCache.remove`` took from the middle."""
 
     def __repr__(self) -> str:
         return f"<HFSnapshot, rows: {len(self.rows)}, tokens of each: {self.length}, layers: {self.layers}>"
@@ -49,7 +51,7 @@ def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapsh
         metas.append(dict(serialized.meta))
     meta = {
         "length": snapshot.length, "activations": dtype_of(snapshot.like.dtype).name, "rows": metas,
-        "layers": snapshot.layers,
+        "layers": snapshot.layers, "removed": snapshot.removed,
     }  # fmt: skip
     return put_snapshot(store, key, SerializedSnapshot(meta, arrays))
 
@@ -73,6 +75,7 @@ def load(
             named = serialized.arrays.items()
             own = {name.split(":", 1)[1]: a for name, a in named if name.startswith(f"{i}:")}
             rows.append(deserialize(backend, SerializedSnapshot(meta, own)))
-        return HFSnapshot(int(serialized.meta["length"]), tuple(rows), like, layers)
+        removed = int(serialized.meta.get("removed", 0))  # earlier files do not say
+        return HFSnapshot(int(serialized.meta["length"]), tuple(rows), like, layers, removed)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise SnapshotCorruptError(f"HFCache.load: not what HFCache.save stored ({error!r})") from error

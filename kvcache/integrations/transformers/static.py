@@ -313,7 +313,8 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         stored = int(self.cumulative_length) if on_cpu else self.rows.seen[self.layer]
         if stored + tokens > self.max_cache_len:
             raise CacheFullError(
-                tokens, self.max_cache_len - stored, dict.fromkeys(self.rows.sequences, stored), "HFStaticCache",
+                tokens, self.max_cache_len - stored, dict.fromkeys(self.rows.sequences, stored),
+                "HFStaticCache",
                 f"a row has capacity={self.max_cache_len} cells, padding included: pass a larger capacity=",
             )  # fmt: skip
 

@@ -98,8 +98,8 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for rank_metadata in metadata.values():
             if not isinstance(rank_metadata, PagesMetadata):
                 raise NotSupportedError(
-                    f"KVCacheConnector: its workers' handshake metadata are {type(rank_metadata).__name__}: vLLM's "
-                    "MultiConnector passes those of its first connector that has any to all; name "
+                    f"KVCacheConnector: its workers' handshake metadata are {type(rank_metadata).__name__}: "
+                    "vLLM's MultiConnector passes those of its first connector that has any to all; name "
                     "KVCacheConnector before that one"
                 )
         config = self._kv_transfer_config

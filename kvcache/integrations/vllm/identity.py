@@ -145,9 +145,10 @@ def _ropes(model: Any) -> set[str]:
 
 
 def settings_of(config: Any, settings: Mapping[str, Any], windows: list[int | None]) -> dict[str, Any]:
-    """The settings in the keys of pages, besides the model; ``settings`` are those of the pages' format. If our
-    caches would store the same K and V, they are a ``CausalCache``'s, so that other runtimes can read the
-    pages; else they are marked as vLLM's.
+    """The settings in the keys of pages, besides the model; ``settings`` are those of the pages' format.
+
+    If our caches would store the same K and V, they are a ``CausalCache``'s, so that other runtimes can read
+    the pages; else they are marked as vLLM's.
     """
     model = config.model_config
     alike = (

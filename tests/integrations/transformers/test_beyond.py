@@ -37,7 +37,7 @@ from kvcache.integrations.transformers import (
     rope_shift,
     uninstall,
 )
-from kvcache.stores import MemoryStore
+from kvcache.stores import MemoryStore, SerializedSnapshot, get_snapshot, put_snapshot
 
 from ...rigs import hf_models as hf
 
@@ -343,12 +343,24 @@ class TestGoingBack:
         left = torch.cat((ids[:, :14], ids[:, 18:]), 1)
         hf.close(hf.feed(made, cache, ids[:, 20:]), hf.fresh(made, left[:, :16], left[:, 16:]))
 
-    def test_positions_and_masks_of_before_a_removal_are_refused(self) -> None:
+    @pytest.mark.parametrize("kept", ["", "snapshot", "reset", "store", "fork", "copy"])
+    def test_positions_and_masks_of_before_a_removal_are_refused(self, kept: str) -> None:
         """``generate`` counts positions by its mask, a loop of one's own hides columns by it."""
-        made, ids = hf.model("llama"), hf.tokens(2, 30)
-        cache = HFCache(made.config, max_sequences=4, capacity=64, shift=rope_shift(made.config))
+        made, ids, store = hf.model("llama"), hf.tokens(2, 30), MemoryStore()
+        cache = HFCache(made.config, max_sequences=6, capacity=64, shift=rope_shift(made.config))
         hf.feed(made, cache, ids[:, :29])
         cache.remove(5, 15)
+        snapshot, removed = cache.snapshot(), cache
+        if kept == "reset":
+            cache.reset()
+        elif kept in ("fork", "copy"):
+            cache = cache.fork() if kept == "fork" else copy.deepcopy(cache)
+        elif kept:
+            cache = HFCache(made.config, max_sequences=4, capacity=64, shift=rope_shift(made.config))
+        if kept == "store":
+            assert removed.save(store, "removed") and cache.load(store, "removed")
+        elif kept in ("snapshot", "reset"):
+            cache.restore(snapshot)
         before, mask = cache.fork(), torch.ones(2, 30)
         with pytest.raises(
             InvalidRangeError, match=r"position 29 for 1 new tokens behind 19 .*10 were removed"
@@ -510,6 +522,18 @@ class TestSharing:
         assert third.load(store, "turn")
         for held in (cache, second, third):
             assert torch.equal(carry_on(held), expected)
+
+    def test_an_entry_that_does_not_count_removed_tokens_is_loaded(self) -> None:
+        made, ids, store = hf.model("llama"), hf.tokens(2, 20), MemoryStore()
+        cache, other = (HFCache(made.config, capacity=32) for _ in range(2))
+        hf.feed(made, cache, ids[:, :9])
+        cache.save(store, "new")
+        entry = get_snapshot(store, "new")
+        assert entry is not None
+        meta = {name: value for name, value in entry.meta.items() if name != "removed"}
+        put_snapshot(store, "earlier", SerializedSnapshot(meta, entry.arrays))
+        assert other.load(store, "earlier")
+        hf.close(hf.feed(made, other, ids[:, 9:]), hf.fresh(made, ids[:, :9], ids[:, 9:]))
 
     def test_a_snapshot_of_another_model_is_refused_and_nothing_lost(self) -> None:
         made, ids = hf.model("llama"), hf.tokens(1, 20)
