@@ -83,8 +83,8 @@ def check_shapes(op: str, query: Sequence[int], key: Sequence[int], value: Seque
 
 def address(array: np.ndarray) -> int:
     """The address of an array."""
-    found: int = array.__array_interface__["data"][0]
-    return found
+    location: int = array.__array_interface__["data"][0]
+    return location
 
 
 class Array(NamedTuple):

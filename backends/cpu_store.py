@@ -46,7 +46,7 @@ class Codes:
         return blocks * BLOCK
 
     @property
-    def given(self) -> tuple[np.ndarray, np.ndarray, int]:
+    def arguments(self) -> tuple[np.ndarray, np.ndarray, int]:
         return self.codes, self.scales, self.bits
 
 
@@ -79,7 +79,7 @@ class CodesStore:
     ) -> None:
         self._backend, self._host, self._write = backend, host, write
         self._cells = key.codes.shape[0]
-        self._key, self._value = key.given, value.given
+        self._key, self._value = key.arguments, value.arguments
         self._key_shape = *key.codes.shape[1:2], key.dim
         self._value_shape = *value.codes.shape[1:2], value.dim
 

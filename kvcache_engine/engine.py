@@ -623,12 +623,12 @@ class Engine(Closing):
     ) -> None:
         request, run, statistics = part.request, part.request.run, self.statistics
         known = run.stored
-        told: list[Token | Finished] = []
+        accepted: list[Token | Finished] = []
         settled = False
         try:
-            winner = accept(run, chosen, tried, self.model.config.eos_ids, self.limit, told)
+            winner = accept(run, chosen, tried, self.model.config.eos_ids, self.limit, accepted)
             right = run.stored
-            new = sum(map(has_token, told))
+            new = sum(map(has_token, accepted))
             statistics.generated_tokens += new
             statistics.decoded_tokens += new - (
                 run.generated == new > 0
@@ -642,10 +642,10 @@ class Engine(Closing):
                 request.session.extend(run.tokens[known:])
             settled = True
         finally:
-            if told and isinstance(told[-1], Finished):
-                self._over(request, events, told, keep=settled or not part.branches)
+            if accepted and isinstance(accepted[-1], Finished):
+                self._over(request, events, accepted, keep=settled or not part.branches)
             else:
-                events.extend(told)
+                events.extend(accepted)
 
     def _over(
         self, request: Request, events: list[EngineEvent], last: Sequence[EngineEvent], keep: bool = True

@@ -28,7 +28,7 @@ class EngineOptions:
     ``context`` is the most tokens of one request (None: ``capacity``). All sequences share ``max_sequences *
     capacity`` tokens, so a larger ``context`` lets some exceed their share while others need less. ``budget``
     limits the bytes of kept snapshots on the device, including those in the cache's own cells (None: twice
-    the size of the cache); like all sizes, it is a number or a text such as ``"2GiB"``, which is converted to a
+    the size of the cache); like all sizes, it is a number or a text such as ``"2GiB"``, which becomes a
     number. ``interval`` and ``block_size`` are options of PrefixCache: entries of stores, and blocks in
     events, have ``block_size`` tokens, and keys depend on it. ``tenant_budget``, ``read_ahead``,
     ``backlog`` and ``write_through`` are options of PrefixCache too; with ``write_through``, a thread writes

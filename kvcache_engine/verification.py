@@ -195,8 +195,8 @@ def _check_drawn(drawn: Proposal, vocabulary: int) -> None:
     probabilities, count = drawn.probabilities, len(drawn.tokens)
     if probabilities.shape != (count, vocabulary):
         raise RequestError(
-            f"draft: {count} tokens with probabilities {probabilities.shape}; there must be one for each token "
-            f"of the vocabulary: {(count, vocabulary)}"
+            f"draft: {count} tokens with probabilities {probabilities.shape}; there must be one for each "
+            f"token of the vocabulary: {(count, vocabulary)}"
         )
     sums, own = probabilities.sum(1), probabilities[np.arange(count), np.asarray(drawn.tokens, np.int64)]
     if count and not (np.abs(sums - 1).max() < _ROUNDING and probabilities.min() >= 0 and own.min() > 0):

@@ -97,17 +97,17 @@ def at_exit(close: Callable[[], None]) -> None:
 
 
 def parse_options(
-    where: str, given: Mapping[str, Any], known: Sequence[str], prefix: str = ""
+    where: str, options: Mapping[str, Any], known: Sequence[str], prefix: str = ""
 ) -> dict[str, Any]:
-    """``given``, with the URLs of ``store`` as a tuple; errors put ``prefix`` before each name. Raises
+    """``options``, with the URLs of ``store`` as a tuple; errors put ``prefix`` before each name. Raises
     InvalidRangeError for an option that is not ``known``, and for an invalid ``store`` or ``identity``.
     """
-    if unknown := given.keys() - set(known):
+    if unknown := options.keys() - set(known):
         names = ", ".join(prefix + name for name in known)
         raise InvalidRangeError(
             f"{where}: {prefix + min(unknown)!r} is not an option; known options: {names}"
         )
-    store, identity = given.get("store"), given.get("identity")
+    store, identity = options.get("store"), options.get("identity")
     urls = [store] if isinstance(store, str) else store
     if not (isinstance(urls, list | tuple) and urls and all(isinstance(url, str) and url for url in urls)):
         raise InvalidRangeError(
@@ -118,7 +118,7 @@ def parse_options(
         raise InvalidRangeError(
             f"{where}: {prefix}identity={identity!r}; it must be an object that names the model"
         )
-    return {**given, "store": tuple(urls)}
+    return {**options, "store": tuple(urls)}
 
 
 def check_number(name: str, value: Any, kind: type | tuple[type, ...], least: float) -> None:

@@ -271,7 +271,7 @@ def _noting_writes(calls: list[_Call], kind: Any) -> Callable[..., None]:
 
     def set_attribute(entry: Any, name: str, value: Any) -> None:
         if name in ("keys", "values") and (not calls or calls[-1].name == _DONE):
-            calls.append(_Call(entry, name, told=_told(getattr(entry, name), value)))
+            calls.append(_Call(entry, name, value=_told(getattr(entry, name), value)))
             calls.append(_Call(entry, _DONE))
         kind.__setattr__(entry, name, value)
 

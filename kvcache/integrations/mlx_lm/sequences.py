@@ -119,9 +119,9 @@ class SequencePool(Sequences):
         self.current = None
         super().cut(seq, length)
 
-    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
+    def fork(self, claim: SharedSequence, length: int) -> SharedSequence:
         self.current = None
-        return super().fork(held, length)
+        return super().fork(claim, length)
 
     def relieve(self) -> bool:
         """Drop the oldest conversation kept by an ``LRUPromptCache``; False if there is none."""
@@ -131,9 +131,9 @@ class SequencePool(Sequences):
             self.reclaim()
         return keeper is not None
 
-    def make_way(self, held: SharedSequence) -> None:
-        """Drop kept conversations until ``held``, or a copy of it, can be written."""
-        while (held.claims > 1 or held.seq is None) and not self.free and self.relieve():
+    def make_way(self, claim: SharedSequence) -> None:
+        """Drop kept conversations until ``claim``, or a copy of it, can be written."""
+        while (claim.claims > 1 or claim.seq is None) and not self.free and self.relieve():
             pass
 
     def _none_free(self, count: int) -> Exception:

@@ -85,18 +85,18 @@ class Sequences:
         """A new, empty sequence to claim, which takes no room yet."""
         return SharedSequence(self._retired)
 
-    def occupy(self, held: SharedSequence) -> None:
-        """Assign a sequence to ``held`` if it has none."""
-        if held.seq is None:
-            held.seq = self._take()
+    def occupy(self, claim: SharedSequence) -> None:
+        """Assign a sequence to ``claim`` if it has none."""
+        if claim.seq is None:
+            claim.seq = self._take()
 
-    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
-        """A separate sequence that shares the first ``length`` tokens of ``held`` without a copy."""
+    def fork(self, claim: SharedSequence, length: int) -> SharedSequence:
+        """A separate sequence that shares the first ``length`` tokens of ``claim`` without a copy."""
         new = self.hold()
-        if held.seq is not None and length:
+        if claim.seq is not None and length:
             seq = self._take()
             try:
-                self.cache.copy_prefix(held.seq, seq, length)
+                self.cache.copy_prefix(claim.seq, seq, length)
             except BaseException:
                 heapq.heappush(self._free, seq)
                 raise

@@ -167,11 +167,11 @@ def _other_way(
         return "its keys and values are not the unchanged ones of an HFCache for this model's config"
     if stored is None:  # a prompt of which a window keeps only the end
         return ""
-    found: Stored = stored
-    if getattr(value, "stored", None) is not found or getattr(key, "made", None) is not None:
+    layer_part: Stored = stored
+    if getattr(value, "stored", None) is not layer_part or getattr(key, "made", None) is not None:
         return "the model changes the cache's keys and values before attention"
     pattern: _Pattern = mask.pattern
-    if pattern.size != found.kind.size or query.shape[2] != found.current.tokens:
+    if pattern.size != layer_part.kind.size or query.shape[2] != layer_part.current.tokens:
         return "its mask differs from that of the cache's layer"
     if asked:
         return f"it asks for {asked[0]}"

@@ -120,7 +120,7 @@ class Places:
         """Place layers that store nothing yet."""
         for layer, device in devices.items():
             if layer not in self.contexts:
-                self.learn(layer, device, held=False)
+                self.learn(layer, device, has_data=False)
 
     def settle(self) -> None:
         """Place layers in ``moving``, for memory allocated from now on."""

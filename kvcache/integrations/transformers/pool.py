@@ -256,10 +256,10 @@ class CachePool:
             self.sequences.occupy(one)
         return taken
 
-    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
-        """A sequence with the content of ``held``, without copying."""
+    def fork(self, claim: SharedSequence, length: int) -> SharedSequence:
+        """A sequence with the content of ``claim``, without copying."""
         self.current = None
-        copy = self.sequences.fork(held, length)
+        copy = self.sequences.fork(claim, length)
         self.sequences.occupy(copy)
         return copy
 

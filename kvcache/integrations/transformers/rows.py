@@ -342,7 +342,7 @@ class BatchRows(ClaimedRows):
         self, cache: CausalCache | EncoderCache, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         pool = self.pool
-        ctx, bridge = pool.places.found.get(layer) or pool.place(layer, key), pool.bridge
+        ctx, bridge = pool.places.contexts.get(layer) or pool.place(layer, key), pool.bridge
         if not key.dtype is value.dtype is pool.like.dtype:
             pool.check_dtype(layer, key, value)
         new = (key.squeeze(2), value.squeeze(2)) if key.shape[2] == 1 else (tokens_of(key), tokens_of(value))

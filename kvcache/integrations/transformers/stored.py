@@ -39,22 +39,22 @@ class Stored:
     reading: DenseBatch
     _read_pair: Pair | None = None
 
-    def pair(self, key: torch.Tensor, value: torch.Tensor, found: Pair | None) -> Pair:
+    def pair(self, key: torch.Tensor, value: torch.Tensor, read: Pair | None) -> Pair:
         """All K and V (rows, heads, tokens, dim) that the pass sees; their attribute ``stored`` is this
-        object. They are ``found`` if read already, views if that copies nothing, else deferred tensors.
+        object. They are ``read`` if read already, views if that copies nothing, else deferred tensors.
         """
-        if found is None and self.reading.is_view and self.pool.aliased(self.layer, key):
-            found = self.pool.read(self.reading, self.layer, key, value)
-        elif found is None:
+        if read is None and self.reading.is_view and self.pool.aliased(self.layer, key):
+            read = self.pool.read(self.reading, self.layer, key, value)
+        elif read is None:
             one, heads, tokens = self.pool.places.like(self.layer), key.shape[:2], self.reading.tokens
-            found = (
+            read = (
                 Deferred.of(one, (*heads, tokens, key.shape[3]), lambda: self._read(key, value)[0]),
                 Deferred.of(one, (*heads, tokens, value.shape[3]), lambda: self._read(key, value)[1]),
             )
-            self.current.deferred += map(weakref.ref, found)
-        for tensor in found:
+            self.current.deferred += map(weakref.ref, read)
+        for tensor in read:
             tensor.stored = self  # type: ignore[attr-defined]
-        return found
+        return read
 
     def _read(self, key: torch.Tensor, value: torch.Tensor) -> Pair:
         if self._read_pair is None:

@@ -75,7 +75,7 @@ class EncoderTests(CacheCase):
         r.cache.init(backend, DType.F32, 4, 16, 8)
         for rig in (r, other):
             assert rig.cache.restore(2, snapshot)
-            rig.held = {2: Output(1, 1, 3)}
+            rig.outputs = {2: Output(1, 1, 3)}
             rig.look(computes=False)
 
     @pytest.mark.parametrize("dtype", ["Q8_0", "F8_E4M3", "F32/Q4_0"])
