@@ -363,11 +363,11 @@ class TestGoingBack:
             cache.restore(snapshot)
         before, mask = cache.fork(), torch.ones(2, 30)
         with pytest.raises(
-            InvalidRangeError, match=r"position 29 for 1 new tokens behind 19 .*10 were removed"
+            InvalidRangeError, match=r"position 29 for 1 new tokens after 19 .*10 were removed"
         ):
             hf.generate(made, {"input_ids": ids[:, 29:], "attention_mask": mask}, cache)
         mask[0, :3] = 0
-        with pytest.raises(InvalidRangeError, match=r"30 columns for 1 new tokens behind 19 .*must have 20"):
+        with pytest.raises(InvalidRangeError, match=r"30 columns for 1 new tokens after 19 .*must have 20"):
             made(ids[:, 29:], attention_mask=mask, cache=cache)
         given = {"input_ids": ids[:, 29:], "attention_mask": torch.ones(2, 20)}
         found = hf.generate(made, given, cache, max_new_tokens=1)
