@@ -79,6 +79,8 @@ SETTINGS = {
     "folder": "and a folder",
     "restarts": "a folder, and a restart now and then",
     "cancelled": "the device alone; long prompts are cancelled, and sent again",
+    "closed": "the device alone; a session is closed after its last request",
+    "expected": "likewise, and each of the others says when the next one comes",
 }
 
 
@@ -87,6 +89,7 @@ class Request:
     at: float
     """Seconds."""
     blocks: np.ndarray
+    session: str = ""
 
 
 def read_trace(path: Path, count: int | None = None) -> list[Request]:
@@ -94,7 +97,10 @@ def read_trace(path: Path, count: int | None = None) -> list[Request]:
     with lzma.open(path, "rt") if path.suffix == ".xz" else path.open(encoding="utf-8") as lines:
         rows = sorted(map(json.loads, lines), key=lambda row: row["timestamp"])
     rows = [row for row in rows if row["hash_ids"]][:count]
-    return [Request(row["timestamp"] / 1e3, np.array(row["hash_ids"], np.int64)) for row in rows]
+    return [
+        Request(row["timestamp"] / 1e3, np.array(row["hash_ids"], np.int64), str(row.get("session", "")))
+        for row in rows
+    ]
 
 
 # The shipped caches.
@@ -125,7 +131,9 @@ class Replay(contextlib.AbstractContextManager["Replay"]):
         self._stack = contextlib.ExitStack()
         self._backend = self._stack.enter_context(ml.open_backend("numpy"))
         self._folder = self._stack.enter_context(tempfile.TemporaryDirectory())
-        self._prefix = self._open()
+        self.now = 0.0
+        """The time in the trace, in seconds."""
+        self.prefix = self._open()
 
     def _open(self) -> PrefixCache:
         kind, full = self.kind, kvcache.CausalCache()
@@ -145,7 +153,7 @@ class Replay(contextlib.AbstractContextManager["Replay"]):
             tiers.append(HostTier(HOST * self._room * self.token_bytes))
         if "folder" in self._tiers:
             tiers.append(self._stack.enter_context(FileStore(self._folder, durable=False)))
-        return PrefixCache(
+        prefix = PrefixCache(
             self.cache,
             budget=self._room * self.token_bytes,
             tiers=tiers,
@@ -153,16 +161,21 @@ class Replay(contextlib.AbstractContextManager["Replay"]):
             block_size=512 // self.scale,
             options=PrefixOptions(interval=512 // self.scale),
         )
+        prefix.tree.now = lambda: self.now
+        return prefix
 
     def restart(self) -> None:
         """End, as a server that is told to, and start anew."""
         self._end()
-        self._prefix = self._open()
+        self.prefix = self._open()
 
-    def serve(self, prompt: np.ndarray, most: int | None = None) -> tuple[int, int]:
-        """Compute a prompt, or ``most`` tokens of it, after which it is cancelled: (found, computed)."""
+    def serve(self, prompt: np.ndarray, most: int | None = None, **agent: Any) -> tuple[int, int]:
+        """Compute a prompt, or ``most`` tokens of it, after which it is cancelled: (found, computed).
+
+        ``agent``: its session, as ``PrefixCache.begin`` takes it.
+        """
         with self._timed("begin"):
-            session = self._prefix.begin(prompt)
+            session = self.prefix.begin(prompt, **agent)
         stop = prompt.size if most is None else min(prompt.size, session.cached + most)
         for at in range(session.cached, stop, self._pass):
             with self._timed("passes"):
@@ -200,7 +213,7 @@ class Replay(contextlib.AbstractContextManager["Replay"]):
         self.seconds[what] = self.seconds.get(what, 0.0) + time.process_time() - start
 
     def _end(self) -> None:
-        self._prefix.close()
+        self.prefix.close()
         self.cache.close()
 
     def __exit__(self, *_: object) -> None:
@@ -239,14 +252,22 @@ def replay(
     longest = max(request.blocks.size for request in requests) + 1
     tiers = {"host": ("host",), "folder": ("host", "folder"), "restarts": ("host", "folder")}
     with Replay(kind, room, longest, tiers=tiers.get(setting, ())) as run:
-        due = requests[0].at + period
-        for request in requests:
+        due, following = requests[0].at + period, _following(requests)
+        for request, after in zip(requests, following, strict=True):
+            run.now = request.at
             if setting == "restarts" and request.at >= due:
                 run.restart()
                 due = request.at + period
             # A client that waits for as long as so many tokens take: 8,000 to 64,000.
             patience = int(random.integers(8000, 64000)) // BLOCK if setting == "cancelled" else None
-            found, computed = run.serve(request.blocks, patience)
+            agent: dict[str, Any] = {}
+            if setting in ("closed", "expected"):
+                agent = {"session_id": request.session}
+            if setting == "expected":
+                agent |= {"next_use": after}
+            found, computed = run.serve(request.blocks, patience, **agent)
+            if agent and after is None:
+                run.prefix.agent_sessions.close(request.session)
             outcome.found += found
             reached, lacking = found + computed, request.blocks.size - found
             while reached < request.blocks.size:
@@ -258,6 +279,17 @@ def replay(
             outcome.again += computed - lacking
     outcome.seconds = time.process_time() - start
     return outcome
+
+
+def _following(requests: Sequence[Request]) -> list[float | None]:
+    """Seconds until the next request of the same session; None after its last one."""
+    next_at: dict[str, float] = {}
+    found: list[float | None] = []
+    for request in reversed(requests):
+        at = next_at.get(request.session)
+        found.append(None if at is None else max(0.0, at - request.at))
+        next_at[request.session] = request.at
+    return found[::-1]
 
 
 def host_times(requests: Sequence[Request], kind: Kind, percent: int) -> dict[str, float]:

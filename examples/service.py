@@ -5,42 +5,55 @@
     curl -N localhost:8000/chat -H 'content-type: application/json' -d '{"prompt": "Hello", "max_tokens": 32}'
 
 All users are in the same passes of the model; common prefixes are computed once. Answers stream as
-server-sent events, and a client that disconnects stops its generation. What was computed of an answer is in
-the folder when it ends: a new process, even after kill -9, continues from there.
+server-sent events, and a client that disconnects stops its generation. When an answer ends, a thread writes
+what was computed of it into the folder, from which a new process continues: ``kill -9`` loses the running
+answers and what still waits to be written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import takewhile
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from transformers import AutoTokenizer
 
 from kvcache import HostTier
-from kvcache.stores import FileStore, parse_bytes
-from kvcache_engine import Engine, EngineOptions, GenerationOptions, Token, Tokenizer
+from kvcache.stores import FileStore
+from kvcache_engine import Engine, EngineOptions, Finished, GenerationOptions, Token, Tokenizer
 
 WAITING = 64
 """Requests that may wait for a place; more are told to come later."""
 
 
-class Asked(BaseModel):
+class Message(BaseModel, extra="forbid"):
+    role: str
+    content: str
+
+
+class Asked(BaseModel, extra="forbid"):
     """What a client sends: a prompt, or messages for the model's chat template."""
 
-    prompt: str = ""
-    messages: list[dict[str, str]] = Field(default_factory=list)
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
     max_tokens: int = Field(128, ge=1)
     temperature: float = Field(0.0, ge=0)
     user: str = ""  # whose request it is: others reuse nothing of what it computed, and cannot tell
+
+    @model_validator(mode="after")
+    def one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
 
 
 def load(folder: str, runtime: str) -> Any:
@@ -59,6 +72,21 @@ def load(folder: str, runtime: str) -> Any:
     return TransformersModel(AutoModelForCausalLM.from_pretrained(folder).eval())
 
 
+async def events(stream: AsyncIterator[Token | Finished]) -> AsyncIterator[str]:
+    """The texts of the tokens, then why the answer ended and how much of its prompt was reused."""
+    try:
+        async for event in stream:
+            record: dict[str, Any] = {"text": event.text}
+            if isinstance(event, Finished):
+                record = {"finish_reason": event.reason, "cached_tokens": event.reused}
+            yield f"data: {json.dumps(record)}\n\n"
+    except Exception as error:  # a pass failed, after the headers were sent
+        logging.getLogger("uvicorn.error").exception("a request failed")
+        yield f"data: {json.dumps({'error': str(error)})}\n\n"
+        return
+    yield "data: [DONE]\n\n"
+
+
 def make_app(
     folder: str, store: str, budget: str, runtime: str, system: str = "", users: int = 8, capacity: int = 4096
 ) -> FastAPI:
@@ -72,7 +100,7 @@ def make_app(
         app.state.templates = AutoTokenizer.from_pretrained(folder)
         model = load(folder, runtime)
         options = EngineOptions(max_sequences=users, capacity=capacity)
-        kept = FileStore(store, parse_bytes(budget, "--budget"))
+        kept = FileStore(store, budget)
         with Engine(model, Tokenizer.load(folder), options, [HostTier("1GiB"), kept]) as app.state.engine:
             yield  # at the end, what the folder lacks is written
 
@@ -85,40 +113,39 @@ def make_app(
             raise HTTPException(429, "too many requests wait; try again later", {"retry-after": "1"})
         try:
             tokens = prompt_of(engine, asked)
-            other = asked.model_copy(update={"prompt": "\n", "messages": []})
-            if asked.messages:
-                other.messages = [{"role": "user", "content": "\n"}]
+            other = Asked(prompt="\n")
+            if asked.messages is not None:
+                other = Asked(messages=[Message(role="user", content="\n")])
             alike = takewhile(
                 lambda pair: pair[0] == pair[1], zip(tokens, prompt_of(engine, other), strict=False)
             )
             shared = len([*alike]) if system else 0
-            room = max(1, engine.limit - len(tokens))
-            settings = GenerationOptions(min(asked.max_tokens, room), asked.temperature)
-        except (ValueError, TemplateError) as error:  # there is no template, or it refuses the messages
+            settings = GenerationOptions(asked.max_tokens, asked.temperature)
+            stream = engine.stream(tokens, settings, salt=asked.user, shared=shared, include_finished=True)
+        except (ValueError, TemplateError) as error:  # too long, or the template refuses the messages
             raise HTTPException(400, str(error)) from error
-        streamed = events(app.state.engine.stream(tokens, settings, salt=asked.user, shared=shared))
-        return StreamingResponse(streamed, media_type="text/event-stream")
+        return StreamingResponse(events(stream), media_type="text/event-stream")
 
     def prompt_of(engine: Engine, asked: Asked) -> list[int]:
-        if not asked.messages:
-            return engine.encode(system + asked.prompt)
-        first = [{"role": "system", "content": system}] if system else []
-        return list(
-            app.state.templates.apply_chat_template(
-                [*first, *asked.messages], add_generation_prompt=True, return_dict=False
-            )
-        )
-
-    async def events(stream: AsyncIterator[Token]) -> AsyncIterator[str]:
-        async for token in stream:
-            yield f"data: {json.dumps({'text': token.text})}\n\n"
-        yield "data: [DONE]\n\n"
+        if asked.messages is None:
+            return engine.encode(f"{system}{asked.prompt}")
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += [message.model_dump() for message in asked.messages]
+        text = app.state.templates.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert engine.tokenizer is not None
+        return engine.encode(engine.tokenizer.encode(text, bos=False, most=engine.limit))
 
     @app.get("/health")
-    def health() -> dict[str, int]:
+    def health() -> dict[str, Any]:
         engine: Engine = app.state.engine
-        tokens = {"computed": engine.statistics.computed_tokens, "reused": engine.statistics.reused_tokens}
-        return {"running": len(engine.running), "waiting": len(engine.waiting), **tokens}
+        statistics, stats = engine.statistics, engine.prefix.stats
+        return {
+            "running": len(engine.running),
+            "waiting": len(engine.waiting),
+            "computed": statistics.computed_tokens,
+            "reused": statistics.reused_tokens,
+            "reused_from": {tier: getattr(stats, tier) for tier in ("live", "device", "host", "store")},
+        }
 
     return app
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvcache.caches.turns import Turns, in_turn
     from kvcache.caches.windows import ChunkedCache, SlidingWindowCache
     from kvcache.caches.wrapper import WrapperCache
+    from kvcache.prefix.agent_sessions import AgentSession, AgentSessions
     from kvcache.prefix.alphabet import Tenant
     from kvcache.prefix.break_even import BreakEven
     from kvcache.prefix.eviction_queue import TenantBudget
@@ -74,6 +75,8 @@ if TYPE_CHECKING:
     from kvcache.storage.state_specs import StateSpec
 
 __all__ = [
+    "AgentSession",
+    "AgentSessions",
     "AttentionSnapshot",
     "Batch",
     "BreakEven",
@@ -132,6 +135,8 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "AgentSession": "prefix.agent_sessions",
+    "AgentSessions": "prefix.agent_sessions",
     "AttentionSnapshot": "snapshots.snapshot",
     "BreakEven": "prefix.break_even",
     "CacheFormat": "storage.formats",

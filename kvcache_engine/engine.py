@@ -17,12 +17,13 @@ request is preempted and continued later from its kept snapshots.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, Literal, overload
 
 import ml
 from kvcache import (
@@ -86,8 +87,8 @@ EngineEvent = Event | Failed
 Tier = HostTier | SnapshotStore | str | PathLike[str]
 
 
-def _check_given(model: object, tokenizer: object) -> None:
-    """Refuse another runtime's model and tokenizer, which the engine cannot call."""
+def _check_given(model: object, tokenizer: object, options: object) -> None:
+    """Refuse another runtime's model and tokenizer, which the engine cannot call, and invalid options."""
     if lacking := [name for name in ("backend", "config", "forward") if not hasattr(model, name)]:
         raise ModelError(
             f"Engine: model: a {type(model).__name__} has no {lacking[0]}; pass a model of transformers as "
@@ -98,6 +99,8 @@ def _check_given(model: object, tokenizer: object) -> None:
             f"Engine: tokenizer: a {type(tokenizer).__name__} cannot stream; it must be a "
             "kvcache_engine.Tokenizer: Tokenizer.load(folder)"
         )
+    if not isinstance(options, EngineOptions | None):
+        raise RequestError(f"Engine: options={options!r:.60}; it must be EngineOptions(...)")
 
 
 def _has_stores(tiers: object) -> bool:
@@ -144,7 +147,7 @@ class Engine(Closing):
         identity: Mapping[str, Any] | None = None,
         cache: SnapshotCache | None = None,
     ) -> None:
-        _check_given(model, tokenizer)
+        _check_given(model, tokenizer, options)
         self.options = options = options or EngineOptions()
         self.model = model
         self.tokenizer = tokenizer
@@ -264,13 +267,17 @@ class Engine(Closing):
         shared: int = 0,
         retention: Retention | None = None,
         listener: Listener | None = None,
+        session_id: str = "",
+        next_use: float | None = None,
     ) -> Request:
         """Queue a request; it starts in the first ``step`` that has a free sequence for it.
 
         Only requests with the same ``salt`` reuse what it computes; all requests reuse its first ``shared``
-        tokens (``PrefixCache.begin``). With adapters, it is reused only by requests whose adapters have the
-        same content and scales; adapters may change while the engine is not busy. ``retention``: how long it
-        is kept after the request ends.
+        tokens (``PrefixCache.begin``), which are at most the prompt. With adapters, it is reused only by
+        requests whose adapters have the same content and scales; adapters may change while the engine is not
+        busy. ``retention``: how long it is kept after the request ends. ``session_id``: the session of an
+        agent that it belongs to (``prefix.agent_sessions``); ``next_use``: the seconds after its end until
+        the session's next request.
 
         ``draft`` proposes tokens of the answer, which then takes fewer passes; it requires an engine with
         SpeculativeOptions. Requests with the same seed sample the same tokens unless their ``stream``
@@ -279,22 +286,15 @@ class Engine(Closing):
 
         Raises RequestError for a prompt or settings that cannot be served; nothing is queued then.
         """
-        self._check("submit")
         draft = draft or self.draft
-        if draft is not None and not self._verifier.enabled:
-            raise RequestError("submit: draft= needs an engine with SpeculativeOptions")
+        tokens, settings = self._checked(
+            "submit", prompt, settings, draft, salt, shared, retention, session_id, next_use
+        )
         drafts: object = draft
         if isinstance(drafts, DraftsInCache):
             drafts.bind(self.model, self.cache)
-        settings = settings_for(self.tokenizer, settings)
-        tokens = self.encode(prompt)
-        try:
-            variant = self.variant()
-            tenant = Tenant.of(salt, shared, variant)
-            if retention is not None and not isinstance(retention, Retention):
-                raise InvalidRangeError(f"retention={retention!r:.80}; it must be a Retention, or None")
-        except InvalidRangeError as error:
-            raise RequestError(f"submit: {error}") from error
+        variant = self.variant()
+        tenant = Tenant.of(salt, shared, variant)
         run = RequestState(self._submitted, tokens, settings, settings.sampler(stream))
         if self.tokenizer is not None:
             run.decoder = self.tokenizer.stream(tokens)
@@ -302,7 +302,7 @@ class Engine(Closing):
         self.statistics.prompt_tokens += len(tokens)
         whose = {"salt": salt, "shared": shared, "variant": variant}
         request = Request(run, draft, whose, self.prefix.alphabet.encode(tokens, tenant))
-        request.retention = retention
+        request.retention, request.session_id, request.next_use = retention, session_id, next_use
         for other in self._running:
             plan_sharing(other, [request], self.prefix)
         if self.busy:  # otherwise it starts in the next step, and reads its own prefix
@@ -311,6 +311,40 @@ class Engine(Closing):
         if listener is not None:
             self._listeners[request.id] = listener
         return request
+
+    def _checked(
+        self,
+        op: str,
+        prompt: Prompt,
+        settings: GenerationOptions | None,
+        draft: Draft | None,
+        salt: str,
+        shared: int,
+        retention: Retention | None,
+        session_id: str,
+        next_use: float | None,
+    ) -> tuple[list[int], GenerationOptions]:
+        """The tokens and settings of a request. Raises RequestError where it cannot be served."""
+        self._check(op)
+        if draft is not None and not self._verifier.enabled:
+            raise RequestError(f"{op}: draft= needs an engine with SpeculativeOptions")
+        try:
+            tokens, settings = self.encode(prompt), settings_for(self.tokenizer, settings)
+            Tenant(salt, shared)
+            if shared > len(tokens):
+                raise RequestError(
+                    f"shared={shared}; the prompt has {len(tokens)} tokens, all of which everyone would "
+                    "share: count the tokens that are the same for everyone"
+                )
+            if retention is not None and not isinstance(retention, Retention):
+                raise InvalidRangeError(f"retention={retention!r:.80}; it must be a Retention, or None")
+            if not isinstance(session_id, str):
+                raise InvalidRangeError(f"session_id={session_id!r:.60}; it must be a string")
+            if next_use is not None and (type(next_use) not in (int, float) or not 0 <= next_use < math.inf):
+                raise InvalidRangeError(f"next_use={next_use!r:.60}; it must be a number of at least 0")
+        except (InvalidRangeError, RequestError) as error:
+            raise RequestError(f"{op}: {error}") from error
+        return tokens, settings
 
     @in_turn
     def variant(self) -> Any:
@@ -338,26 +372,51 @@ class Engine(Closing):
         self._over(request, [], [])
         return True
 
+    @overload
+    def stream(
+        self, prompt: Prompt, settings: GenerationOptions | None = None, *,
+        include_finished: Literal[False] = False, draft: Draft | None = None,
+        salt: str = "", shared: int = 0, retention: Retention | None = None,
+        session_id: str = "", next_use: float | None = None,
+    ) -> AsyncGenerator[Token, None]: ...  # fmt: skip
+    @overload
+    def stream(
+        self, prompt: Prompt, settings: GenerationOptions | None = None, *,
+        include_finished: bool, draft: Draft | None = None,
+        salt: str = "", shared: int = 0, retention: Retention | None = None,
+        session_id: str = "", next_use: float | None = None,
+    ) -> AsyncGenerator[Token | Finished, None]: ...  # fmt: skip
     def stream(
         self,
         prompt: Prompt,
         settings: GenerationOptions | None = None,
         *,
+        include_finished: bool = False,
         draft: Draft | None = None,
         salt: str = "",
         shared: int = 0,
         retention: Retention | None = None,
-    ) -> AsyncGenerator[Token, None]:
+        session_id: str = "",
+        next_use: float | None = None,
+    ) -> AsyncGenerator[Any, None]:
         """The answer as it is generated: ``async for token in engine.stream(prompt)``.
 
         May be used by any number of tasks, in event loops of any threads: a thread of the engine makes the
         passes, so that no loop waits for one. If the iteration ends early (the task is cancelled, the
-        generator closed), the request is cancelled. The arguments are those of ``submit``; raises its errors,
-        and those with which the request or a pass fails.
+        generator closed), the request is cancelled. With ``include_finished`` the last item is the
+        ``Finished``, which says why the answer ended and how much of the prompt was reused.
+
+        The other arguments are those of ``submit``. Those that cannot be served are refused when ``stream``
+        is called, before a server sends its headers; the iteration raises the errors with which the request
+        or a pass fails.
         """
-        return self._streams.stream(
-            prompt, settings, draft=draft, salt=salt, shared=shared, retention=retention
+        tokens, settings = self._checked(
+            "stream", prompt, settings, draft, salt, shared, retention, session_id, next_use
         )
+        return self._streams.stream(
+            tokens, settings, include_finished, draft=draft, salt=salt, shared=shared, retention=retention,
+            session_id=session_id, next_use=next_use,
+        )  # fmt: skip
 
     def complete(
         self, prompts: Sequence[Prompt], settings: GenerationOptions | None = None
@@ -514,7 +573,8 @@ class Engine(Closing):
                 run, known = request.run, len(request.run.tokens)
                 if self.options.batch_invariant:  # an answer's tokens are computed one by one, as originally
                     known = run.prompt_tokens
-                session = self.ranks.begin(self.prefix, run.tokens[:known], **request.whose)
+                agent = {"session_id": request.session_id, "next_use": request.next_use}
+                session = self.ranks.begin(self.prefix, run.tokens[:known], **request.whose, **agent)
                 if run.tokens[known:]:
                     session.extend(run.tokens[known:])
             except Exception as error:

@@ -105,8 +105,9 @@ def check_prompt(tokens: Sequence[int], config: ModelSizes, capacity: int) -> li
         _check_length(len(tokens), config, capacity)
         ids = [_id(token) for token in tokens]
     except TypeError:
+        remedy = ": pass its ['input_ids']" if isinstance(tokens, Mapping) and "input_ids" in tokens else ""
         raise RequestError(
-            f"the prompt is {tokens!r:.80}; it must be a text or a sequence of token ids"
+            f"the prompt is {tokens!r:.80}; it must be a text or a sequence of token ids{remedy}"
         ) from None
     wrong = [token for token in ids if not 0 <= token < config.vocab_size]
     if wrong:
@@ -119,6 +120,8 @@ def check_prompt(tokens: Sequence[int], config: ModelSizes, capacity: int) -> li
 
 def settings_for(tokenizer: Tokenizer | None, settings: GenerationOptions | None) -> GenerationOptions:
     """The settings, or the defaults. Raises RequestError for stop strings without a tokenizer."""
+    if not isinstance(settings, GenerationOptions | None):
+        raise RequestError(f"settings={settings!r:.60}; it must be GenerationOptions(...)")
     settings = settings or GenerationOptions()
     if settings.stop and tokenizer is None:
         raise RequestError(

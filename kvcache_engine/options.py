@@ -28,11 +28,10 @@ class EngineOptions:
     ``context`` is the most tokens of one request (None: ``capacity``). All sequences share ``max_sequences *
     capacity`` tokens, so a larger ``context`` lets some exceed their share while others need less. ``budget``
     limits the bytes of kept snapshots on the device, including those in the cache's own cells (None: twice
-    the size of the cache); like all sizes, it is a number or a text such as ``"2GiB"``, which becomes a
-    number. ``interval`` and ``block_size`` are options of PrefixCache: entries of stores, and blocks in
-    events, have ``block_size`` tokens, and keys depend on it. ``tenant_budget``, ``read_ahead``,
+    the size of the cache). ``interval`` and ``block_size`` are options of PrefixCache: entries of stores, and
+    blocks in events, have ``block_size`` tokens, and keys depend on it. ``tenant_budget``, ``read_ahead``,
     ``backlog`` and ``write_through`` are options of PrefixCache too; with ``write_through``, a thread writes
-    each answer to the stores when it ends.
+    each answer to the stores when it ends. Bytes may be sizes such as ``"2GiB"``, which become numbers.
 
     ``batch_invariant``: answers do not depend on the cache's content or on other requests, bit for bit. Each
     pass then has one request, and ``block_size`` tokens of a prompt, whatever ``prefill_chunk`` is; only such

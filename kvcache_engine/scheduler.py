@@ -60,6 +60,8 @@ class Request:
         """The accepted draft tokens that are evaluated again with the next token."""
         self.session: Session | None = None
         self.retention: Retention | None = None
+        self.session_id = ""
+        self.next_use: float | None = None
         self.ahead: Prefetch | None = None
         """Reads from stores while the request waits."""
         self.lookup: Lookup | None = None

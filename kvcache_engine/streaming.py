@@ -56,13 +56,18 @@ class Streams:
         self._running: set[_Stream] = set()
         self._thread: threading.Thread | None = None
 
-    async def stream(self, prompt: Any, *options: Any, **named: Any) -> AsyncGenerator[Token, None]:
-        """The tokens of an answer; arguments are those of ``submit``. The request ends with the generator."""
+    async def stream(
+        self, prompt: Any, settings: Any, include_finished: bool, **named: Any
+    ) -> AsyncGenerator[Token | Finished, None]:
+        """The tokens of an answer, and its ``Finished`` if included; other arguments are those of ``submit``.
+
+        The request ends with the generator.
+        """
         one = _Stream()
 
         def begin() -> None:
             self._running.add(one)
-            one.request = self._engine.submit(prompt, *options, listener=one.tell, **named)
+            one.request = self._engine.submit(prompt, settings, listener=one.tell, **named)
 
         self._post(lambda: self._attempt(one, begin))
         try:
@@ -71,6 +76,8 @@ class Streams:
                     raise event.error
                 if isinstance(event, Token):
                     yield event
+            if include_finished:
+                yield event
         finally:
             self._post(lambda: self._end(one))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 import reprlib
 import struct
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,10 +101,13 @@ class Alphabet:
             if tokens.dtype.kind == "u" and tokens.size and int(tokens.max()) >= 2**63:
                 raise InvalidRangeError(f"tokens: {int(tokens.max())}; ids must be below 2**63")
             ids = tokens.astype(np.int64, copy=True).reshape(-1)
-        elif isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Sized):
+        elif isinstance(tokens, (str, bytes, bytearray, Mapping)) or not isinstance(tokens, Sized):
+            remedy = "encode text with the model's tokenizer first"
+            if isinstance(tokens, Mapping) and "input_ids" in tokens:
+                remedy = "pass its ['input_ids']"
             raise InvalidRangeError(
                 f"tokens: {reprlib.repr(tokens)}; tokens must be a sequence of ids, or of bytes for items "
-                "without an id; encode text with the model's tokenizer first"
+                f"without an id; {remedy}"
             )
         else:
             listed = tokens if isinstance(tokens, (list, tuple)) else [*tokens]

@@ -11,16 +11,15 @@ import heapq
 import itertools
 import logging
 import math
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from kvcache.cache import SequenceLostError
 from kvcache.caches.wrapper import unwrapped
 from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node
-from kvcache.prefix.retention import DEFAULT, DEFAULT_PRIORITY, Grants, Retention, merged, rank_of
+from kvcache.prefix.retention import DEFAULT, DEFAULT_PRIORITY, LOWEST, Grants, Retention, merged, rank_of
 from kvcache.prefix.tree_entry import (
     Priority,
     TreeEntry,
@@ -254,9 +253,8 @@ class Retainer:
     left, the highest priority is evicted too, so that a full cache never blocks.
     """
 
-    def __init__(self, tree: PrefixTree, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
-        self.clock = clock
         self._ends: list[tuple[float, int, weakref.ref[Node[TreeEntry]]]] = []
         """When to check which nodes; entries of removed nodes never outnumber the others."""
         self._most = 64
@@ -274,7 +272,7 @@ class Retainer:
             self._tree.unfold()
             path.nodes = self._tree.walk(path.tokens).nodes
         self._asked = True
-        asked, now = retention or _NOTHING, self.clock()
+        asked, now = retention or _NOTHING, self._tree.now()
         self._cut(path, asked)
         below: Grants = ()
         for node in reversed(path.nodes):
@@ -285,9 +283,33 @@ class Retainer:
                         below = merged(below, _granted(child.data))
                 self._set(node, below if node.begin >= known else merged(_granted(entry), below))
 
+    def regrant(self, nodes: Mapping[Node[TreeEntry], bool], asked: Retention) -> None:
+        """Give nodes, the deepest first, other priorities: to those marked True in place of their present
+        ones.
+
+        Nodes above them are among them.
+        """
+        self._asked = True
+        now, granted = self._tree.now(), dict[Node[TreeEntry], Grants]()
+        for node, replaced in nodes.items():
+            grants = asked.grants(node.begin, node.end, now)
+            for child in node.children.values():
+                grants = merged(grants, granted.get(child) or _granted(child.data))
+            if not replaced:
+                grants = merged(grants, _granted(node.data))
+            granted[node] = grants
+            if node.data is not None:
+                self._set(node, grants)
+
+    def revive(self, nodes: Iterable[Node[TreeEntry]]) -> None:
+        """Give nodes that were to be evicted first the default priority, as they are used again."""
+        for node in nodes:
+            if node.data is not None and node.data.rank == LOWEST:
+                self._set(node, ())
+
     def expire(self) -> None:
         """Remove expired priorities."""
-        now = self.clock()
+        now = self._tree.now()
         while self._ends and self._ends[0][0] <= now:
             node = heapq.heappop(self._ends)[2]()
             if node is not None and node.data is not None and node.data.watched <= now:
@@ -310,7 +332,7 @@ class Retainer:
                     self._tree.end_at(path, at)
 
     def _set(self, node: Node[TreeEntry], grants: Grants) -> None:
-        now = self.clock()
+        now = self._tree.now()
         grants = tuple(grant for grant in grants if now < grant[1])
         self._tree.grant(node, grants, rank_of(grants, now))
 

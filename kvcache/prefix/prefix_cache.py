@@ -35,6 +35,7 @@ from kvcache.cache import (
 )
 from kvcache.caches.one_thread import one_thread
 from kvcache.caches.wrapper import unwrapped
+from kvcache.prefix.agent_sessions import AgentSessions, check_next_use
 from kvcache.prefix.alphabet import Tenant
 from kvcache.prefix.break_even import BreakEven
 from kvcache.prefix.events import BlockEvents, EventBatch, SnapshotEvents
@@ -157,6 +158,7 @@ class PrefixCache(Closing):
             block_size if options.whole_blocks else 1,
         )  # fmt: skip
         self._calls = self._open.calls
+        self._open.agents.prefetcher = self._prefetcher
         self._in_flight, self._read_ahead = in_flight, read_ahead
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
@@ -188,12 +190,14 @@ class PrefixCache(Closing):
         shared: int = 0,
         retention: Retention | None = None,
         variant: Part = None,
+        session_id: str = "",
+        next_use: float | None = None,
     ) -> Session:
         """Start a conversation with the prompt ``tokens``, from the longest cached prefix.
 
         Only conversations with the same ``salt`` can reuse what is computed for this one, here and in stores
         (like vLLM's ``cache_salt``). Its first ``shared`` tokens, such as a system prompt, are shared by
-        everyone.
+        everyone, including those that are added to a shorter prompt; without a salt, all are.
 
         ``variant`` is whatever else K and V depend on, besides the tokens and ``identity``, such as the
         digest of an adapter: None, numbers, strings, bytes, or lists and dicts of these. Conversations with
@@ -201,6 +205,11 @@ class PrefixCache(Closing):
 
         ``retention`` sets the priorities with which ranges of the conversation are evicted, and for how long
         from when the session closes.
+
+        ``session_id`` names the session of an agent that the conversation belongs to, for ``agent_sessions``;
+        it changes neither what is found nor what is kept. ``next_use``, if it is known, is how many seconds
+        after the end of this conversation the session's next one will begin: the later, the earlier is what
+        only that session used for it evicted.
 
         At least one token is left to evaluate. If the device fails to restore the prefix, a warning is
         logged, all tokens are left to evaluate, and the prefix stays cached. Raises SessionLimitError if all
@@ -210,6 +219,10 @@ class PrefixCache(Closing):
         self._check("begin")
         tenant = Tenant.of(salt, shared, variant)
         check_retention(retention)
+        if not isinstance(session_id, str):
+            raise InvalidRangeError(f"begin: session_id={session_id!r:.60}; it must be a string")
+        if next_use is not None:
+            check_next_use("begin: next_use", next_use)
         self._open.forget_items()
         ids = self.alphabet.encode(tokens, tenant)
         if not ids.size:
@@ -220,7 +233,7 @@ class PrefixCache(Closing):
                 "PrefixCache.sessions first, or initialize the cache with a larger max_sequences"
             )
         self.tree.settle()
-        session = self._open.begin(ids, tenant)
+        session = self._open.begin(ids, tenant, session_id, next_use)
         session.retention = retention
         return session
 
@@ -282,6 +295,7 @@ class PrefixCache(Closing):
                     reached = end
             finally:
                 self.cache.remove(seq, 0)
+        self._open.agents.use(ids)
         return True
 
     def next_snapshot(self, seq: int) -> int | None:
@@ -381,10 +395,11 @@ class PrefixCache(Closing):
     def _flush_at_end(self) -> None:
         self.tree.flush()
         if lost := self.tree.unwritten:
-            log.warning("close: %s that were kept are in no store: none took them", bytes_text(lost))
+            log.warning("close: %s could not be written to any store and are lost", bytes_text(lost))
 
     def _let_go(self) -> None:
         self._closed = True
+        self._open.agents.clear()
         self.cache.on_pressure = None
         for part in unwrapped(self.cache):
             _OWNERS.pop(part, None)
@@ -397,6 +412,11 @@ class PrefixCache(Closing):
     def sessions(self) -> tuple[Session, ...]:
         """The open sessions."""
         return tuple(self._open.sessions.values())
+
+    @property
+    def agent_sessions(self) -> AgentSessions:
+        """The sessions of agents, named by ``session_id``: to list, close, delete or retain them."""
+        return self._open.agents
 
     def publish_events(
         self,

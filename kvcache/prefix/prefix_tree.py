@@ -24,6 +24,7 @@ import contextlib
 import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -94,7 +95,6 @@ class PrefixTree:
         self.radix_tree: RadixTree[TreeEntry] = RadixTree()
         self.alphabet = Alphabet()
         self._backend = cache.backend  # a cache that was closed has copied its snapshots there
-        self._by_tenant = budgets.tenants is not None
         self.device: TenantQueue[Node[TreeEntry]] = TenantQueue(
             budgets.device, priority_of, tenant_of, budgets.limit(lambda tenant: tenant.device)
         )
@@ -116,8 +116,11 @@ class PrefixTree:
         """Called with each node whose content or children have changed."""
         self._folded: dict[Node[TreeEntry], None] = {}
         """The nodes that hold a SnapshotChain, and some that used to."""
+        self.now: Callable[[], float] = time.monotonic
         self.clock = 0
-        """Counts uses, and orders the content of tiers."""
+        """The time of the last use, in microseconds of ``now``, and later than each one before: it orders the
+        content of tiers.
+        """
         self.evicted = 0
         """Snapshots that were evicted from all tiers."""
         self.over_budget = 0
@@ -200,7 +203,7 @@ class PrefixTree:
 
     def tick(self) -> None:
         """Advance the clock: further uses count as later than all before."""
-        self.clock += 1
+        self.clock = max(self.clock + 1, int(self.now() * 1e6))
 
     def touch(self, path: Path, upto: int | None = None) -> None:
         """Mark the first ``upto`` tokens of a path (None: all) as the most recently used."""
@@ -226,10 +229,14 @@ class PrefixTree:
         """Give a node the priorities that requests specify, and the current one."""
         assert node.data is not None
         node.data.grants, node.data.rank = grants, rank
+        self.reorder(node)
+        self._changed(node)
+
+    def reorder(self, node: Node[TreeEntry]) -> None:
+        """Note that a node's position in the eviction order has changed."""
         for tier in (self.device, self.host):
             if tier is not None:
                 tier.touch(node)
-        self._changed(node)
 
     @contextlib.contextmanager
     def in_use(self, nodes: Iterable[Node[TreeEntry]], restoring: bool = False) -> Iterator[None]:
@@ -259,8 +266,8 @@ class PrefixTree:
         if self.divisible:
             size = int(path.tokens.size)
             if path.length < size:
-                if self._by_tenant and 0 < own < size:
-                    self.end_at(path, own)  # shared content does not count for a tenant
+                if 0 < own < size:
+                    self.end_at(path, own)  # an entry of its own for others, and no tenant pays for it
                 self.end_at(path, size)
             self._refill(seq, path, stored, salt, own)
         else:

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from kvcache.cache import InvalidRangeError
 
 __all__ = [
-    "DEFAULT", "DEFAULT_PRIORITY", "Grants", "Retention", "TokenRange", "check_retention", "merged",
+    "DEFAULT", "DEFAULT_PRIORITY", "LOWEST", "Grants", "Retention", "TokenRange", "check_retention", "merged",
     "rank_of",
 ]  # fmt: skip
 
 DEFAULT_PRIORITY = 35
+LOWEST = 0
+"""The priority of what only closed sessions of agents used."""
 Grants = tuple[tuple[int, float], ...]
 """(priority, expiry), highest first, as requested. The first one that has not expired counts."""
 DEFAULT: Grants = ((DEFAULT_PRIORITY, math.inf),)

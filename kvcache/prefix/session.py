@@ -28,6 +28,7 @@ from kvcache.cache import (
     computed,
 )
 from kvcache.caches.one_thread import one_thread
+from kvcache.prefix.agent_sessions import Agent, AgentSessions
 from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.eviction import Evictor
 from kvcache.prefix.matcher import PrefixMatcher, Source, StoreLookup
@@ -170,6 +171,8 @@ class Session:
         self._certain: int | None = None
         self._replaced = False
         self.closed = False
+        self.agent: Agent | None = None
+        """The salt and the ``session_id`` of the agent's session that it belongs to."""
         self.stale = False
         """Whether everything kept was discarded since it began, so that its content must not be shared."""
         self.spared = 0
@@ -410,8 +413,15 @@ class OpenSessions:
         """Held by the thread that is in a call of the PrefixCache or of a session."""
         self.foreign_pass: Callable[[], bool | None] = getattr(tree.cache, "foreign_pass", lambda: False)
         """Whether another thread is in the middle of a pass of the cache, if the cache can tell."""
+        self.agents = AgentSessions(tree, evictor.retainer, self.sessions, self.calls, self.foreign_pass)
 
-    def begin(self, ids: np.ndarray, tenant: Tenant = EVERYONE) -> Session:
+    def begin(
+        self,
+        ids: np.ndarray,
+        tenant: Tenant = EVERYONE,
+        session_id: str = "",
+        next_use: float | None = None,
+    ) -> Session:
         """A session over ``ids`` in a free sequence, which holds the longest available prefix."""
         seq = min(self.free)  # deterministic, given the sequences in use
         began = time.monotonic()
@@ -429,6 +439,9 @@ class OpenSessions:
         self.free.remove(seq)
         session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
         session.spared, session.lookup = self.matcher.spared, lookup
+        session.agent = (tenant.salt, session_id) if session_id else None
+        stored, path = origins.get("store", 0), self.matcher.path.nodes
+        self.agents.begin(session.agent, ids, cached, stored, path, next_use)
         self._follow(session, self.matcher.path)
         self._stats.add(int(ids.size), {**origins, "spared": session.spared})
         return session
@@ -453,7 +466,8 @@ class OpenSessions:
         """Make the alphabet forget items that neither an open session nor the tree has."""
         if self.alphabet.crowded:
             nodes = (node.tokens for node in self._tree.radix_tree)
-            self.alphabet.forget([*nodes, *(session.encoded() for session in self.sessions.values())])
+            sessions = (session.encoded() for session in self.sessions.values())
+            self.alphabet.forget([*nodes, *sessions, *self.agents.tokens()])
 
     def computed(self, seq: int) -> int:
         """How many tokens of a sequence have been evaluated in all layers."""
@@ -472,7 +486,8 @@ class OpenSessions:
         others = (other.encoded() for other in self.sessions.values())
         # At intervals, but none that would be evicted immediately.
         interval = max(self._interval, int(min(self._evictor.gap / 2, ids.size)) + 1)
-        positions = positions_due(ids, cached, interval, parted, others)
+        _, shared = self.alphabet.tenant_of(ids)  # where others will part from it
+        positions = positions_due(ids, cached, interval, {parted, shared}, others)
         if self.block > 1:
             positions = sorted({whole for at in positions if (whole := at - at % self.block) > cached})
         if positions:
@@ -572,6 +587,7 @@ class OpenSessions:
                     ids = evaluated if upto is None else evaluated[: upto - upto % self.block]
                     path = self._tree.walk(ids, session.above(int(ids.size)))
                     self._insert(session, path, self._pieces(session, path))
+                    self.agents.end(session.agent, ids)
             except SequenceLostError:
                 pass  # there is nothing to keep
             finally:
@@ -662,15 +678,15 @@ def thinned(pieces: Sequence[Snapshot], inside: int | None) -> list[list[Snapsho
 
 
 def positions_due(
-    ids: np.ndarray, cached: int, interval: int, parted: int, others: Iterable[np.ndarray]
+    ids: np.ndarray, cached: int, interval: int, parted: Iterable[int], others: Iterable[np.ndarray]
 ) -> list[int]:
     """Where snapshots of a prompt are worth taking: where prompts part, at intervals, before the last token.
 
-    ``parted`` is where it leaves what is kept, ``others`` are the tokens of open sessions; the first
-    ``cached`` of ``ids`` are evaluated already.
+    ``parted`` is where it leaves what is kept, and where others will leave it; ``others`` are the tokens of
+    open sessions; the first ``cached`` of ``ids`` are evaluated already.
     """
     last = int(ids.size) - 1
     first = cached - cached % interval + interval
-    wanted = {last, parted, *range(first, last, interval)}
+    wanted = {last, *parted, *range(first, last, interval)}
     wanted |= {common_length(other, ids) for other in others}
     return sorted(position for position in wanted if cached < position <= last)

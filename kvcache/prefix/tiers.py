@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -450,7 +451,7 @@ class StoreTier:
             return None if packed is None else unpack(packed)
         except SnapshotCorruptError as error:
             self._count("corrupt")
-            _warn("load back", error, "it is dropped and computed again")
+            _warn("load back", error, "the prefix is computed again")
             _drop(store, key)
             self._tell_drop(key)
             return None
@@ -504,6 +505,18 @@ class StoreTier:
             read.nbytes = stat.nbytes
         return memory
 
+    def delete(self, keys: Sequence[str]) -> bool:
+        """Delete entries; returns whether all stores have done so. Those that a store lacks are skipped."""
+        deleted = True
+        for store in self.stores:
+            there = self._ask(store, READING, partial(_have, store, keys), "they are not deleted")
+            deleted &= there is not None
+            for key in itertools.compress(keys, there or ()):
+                gone = self._ask(store, WRITING, partial(_deleted, store, key), "it is not deleted")
+                deleted &= gone is not None
+                self._tell_drop(key)
+        return deleted
+
     def drop(self, key: str) -> None:
         for store in self.stores:
             _drop(store, key)
@@ -534,6 +547,11 @@ class _TimedReader:
 
     def close(self) -> None:
         self._reader.close()
+
+
+def _deleted(store: SnapshotStore, key: str) -> bool:
+    store.delete(key)
+    return True
 
 
 def _drop(store: SnapshotStore, key: str) -> None:

@@ -53,8 +53,8 @@ class FileStore(Closing):
     ``budget``, a number or a size such as ``"2GiB"``, limits the bytes of entries (``Stat.nbytes``; their
     manifests of 512 bytes each are not counted) that all processes together keep, including those being
     written. The least recently used entries are evicted first. None: no limit. Larger entries are neither
-    written nor read. Give all stores of a folder the same budget: a store that finds more than its own budget
-    evicts the excess, and logs this once.
+    written nor read. Give all stores of a folder the same budget: a store that finds more than its own evicts
+    the excess, and logs this once.
     With ``durable``, ``put`` returns when its bytes are on the device; without it, a crash of the machine
     (not of the process) may damage entries, which are then detected and dropped.
 
@@ -323,7 +323,10 @@ class FileStore(Closing):
     def _call(self, op: str) -> Iterator[None]:
         with self._in_flight.running(op), translated(op, self.path):
             if self._folder.vanished:
-                raise StoreUnavailableError(f"{op}: the folder {self.path} was deleted; open the store again")
+                raise StoreUnavailableError(
+                    f"{op}: the folder {self.path} was deleted while it was open; restart the program, or "
+                    "open the store again"
+                )
             yield
 
     def _tidy(self) -> None:

@@ -52,6 +52,7 @@ __all__ = ["Chat", "chat"]
 
 LIVE_NODES = 8
 """The number of nodes of the radix tree drawn below an answer."""
+_LOAD = " (use /load FILE for a saved conversation)"
 MORE_ROOM = "/undo removes its last turn, /switch NAME starts another"
 SEQUENCES = 2
 """Only one answers at a time; the other's share of the cache keeps other conversations."""
@@ -69,7 +70,8 @@ def chat(
     store: Annotated[
         str | None,
         typer.Option(
-            help="A folder that keeps conversations for the next chat, or a store's URL.",
+            help="A folder that keeps conversations for the next chat, or a store's URL. A folder takes at "
+            "most a tenth of its disk; file:kept?budget=64MiB sets another limit.",
             show_default="none",
             autocompletion=stores,
         ),
@@ -96,7 +98,7 @@ def chat(
             cache_dtype=dtypes.cache,
             write_through=False,  # Conversations does this, if the store is writable
         )
-        tiers: list[Tier] = [HostTier(), *([named_store(store)] if store else [])]
+        tiers: list[Tier] = [HostTier(), *([named_store(store, _LOAD)] if store else [])]
         with contextlib.ExitStack() as stack:
             with bars_until_done(as_json) as bars:
                 loaded = stack.enter_context(place.loaded(dtypes.weights, bars.loading))
@@ -394,7 +396,7 @@ def stop_flag() -> Iterator[threading.Event]:
 
 def _kept(store: str, engine: Engine) -> KeptConversations | None:
     """The conversations kept in the store's folder, which exists by now; None for other stores."""
-    place = named_store(store)
+    place = named_store(store, _LOAD)
     if isinstance(place, str):
         if not place.startswith("file:"):
             _say_aside(

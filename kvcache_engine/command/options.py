@@ -141,15 +141,13 @@ def device_options(device: str | None) -> dict[str, str]:
     return {} if device is None else {"device": device}
 
 
-def named_store(store: str) -> str | Path:
-    """--store as an argument of ``open_store``, which does not accept a bare folder."""
+def named_store(store: str, hint: str = "") -> str | Path:
+    """--store as an argument of ``open_store``, which does not accept a folder; ``hint`` is for a file."""
     if "://" in store or store.startswith("file:"):
         return store
     path = Path(store).expanduser().absolute()
     if path.exists() and not path.is_dir():
-        raise RequestError(
-            f"--store {store}: is a file; --store must be a folder (use /load FILE for a saved conversation)"
-        )
+        raise RequestError(f"--store {store}: is a file; --store must be a folder{hint}")
     return path
 
 

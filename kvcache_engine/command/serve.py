@@ -91,7 +91,9 @@ class Room:
     store: Annotated[
         list[str] | None,
         typer.Option(
-            help="A folder or a store's URL that keeps prefixes; repeatable.", autocompletion=stores
+            help="A folder or a store's URL that keeps prefixes; repeatable. A folder takes at most a tenth "
+            "of its disk; file:kept?budget=64MiB sets another limit.",
+            autocompletion=stores,
         ),
     ] = None
 
@@ -112,7 +114,7 @@ class Room:
     tenant_budget: Annotated[
         str | None,
         typer.Option(
-            help="What is kept at most for one cache_salt, in the cache and in host memory: 64MiB/1GiB.",
+            help="What is kept at most for one cache_salt, as DEVICE/HOST: 64MiB/1GiB.",
             show_default="no limit",
         ),
     ] = None
@@ -121,10 +123,10 @@ class Room:
         """The engine's options. Raises InvalidRangeError for invalid sizes."""
         sizes = self.max_sequences, self.capacity, self.prefill_chunk, dtypes.cache
         device, _, host = (self.tenant_budget or "").partition("/")
-        if self.tenant_budget and not (device or host):
+        if self.tenant_budget and ("/" in host or not (device or host)):
             raise InvalidRangeError(
-                "serve: --tenant-budget is '/'; it must have a size for the cache, for host memory, or for "
-                "both: 64MiB/1GiB"
+                f"serve: --tenant-budget is {self.tenant_budget!r}; it must be DEVICE/HOST, a size for the "
+                "cache, for host memory, or for both: 64MiB/1GiB, 64MiB or /1GiB"
             )
         return EngineOptions(
             *sizes,

@@ -23,11 +23,13 @@ from kvcache_engine.errors import RequestError, TextTooLongError
 from kvcache_engine.requests import GenerationOptions
 from kvcache_engine.serve.answers import Form
 from kvcache_engine.serve.asked import Asked, Fields, Prompt, Template, Text, parse_chat, parse_completion
+from kvcache_engine.serve.bodies import json_body
 from kvcache_engine.serve.errors import ApiError
-from kvcache_engine.serve.guard import KeyGuard, check_json, has_key
+from kvcache_engine.serve.guard import KeyGuard, has_key
 from kvcache_engine.serve.index import index_page
 from kvcache_engine.serve.metrics import Metrics
 from kvcache_engine.serve.options import ServeOptions
+from kvcache_engine.serve.sessions import session_routes
 from kvcache_engine.serve.streams import (
     EventStream,
     api_error,
@@ -52,6 +54,7 @@ PATHS = {
     "/v1/chat/completions": "chat completions, whole or streamed",
     "/v1/completions": "completions of texts or token ids, whole or streamed",
     "/v1/models": "the model that is served",
+    "/v1/sessions": "sessions of agents: list and inspect, close and delete, retain",
     "/health": "what is running and waiting",
     "/metrics": "counters and times, for Prometheus",
 }
@@ -69,6 +72,7 @@ def make_app(worker: Worker, name: str, template: Template, options: ServeOption
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.model),
+        *session_routes(worker, options),
         Route("/health", service.health),
         Route("/metrics", service.metrics),
     ]
@@ -134,17 +138,12 @@ class _Service:
         return response
 
     async def _in_time(self, request: Request, parse: Parse, chat: bool, trace: Trace) -> Response:
-        within, pause = self._options.request_timeout, self._options.client_timeout
+        within = self._options.request_timeout
         deadline = asyncio.get_running_loop().time() + within
         try:
-            async with asyncio.timeout_at(deadline):
-                body = await _body(request, self._options.max_body, pause)
+            body = await json_body(request, self._options, deadline)
         except ClientDisconnect:
             return Response(status_code=GONE)
-        except TimeoutError:
-            message = f"the body did not come within {within:g} seconds, or none of it for {pause:g} seconds"
-            raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from None
-        check_json(request.headers)
         try:
             async with asyncio.timeout_at(deadline):
                 return await self._answered(request, body, parse, chat, deadline, trace)
@@ -209,8 +208,8 @@ class _Service:
         try:
             for at, (tokens, settings) in enumerate(calls):
                 left = len(calls) - at
-                call = self._worker.submit(tokens, settings, inbox, at, asked.salt, asked.retention, left)
-                tickets.append(await call)
+                whose = asked.salt, asked.retention, left, asked.session_id, asked.next_use
+                tickets.append(await self._worker.submit(tokens, settings, inbox, at, *whose))
         except BaseException as error:
             cancel(tickets, "timeout" if isinstance(error, asyncio.CancelledError) else "refused")
             if isinstance(error, RequestError):
@@ -231,19 +230,6 @@ def _too_long(limit: int, prompt: int, count: int, wanted: int | None, least: st
         "messages" if wanted is None else "max_tokens",
         "context_length_exceeded",
     )
-
-
-async def _body(request: Request, most: int, pause: float) -> bytes:
-    """Read the body. Raises TimeoutError if nothing arrives for ``pause`` seconds."""
-    body, parts = bytearray(), request.stream()
-    while True:
-        try:
-            async with asyncio.timeout(pause):
-                body += await anext(parts)
-        except StopAsyncIteration:
-            return bytes(body)
-        if len(body) > most:
-            raise ApiError(413, f"the body has more than {most} bytes")
 
 
 async def _failed(request: Request, error: Exception) -> Response:

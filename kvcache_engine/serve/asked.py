@@ -13,18 +13,21 @@ from kvcache_engine.errors import RequestError
 from kvcache_engine.requests import GenerationOptions
 from kvcache_engine.serve.errors import ApiError
 
-__all__ = ["Asked", "Fields", "Prompt", "Template", "Text", "parse_chat", "parse_completion"]
+__all__ = [
+    "MAX_SALT", "Asked", "Fields", "Prompt", "Template", "Text", "parse_chat", "parse_completion",
+    "parse_next_use", "parse_retention",
+]  # fmt: skip
 
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
 """The most likely tokens that are reported, as in OpenAI's chat completions and in vLLM."""
 MAX_SALT = 256
-"""The most characters of a salt, which is stored with the content computed for it."""
+"""The most characters of a salt, which is stored with the content computed for it, and of a session's id."""
 _LARGEST = 2**63 - 1
 """The largest integer: JSON has no limit, but floats, arrays and messages do."""
 _BOTH = {"model", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos",
          "stream", "stream_options", "cache_salt",
-         "cache_retention"}  # fmt: skip
+         "cache_retention", "session_id", "next_use", "prompt_cache_key"}  # fmt: skip
 _COMPLETION = _BOTH | {"prompt", "logprobs"}
 _CHAT = _BOTH | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
 _NO_MATTER = {
@@ -32,7 +35,6 @@ _NO_MATTER = {
     "metadata",
     "service_tier",
     "safety_identifier",
-    "prompt_cache_key",
     "prompt_cache_retention",
 }
 """Fields that never affect an answer."""
@@ -87,6 +89,10 @@ class Asked:
     """Requests with other salts reuse nothing of these; vLLM's ``cache_salt``."""
     retention: Retention | None = None
     """How long computed content is kept; ``cache_retention``."""
+    session_id: str = ""
+    """The session of an agent; without it, OpenAI's ``prompt_cache_key``."""
+    next_use: float | None = None
+    """Seconds from the end of the request until the session's next one."""
 
     def settings_for(self, choice: int, max_tokens: int) -> GenerationOptions:
         """The settings of one answer; with a seed, each answer has its own."""
@@ -238,11 +244,19 @@ def _asked(
         raise ApiError(400, str(error)) from None
     salt = fields.text("cache_salt", MAX_SALT)
     stream, usage = fields.flag("stream"), fields.includes_usage()
-    retention = _retention(fields.raw("cache_retention"))
-    return Asked(prompts, choices, max_tokens, settings, stream, usage, salt, retention)
+    retention = parse_retention(fields.raw("cache_retention"))
+    key = fields.text("prompt_cache_key", MAX_SALT)
+    session_id = fields.text("session_id", MAX_SALT) or key
+    whose = salt, retention, session_id, parse_next_use(fields)
+    return Asked(prompts, choices, max_tokens, settings, stream, usage, *whose)
 
 
-def _retention(ranges: Any) -> Retention | None:
+def parse_next_use(fields: Fields) -> float | None:
+    """Seconds, at most some 30 years; None: unknown."""
+    return None if fields.raw("next_use") is None else fields.number("next_use", 0, 0, 1e9)
+
+
+def parse_retention(ranges: Any) -> Retention | None:
     """Ranges of tokens, each with some of begin, end, priority and duration."""
     if ranges is None:
         return None

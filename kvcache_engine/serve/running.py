@@ -74,7 +74,7 @@ def serve(
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt writing
             if has_stores(worker.engine):
-                told("writing kept prefixes to the stores; Ctrl-C cancels it")
+                told("writing kept prefixes to the stores; Ctrl-C skips this")
 
 
 def memory_line(engine: Engine) -> str:

@@ -194,6 +194,8 @@ class Worker:
         salt: str = "",
         retention: Retention | None = None,
         answers: int = 1,
+        session_id: str = "",
+        next_use: float | None = None,
     ) -> Ticket:
         """Submit an answer. Raises RequestError if it cannot be served, Overloaded if it must be retried
         later.
@@ -211,7 +213,14 @@ class Worker:
                 waiting = self._options.max_waiting
                 reason = f"{waiting} requests are waiting" if waiting else "no sequence is free"
                 raise Overloaded(f"{reason}; try again later", self._pause())
-            ticket.request = engine.submit(tokens, settings, salt=salt, retention=retention)
+            ticket.request = engine.submit(
+                tokens,
+                settings,
+                salt=salt,
+                retention=retention,
+                session_id=session_id,
+                next_use=next_use,
+            )
             self._tickets[ticket.request.id] = ticket
 
         pending = asyncio.wrap_future(self.post(call))

@@ -210,7 +210,7 @@ def test_a_full_device_is_told_and_the_exit_code_says_so(store: Path) -> None:
     assert ended.exit_code == 1
     assert ended.stderr.splitlines()[-1] == "kvcache: not kept completely: main (File too large)"
     assert "kvcache: a store is full: " in ended.stderr
-    lost = "kvcache: close: 40.0 KiB that were kept are in no store: none took them\n"
+    lost = "kvcache: close: 40.0 KiB could not be written to any store and are lost\n"
     assert lost in ended.stderr
     assert ended.stderr.count("\n") == 4, ended.stderr
     with limited(4000):

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +19,7 @@ import kvcache_engine.command.main
 import ml
 from kvcache.stores import open_store
 from kvcache_engine.command import completing
+from kvcache_engine.command.options import named_store
 from kvcache_engine.command.usage import ORDER
 
 from .cli_rig import run
@@ -60,6 +61,17 @@ def test_every_command_has_debug_and_every_option_says_what_it_is(name: str) -> 
     options = {text: param for param in GROUP.commands[name].params for text in param.opts}
     assert "--debug" in options
     assert all(param.help for param in GROUP.commands[name].params)
+
+
+@pytest.mark.parametrize("name", ["chat", "serve"])
+def test_help_says_how_to_limit_the_folder_of_a_store(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xxhash")
+    monkeypatch.chdir(tmp_path)
+    (url,) = re.findall(r"file:\S+", run(name, "--help", env={"COLUMNS": "300"}).stdout)
+    with cast(Any, open_store(named_store(url))) as store:
+        assert (store.path, store.budget) == (tmp_path / "kept", 64 << 20)
 
 
 @pytest.mark.parametrize("name", [*NAMES, ""])

@@ -262,6 +262,8 @@ def test_a_model_and_a_tokenizer_of_a_runtime_are_refused_with_what_to_pass(smal
         Engine(cast(Any, object()))
     with pytest.raises(ModelError, match=r"a dict cannot stream; .* Tokenizer.load\(folder\)"):
         Engine(small, cast(Any, {}))
+    with pytest.raises(RequestError, match=r"Engine: options=\{'capacity': 64\}; it must be EngineOptions"):
+        Engine(small, options=cast(Any, {"capacity": 64}))
     with pytest.raises(InvalidRangeError, match=r"tiers=PosixPath\('kept'\); .* such as \[Path\('kept'\)\]"):
         Engine(small, tiers=cast(Any, Path("kept")), identity={"model": "small"})
 

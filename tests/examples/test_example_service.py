@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ pytest.importorskip("xxhash")
 import httpx
 import torch
 import transformers
+from fastapi.testclient import TestClient
 
 from kvcache_engine import Tokenizer, bundled_model
 
@@ -59,9 +61,11 @@ class Service:
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process, self.url = process, url
+        self.last: dict[str, Any] = {}
+        """What the last answer to ``ask`` ended with."""
 
-    def health(self) -> dict[str, int]:
-        found: dict[str, int] = httpx.get(f"{self.url}/health", timeout=60).json()
+    def health(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=60).json()
         return found
 
     def ask(self, content: str, **options: Any) -> str:
@@ -71,7 +75,8 @@ class Service:
             assert response.status_code == 200
             lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
         assert lines[-1] == "[DONE]"
-        return "".join(json.loads(line)["text"] for line in lines[:-1])
+        *told, self.last = map(json.loads, lines[:-1])
+        return "".join(event["text"] for event in told)
 
 
 @contextlib.contextmanager
@@ -112,13 +117,16 @@ def test_users_share_a_restart_goes_on_and_who_leaves_is_cancelled(
         system = service.health()["reused"] - told["reused"]  # and nothing more of what the others computed
         assert service.ask(questions[0], user="third") == first
         assert service.health()["reused"] - told["reused"] == 2 * system > 0
+        assert system % 128  # it does not end with a block
         body = {"messages": [{"role": "nobody", "content": "x"}]}
         assert httpx.post(f"{service.url}/chat", json=body, timeout=60).status_code == 400
         until(lambda: any((store / "pages").glob("*.entry")))
         service.process.send_signal(signal.SIGKILL)
     with serving(folder, store, runtime) as service:
+        assert service.ask(questions[0], user="fourth") == first
+        assert service.last == {"finish_reason": "length", "cached_tokens": system}
+        assert service.health()["reused_from"] == {"live": 0, "device": 0, "host": 0, "store": system}
         assert service.ask(questions[0]) == first
-        assert service.health()["reused"] > 0
         body = {"prompt": "x", "max_tokens": 1500}  # of a client that goes away
         with httpx.stream("POST", f"{service.url}/chat", json=body, timeout=120) as response:
             lines = response.iter_lines()  # which closes the connection when it goes
@@ -128,3 +136,40 @@ def test_users_share_a_restart_goes_on_and_who_leaves_is_cancelled(
         assert service.ask(questions[1]) == answers[1]
         service.process.send_signal(signal.SIGINT)
         assert service.process.wait(60) in (0, -signal.SIGINT)
+
+
+def test_what_is_wrong_gets_an_error_in_the_status_or_in_the_stream(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never a status of 500, and never a stream that breaks off."""
+    service = runpy.run_path(str(ROOT / "examples/service.py"), run_name="service")
+    app = service["make_app"](str(folder), str(tmp_path / "kept"), "64MiB", "transformers", capacity=64)
+    long, hello = "x " * 600, [{"role": "user", "content": "hello"}]
+    refused: list[tuple[int, dict[str, Any]]] = [
+        (400, {"prompt": long}), (400, {"messages": [{"role": "user", "content": long}]}),
+        (400, {"prompt": "\ud800"}), (400, {"messages": [{"role": "user", "content": "\ud800"}]}),
+        (400, {"prompt": "x", "user": "\ud800"}), (400, {"messages": [{"role": "nobody", "content": "x"}]}),
+        (422, {}), (422, {"prompt": "x", "messages": hello}), (422, {"messages": []}),
+        (422, {"messages": [{}]}), (422, {"messages": [{"role": "user"}]}),
+        (422, {"prompt": "x", "max_token": 3}),
+    ]  # fmt: skip
+    with TestClient(app) as client:
+
+        def lines(body: dict[str, Any]) -> list[str]:
+            response = client.post("/chat", json=body)
+            assert response.status_code == 200
+            return [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+
+        for status, body in refused:
+            said = client.post(
+                "/chat", content=json.dumps(body), headers={"content-type": "application/json"}
+            )
+            assert (said.status_code, body) == (status, body)
+        *_, last, done = lines({"messages": hello, "max_tokens": 200})
+        assert (json.loads(last)["finish_reason"], done) == ("capacity", "[DONE]")
+
+        def lost(*arguments: Any) -> Any:
+            raise RuntimeError("lost")
+
+        monkeypatch.setattr(app.state.engine.model, "forward", lost)
+        assert lines({"prompt": "x"}) == ['{"error": "lost"}']

@@ -103,7 +103,7 @@ REFUSALS: dict[tuple[str, str], tuple[Callable[[Path], None], type[Exception], s
         lambda _: completion(prompt_embeds="AAAA"), ApiError, "not supported"
     ),
     ("HFPrefixCache", "image"): (
-        lambda folder: hf(folder, pixel_values=torch.ones(1, 3, 8, 8)), NotSupportedError, "besides the tokens"
+        lambda folder: hf(folder, pixel_values=torch.ones(1, 3, 8, 8)), NotSupportedError, "besides the"
     ),
     ("HFPrefixCache", "place"): (
         lambda folder: hf(folder, mm_token_type_ids=torch.ones(1, len(IDS))), NotSupportedError,

@@ -164,7 +164,7 @@ def _other_way(
     if not isinstance(mask, Deferred) or mask.made is not None:
         return "" if stored is _MISSING else "its mask is more than causal"
     if stored is _MISSING:
-        return "its keys and values are not the unchanged ones of an HFCache for this model's config"
+        return "its keys and values do not come from an HFCache of this model's config"
     if stored is None:  # a prompt of which a window keeps only the end
         return ""
     layer_part: Stored = stored

@@ -197,7 +197,7 @@ class Transfers:
                 return False
             time.sleep(POLL)
 
-    def _held(self) -> int:
+    def _pending(self) -> int:
         return len(self._copying) * self._pages.nbytes + self._tier.writes.waiting
 
     def settle(self) -> None:

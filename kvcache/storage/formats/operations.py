@@ -14,10 +14,10 @@ from ml import nn
 def check_blocks(name: str, block: int, dim: int) -> None:
     """Raise InvalidRangeError unless heads of ``dim`` divide into blocks."""
     if dim % block or dim <= 0:
+        smaller = "with blocks of 32 (AFFINE4_32, AFFINE8_32, Q8_0, Q4_0) or " if dim % 32 == 0 < dim else ""
         raise InvalidRangeError(
             f"put: head_dim {dim} in a cache of {name}, whose blocks are {block} values along head_dim, "
-            "which must divide it; choose a format with blocks of 32 (AFFINE4_32, AFFINE8_32, Q8_0, Q4_0) or "
-            "without blocks (F8_E4M3, F16)"
+            f"which must divide it; choose a format {smaller}without blocks (F8_E4M3, F16)"
         )
 
 

@@ -272,7 +272,7 @@ class TestSharedPrompt:
             )
         for given, logits in zip(self.passes(ids, mask), expected, strict=True):
             hf.close(step(made, cache, *given), logits)
-        told = {"keys": "not the unchanged ones of an HFCache", "mask": "more than causal"}[change]
+        told = {"keys": "not come from an HFCache", "mask": "more than causal"}[change]
         assert len(caplog.messages) == 1
         assert told in caplog.text
 
@@ -334,14 +334,10 @@ class TestOtherWays:
 
     def test_another_cache(self, caplog: Any) -> None:
         config = hf.model("llama", attention.ATTENTION).config
-        self.check(transformers.DynamicCache(config=config), caplog, "not the unchanged ones of an HFCache")
+        self.check(transformers.DynamicCache(config=config), caplog, "not come from an HFCache")
         caplog.clear()
         attention._say.cache_clear()
-        self.check(
-            HFCache(hf.model("llama", "sdpa").config, capacity=32),
-            caplog,
-            "not the unchanged ones of an HFCache",
-        )
+        self.check(HFCache(hf.model("llama", "sdpa").config, capacity=32), caplog, "not come from an HFCache")
         caplog.clear()
         self.check(HFStaticCache(config, capacity=32), caplog, "")
 

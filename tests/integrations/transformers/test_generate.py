@@ -287,7 +287,9 @@ def test_a_cache_shows_what_it_holds() -> None:
 
 def test_a_cache_of_fixed_shapes_is_not_copied_and_none_is_pickled() -> None:
     config = hf.model("llama").config
-    with pytest.raises(NotSupportedError, match=r"deepcopy: an HFStaticCache, .* HFCache, which can be copied"):
+    with pytest.raises(
+        NotSupportedError, match=r"deepcopy: an HFStaticCache, .* HFCache, which can be copied"
+    ):
         copy.deepcopy(HFStaticCache(config, capacity=8))
     for cache in (HFCache(config), HFStaticCache(config, capacity=8)):
         with pytest.raises(NotSupportedError, match=r"pickle: .*HFCache\.save\(store, key\) keeps"):

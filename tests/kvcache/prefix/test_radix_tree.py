@@ -101,6 +101,10 @@ def test_an_id_that_is_too_large_and_a_tensor_are_named(numpy_backend: ml.Backen
         with pytest.raises(InvalidRangeError, match=r"tokens: .*2\*\*63"):
             alphabet.encode(tokens)
     assert alphabet.encode(np.array([2**63 - 1], np.uint64)).tolist() == [2**63 - 1]
+    with pytest.raises(
+        InvalidRangeError, match=r"tokens must be a sequence of ids.*pass its \['input_ids'\]"
+    ):
+        alphabet.encode({"input_ids": [1, 2]})  # type: ignore[arg-type]
     with pytest.raises(InvalidRangeError, match=r"tokens: <NumpyTensor .*; tokens must be a sequence of ids"):
         alphabet.encode(numpy_backend.new_context().from_numpy([1, 2]))  # type: ignore[arg-type]
 

@@ -24,7 +24,7 @@ def asked(priority: int, duration: float | None = None, begin: int = 0, end: int
 
 def set_clock(r: Rig) -> list[float]:
     now = [0.0]
-    r.prefix.evictor.retainer.clock = lambda: now[0]
+    r.prefix.tree.now = lambda: now[0]
     return now
 
 

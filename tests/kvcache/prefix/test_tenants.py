@@ -112,6 +112,16 @@ def test_another_process_finds_in_a_store_what_is_its_tenants_alone(talk: Talk) 
         second.prefix.close()
 
 
+@some_caches
+def test_another_process_finds_all_that_everyone_may_share(talk: Talk, cache: str) -> None:
+    """Also for the first of all other tenants, and where it ends inside a block."""
+    store = stored(talk, LONG, cache=cache, salt="a", shared=10)
+    for salt in ("b", "c"):
+        second = talk(cache, tiers=[store])
+        assert second.keep(LONG, salt=salt, shared=10) == 10
+        second.prefix.close(flush=False)
+
+
 @pytest.mark.parametrize("first", [7, b"a picture"])
 def test_a_session_shows_the_tokens_that_it_was_given(talk: Talk, first: int | bytes) -> None:
     """Also where the first one of its own is generated, and taken back."""
